@@ -1,0 +1,32 @@
+"""Run torch modules whose weights do not fit on the accelerator, or not even in RAM."""
+
+from .api import (
+    GroupInfo,
+    OffloadHandle,
+    OffloadStats,
+    apply_group_offloading,
+    remove_group_offloading,
+)
+from .config import OffloadConfig, OffloadType
+from .errors import ConfigError, DeviceError, GroupFileError, GroupOffloadError, ModuleError, StateError
+from .progress import disable_progress_bar, enable_progress_bar
+
+__all__ = [
+    "ConfigError",
+    "DeviceError",
+    "GroupFileError",
+    "GroupInfo",
+    "GroupOffloadError",
+    "ModuleError",
+    "OffloadConfig",
+    "OffloadHandle",
+    "OffloadStats",
+    "OffloadType",
+    "StateError",
+    "apply_group_offloading",
+    "disable_progress_bar",
+    "enable_progress_bar",
+    "remove_group_offloading",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,331 @@
+"""Offload one module: `apply_group_offloading`, the handle it returns, and `remove_group_offloading`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from .config import OffloadConfig
+from .errors import ConfigError, ModuleError, StateError
+from .runtime.engine import Engine
+from .runtime.group import Group
+from .runtime.hooks import HANDLE, Gate
+from .stores.base import Tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadStats:
+    """What has happened since a module was offloaded. Bytes are bytes, everything else is a count."""
+
+    passes: int
+    """Forwards of the module, or of a part of it that was called by itself."""
+    onloads: int
+    """Images brought to the device."""
+    stalls: int
+    """Onloads that were started only when the weights were needed: nobody foresaw them, or no slot was free."""
+    copies: int
+    """Copy commands issued, in both directions."""
+    bytes_onloaded: dict[str, int]
+    """By tier: "ram", "pageable ram", "file"."""
+    tensors_brought_back: int
+    """Tensors that a forward changed, copied from the device to where they rest."""
+    rebuilds: int
+    """Times that the module was cut into groups again, because its modules or the form of its weights changed."""
+    peak_device_bytes: int
+    """Most device memory taken for weights at once. Activations are not in it."""
+    host_bytes: int
+    """RAM that the images at rest take, page-locked or not. A file takes none."""
+    pinned_bytes: int
+    """The part of `host_bytes` that is page-locked."""
+    staging_bytes: int
+    """RAM for buffers between files, or pageable RAM, and the device."""
+    file_bytes: int
+    """Bytes of weights that rest in files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupInfo:
+    """One group of an offloaded module."""
+
+    group_id: str
+    tier: str
+    """Where it rests: "ram", "pageable ram" or "file"."""
+    where: str
+    """The file's name, or the kind of RAM."""
+    num_tensors: int
+    num_bytes: int
+
+
+class OffloadHandle:
+    """An offloaded module: what its groups are, what they have done, and the way back.
+
+    `print(handle)` shows the groups as a table.
+    """
+
+    def __init__(self, module: nn.Module, engine: Engine) -> None:
+        self.module = module
+        self._engine: Engine | None = engine
+
+    @property
+    def config(self) -> OffloadConfig:
+        """The options, every default filled in."""
+        return self._live.config
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the module is offloaded: true until `remove()`."""
+        return self._engine is not None
+
+    @property
+    def groups(self) -> tuple[GroupInfo, ...]:
+        """The groups, in registration order."""
+        return tuple(_describe(group) for group in self._live.groups)
+
+    @property
+    def root_gate(self) -> Gate:
+        return self._live.root_gate
+
+    def stats(self) -> OffloadStats:
+        """Counts and bytes since the module was offloaded."""
+        engine = self._live
+        counters, transfer = engine.counters, engine.transfer
+        images = [part.image for group in engine.groups for part in group.parts]
+        in_files = sum(image.layout.num_bytes for image in images if image.tier is Tier.FILE)
+        return OffloadStats(
+            passes=counters.passes,
+            onloads=counters.onloads,
+            stalls=counters.stalls,
+            copies=transfer.num_copies,
+            bytes_onloaded={tier.value: num_bytes for tier, num_bytes in transfer.bytes_sent.items()},
+            tensors_brought_back=counters.brought_back,
+            rebuilds=counters.rebuilds,
+            peak_device_bytes=counters.peak_device_bytes,
+            host_bytes=sum(image.layout.num_bytes for image in images) - in_files,
+            pinned_bytes=sum(image.pinned_bytes for image in images),
+            staging_bytes=transfer.staging_bytes,
+            file_bytes=in_files,
+        )
+
+    def refresh(self) -> None:
+        """Take up changed, added or removed weights now. Without it the next forward does so."""
+        self._live.refresh()
+
+    def remove(self) -> None:
+        """Give the module back as it was: values (with all edits), devices, hooks, `forward`, class.
+
+        Each weight gets memory of its own again, on the device where it was, so there has to be room for all of them.
+        Group files stay for the next time. Calling it again does nothing.
+
+        Raises:
+            StateError: a forward of the module is in progress.
+        """
+        if self._engine is None:
+            return
+        self._engine.remove()
+        self._engine = None
+        self.module.__dict__.pop(HANDLE, None)
+        for listener in _listeners:
+            listener.removed(self)
+
+    @property
+    def _live(self) -> Engine:
+        if self._engine is None:
+            raise StateError("This module is no longer offloaded: remove() was called. Apply group offloading again.")
+        return self._engine
+
+    def __repr__(self) -> str:
+        name = type(self.module).__name__
+        if self._engine is None:
+            return f"<OffloadHandle of {name}: removed>"
+        return f"<OffloadHandle of {name}: {len(self._engine.groups)} groups>"
+
+    def __str__(self) -> str:
+        if self._engine is None:
+            return repr(self)
+        rows = [("group", "tensors", "size", "rests in")]
+        rows += [(g.group_id, str(g.num_tensors), _human(g.num_bytes), g.where) for g in self.groups]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = [
+            f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip() for row in rows
+        ]
+        total = sum(group.num_bytes for group in self.groups)
+        slots = self._engine.slot_bytes
+        lines.insert(1, "-" * max(map(len, lines)))
+        lines.append(
+            f"{type(self.module).__name__}: {_human(total)} in {len(rows) - 1} groups, onloaded to {self.config.onload_device} "
+            f"through slots of {_human(slots)} in all."
+        )
+        return "\n".join(lines)
+
+    # A copy of the module, or the module read back from a pickle, is not offloaded: its weights are its own.
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
+
+
+class Listener:
+    """Is told when a module is offloaded and when it no longer is (so that pipelines see it)."""
+
+    def applied(self, handle: OffloadHandle) -> None: ...
+
+    def removed(self, handle: OffloadHandle) -> None: ...
+
+
+_listeners: list[Listener] = []
+
+
+def add_listener(listener: Listener) -> None:
+    _listeners.append(listener)
+
+
+def apply_group_offloading(
+    module: nn.Module,
+    onload_device: str | int | torch.device | None = None,
+    offload_device: str | torch.device = "cpu",
+    offload_type: str | Enum = "block_level",
+    num_blocks_per_group: int | None = None,
+    non_blocking: bool = False,
+    use_stream: bool | None = None,
+    record_stream: bool = False,
+    low_cpu_mem_usage: bool = False,
+    offload_to_disk_path: str | os.PathLike[str] | None = None,
+    block_modules: list[str] | None = None,
+    exclude_kwargs: list[str] | None = None,
+) -> OffloadHandle:
+    """Keep the weights of `module` in RAM or in files, and onload them group by group while it runs.
+
+    Names, order and meaning of the arguments are those of `diffusers.hooks.apply_group_offloading` (0.42.1). Outputs are
+    bit-identical to those of the module on the device. Between forwards every weight is a CPU tensor that reads its true
+    value, and may be edited, replaced, saved or loaded; the next forward computes with what is there then.
+
+    Args:
+        module: any torch module; one that was passed through `torch.compile` is offloaded underneath.
+        onload_device: where to compute. Default: the current accelerator, else the CPU.
+        offload_device: "cpu". Weights rest in RAM, or in files with `offload_to_disk_path`.
+        offload_type: "block_level" moves whole blocks (the elements of ModuleLists and Sequentials), "leaf_level" single
+            layers, which takes the least device memory.
+        num_blocks_per_group: blocks that move together. Default 1. Block level only.
+        non_blocking: without a stream, let the host run ahead of the copies. With a stream it always does.
+        use_stream: copy on a stream of its own, ahead of the compute that needs the weights. Default: if the device has
+            streams.
+        record_stream: take memory for onloaded weights from torch's caching allocator and give it back between groups,
+            instead of keeping fixed slots. Needs `use_stream`.
+        low_cpu_mem_usage: do not page-lock the weights' RAM: it can then be swapped out, but every copy goes through a
+            page-locked buffer of 32 MiB, at the speed of one memory copy. With `offload_to_disk_path` it is always so.
+        offload_to_disk_path: a folder for one safetensors file for each group. Files whose content is exactly that of the
+            weights are used again; no other file is touched. RAM then holds no weights at rest.
+        block_modules: names of children that are cut into blocks of their own. Default: the module class's
+            `_group_offload_block_modules`. Block level only.
+        exclude_kwargs: keyword arguments of forwards that are not moved to the device. Default: the module class's
+            `_skip_keys`.
+
+    Returns:
+        The handle: what the groups are, statistics, and `remove()`.
+
+    Raises:
+        ConfigError: an option is not understood, or contradicts another one.
+        DeviceError: the device does not exist, or has no streams.
+        ModuleError: the module has no weights, meta weights, or is offloaded by accelerate.
+        StateError: the module, or a part of it, is group-offloaded already.
+        GroupFileError: the folder cannot be written, or is too small. The module is left as it was.
+
+    Example:
+        >>> handle = apply_group_offloading(pipe.transformer, offload_to_disk_path="/nvme/offload")
+        >>> image = pipe("a beautiful sunset").images[0]
+        >>> print(handle)
+    """
+    return offload(
+        module,
+        onload_device=onload_device,
+        offload_device=offload_device,
+        offload_type=offload_type,
+        num_blocks_per_group=num_blocks_per_group,
+        non_blocking=non_blocking,
+        use_stream=use_stream,
+        record_stream=record_stream,
+        low_cpu_mem_usage=low_cpu_mem_usage,
+        offload_to_disk_path=offload_to_disk_path,
+        block_modules=block_modules,
+        exclude_kwargs=exclude_kwargs,
+    )
+
+
+def offload(module: nn.Module, *, exclude_kwargs: Any = None, **options: Any) -> OffloadHandle:
+    """`apply_group_offloading` with an `identity`: what sets the module's group files apart in a shared folder."""
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"Expected a torch.nn.Module, got {type(module).__name__}. For a pipeline: enable_group_offload.")
+    module = getattr(module, "_orig_mod", module)
+    if exclude_kwargs is None:
+        exclude_kwargs = getattr(module, "_skip_keys", None)
+    config = OffloadConfig.from_options(exclude_kwargs=exclude_kwargs, **options)
+    _refuse_offloaded(module)
+    handle = OffloadHandle(module, Engine(module, config))
+    module.__dict__[HANDLE] = handle
+    for listener in _listeners:
+        listener.applied(handle)
+    return handle
+
+
+def remove_group_offloading(module: nn.Module) -> None:
+    """Undo `apply_group_offloading(module, ...)`: see `OffloadHandle.remove`. Does nothing to any other module."""
+    handle = handle_of(module)
+    if handle is not None:
+        handle.remove()
+
+
+def handle_of(module: nn.Module) -> OffloadHandle | None:
+    """The handle of a module that group offloading was applied to."""
+    handle: OffloadHandle | None = getattr(module, "_orig_mod", module).__dict__.get(HANDLE)
+    return handle
+
+
+def _refuse_offloaded(module: nn.Module) -> None:
+    hooks = sys.modules.get("accelerate.hooks")
+    for name, part in module.named_modules():
+        if part.__dict__.get(HANDLE) is not None or isinstance(part.__dict__.get("_compiled_call_impl"), Gate):
+            where = f"its submodule {name!r}" if name else "it"
+            raise StateError(
+                f"Cannot apply group offloading to {type(module).__name__}: {where} is group-offloaded already. Call "
+                f"remove_group_offloading() on what it was applied to first."
+            )
+        if hooks is not None and _accelerate_offloads(part, hooks):
+            raise ModuleError(
+                f"Cannot apply group offloading to a module that is already offloaded by accelerate: "
+                f"{name or 'the module itself'} ({type(part).__name__}) has an accelerate hook. Switch that offloading off "
+                f"first (pipe.remove_all_hooks(), accelerate.hooks.remove_hook_from_module)."
+            )
+
+
+def _accelerate_offloads(module: nn.Module, hooks: Any) -> bool:
+    hook = module.__dict__.get("_hf_hook")
+    each: Callable[[Any], bool] = lambda h: isinstance(h, (hooks.AlignDevicesHook, hooks.CpuOffload))  # noqa: E731
+    return hook is not None and (each(hook) or any(each(h) for h in getattr(hook, "hooks", ())))
+
+
+def _describe(group: Group) -> GroupInfo:
+    images = [part.image for part in group.parts]
+    return GroupInfo(
+        group_id=group.group_id,
+        tier=images[0].tier.value if images else Tier.RAM.value,
+        where=", ".join(dict.fromkeys(image.where for image in images)) or "nothing to move",
+        num_tensors=sum(len(part.refs) for part in group.parts),
+        num_bytes=sum(image.layout.num_bytes for image in images),
+    )
+
+
+def _human(num_bytes: int) -> str:
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"

@@ -1,0 +1,149 @@
+"""The options of one offloaded module, checked once and frozen."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .device import Backend, backend_for, default_device
+from .errors import ConfigError, DeviceError
+
+
+class OffloadType(str, Enum):
+    """How a module is cut into groups."""
+
+    BLOCK_LEVEL = "block_level"
+    """Whole blocks: the elements of the module's ModuleLists and Sequentials."""
+    LEAF_LEVEL = "leaf_level"
+    """Single layers: least device memory, most groups."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadConfig:
+    """What `apply_group_offloading` was asked for, with every default filled in.
+
+    Raises:
+        ConfigError: a value that is not understood, or two options that contradict each other.
+        DeviceError: a device that does not exist here.
+    """
+
+    onload_device: torch.device
+    offload_type: OffloadType
+    num_blocks_per_group: int
+    non_blocking: bool
+    use_stream: bool
+    record_stream: bool
+    low_cpu_mem_usage: bool
+    offload_to_disk_path: Path | None
+    block_modules: tuple[str, ...] | None
+    exclude_kwargs: tuple[str, ...]
+    identity: str
+    """Prefix of the group ids: tells two components of one pipeline apart in one folder."""
+
+    @property
+    def backend(self) -> Backend:
+        return backend_for(self.onload_device)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that take turns: one is computed with while the next is filled."""
+        return 2 if self.use_stream else 1
+
+    @classmethod
+    def from_options(
+        cls,
+        *,
+        onload_device: str | int | torch.device | None = None,
+        offload_device: str | torch.device = "cpu",
+        offload_type: str | Enum = "block_level",
+        num_blocks_per_group: int | None = None,
+        non_blocking: bool = False,
+        use_stream: bool | None = None,
+        record_stream: bool = False,
+        low_cpu_mem_usage: bool = False,
+        offload_to_disk_path: str | os.PathLike[str] | None = None,
+        block_modules: list[str] | tuple[str, ...] | None = None,
+        exclude_kwargs: list[str] | tuple[str, ...] | None = None,
+        identity: str = "",
+    ) -> OffloadConfig:
+        device = default_device() if onload_device is None else _as_device(onload_device, "onload_device")
+        backend = backend_for(device)
+        if _as_device(offload_device, "offload_device").type != "cpu":
+            raise ConfigError(
+                f"offload_device={str(offload_device)!r}: weights rest in RAM or in files. Pass offload_device='cpu', "
+                f"with offload_to_disk_path for files."
+            )
+        flags = {
+            "non_blocking": non_blocking,
+            "use_stream": backend.has_streams if use_stream is None else use_stream,
+            "record_stream": record_stream,
+            "low_cpu_mem_usage": low_cpu_mem_usage,
+        }
+        for name, value in flags.items():
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name}={value!r}: expected True or False.")
+        if flags["use_stream"] and not backend.has_streams:
+            raise DeviceError(
+                f"use_stream=True needs a device with streams, and {str(device)!r} has none. Pass use_stream=False."
+            )
+        if record_stream and not flags["use_stream"]:
+            raise ConfigError("record_stream=True contradicts use_stream=False: pass use_stream=True, or drop record_stream.")
+        kind = _as_offload_type(offload_type)
+        if kind is OffloadType.LEAF_LEVEL:
+            if num_blocks_per_group not in (None, 1):
+                raise ConfigError(
+                    f"num_blocks_per_group={num_blocks_per_group!r} contradicts offload_type='leaf_level', where each "
+                    f"layer is a group. Drop it, or pass offload_type='block_level'."
+                )
+            if block_modules is not None:
+                raise ConfigError(
+                    "block_modules contradicts offload_type='leaf_level'. Drop it, or pass offload_type='block_level'."
+                )
+        return cls(
+            onload_device=backend.device,
+            offload_type=kind,
+            num_blocks_per_group=_as_count(1 if num_blocks_per_group is None else num_blocks_per_group),
+            offload_to_disk_path=None if offload_to_disk_path is None else _as_path(offload_to_disk_path),
+            block_modules=None if block_modules is None else _as_names(block_modules, "block_modules"),
+            exclude_kwargs=_as_names(exclude_kwargs or (), "exclude_kwargs"),
+            identity=identity,
+            **flags,
+        )
+
+
+def _as_device(value: Any, name: str) -> torch.device:
+    try:
+        return torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise DeviceError(f"{name}={value!r} is not a device: {str(error).splitlines()[0]}") from error
+
+
+def _as_offload_type(value: Any) -> OffloadType:
+    try:
+        return OffloadType(value.value if isinstance(value, Enum) else value)
+    except ValueError:
+        raise ConfigError(f"offload_type={value!r}: expected one of {[kind.value for kind in OffloadType]}.") from None
+
+
+def _as_count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"num_blocks_per_group={value!r}: expected a whole number of 1 or more.")
+    return value
+
+
+def _as_names(value: Any, option: str) -> tuple[str, ...]:
+    if isinstance(value, str) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(f"{option}={value!r}: expected a list of names.")
+    return tuple(value)
+
+
+def _as_path(value: Any) -> Path:
+    try:
+        return Path(os.fsdecode(value)).expanduser().absolute()
+    except TypeError:
+        raise ConfigError(f"offload_to_disk_path={value!r}: expected the path of a folder.") from None

@@ -1,0 +1,210 @@
+"""What the engine asks of a device: memory, streams, events, copies.
+
+Everything that touches an accelerator goes through a :class:`Backend`. The engine never names CUDA: one backend serves
+every accelerator that ``torch.accelerator`` knows, one serves the CPU, and the tests bring a simulated one whose copies
+land late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from .errors import DeviceError
+
+
+class Event(Protocol):
+    """A point in a stream's work. Recording it again moves it; waits that were already enqueued keep the old point."""
+
+    def record(self, stream: Any, /) -> None: ...
+
+    def query(self) -> bool:
+        """Whether the work before the point is done (true before the first record)."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the work before the point is done."""
+
+
+class Stream(Protocol):
+    """A queue of work on the device."""
+
+    def wait_event(self, event: Any, /) -> None:
+        """Work that is enqueued from now on starts after `event`, as last recorded."""
+
+
+class Backend(Protocol):
+    """One device. Safe to call from several threads; what it hands out is not.
+
+    Order of calls for a byte that moves: `pin` the host memory, `empty` for the device memory, then `copy` on a stream
+    that waited for the last use of the target, `Event.record`, and `Stream.wait_event` before the bytes are used.
+    """
+
+    device: torch.device
+    has_streams: bool
+    """Whether work is asynchronous. Without streams every call is done when it returns, and events are no-ops."""
+
+    def current_stream(self) -> Stream:
+        """The stream that the calling thread's compute goes to."""
+
+    def new_stream(self) -> Stream: ...
+
+    def new_event(self) -> Event: ...
+
+    def empty(self, num_bytes: int, stream: Stream | None = None) -> torch.Tensor:
+        """Uninitialised uint8 device memory, owned by `stream` (default: the current one), 256-byte aligned."""
+
+    def free(self, memory: torch.Tensor) -> None:
+        """Give memory from `empty` back. Its owner stream, and streams marked by `record_stream`, may still use it."""
+
+    def record_stream(self, memory: torch.Tensor, stream: Stream) -> None:
+        """Let `memory` be used by `stream` too: once freed it is not handed out again before that use is done."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, *, blocking: bool = False) -> None:
+        """Copy bytes on `stream`. Asynchronous if the host side is pinned, unless `blocking`."""
+
+    def pin(self, memory: torch.Tensor) -> Callable[[], None] | None:
+        """Page-lock host memory in place. Returns the call that undoes it, or None where that is not possible."""
+
+
+class _NoEvent:
+    def record(self, stream: Any, /) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _NoStream:
+    def wait_event(self, event: Any, /) -> None:
+        pass
+
+
+_NO_EVENT = _NoEvent()
+_NO_STREAM = _NoStream()
+
+
+class HostBackend:
+    """The CPU as onload device: everything is done when the call returns."""
+
+    has_streams = False
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def current_stream(self) -> Stream:
+        return _NO_STREAM
+
+    def new_stream(self) -> Stream:
+        return _NO_STREAM
+
+    def new_event(self) -> Event:
+        return _NO_EVENT
+
+    def empty(self, num_bytes: int, stream: Stream | None = None) -> torch.Tensor:
+        # torch's CPU allocator aligns to 64 bytes; images are laid out for 256, and MKL rounds by alignment.
+        memory = torch.empty(num_bytes + 255, dtype=torch.uint8)
+        start = -memory.data_ptr() % 256
+        return memory[start : start + num_bytes]
+
+    def free(self, memory: torch.Tensor) -> None:
+        pass
+
+    def record_stream(self, memory: torch.Tensor, stream: Stream) -> None:
+        pass
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, *, blocking: bool = False) -> None:
+        target.copy_(source)
+
+    def pin(self, memory: torch.Tensor) -> Callable[[], None] | None:
+        return None
+
+
+class AcceleratorBackend:
+    """Any accelerator that torch's device-agnostic streams and events serve: CUDA, ROCm, XPU."""
+
+    has_streams = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def current_stream(self) -> Stream:
+        return torch.accelerator.current_stream(self.device)
+
+    def new_stream(self) -> Stream:
+        return torch.Stream(device=self.device)
+
+    def new_event(self) -> Event:
+        return torch.Event(device=self.device)
+
+    def empty(self, num_bytes: int, stream: Stream | None = None) -> torch.Tensor:
+        with _on(stream):
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def free(self, memory: torch.Tensor) -> None:
+        pass  # torch's caching allocator takes it back when the last reference goes, in the order of its stream
+
+    def record_stream(self, memory: torch.Tensor, stream: Stream) -> None:
+        memory.record_stream(stream)  # type: ignore[arg-type]
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, *, blocking: bool = False) -> None:
+        with _on(stream):
+            target.copy_(source, non_blocking=not blocking)
+
+    def pin(self, memory: torch.Tensor) -> Callable[[], None] | None:
+        if self.device.type != "cuda" or not memory.numel():
+            return None
+        runtime = torch.cuda.cudart()
+        address = memory.data_ptr()
+        with torch.cuda.device(self.device):
+            if int(runtime.cudaHostRegister(address, memory.numel(), 0)) != 0:
+                return None
+        return lambda: runtime.cudaHostUnregister(address) and None
+
+
+def _on(stream: Stream | None) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if stream is None else stream  # type: ignore[return-value]
+
+
+_backends: dict[torch.device, Backend] = {}
+
+
+def default_device() -> torch.device:
+    """The current accelerator, else the CPU."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if found is None else found
+
+
+def backend_for(device: torch.device) -> Backend:
+    """The backend of `device`, whose index is filled in: one object for each device of the process.
+
+    Raises:
+        DeviceError: the device does not exist here.
+    """
+    device = _with_index(device)
+    if device not in _backends:
+        _backends[device] = HostBackend() if device.type == "cpu" else AcceleratorBackend(device)
+    return _backends[device]
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type == "cpu":
+        return torch.device("cpu")
+    runtime = getattr(torch, device.type, None)
+    if device.type == "meta" or runtime is None or not hasattr(runtime, "is_available"):
+        raise DeviceError(f"Cannot onload to {str(device)!r}: not a device that can compute. Use 'cuda', 'xpu' or 'cpu'.")
+    if not runtime.is_available():
+        raise DeviceError(
+            f"Cannot onload to {str(device)!r}: torch {torch.__version__} sees no {device.type} device here. "
+            f"Pass onload_device='cpu', or install a torch build that supports the device."
+        )
+    if device.index is None:
+        return torch.device(device.type, runtime.current_device())
+    if device.index >= runtime.device_count():
+        raise DeviceError(f"Cannot onload to {str(device)!r}: this machine has {runtime.device_count()} such device(s).")
+    return device

@@ -1,0 +1,351 @@
+"""Cut a module into groups: which tensors move together, and whose call needs them.
+
+Block level and leaf level follow diffusers (the same groups, and so the same file names). What diffusers gets wrong is
+cut so that it is right: lists inside lists, weights that are read without calling the module that holds them, weights
+that two groups share, modules whose blocks lie deeper than their children.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .config import OffloadConfig, OffloadType
+from .errors import ConfigError, ModuleError
+from .layout import overlapping
+
+LEAF_TYPES = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Linear,
+    nn.Embedding,
+)
+"""What diffusers' leaf level cuts out (`_GO_LC_SUPPORTED_PYTORCH_LAYERS`); the rest goes with the module that owns it."""
+
+READS_ITS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+"""Modules that read their children's weights without calling the children, so that no hook of a child would run."""
+
+NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.utils.parametrize.ParametrizationList)
+"""Containers: what they hold is read by the module around them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorRef:
+    """A plain tensor that moves, and every place in the module tree that holds it.
+
+    `holder` is the parameter or buffer itself; `path` leads from there to the plain tensor inside a tensor subclass, and
+    is empty for all others.
+    """
+
+    fqn: str
+    tensor: torch.Tensor
+    holder: torch.Tensor
+    path: tuple[str, ...]
+    places: tuple[Place, ...]
+
+    @property
+    def is_buffer(self) -> bool:
+        return self.places[0].is_buffer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """`owner._parameters[name]` or `owner._buffers[name]`."""
+
+    owner: nn.Module
+    name: str
+    is_buffer: bool
+
+    @property
+    def table(self) -> dict[str, torch.Tensor | None]:
+        return self.owner._buffers if self.is_buffer else self.owner._parameters  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupSpec:
+    """Tensors that move together, and the modules whose call needs them."""
+
+    group_id: str
+    tensors: tuple[TensorRef, ...]
+    modules: tuple[nn.Module, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partition:
+    """All groups of a module, in registration order.
+
+    `heights[i]` is 0 for a group inside whose modules no other group is needed, else one more than the highest group
+    needed inside: groups of one height take turns, groups of different heights are needed at the same time.
+    """
+
+    groups: tuple[GroupSpec, ...]
+    heights: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Unit:
+    """A group in the making: the FQNs of the subtrees, or single owners, whose tensors it takes."""
+
+    group_id: str
+    modules: list[nn.Module]
+    subtrees: list[str] = field(default_factory=list)
+    owners: list[str] = field(default_factory=list)
+    shared: bool = False
+
+
+def partition(root: nn.Module, config: OffloadConfig, is_compiled: Callable[[nn.Module], bool]) -> Partition:
+    """Cut `root` into groups.
+
+    Args:
+        is_compiled: whether a module (never the root) is compiled as one: leaf level then keeps it in one group, because
+            nothing can be moved inside a compiled graph.
+
+    Raises:
+        ModuleError: the module holds nothing to offload, or a tensor that cannot be offloaded.
+        ConfigError: `block_modules` names a child that does not exist.
+    """
+    modules = dict(root.named_modules(remove_duplicate=False))
+    if config.offload_type is OffloadType.BLOCK_LEVEL:
+        units = list(_block_units(root, config))
+    else:
+        units = list(_leaf_units(root, config, modules, is_compiled))
+    refs, users = _assign(modules, units)
+    if not refs:
+        raise ModuleError(f"{type(root).__name__} has no parameters and no buffers: there is nothing to offload.")
+    groups = _gather(units, refs, users)
+    return Partition(groups=groups, heights=_heights(groups, modules))
+
+
+def _block_units(root: nn.Module, config: OffloadConfig) -> Iterator[_Unit]:
+    blocks = config.block_modules
+    if blocks is None:
+        blocks = getattr(root, "_group_offload_block_modules", None)
+    else:
+        known = {name for name, _ in root.named_children()}
+        for name in blocks:
+            if name not in known and not any(part == name for part, _ in _children_of(root, blocks)):
+                raise ConfigError(
+                    f"block_modules names {name!r}, which is no child of {type(root).__name__}. Its children: {sorted(known)}."
+                )
+    if isinstance(root, (nn.ModuleList, nn.Sequential)):
+        yield from _list_units(root, root, "", config.identity, config.num_blocks_per_group)
+        yield _Unit(f"{config.identity}{type(root).__name__}_unmatched_group", modules=[root], owners=[""])
+        return
+    yield from _block_units_of(root, "", config.identity, frozenset(blocks or ()), config.num_blocks_per_group)
+
+
+def _children_of(module: nn.Module, names: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
+    """The children of the children in `names`, at any depth: where `block_modules` applies again."""
+    for name, child in module.named_children():
+        if name in names:
+            yield from child.named_children()
+            yield from _children_of(child, names)
+
+
+def _block_units_of(module: nn.Module, path: str, prefix: str, blocks: frozenset[str], count: int) -> Iterator[_Unit]:
+    rest = _Unit(f"{prefix}{type(module).__name__}_unmatched_group", modules=[module], owners=[path])
+    descend = _lists_lie_deeper(module, path) and not blocks
+    for name, child in module.named_children():
+        child_path = f"{path}.{name}" if path else name
+        if name in blocks or (descend and _holds_lists(child)):
+            yield from _block_units_of(child, child_path, f"{prefix}{name}.", blocks, count)
+        elif isinstance(child, (nn.ModuleList, nn.Sequential)):
+            yield from _list_units(child, module, child_path, f"{prefix}{name}", count)
+        else:
+            rest.subtrees.append(child_path)
+            # Called without the root (vae.decode), the child must bring the rest along itself.
+            rest.modules.extend(_callable_parts(child))
+    if rest.subtrees or module._parameters or module._buffers:
+        yield rest
+
+
+def _list_units(blocks: nn.Module, reader: nn.Module, path: str, name: str, count: int) -> Iterator[_Unit]:
+    """Groups of `count` elements of a list that `reader` goes through.
+
+    An element that is itself a list is never called, so its own elements are blocks.
+    """
+    run: list[tuple[int, str, nn.Module]] = []
+
+    def flush() -> Iterator[_Unit]:
+        for start in range(0, len(run), count):
+            part = run[start : start + count]
+            yield _Unit(
+                f"{name}_{part[0][0]}_{part[-1][0]}",
+                modules=[reader if isinstance(module, NEVER_CALLED) else module for _, _, module in part],
+                subtrees=[part_path for _, part_path, _ in part],
+            )
+        run.clear()
+
+    for index, (key, block) in enumerate(blocks.named_children()):
+        block_path = f"{path}.{key}" if path else key
+        if isinstance(block, (nn.ModuleList, nn.ModuleDict)):
+            yield from flush()
+            yield from _list_units(block, reader, block_path, f"{name}.{key}", count)
+        else:
+            run.append((index, block_path, block))
+    yield from flush()
+
+
+def _leaf_units(
+    root: nn.Module, config: OffloadConfig, modules: dict[str, nn.Module], is_compiled: Callable[[nn.Module], bool]
+) -> Iterator[_Unit]:
+    whole: tuple[type, ...] = (*LEAF_TYPES, *READS_ITS_CHILDREN, *_adapter_layers())
+    taken: set[str] = set()
+    leaves: dict[nn.Module, _Unit] = {}
+    owners: dict[nn.Module, _Unit] = {}
+    for path, module in modules.items():
+        if any(part in taken for part in _ancestors(path)):
+            continue
+        if path and (isinstance(module, whole) or is_compiled(module)):
+            taken.add(path)
+            leaf = leaves.setdefault(module, _Unit(f"{config.identity}{path}", modules=[module]))
+            leaf.subtrees.append(path)
+        elif module._parameters or module._buffers:
+            holder = _nearest_called(path, modules)
+            owner = owners.setdefault(modules[holder], _Unit(f"{config.identity}{holder}", modules=[modules[holder]]))
+            owner.owners.append(path)
+    yield from leaves.values()
+    yield from owners.values()
+
+
+def _assign(modules: dict[str, nn.Module], units: list[_Unit]) -> tuple[list[TensorRef], list[set[int]]]:
+    """Every tensor under `modules` once, and the units that need it."""
+    by_subtree = {path: i for i, unit in enumerate(units) for path in unit.subtrees}
+    by_owner = {path: i for i, unit in enumerate(units) for path in unit.owners}
+    found: dict[int, tuple[str, torch.Tensor, dict[tuple[int, str], Place], set[int]]] = {}
+    for path, owner in modules.items():
+        home = by_owner.get(path)
+        for part in (path, *_ancestors(path)):
+            if home is None:
+                home = by_subtree.get(part, by_owner.get(part))
+        for table, is_buffer in ((owner._parameters, False), (owner._buffers, True)):
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                assert home is not None, path
+                fqn = f"{path}.{name}" if path else name
+                _, _, places, used_by = found.setdefault(id(tensor), (fqn, tensor, {}, set()))
+                places[id(owner), name] = Place(owner, name, is_buffer)
+                used_by.add(home)
+    refs: list[TensorRef] = []
+    users: list[set[int]] = []
+    for fqn, holder, places, used_by in found.values():
+        for inner_path, plain in _flatten(fqn, holder):
+            full = ".".join((fqn, *inner_path))
+            refs.append(TensorRef(full, plain, holder, inner_path, tuple(places.values())))
+            users.append(used_by)
+    return refs, users
+
+
+def _flatten(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """The plain tensors inside `tensor`: itself, or the inner tensors of a (quantised) tensor subclass."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        for name in names:
+            for path, plain in _flatten(fqn, getattr(tensor, name)):
+                yield (name, *path), plain
+        return
+    if tensor.device.type == "meta":
+        raise ModuleError(f"{fqn} is on the meta device and holds no values. Load the weights before offloading the module.")
+    if tensor.layout is not torch.strided:
+        raise ModuleError(f"{fqn} has the layout {tensor.layout}. Only dense (strided) tensors can be offloaded.")
+    yield (), tensor
+
+
+def _gather(units: list[_Unit], refs: list[TensorRef], users: list[set[int]]) -> tuple[GroupSpec, ...]:
+    """Hand the tensors to their units. What two units share becomes a group of its own, needed by the modules of both."""
+    members: list[list[int]] = [[] for _ in units]
+    shared: dict[tuple[int, ...], list[int]] = {}
+    for cluster in overlapping([ref.tensor for ref in refs]):
+        needed_by = tuple(sorted(set().union(*(users[i] for i in cluster))))
+        target = members[needed_by[0]] if len(needed_by) == 1 else shared.setdefault(needed_by, [])
+        target.extend(cluster)
+    groups = [
+        GroupSpec(unit.group_id, tuple(refs[i] for i in sorted(mine)), tuple(unit.modules))
+        for unit, mine in zip(units, members, strict=True)
+    ]
+    for needed_by, mine in shared.items():
+        modules = dict.fromkeys(module for i in needed_by for module in units[i].modules)
+        first = refs[min(mine)].fqn
+        groups.append(GroupSpec(f"shared:{first}", tuple(refs[i] for i in sorted(mine)), tuple(modules)))
+    return tuple(groups)
+
+
+def _heights(groups: tuple[GroupSpec, ...], modules: dict[str, nn.Module]) -> tuple[int, ...]:
+    needs: dict[int, list[int]] = {}
+    for index, group in enumerate(groups):
+        for module in group.modules:
+            needs.setdefault(id(module), []).append(index)
+    inside: list[set[int]] = [set() for _ in groups]
+    for path, module in modules.items():
+        here = needs.get(id(module), ())
+        if not here:
+            continue
+        for outer in here:  # groups of one module: the later one (a shared group) is taken first and kept longest
+            inside[outer].update(index for index in here if index < outer)
+        for part in _ancestors(path):
+            for outer in needs.get(id(modules[part]), ()):
+                inside[outer].update(index for index in here if index != outer)
+    heights: dict[int, int] = {}
+
+    def height(index: int) -> int:
+        if index not in heights:
+            heights[index] = 0  # a module that is reachable from inside itself ends the walk
+            heights[index] = max((1 + height(other) for other in inside[index]), default=0)
+        return heights[index]
+
+    return tuple(height(index) for index in range(len(groups)))
+
+
+def _ancestors(path: str) -> Iterator[str]:
+    """The paths above `path`, nearest first, the root's "" last."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def _nearest_called(path: str, modules: dict[str, nn.Module]) -> str:
+    for part in (path, *_ancestors(path)):
+        if not isinstance(modules[part], NEVER_CALLED):
+            return part
+    return ""
+
+
+def _callable_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """`module`, or what is called in its place if it is a container."""
+    if isinstance(module, NEVER_CALLED):
+        for child in module.children():
+            yield from _callable_parts(child)
+    else:
+        yield module
+
+
+def _lists_lie_deeper(module: nn.Module, path: str) -> bool:
+    """Whether the blocks of a module that does not follow diffusers' conventions lie below its children.
+
+    So it is with text encoders (`model.encoder.layers`). A diffusers model says itself where its blocks are.
+    """
+    if hasattr(type(module), "_supports_group_offloading"):
+        return False
+    return not any(isinstance(child, (nn.ModuleList, nn.Sequential)) for child in module.children())
+
+
+def _holds_lists(module: nn.Module) -> bool:
+    return not isinstance(module, READS_ITS_CHILDREN) and any(
+        isinstance(part, (nn.ModuleList, nn.Sequential)) for part in module.modules() if part is not module
+    )
+
+
+def _adapter_layers() -> tuple[type, ...]:
+    """peft's layers: they read the weight of the layer they wrap (DoRA, merging) without calling it."""
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    return () if tuners is None else (tuners.BaseTunerLayer,)

@@ -1,0 +1,497 @@
+"""Runs one offloaded module: notices what changed, onloads what a call needs, starts what the next one will need.
+
+[Note: A pass]
+A pass is one call of a module with a gate that is not inside another one: mostly the root's forward, sometimes a part
+of it (`vae.decode` calls the decoder). It holds the engine's lock, so that two threads take turns. In order:
+
+1. `_begin`: what changed since the last pass (weights edited, replaced or added, modules compiled) is taken up, slots are
+   leased, the first images are started.
+2. For each gated call inside: `enter` makes compute wait for the images it needs and binds the weights to their slots;
+   `leave` records the last use, binds the weights to their place at rest, and starts the next image into the free slot.
+3. `_end`: everything is bound to its place at rest, and the host waits for the last copy. At rest nothing moves.
+
+An exception anywhere unwinds through the gates and ends the pass the same way.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import OffloadConfig
+from ..device import Event
+from ..errors import StateError
+from ..layout import ImageLayout, extent_bytes, lay_out
+from ..partition import NEVER_CALLED, GroupSpec, TensorRef, partition
+from ..progress import progress_bar
+from ..stores.base import Image
+from ..stores.disk import FileImage, Folder
+from ..stores.pinned import RamImage
+from .group import Group, Part, Residence
+from .hooks import Gate, moved
+from .schedule import Schedule
+from .slots import Lease, Slot, arena_for
+from .transfer import Transfer
+
+
+@dataclass(slots=True)
+class Counters:
+    """What an engine has done so far."""
+
+    passes: int = 0
+    onloads: int = 0
+    stalls: int = 0
+    brought_back: int = 0
+    rebuilds: int = 0
+    device_bytes: int = 0
+    peak_device_bytes: int = 0
+
+
+class Engine:
+    """The runtime of one offloaded module. Thread-safe: passes of several threads take turns."""
+
+    def __init__(self, root: nn.Module, config: OffloadConfig) -> None:
+        self.root = root
+        self.config = config
+        self.counters = Counters()
+        self.groups: tuple[Group, ...] = ()
+        self.lock = threading.RLock()
+        """Held for the length of a pass."""
+        self._backend = config.backend
+        self._arena = arena_for(self._backend)
+        self._folder = None if config.offload_to_disk_path is None else Folder(config.offload_to_disk_path)
+        self.transfer = Transfer(
+            self._backend,
+            use_stream=config.use_stream,
+            # Without a stream a copy is as asynchronous as it was asked to be.
+            blocking=not config.use_stream and not config.non_blocking,
+        )
+        self._skip_inputs = frozenset(config.exclude_kwargs)
+        self._calls: list[list[Group]] = []
+        """The gated calls in progress, outermost first: the groups that each of them holds."""
+        self._has_failed = False
+        self._lease: Lease | None = None
+        self._allocated: dict[int, list[Slot]] = {}
+        """With `record_stream`: for each height, the slots in use."""
+        self._retired: dict[int, deque[Event]] = {}
+        """With `record_stream`: for each height, the last uses of memory that was given back, oldest first."""
+        self._gates: dict[nn.Module, Gate] = {}
+        self._seen: dict[nn.Module, tuple[int, ...]] = {}
+        """What each module consisted of when it was last looked at."""
+        self._ring_bytes: dict[int, tuple[int, int]] = {}
+        """For each height of groups: how many slots take turns, and how large each is."""
+        self._schedule = Schedule(())
+        self._build(is_first=True)
+
+    @property
+    def root_gate(self) -> Gate:
+        return self._gates[self.root]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Device memory that a pass takes for slots."""
+        return sum(count * num_bytes for count, num_bytes in self._ring_bytes.values())
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self._calls)
+
+    def refresh(self) -> None:
+        """Take up what was changed since the last pass now, not at the next one."""
+        with self.lock:
+            if not self.is_running and self._notice_changes(self.root) is None:
+                self._build(is_first=False)
+
+    def remove(self) -> None:
+        """Give every tensor memory of its own again, where it was before, and take the gates away."""
+        with self.lock:
+            if self.is_running:
+                raise StateError("remove() was called in the middle of a forward of the module. Call it after the forward.")
+            for group in self.groups:
+                for part in group.parts:
+                    _materialise(part)
+            for gate in self._gates.values():
+                gate.uninstall()
+            for group in self.groups:
+                for part in group.parts:
+                    part.image.close(forget=False)
+            self._gates, self.groups = {}, ()
+            self.transfer.close()
+            self._arena.release(self)
+
+    # ---------------------------------------------------------------- calls
+
+    def enter(self, gate: Gate) -> None:
+        """Make the weights that `gate`'s call needs ready. The lock is held; `leave` follows, whatever happens."""
+        self._calls.append([])
+        if len(self._calls) == 1:
+            self._begin(gate)
+        for group in gate.groups:
+            self._hold(group)
+        self._prefetch()
+
+    def leave(self, gate: Gate) -> None:
+        """End what `enter` began."""
+        if sys.exc_info()[0] is not None:
+            self._has_failed = True
+        held = self._calls.pop()
+        while held:
+            self._let_go(held.pop())
+        if self._calls:
+            self._prefetch()
+        else:
+            self._end(gate)
+
+    def move_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The inputs of a call, on the onload device, except those that the options exclude."""
+        device, non_blocking = self._backend.device, self.config.non_blocking or self.config.use_stream
+        args = tuple(moved(value, device, non_blocking) for value in args)
+        kwargs = {
+            name: value if name in self._skip_inputs else moved(value, device, non_blocking)
+            for name, value in kwargs.items()
+        }
+        return args, kwargs
+
+    # ---------------------------------------------------------------- a pass
+
+    def _begin(self, gate: Gate) -> None:
+        self.counters.passes += 1
+        self._has_failed = False
+        self._recover()
+        scope = self._notice_changes(gate.module)
+        if scope is None:
+            self._build(is_first=False)
+            scope = self._notice_changes(gate.module)
+            if scope is None:
+                raise StateError(f"{type(self.root).__name__} was changed by another thread while a forward began.")
+        if not self.config.record_stream:
+            self._lease = self._take_lease()
+        self._schedule.begin(gate.module, scope)
+        self._prefetch()
+
+    def _end(self, gate: Gate) -> None:
+        self.transfer.finish()
+        for group in self.groups:
+            if group.slot is not None:
+                self._offload(group)
+        self._schedule.end(completed=not self._has_failed)
+        self._give_lease_back()
+
+    def _recover(self) -> None:
+        """Put right what an interrupt in the middle of the engine's own code may have left."""
+        for group in self.groups:
+            if group.slot is not None or group.residence is Residence.ONLOADED:
+                group.holds = 0
+                group.slot = None
+                group.rest()
+        for ring in self._rings.values():
+            for slot in ring:
+                slot.group = None
+        self._allocated = {}
+        self._give_lease_back()
+
+    def _hold(self, group: Group) -> None:
+        if not group.num_bytes:
+            return
+        if not group.holds:
+            self._schedule.observe(group)
+        if group.slot is None:
+            self.counters.stalls += 1
+            self._onload(group, self._free_slot(group, set()) or self._new_slot(group))
+        slot = group.slot
+        assert slot is not None
+        # Also if it is bound already: this call may compute on another stream than the last one.
+        self._backend.current_stream().wait_event(slot.ready)
+        if group.residence is Residence.AT_REST:
+            group.onload_to(slot)
+        group.holds += 1
+        self._calls[-1].append(group)
+
+    def _let_go(self, group: Group) -> None:
+        group.holds -= 1
+        slot = group.slot
+        assert slot is not None
+        stream = self._backend.current_stream()
+        stream.wait_event(slot.last_use)  # which may have been on another stream: this end includes that one
+        slot.last_use.record(stream)
+        if not slot.is_fixed:
+            self._backend.record_stream(slot.memory, stream)
+        if not group.holds and not self._schedule.expects(group):
+            self._offload(group)
+
+    def _prefetch(self) -> None:
+        """Start the images that come next, as far as slots are free or hold what is needed later."""
+        if not self.config.use_stream:
+            return
+        full: set[int] = set()
+        soon: set[Group] = set()
+        # Looking further ahead than the slots reach finds nothing to do.
+        horizon = 2 * sum(count for count, _ in self._ring_bytes.values())
+        for group in self._schedule.upcoming():
+            if group in soon:
+                continue
+            if len(soon) == horizon:
+                return
+            soon.add(group)
+            if group.slot is None and group.height not in full:
+                slot = self._free_slot(group, soon)
+                if slot is None:
+                    full.add(group.height)
+                else:
+                    self._onload(group, slot)
+
+    def _onload(self, group: Group, slot: Slot) -> None:
+        self.counters.onloads += 1
+        slot.group, group.slot = group, slot
+        self.transfer.send(
+            [(part.image, slot.memory[part.offset : part.offset + part.image.layout.num_bytes]) for part in group.parts],
+            after=slot.last_use,
+            ready=slot.ready,
+        )
+
+    def _offload(self, group: Group) -> None:
+        slot = group.slot
+        assert slot is not None
+        if group.residence is Residence.ONLOADED:
+            self.counters.brought_back += group.offload(self.transfer)
+        group.slot = slot.group = None
+        if not slot.is_fixed:
+            self._retire(slot, group.height)
+
+    # ---------------------------------------------------------------- slots
+
+    @property
+    def _rings(self) -> dict[int, list[Slot]]:
+        return {} if self._lease is None else self._lease.rings
+
+    def _take_lease(self) -> Lease:
+        stream = self._backend.current_stream()
+        lease = self._arena.lease(self, self.slot_bytes, stream)
+        if {height: len(ring) for height, ring in lease.rings.items()} != {
+            height: count for height, (count, _) in self._ring_bytes.items()
+        }:
+            lease.rings = self._cut(lease.memory)
+        for ring in lease.rings.values():
+            for slot in ring:
+                slot.last_use.record(stream)  # the memory's earlier life ends here, whoever had it
+        self._count_device_bytes(self.slot_bytes)
+        return lease
+
+    def _cut(self, memory: torch.Tensor) -> dict[int, list[Slot]]:
+        rings: dict[int, list[Slot]] = {}
+        start = 0
+        for height, (count, num_bytes) in self._ring_bytes.items():
+            rings[height] = []
+            for _ in range(count):
+                rings[height].append(Slot(memory[start : start + num_bytes], self._backend, is_fixed=True))
+                start += num_bytes
+        return rings
+
+    def _give_lease_back(self) -> None:
+        if self._lease is not None:
+            self._arena.give_back(self._lease, self._backend.current_stream())
+            self._lease = None
+            self.counters.device_bytes = 0
+
+    def _free_slot(self, group: Group, soon: set[Group]) -> Slot | None:
+        """A slot for `group` that is empty, or whose group is neither in use nor in `soon`."""
+        if self._lease is not None:
+            ring = self._lease.rings[group.height]
+            for slot in ring:
+                if slot.group is None:
+                    return slot
+        else:
+            ring = self._allocated.get(group.height, [])
+            if len(ring) < self._ring_bytes[group.height][0]:
+                return self._new_slot(group)
+        for slot in ring:
+            if slot.group is not None and not slot.group.holds and slot.group not in soon:
+                self._offload(slot.group)
+                return slot if slot.is_fixed else self._new_slot(group)
+        return None
+
+    def _new_slot(self, group: Group) -> Slot:
+        """Memory from the device's own allocator, for one image."""
+        retired = self._retired.setdefault(group.height, deque())
+        while len(retired) >= self._ring_bytes[group.height][0]:
+            # The host runs ahead of the device. Memory that was given back is free only once its last use is done, and
+            # asking for more before that would take a new block for every group.
+            retired.popleft().synchronize()
+        stream = self.transfer.stream
+        slot = Slot(self._backend.empty(group.num_bytes, stream), self._backend, is_fixed=False)
+        self._allocated.setdefault(group.height, []).append(slot)
+        self._count_device_bytes(group.num_bytes)
+        return slot
+
+    def _retire(self, slot: Slot, height: int) -> None:
+        self._allocated[height].remove(slot)
+        self._retired[height].append(slot.last_use)
+        self._backend.free(slot.memory)
+        self._count_device_bytes(-slot.memory.numel())
+
+    def _count_device_bytes(self, num_bytes: int) -> None:
+        self.counters.device_bytes += num_bytes
+        self.counters.peak_device_bytes = max(self.counters.peak_device_bytes, self.counters.device_bytes)
+
+    # ---------------------------------------------------------------- changes
+
+    def _notice_changes(self, top: nn.Module) -> set[Group] | None:
+        """Take up what happened to the weights under `top` since they were left at rest.
+
+        Returns:
+            The groups that calls under `top` can need; None if the module has to be cut into groups again.
+        """
+        scope: dict[Group, None] = {}
+        pending = [top]
+        while pending:
+            module = pending.pop()
+            if self._seen.get(module) != _parts_of(module):
+                return None
+            gate = self._gates.get(module)
+            if gate is not None:
+                scope.update(dict.fromkeys(gate.groups))
+            pending.extend(child for child in module._modules.values() if child is not None)
+        for group in scope:
+            if not group.is_as_left() and not group.absorb_replacements():
+                return None
+            group.keep_edits()
+        return set(scope)
+
+    def _build(self, *, is_first: bool) -> None:
+        """Cut the module into groups and bring every tensor to its place at rest. What has an image keeps it."""
+        cut = partition(self.root, self.config, _is_compiled)
+        known = {id(ref.tensor): part for group in self.groups for part in group.parts for ref in part.refs}
+        plans = [(spec, height, *_reusable(spec, known)) for spec, height in zip(cut.groups, cut.heights, strict=True)]
+        num_bytes = sum(lay_out_refs(fresh).num_bytes for _, _, _, fresh in plans)
+        made: list[Part] = []
+        groups = []
+        try:
+            if self._folder is not None:
+                self._folder.prepare(num_bytes)
+            with progress_bar(num_bytes, "Writing group files") if self._folder else nullcontext(_ignore) as advance:
+                for spec, height, kept, fresh in plans:
+                    parts = kept
+                    if fresh or (self._folder is not None and not kept):  # diffusers writes empty groups too
+                        made.append(self._make_part(f"{spec.group_id}{f'+{len(kept)}' if kept else ''}", fresh, advance))
+                        parts = [*kept, made[-1]]
+                    groups.append(Group(spec, height, parts))
+        except BaseException:
+            if is_first:
+                for part in made:
+                    _materialise(part)
+                    part.image.close(forget=True)
+            raise
+        in_use = {part for group in groups for part in group.parts}
+        outdated = [part for group in self.groups for part in group.parts if part not in in_use]
+        self.groups = tuple(groups)
+        self.counters.rebuilds += not is_first
+        self._ring_bytes = _size_rings(self.groups, self.config.num_slots)
+        self._schedule = Schedule(sorted(_by_first_call(self.groups), key=lambda group: -group.height))
+        self._arena.release(self)  # its slots have other sizes now
+        self._install_gates()
+        for part in outdated:
+            part.image.close(forget=True)
+
+    def _make_part(self, group_id: str, refs: tuple[TensorRef, ...], advance: Callable[[int], None]) -> Part:
+        tensors = [ref.tensor.detach() for ref in refs]
+        layout = lay_out_refs(refs)
+        image: Image
+        if self._folder is not None:
+            image = FileImage(layout, tensors, self._folder, group_id, advance)
+        else:
+            image = RamImage(layout, tensors, self._backend, pin=not self.config.low_cpu_mem_usage)
+        part = Part(image, refs, [tensor.device for tensor in tensors])
+        del tensors
+        for ref, view in zip(refs, image.rest, strict=True):
+            ref.tensor.data = view  # here the old memory goes
+        return part
+
+    def _install_gates(self) -> None:
+        for gate in self._gates.values():
+            gate.uninstall()
+        needs: dict[nn.Module, list[Group]] = {self.root: []}
+        for group in self.groups:
+            for module in group.modules:
+                needs.setdefault(module, []).append(group)
+        for child in self.root.children():
+            if not isinstance(child, NEVER_CALLED):
+                needs.setdefault(child, [])  # calls of a part of the model (`vae.decode`) are passes too
+        self._gates = {}
+        for module, groups in needs.items():
+            gate = self._gates[module] = Gate(self, module, is_root=module is self.root)
+            gate.groups = tuple(sorted(groups, key=lambda group: -group.height))
+            gate.install()
+        self._seen = {module: _parts_of(module) for module in self.root.modules()}
+
+
+def lay_out_refs(refs: Sequence[TensorRef]) -> ImageLayout:
+    return lay_out([ref.fqn for ref in refs], [ref.tensor.detach() for ref in refs])
+
+
+def _reusable(spec: GroupSpec, known: dict[int, Part]) -> tuple[list[Part], tuple[TensorRef, ...]]:
+    """Parts of before whose tensors are all in `spec` and where they were left, and the tensors that need a new image."""
+    mine = {id(ref.tensor): ref for ref in spec.tensors}
+    kept = []
+    taken: set[int] = set()
+    for part in dict.fromkeys(known[key] for key in mine if key in known):
+        keys = [id(ref.tensor) for ref in part.refs]
+        if all(key in mine for key in keys) and all(part.as_left()):
+            part.refs = tuple(mine[key] for key in keys)  # under their new names
+            kept.append(part)
+            taken.update(keys)
+    return kept, tuple(ref for ref in spec.tensors if id(ref.tensor) not in taken)
+
+
+def _materialise(part: Part) -> None:
+    """Give the tensors of `part` memory of their own, on the device where they were. Replaced ones have theirs already."""
+    layout = part.image.layout
+    as_left = part.as_left()
+    with torch.inference_mode(False), torch.no_grad():
+        for extent in layout.extents:
+            mine = [index for index in extent.tensors if as_left[index]]
+            if not mine:
+                continue
+            home = part.devices[mine[0]]
+            flat = extent_bytes(part.image.rest, extent)
+            flat = flat.to(home) if home.type != "cpu" else flat.clone()
+            for index in mine:
+                part.refs[index].tensor.data = layout.specs[index].view(flat, extent.offset)
+
+
+def _parts_of(module: nn.Module) -> tuple[int, ...]:
+    return (
+        id(module.__dict__.get("_compiled_call_impl")),
+        *map(id, module._modules.values()),
+        *map(id, module._parameters.values()),
+        *map(id, module._buffers.values()),
+    )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    call = module.__dict__.get("_compiled_call_impl")
+    return (call.compiled if isinstance(call, Gate) else call) is not None
+
+
+def _size_rings(groups: Iterable[Group], num_slots: int) -> dict[int, tuple[int, int]]:
+    sizes: dict[int, list[int]] = {}
+    for group in groups:
+        if group.num_bytes:
+            sizes.setdefault(group.height, []).append(group.num_bytes)
+    return {height: (min(num_slots, len(found)), max(found)) for height, found in sorted(sizes.items())}
+
+
+def _by_first_call(groups: Iterable[Group]) -> list[Group]:
+    """Each group once for each module that needs it in turn, as a pass in registration order would."""
+    return [group for group in groups if group.num_bytes for _ in (group.modules if not group.height else (None,))]
+
+
+def _ignore(num_bytes: int) -> None:
+    pass

@@ -1,0 +1,167 @@
+"""Where the engine steps in: around the calls of the modules that need a group.
+
+[Note: Gates and torch.compile]
+A gate is put where `Module.__call__` looks for a compiled call (`_compiled_call_impl`). So it lies around everything:
+the module's other hooks, its compiled code if it has any, and exceptions of every kind, Ctrl-C included. A graph that a
+module compiles for itself (`block.compile()`) never contains its gate, which is why `fullgraph=True` holds and equal
+blocks share their code.
+
+A graph of something larger (`torch.compile(model)`) must not swallow a gate: nothing can be onloaded inside a graph.
+Dynamo inlines `__call__`, gate included, if the module has forward hooks, and looks past it otherwise. So each module
+with a gate also has a forward pre-hook, and whichever of the two is traced first gives the whole frame back to Python
+(`torch._dynamo.skip_frame`). The frames below, the blocks' own forwards, are then compiled one by one, and shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+from torch._C._dynamo.eval_frame import set_eval_frame
+from torch.utils.hooks import RemovableHandle
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .group import Group
+
+T = TypeVar("T")
+
+HANDLE = "_group_offload_handle"
+"""The attribute of an offloaded module that leads to its handle."""
+
+_SKIPPED = "group_offload onloads weights between the calls of this frame; the modules it calls are compiled one by one"
+
+
+class Gate:
+    """Stands around one module's call: onloads the groups that it needs before, lets go of them after."""
+
+    def __init__(self, engine: Engine, module: nn.Module, *, is_root: bool) -> None:
+        self.module = module
+        self.is_root = is_root
+        self.groups: tuple[Group, ...] = ()
+        """What the call needs; what is needed longest comes first."""
+        self._engine = engine
+        self._compiled: Callable[..., Any] | None = module.__dict__.get("_compiled_call_impl")
+        self._handles: list[RemovableHandle] = []
+        self.was_bypassed = False
+        """A call is in progress that went past the gate: a forward hook will end it."""
+
+    @property
+    def compiled(self) -> Callable[..., Any] | None:
+        return self._compiled
+
+    def install(self) -> None:
+        module = self.module
+        if self._compiled is not None and not self.is_root:
+            self._handles.append(module.register_forward_pre_hook(_allow_trace))
+        else:
+            self._handles.append(module.register_forward_pre_hook(_refuse_trace, with_kwargs=True))
+        if self.is_root:
+            self._handles.append(module.register_forward_hook(_leave_bypassed, always_call=True))
+        module._compiled_call_impl = self
+
+    def uninstall(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self.module.__dict__.get("_compiled_call_impl") is self:
+            if self._compiled is None:
+                del self.module._compiled_call_impl
+            else:
+                self.module._compiled_call_impl = self._compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            torch._dynamo.skip_frame(_SKIPPED)
+            return self.module._call_impl(*args, **kwargs)
+        # Whatever compiler watches this thread has no business in the engine's own Python.
+        compiler = set_eval_frame(None)
+        try:
+            if self.was_bypassed:  # and then interrupted
+                self.leave_bypassed()
+            with self._engine.lock:
+                try:
+                    self._engine.enter(self)
+                    args, kwargs = self._engine.move_inputs(args, kwargs)
+                    call = self._compiled or self.module._call_impl
+                    set_eval_frame(compiler)
+                    try:
+                        return call(*args, **kwargs)
+                    finally:
+                        set_eval_frame(None)
+                finally:
+                    self._engine.leave(self)
+        finally:
+            set_eval_frame(compiler)
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
+
+    def enter_bypassed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Step in from inside a call that went past the gate: the root was compiled (`model.compile()`) after applying."""
+        compiler = set_eval_frame(None)
+        try:
+            self._compiled = self.module.__dict__.get("_compiled_call_impl")
+            self.module._compiled_call_impl = self  # from the next call on the gate is around it again
+            self._engine.lock.acquire()
+            self.was_bypassed = True
+            self._engine.enter(self)
+            return self._engine.move_inputs(args, kwargs)
+        finally:
+            set_eval_frame(compiler)
+
+    def leave_bypassed(self) -> None:
+        compiler = set_eval_frame(None)
+        try:
+            self.was_bypassed = False
+            try:
+                self._engine.leave(self)
+            finally:
+                self._engine.lock.release()
+        finally:
+            set_eval_frame(compiler)
+
+
+def _allow_trace(module: nn.Module, args: Any) -> None:
+    """On a module that is compiled as one. It does nothing: that it exists makes dynamo look at the gate."""
+
+
+def _refuse_trace(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    if torch.compiler.is_compiling():
+        torch._dynamo.skip_frame(_SKIPPED)
+        return None
+    handle = module.__dict__.get(HANDLE)
+    if handle is None or isinstance(module.__dict__.get("_compiled_call_impl"), Gate):
+        return None
+    gate: Gate = handle.root_gate
+    return gate.enter_bypassed(args, kwargs)
+
+
+def _leave_bypassed(module: nn.Module, args: Any, output: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    gate = module.__dict__.get("_compiled_call_impl")
+    if isinstance(gate, Gate) and gate.was_bypassed:
+        gate.leave_bypassed()
+
+
+def moved(value: T, device: torch.device, non_blocking: bool) -> T:
+    """`value` with the tensors in it on `device`; the same object if they all are already."""
+    if isinstance(value, torch.Tensor):
+        return value if value.device == device else value.to(device, non_blocking=non_blocking)
+    if isinstance(value, (list, tuple)):
+        items = [moved(item, device, non_blocking) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # type: ignore[return-value]
+    if isinstance(value, Mapping):
+        entries = {key: moved(item, device, non_blocking) for key, item in value.items()}
+        if all(entries[key] is value[key] for key in value):
+            return value
+        return type(value)(entries)  # type: ignore[call-arg]
+    return value

@@ -1,0 +1,1 @@
+"""Where images rest: in (pinned) RAM, or in files."""
