@@ -9,6 +9,12 @@ from .api import (
 )
 from .config import OffloadConfig, OffloadType
 from .errors import ConfigError, DeviceError, GroupFileError, GroupOffloadError, ModuleError, StateError
+from .integrations.diffusers import (
+    disable_group_offload,
+    enable_group_offload,
+    patch_diffusers,
+    unpatch_diffusers,
+)
 from .progress import disable_progress_bar, enable_progress_bar
 
 __all__ = [
@@ -24,9 +30,13 @@ __all__ = [
     "OffloadType",
     "StateError",
     "apply_group_offloading",
+    "disable_group_offload",
     "disable_progress_bar",
+    "enable_group_offload",
     "enable_progress_bar",
+    "patch_diffusers",
     "remove_group_offloading",
+    "unpatch_diffusers",
 ]
 
 __version__ = "0.1.0"

@@ -92,6 +92,11 @@ class OffloadHandle:
     def root_gate(self) -> Gate:
         return self._live.root_gate
 
+    @property
+    def gated_modules(self) -> tuple[nn.Module, ...]:
+        """The modules whose calls onload weights, the root among them."""
+        return self._live.gated_modules
+
     def stats(self) -> OffloadStats:
         """Counts and bytes since the module was offloaded."""
         engine = self._live
@@ -174,6 +179,9 @@ class OffloadHandle:
 
 class Listener:
     """Is told when a module is offloaded and when it no longer is (so that pipelines see it)."""
+
+    def applying(self, module: nn.Module) -> None:
+        """Before anything is touched. May raise."""
 
     def applied(self, handle: OffloadHandle) -> None: ...
 
@@ -262,12 +270,16 @@ def apply_group_offloading(
 def offload(module: nn.Module, *, exclude_kwargs: Any = None, **options: Any) -> OffloadHandle:
     """`apply_group_offloading` with an `identity`: what sets the module's group files apart in a shared folder."""
     if not isinstance(module, nn.Module):
-        raise ConfigError(f"Expected a torch.nn.Module, got {type(module).__name__}. For a pipeline: enable_group_offload.")
+        raise ConfigError(
+            f"Expected a torch.nn.Module, got {type(module).__name__}. For a pipeline: enable_group_offload."
+        )
     module = getattr(module, "_orig_mod", module)
     if exclude_kwargs is None:
         exclude_kwargs = getattr(module, "_skip_keys", None)
     config = OffloadConfig.from_options(exclude_kwargs=exclude_kwargs, **options)
     _refuse_offloaded(module)
+    for listener in _listeners:
+        listener.applying(module)
     handle = OffloadHandle(module, Engine(module, config))
     module.__dict__[HANDLE] = handle
     for listener in _listeners:
@@ -307,7 +319,7 @@ def _refuse_offloaded(module: nn.Module) -> None:
 
 def _accelerate_offloads(module: nn.Module, hooks: Any) -> bool:
     hook = module.__dict__.get("_hf_hook")
-    each: Callable[[Any], bool] = lambda h: isinstance(h, (hooks.AlignDevicesHook, hooks.CpuOffload))  # noqa: E731
+    each: Callable[[Any], bool] = lambda h: isinstance(h, (hooks.AlignDevicesHook, hooks.CpuOffload))
     return hook is not None and (each(hook) or any(each(h) for h in getattr(hook, "hooks", ())))
 
 

@@ -49,6 +49,9 @@ class OffloadConfig:
     def backend(self) -> Backend:
         return backend_for(self.onload_device)
 
+    was_stream_asked_for: bool
+    """`use_stream=True` was given: copies overlap with compute even where the module then fits on the device as a whole."""
+
     @property
     def num_slots(self) -> int:
         """Slots that take turns: one is computed with while the next is filled."""
@@ -92,7 +95,9 @@ class OffloadConfig:
                 f"use_stream=True needs a device with streams, and {str(device)!r} has none. Pass use_stream=False."
             )
         if record_stream and not flags["use_stream"]:
-            raise ConfigError("record_stream=True contradicts use_stream=False: pass use_stream=True, or drop record_stream.")
+            raise ConfigError(
+                "record_stream=True contradicts use_stream=False: pass use_stream=True, or drop record_stream."
+            )
         kind = _as_offload_type(offload_type)
         if kind is OffloadType.LEAF_LEVEL:
             if num_blocks_per_group not in (None, 1):
@@ -112,6 +117,7 @@ class OffloadConfig:
             block_modules=None if block_modules is None else _as_names(block_modules, "block_modules"),
             exclude_kwargs=_as_names(exclude_kwargs or (), "exclude_kwargs"),
             identity=identity,
+            was_stream_asked_for=use_stream is True,
             **flags,
         )
 

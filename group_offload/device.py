@@ -159,7 +159,7 @@ class AcceleratorBackend:
     def pin(self, memory: torch.Tensor) -> Callable[[], None] | None:
         if self.device.type != "cuda" or not memory.numel():
             return None
-        runtime = torch.cuda.cudart()
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         address = memory.data_ptr()
         with torch.cuda.device(self.device):
             if int(runtime.cudaHostRegister(address, memory.numel(), 0)) != 0:
@@ -197,7 +197,9 @@ def _with_index(device: torch.device) -> torch.device:
         return torch.device("cpu")
     runtime = getattr(torch, device.type, None)
     if device.type == "meta" or runtime is None or not hasattr(runtime, "is_available"):
-        raise DeviceError(f"Cannot onload to {str(device)!r}: not a device that can compute. Use 'cuda', 'xpu' or 'cpu'.")
+        raise DeviceError(
+            f"Cannot onload to {str(device)!r}: not a device that can compute. Use 'cuda', 'xpu' or 'cpu'."
+        )
     if not runtime.is_available():
         raise DeviceError(
             f"Cannot onload to {str(device)!r}: torch {torch.__version__} sees no {device.type} device here. "
@@ -206,5 +208,7 @@ def _with_index(device: torch.device) -> torch.device:
     if device.index is None:
         return torch.device(device.type, runtime.current_device())
     if device.index >= runtime.device_count():
-        raise DeviceError(f"Cannot onload to {str(device)!r}: this machine has {runtime.device_count()} such device(s).")
+        raise DeviceError(
+            f"Cannot onload to {str(device)!r}: this machine has {runtime.device_count()} such device(s)."
+        )
     return device

@@ -91,7 +91,9 @@ def lay_out(fqns: Sequence[str], tensors: Sequence[torch.Tensor]) -> ImageLayout
             )
         extents.append(Extent(offset=start, num_bytes=high - low, tensors=tuple(members)))
         end = start + high - low
-    return ImageLayout(specs=tuple(spec for spec in specs if spec is not None), extents=tuple(extents), num_bytes=_align(end))
+    return ImageLayout(
+        specs=tuple(spec for spec in specs if spec is not None), extents=tuple(extents), num_bytes=_align(end)
+    )
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -134,7 +136,7 @@ def extent_bytes(tensors: Sequence[torch.Tensor], extent: Extent) -> torch.Tenso
         return as_bytes(first)
     # Several tensors that overlap share a storage; the one that starts first may not reach the end.
     storage = first.untyped_storage()
-    whole = torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage)  # type: ignore[arg-type]
+    whole = torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage)
     start = low - storage.data_ptr()
     return whole[start : start + high - low]
 

@@ -34,7 +34,13 @@ LEAF_TYPES = (
 READS_ITS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 """Modules that read their children's weights without calling the children, so that no hook of a child would run."""
 
-NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.utils.parametrize.ParametrizationList)
+NEVER_CALLED = (
+    nn.ModuleList,
+    nn.ModuleDict,
+    nn.ParameterList,
+    nn.ParameterDict,
+    nn.utils.parametrize.ParametrizationList,
+)
 """Containers: what they hold is read by the module around them."""
 
 
@@ -249,13 +255,15 @@ def _assign(modules: dict[str, nn.Module], units: list[_Unit]) -> tuple[list[Ten
 def _flatten(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
     """The plain tensors inside `tensor`: itself, or the inner tensors of a (quantised) tensor subclass."""
     if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        names, _ = tensor.__tensor_flatten__()
         for name in names:
             for path, plain in _flatten(fqn, getattr(tensor, name)):
                 yield (name, *path), plain
         return
     if tensor.device.type == "meta":
-        raise ModuleError(f"{fqn} is on the meta device and holds no values. Load the weights before offloading the module.")
+        raise ModuleError(
+            f"{fqn} is on the meta device and holds no values. Load the weights before offloading the module."
+        )
     if tensor.layout is not torch.strided:
         raise ModuleError(f"{fqn} has the layout {tensor.layout}. Only dense (strided) tensors can be offloaded.")
     yield (), tensor

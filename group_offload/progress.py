@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from tqdm.auto import tqdm
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 _enabled = os.environ.get("GROUP_OFFLOAD_PROGRESS_BAR", "1").lower() not in ("0", "false", "no", "off")
 

@@ -86,8 +86,8 @@ class Engine:
         self._gates: dict[nn.Module, Gate] = {}
         self._seen: dict[nn.Module, tuple[int, ...]] = {}
         """What each module consisted of when it was last looked at."""
-        self._ring_bytes: dict[int, tuple[int, int]] = {}
-        """For each height of groups: how many slots take turns, and how large each is."""
+        self._ring_sizes: dict[int, tuple[int, ...]] = {}
+        """For each height of groups: how large the slots are that they take turns in."""
         self._schedule = Schedule(())
         self._build(is_first=True)
 
@@ -96,9 +96,13 @@ class Engine:
         return self._gates[self.root]
 
     @property
+    def gated_modules(self) -> tuple[nn.Module, ...]:
+        return tuple(self._gates)
+
+    @property
     def slot_bytes(self) -> int:
         """Device memory that a pass takes for slots."""
-        return sum(count * num_bytes for count, num_bytes in self._ring_bytes.values())
+        return sum(map(sum, self._ring_sizes.values()))
 
     @property
     def is_running(self) -> bool:
@@ -114,7 +118,9 @@ class Engine:
         """Give every tensor memory of its own again, where it was before, and take the gates away."""
         with self.lock:
             if self.is_running:
-                raise StateError("remove() was called in the middle of a forward of the module. Call it after the forward.")
+                raise StateError(
+                    "remove() was called in the middle of a forward of the module. Call it after the forward."
+                )
             for group in self.groups:
                 for part in group.parts:
                     _materialise(part)
@@ -234,7 +240,7 @@ class Engine:
         full: set[int] = set()
         soon: set[Group] = set()
         # Looking further ahead than the slots reach finds nothing to do.
-        horizon = 2 * sum(count for count, _ in self._ring_bytes.values())
+        horizon = 2 * sum(map(len, self._ring_sizes.values()))
         for group in self._schedule.upcoming():
             if group in soon:
                 continue
@@ -252,7 +258,10 @@ class Engine:
         self.counters.onloads += 1
         slot.group, group.slot = group, slot
         self.transfer.send(
-            [(part.image, slot.memory[part.offset : part.offset + part.image.layout.num_bytes]) for part in group.parts],
+            [
+                (part.image, slot.memory[part.offset : part.offset + part.image.layout.num_bytes])
+                for part in group.parts
+            ],
             after=slot.last_use,
             ready=slot.ready,
         )
@@ -275,9 +284,7 @@ class Engine:
     def _take_lease(self) -> Lease:
         stream = self._backend.current_stream()
         lease = self._arena.lease(self, self.slot_bytes, stream)
-        if {height: len(ring) for height, ring in lease.rings.items()} != {
-            height: count for height, (count, _) in self._ring_bytes.items()
-        }:
+        if not lease.rings:
             lease.rings = self._cut(lease.memory)
         for ring in lease.rings.values():
             for slot in ring:
@@ -288,9 +295,9 @@ class Engine:
     def _cut(self, memory: torch.Tensor) -> dict[int, list[Slot]]:
         rings: dict[int, list[Slot]] = {}
         start = 0
-        for height, (count, num_bytes) in self._ring_bytes.items():
+        for height, sizes in self._ring_sizes.items():
             rings[height] = []
-            for _ in range(count):
+            for num_bytes in sizes:
                 rings[height].append(Slot(memory[start : start + num_bytes], self._backend, is_fixed=True))
                 start += num_bytes
         return rings
@@ -305,15 +312,17 @@ class Engine:
         """A slot for `group` that is empty, or whose group is neither in use nor in `soon`."""
         if self._lease is not None:
             ring = self._lease.rings[group.height]
-            for slot in ring:
-                if slot.group is None:
+            for slot in reversed(ring):  # smallest first: the largest is left for those that need it
+                if slot.group is None and slot.memory.numel() >= group.num_bytes:
                     return slot
         else:
             ring = self._allocated.get(group.height, [])
-            if len(ring) < self._ring_bytes[group.height][0]:
+            if len(ring) < len(self._ring_sizes[group.height]):
                 return self._new_slot(group)
-        for slot in ring:
-            if slot.group is not None and not slot.group.holds and slot.group not in soon:
+        for slot in reversed(ring):
+            if slot.group is None or slot.group.holds or slot.group in soon:
+                continue
+            if not slot.is_fixed or slot.memory.numel() >= group.num_bytes:
                 self._offload(slot.group)
                 return slot if slot.is_fixed else self._new_slot(group)
         return None
@@ -321,7 +330,7 @@ class Engine:
     def _new_slot(self, group: Group) -> Slot:
         """Memory from the device's own allocator, for one image."""
         retired = self._retired.setdefault(group.height, deque())
-        while len(retired) >= self._ring_bytes[group.height][0]:
+        while len(retired) >= len(self._ring_sizes[group.height]):
             # The host runs ahead of the device. Memory that was given back is free only once its last use is done, and
             # asking for more before that would take a new block for every group.
             retired.popleft().synchronize()
@@ -380,7 +389,9 @@ class Engine:
                 for spec, height, kept, fresh in plans:
                     parts = kept
                     if fresh or (self._folder is not None and not kept):  # diffusers writes empty groups too
-                        made.append(self._make_part(f"{spec.group_id}{f'+{len(kept)}' if kept else ''}", fresh, advance))
+                        made.append(
+                            self._make_part(f"{spec.group_id}{f'+{len(kept)}' if kept else ''}", fresh, advance)
+                        )
                         parts = [*kept, made[-1]]
                     groups.append(Group(spec, height, parts))
         except BaseException:
@@ -393,7 +404,7 @@ class Engine:
         outdated = [part for group in self.groups for part in group.parts if part not in in_use]
         self.groups = tuple(groups)
         self.counters.rebuilds += not is_first
-        self._ring_bytes = _size_rings(self.groups, self.config.num_slots)
+        self._ring_sizes = _size_rings(self.groups, self.config)
         self._schedule = Schedule(sorted(_by_first_call(self.groups), key=lambda group: -group.height))
         self._arena.release(self)  # its slots have other sizes now
         self._install_gates()
@@ -403,11 +414,11 @@ class Engine:
     def _make_part(self, group_id: str, refs: tuple[TensorRef, ...], advance: Callable[[int], None]) -> Part:
         tensors = [ref.tensor.detach() for ref in refs]
         layout = lay_out_refs(refs)
-        image: Image
-        if self._folder is not None:
-            image = FileImage(layout, tensors, self._folder, group_id, advance)
-        else:
-            image = RamImage(layout, tensors, self._backend, pin=not self.config.low_cpu_mem_usage)
+        image: Image = (
+            FileImage(layout, tensors, self._folder, group_id, advance)
+            if self._folder is not None
+            else RamImage(layout, tensors, self._backend, pin=not self.config.low_cpu_mem_usage)
+        )
         part = Part(image, refs, [tensor.device for tensor in tensors])
         del tensors
         for ref, view in zip(refs, image.rest, strict=True):
@@ -480,12 +491,19 @@ def _is_compiled(module: nn.Module) -> bool:
     return (call.compiled if isinstance(call, Gate) else call) is not None
 
 
-def _size_rings(groups: Iterable[Group], num_slots: int) -> dict[int, tuple[int, int]]:
+def _size_rings(groups: Iterable[Group], config: OffloadConfig) -> dict[int, tuple[int, ...]]:
+    """The slots of each height: as large as its largest groups, so that each group has one that it fits into."""
     sizes: dict[int, list[int]] = {}
     for group in groups:
         if group.num_bytes:
             sizes.setdefault(group.height, []).append(group.num_bytes)
-    return {height: (min(num_slots, len(found)), max(found)) for height, found in sorted(sizes.items())}
+    rings = {}
+    for height, found in sorted(sizes.items()):
+        largest = sorted(found, reverse=True)[: config.num_slots]
+        # Slots for all of them would save nothing. Unless it was asked for, overlap is not worth that.
+        is_all = len(largest) == len(found) and not config.was_stream_asked_for
+        rings[height] = tuple(largest[:1] if is_all else largest)
+    return rings
 
 
 def _by_first_call(groups: Iterable[Group]) -> list[Group]:

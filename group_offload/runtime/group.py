@@ -90,8 +90,7 @@ class Group:
         for wrapped in self._wrapped:
             wrapped.put_on_device(views)
         self._versions = [
-            tensor._version if tracks else 0
-            for tensor, tracks in zip(self._tensors, self._tracks_version, strict=True)
+            tensor._version if tracks else 0 for tensor, tracks in zip(self._tensors, self._tracks_version, strict=True)
         ]
         self._at_bind = views
         self.residence = Residence.ONLOADED
@@ -213,9 +212,9 @@ def _wrapped_holders(refs: Sequence[TensorRef]) -> list[_WrappedHolder]:
 def _rewrap(tensor: Any, inner: dict[tuple[str, ...], torch.Tensor], path: tuple[str, ...]) -> torch.Tensor:
     if not is_traceable_wrapper_subclass(tensor):
         return inner[path]
-    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    names, context = tensor.__tensor_flatten__()
     parts = {name: _rewrap(getattr(tensor, name), inner, (*path, name)) for name in names}
-    wrapped: torch.Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())  # type: ignore[attr-defined]
+    wrapped: torch.Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
     return wrapped
 
 

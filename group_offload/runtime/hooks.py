@@ -15,7 +15,7 @@ with a gate also has a forward pre-hook, and whichever of the two is traced firs
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,8 +25,6 @@ from torch.utils.hooks import RemovableHandle
 if TYPE_CHECKING:
     from .engine import Engine
     from .group import Group
-
-T = TypeVar("T")
 
 HANDLE = "_group_offload_handle"
 """The attribute of an offloaded module that leads to its handle."""
@@ -75,7 +73,7 @@ class Gate:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             torch._dynamo.skip_frame(_SKIPPED)
-            return self.module._call_impl(*args, **kwargs)
+            return self.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         # Whatever compiler watches this thread has no business in the engine's own Python.
         compiler = set_eval_frame(None)
         try:
@@ -150,7 +148,7 @@ def _leave_bypassed(module: nn.Module, args: Any, output: Any) -> None:
         gate.leave_bypassed()
 
 
-def moved(value: T, device: torch.device, non_blocking: bool) -> T:
+def moved(value: Any, device: torch.device, non_blocking: bool) -> Any:
     """`value` with the tensors in it on `device`; the same object if they all are already."""
     if isinstance(value, torch.Tensor):
         return value if value.device == device else value.to(device, non_blocking=non_blocking)
@@ -158,7 +156,7 @@ def moved(value: T, device: torch.device, non_blocking: bool) -> T:
         items = [moved(item, device, non_blocking) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # type: ignore[return-value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, Mapping):
         entries = {key: moved(item, device, non_blocking) for key, item in value.items()}
         if all(entries[key] is value[key] for key in value):

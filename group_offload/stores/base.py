@@ -46,8 +46,10 @@ class Image(Protocol):
     """The tensors at rest, in the order of `layout.specs`: CPU, true values."""
     pinned_bytes: int
     """Page-locked RAM that the image takes."""
-    where: str
-    """The file's name, or the kind of RAM, for people to read."""
+
+    @property
+    def where(self) -> str:
+        """The file's name, or the kind of RAM, for people to read."""
 
     def keep_edits(self) -> None:
         """Make what was written into `rest` since the last call part of what `send` sends."""

@@ -96,7 +96,9 @@ class Folder:
                 return path, fd, False
             os.close(fd)
             logger.warning("%s holds other weights than group %r: left alone, another name is used.", path, group_id)
-        raise GroupFileError(f"{self.path} holds 1000 files with the names of group {group_id!r}. Empty it, or pass another.")
+        raise GroupFileError(
+            f"{self.path} holds 1000 files with the names of group {group_id!r}. Empty it, or pass another."
+        )
 
     def _write(
         self,

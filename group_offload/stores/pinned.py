@@ -69,4 +69,3 @@ class RamImage:
 
     def _extent(self, extent: Extent) -> torch.Tensor:
         return flat_view(self._memory, extent.offset, extent.num_bytes)
-

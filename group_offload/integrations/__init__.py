@@ -1,0 +1,1 @@
+"""What makes other libraries see, and use, this engine."""

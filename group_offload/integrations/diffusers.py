@@ -1,0 +1,452 @@
+"""diffusers: whole pipelines, and its own calls running on this engine.
+
+[Note: What diffusers looks at]
+diffusers asks whether a model is group-offloaded by looking for a hook named "group_offloading" in the hook registries
+of its modules; `.device`, `pipe._execution_device`, `pipe.to` and the guards of the other offload modes rest on that. So
+every offloaded module with a gate carries a *marker* of that name, with diffusers' own config in it. A marker wraps no
+`forward` and is not in the registry's chain of hooks: nothing that is registered or removed around it can undo it.
+
+After it has loaded or removed a LoRA, diffusers takes the hooks off and applies them again, through
+`diffusers.hooks.group_offloading._apply_group_offloading`. That function is replaced, once, by one that sends a marker's
+config to the engine it belongs to and everything else where it went before.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..api import Listener, OffloadHandle, add_listener, handle_of, offload, remove_group_offloading
+from ..config import OffloadConfig
+from ..errors import ConfigError, ModuleError, StateError
+
+HOOK_NAME = "group_offloading"
+_SEAM = "_apply_group_offloading"
+
+
+# ------------------------------------------------------------------------------------------------ pipelines
+
+
+def enable_group_offload(
+    pipeline: Any,
+    onload_device: str | int | torch.device | None = None,
+    offload_device: str | torch.device = "cpu",
+    offload_type: str | Enum = "block_level",
+    num_blocks_per_group: int | None = None,
+    non_blocking: bool = False,
+    use_stream: bool | None = None,
+    record_stream: bool = False,
+    low_cpu_mem_usage: bool = False,
+    offload_to_disk_path: str | os.PathLike[str] | None = None,
+    exclude_modules: str | Sequence[str] | None = None,
+    model_options: Mapping[str, Mapping[str, Any]] | None = None,
+) -> dict[str, OffloadHandle]:
+    """Offload all models of a diffusers pipeline.
+
+    Arguments are those of `pipe.enable_group_offload` (diffusers 0.42.1), with the defaults of `apply_group_offloading`.
+
+    Args:
+        pipeline: any object with `components`, a dict from names to models and other things.
+        exclude_modules: names of models that are moved to the device as a whole instead.
+        model_options: for single models, options that differ: `{"vae": {"offload_type": "leaf_level"}}`. All options of
+            `apply_group_offloading` can be given.
+
+    Returns:
+        The handle of each offloaded model, by its name in the pipeline.
+
+    Raises:
+        ConfigError: a name that is no model of the pipeline, or an option as in `apply_group_offloading`.
+        ModuleError: a model that says it does not support group offloading, or is offloaded by accelerate.
+        StateError: a model is group-offloaded already. Models that were offloaded by this call are restored.
+
+    Example:
+        >>> handles = enable_group_offload(pipe, offload_to_disk_path="/nvme/offload", exclude_modules="vae")
+    """
+    models = _models_of(pipeline)
+    excluded = [exclude_modules] if isinstance(exclude_modules, str) else list(exclude_modules or ())
+    special = {name: dict(options) for name, options in (model_options or {}).items()}
+    _check_names(pipeline, models, excluded, special)
+    common: dict[str, Any] = {
+        "onload_device": onload_device,
+        "offload_device": offload_device,
+        "offload_type": offload_type,
+        "num_blocks_per_group": num_blocks_per_group,
+        "non_blocking": non_blocking,
+        "use_stream": use_stream,
+        "record_stream": record_stream,
+        "low_cpu_mem_usage": low_cpu_mem_usage,
+        "offload_to_disk_path": offload_to_disk_path,
+    }
+    handles: dict[str, OffloadHandle] = {}
+    by_model: dict[int, OffloadHandle] = {}
+    try:
+        for name, model in models.items():
+            if name in excluded:
+                continue
+            if id(model) in by_model:  # one model under two names
+                handles[name] = by_model[id(model)]
+            elif next(model.parameters(), None) is not None or next(model.buffers(), None) is not None:
+                _refuse_unsupported(model)
+                # The name is part of the identity: two models of one class have files of their own in one folder.
+                options = {**common, "identity": f"{name}.", **special.get(name, {})}
+                handles[name] = by_model[id(model)] = offload(model, **options)
+    except BaseException:
+        for handle in by_model.values():
+            handle.remove()
+        raise
+    device = OffloadConfig.from_options(onload_device=onload_device).onload_device
+    for name in excluded:
+        models[name].to(device)
+    return handles
+
+
+def disable_group_offload(pipeline: Any) -> None:
+    """Undo `enable_group_offload` for every model of a pipeline: weights get RAM of their own, where they were before."""
+    for model in _models_of(pipeline).values():
+        remove_group_offloading(model)
+
+
+def _models_of(pipeline: Any) -> dict[str, nn.Module]:
+    components = getattr(pipeline, "components", None)
+    if not isinstance(components, Mapping):
+        raise ConfigError(
+            f"Expected a diffusers pipeline, got {type(pipeline).__name__}, which has no components. For a single model "
+            f"call apply_group_offloading."
+        )
+    return {name: part for name, part in components.items() if isinstance(part, nn.Module)}
+
+
+def _check_names(
+    pipeline: Any, models: Mapping[str, nn.Module], excluded: list[str], special: Mapping[str, Any]
+) -> None:
+    for option, names in (("exclude_modules", excluded), ("model_options", list(special))):
+        for name in names:
+            if name not in models and not (option == "exclude_modules" and name in pipeline.components):
+                raise ConfigError(
+                    f"{option} names {name!r}, which is no model of this pipeline. Its models: {sorted(models)}."
+                )
+    both = sorted(set(excluded) & set(special))
+    if both:
+        raise ConfigError(f"{both} are in exclude_modules and in model_options. Leave them in one of the two.")
+    excluded[:] = [name for name in excluded if name in models]  # a tokenizer has nothing to offload
+
+
+def _refuse_unsupported(model: nn.Module) -> None:
+    if getattr(model, "_supports_group_offloading", True) is False:
+        raise ModuleError(
+            f"{type(model).__name__} does not support group offloading: its class says so (_supports_group_offloading is "
+            f"False). Leave it out with exclude_modules."
+        )
+    parallel = sys.modules.get("diffusers.hooks.tensor_parallel")
+    refuse = getattr(parallel, "_raise_if_tensor_parallel", None)
+    if refuse is not None:
+        refuse(model, "be group-offloaded", "Both decide where a parameter lives.")
+
+
+# ------------------------------------------------------------------------------------------------ markers
+
+
+class _Markers(Listener):
+    """Marks offloaded modules for diffusers, if diffusers is there to look. See [Note: What diffusers looks at]."""
+
+    def applying(self, module: nn.Module) -> None:
+        for name, part in module.named_modules():
+            registry = part.__dict__.get("_diffusers_hook")
+            if registry is not None and registry.get_hook(HOOK_NAME) is not None:
+                raise StateError(
+                    f"Cannot apply group offloading to {type(module).__name__}: {name or 'it'} is offloaded by diffusers' own "
+                    f"group offloading, which cannot be switched off. Load the model again, and call patch_diffusers() or "
+                    f"group_offload's functions only."
+                )
+
+    def applied(self, handle: OffloadHandle) -> None:
+        if "diffusers" in sys.modules:
+            _install_seam()
+            _mark(handle)
+
+    def removed(self, handle: OffloadHandle) -> None:
+        if "diffusers" not in sys.modules:
+            return
+        for module in handle.module.modules():
+            registry: Any = module.__dict__.get("_diffusers_hook")
+            if isinstance(registry, _marked_registry_class()):
+                registry.unmark()
+
+
+def _mark(handle: OffloadHandle) -> None:
+    config = _as_diffusers_config(handle)
+    for module in handle.gated_modules:
+        registry: Any = module.__dict__.get("_diffusers_hook")
+        is_new = registry is None
+        if is_new:
+            registry = module._diffusers_hook = _hooks_module().HookRegistry(module)
+        if not isinstance(registry, _marked_registry_class()):
+            registry.was_made_for_marker = is_new
+            registry.__class__ = _marked_registry_class()
+        registry.hooks[HOOK_NAME] = _marker_class()(config)
+
+
+def _as_diffusers_config(handle: OffloadHandle) -> Any:
+    config = handle.config
+    found = _offloading_module().GroupOffloadingConfig(
+        onload_device=config.onload_device,
+        offload_device=torch.device("cpu"),
+        offload_type=_offloading_module().GroupOffloadingType(config.offload_type.value),
+        non_blocking=config.non_blocking,
+        record_stream=config.record_stream,
+        low_cpu_mem_usage=config.low_cpu_mem_usage,
+        num_blocks_per_group=config.num_blocks_per_group,
+        offload_to_disk_path=None if config.offload_to_disk_path is None else str(config.offload_to_disk_path),
+        block_modules=None if config.block_modules is None else list(config.block_modules),
+        exclude_kwargs=list(config.exclude_kwargs),
+    )
+    found.group_offload_handle = handle
+    return found
+
+
+@cache
+def _marker_class() -> type:
+    base = _hooks_module().ModelHook
+
+    class GroupOffloadMarker(base):  # type: ignore[misc, valid-type]
+        """Tells diffusers that a module is group-offloaded, and to which device. Does nothing else."""
+
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.config = config
+
+    return GroupOffloadMarker
+
+
+@cache
+def _marked_registry_class() -> type:
+    base = _hooks_module().HookRegistry
+
+    class MarkedHookRegistry(base):  # type: ignore[misc, valid-type]
+        """A hook registry with a marker beside its chain of hooks."""
+
+        was_made_for_marker: bool
+
+        def remove_hook(self, name: str, recurse: bool = True) -> None:
+            if name in self.hooks and name == HOOK_NAME:
+                del self.hooks[name]  # it is in no chain: there is nothing to put together again
+            super().remove_hook(name, recurse)
+
+        def unmark(self) -> None:
+            self.hooks.pop(HOOK_NAME, None)
+            self.__class__ = base
+            if self.__dict__.pop("was_made_for_marker") and not self.hooks:
+                del self._module_ref._diffusers_hook
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            # The copy of an offloaded module is not offloaded.
+            new = base.__new__(base)
+            memo[id(self)] = new
+            state = {key: value for key, value in self.__dict__.items() if key != "was_made_for_marker"}
+            state["hooks"] = {name: hook for name, hook in self.hooks.items() if name != HOOK_NAME}
+            new.__dict__.update(copy.deepcopy(state, memo))
+            return new
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            raise StateError(
+                "A group-offloaded diffusers model cannot be pickled. Use save_pretrained() or state_dict(), which work "
+                "while it is offloaded, or call remove() on its handle first."
+            )
+
+    return MarkedHookRegistry
+
+
+# ------------------------------------------------------------------------------------------------ diffusers' own calls
+
+
+def patch_diffusers() -> None:
+    """Let diffusers' own group offloading run on this engine, from now on and wherever it was imported.
+
+    `pipe.enable_group_offload(...)`, `model.enable_group_offload(...)` and `diffusers.hooks.apply_group_offloading(...)`
+    then take the arguments and defaults of this package (all can be left out) and return handles;
+    `disable_group_offload()` is added. Calling it again does nothing. Undone by `unpatch_diffusers`.
+
+    Raises:
+        ImportError: diffusers is not installed.
+    """
+    global _restore
+    if _restore is not None:
+        return
+    try:
+        import diffusers
+    except ImportError as error:
+        raise ImportError("patch_diffusers() needs diffusers: pip install 'group-offload[diffusers]'") from error
+    from diffusers.models.modeling_utils import ModelMixin
+
+    _install_seam()
+    undo = [
+        _swap_code(_offloading_module().apply_group_offloading, _apply_trampoline),
+        _swap_attribute(ModelMixin, "enable_group_offload", _enable_on_model),
+        _swap_attribute(ModelMixin, "disable_group_offload", remove_group_offloading),
+        _swap_attribute(diffusers.DiffusionPipeline, "enable_group_offload", enable_group_offload),
+        _swap_attribute(diffusers.DiffusionPipeline, "disable_group_offload", disable_group_offload),
+    ]
+    _restore = undo
+
+
+def unpatch_diffusers() -> None:
+    """Undo `patch_diffusers`. Modules that are offloaded stay so. Does nothing if diffusers is not patched."""
+    global _restore
+    for undo in _restore or ():
+        undo()
+    _restore = None
+
+
+_restore: list[Callable[[], None]] | None = None
+
+
+def _apply_trampoline(  # type: ignore[no-untyped-def]
+    module,
+    onload_device=None,
+    offload_device="cpu",
+    offload_type="block_level",
+    num_blocks_per_group=None,
+    non_blocking=False,
+    use_stream=None,
+    record_stream=False,
+    low_cpu_mem_usage=False,
+    offload_to_disk_path=None,
+    block_modules=None,
+    exclude_kwargs=None,
+):
+    """The code that `diffusers.hooks.apply_group_offloading` gets. It runs with diffusers' globals."""
+    import group_offload
+
+    return group_offload.apply_group_offloading(
+        module,
+        onload_device=onload_device,
+        offload_device=offload_device,
+        offload_type=offload_type,
+        num_blocks_per_group=num_blocks_per_group,
+        non_blocking=non_blocking,
+        use_stream=use_stream,
+        record_stream=record_stream,
+        low_cpu_mem_usage=low_cpu_mem_usage,
+        offload_to_disk_path=offload_to_disk_path,
+        block_modules=block_modules,
+        exclude_kwargs=exclude_kwargs,
+    )
+
+
+def _enable_on_model(
+    self: nn.Module,
+    onload_device: str | int | torch.device | None = None,
+    offload_device: str | torch.device = "cpu",
+    offload_type: str | Enum = "block_level",
+    num_blocks_per_group: int | None = None,
+    non_blocking: bool = False,
+    use_stream: bool | None = None,
+    record_stream: bool = False,
+    low_cpu_mem_usage: bool = False,
+    offload_to_disk_path: str | os.PathLike[str] | None = None,
+    block_modules: list[str] | None = None,
+    exclude_kwargs: list[str] | None = None,
+) -> OffloadHandle:
+    """Offload this model on group_offload's engine: see `group_offload.apply_group_offloading`."""
+    _refuse_unsupported(self)
+    return offload(
+        self,
+        onload_device=onload_device,
+        offload_device=offload_device,
+        offload_type=offload_type,
+        num_blocks_per_group=num_blocks_per_group,
+        non_blocking=non_blocking,
+        use_stream=use_stream,
+        record_stream=record_stream,
+        low_cpu_mem_usage=low_cpu_mem_usage,
+        offload_to_disk_path=offload_to_disk_path,
+        block_modules=block_modules,
+        exclude_kwargs=exclude_kwargs,
+    )
+
+
+def _install_seam() -> None:
+    """Send `_apply_group_offloading` of a marker's config to its engine. Everything else goes where it went before."""
+    offloading = _offloading_module()
+    before = getattr(offloading, _SEAM)
+    if hasattr(before, "group_offload_before"):
+        return
+
+    def apply(module: nn.Module, config: Any) -> None:
+        handle: OffloadHandle | None = getattr(config, "group_offload_handle", None)
+        if handle is not None and handle.is_active:
+            handle.refresh()
+            _mark(handle)
+        elif handle_of(module) is not None:
+            raise StateError(
+                f"{type(module).__name__} is group-offloaded by group_offload already. Call remove_group_offloading() first."
+            )
+        elif _restore is not None:
+            _enable_on_model(module, **_options_of(config))
+        else:
+            before(module, config)
+
+    apply.group_offload_before = before  # type: ignore[attr-defined]
+    setattr(offloading, _SEAM, apply)
+
+
+def _options_of(config: Any) -> dict[str, Any]:
+    """The arguments that give diffusers' config."""
+    is_block_level = config.offload_type.value == "block_level"
+    return {
+        "onload_device": config.onload_device,
+        "offload_device": config.offload_device,
+        "offload_type": config.offload_type,
+        "num_blocks_per_group": config.num_blocks_per_group if is_block_level else None,
+        "non_blocking": config.non_blocking,
+        "use_stream": config.stream is not None,
+        "record_stream": config.record_stream,
+        "low_cpu_mem_usage": config.low_cpu_mem_usage,
+        "offload_to_disk_path": config.offload_to_disk_path,
+        "block_modules": config.block_modules if is_block_level else None,
+        "exclude_kwargs": config.exclude_kwargs,
+    }
+
+
+def _swap_code(function: Any, replacement: Any) -> Callable[[], None]:
+    """Give a function other code, so that every name it was imported under runs that."""
+    names = ("__code__", "__defaults__", "__kwdefaults__")
+    before = [getattr(function, name) for name in names]
+    for name in names:
+        setattr(function, name, getattr(replacement, name))
+
+    def undo() -> None:
+        for name, value in zip(names, before, strict=True):
+            setattr(function, name, value)
+
+    return undo
+
+
+def _swap_attribute(owner: type, name: str, value: Any) -> Callable[[], None]:
+    before = owner.__dict__.get(name)
+    setattr(owner, name, value)
+    return lambda: delattr(owner, name) if before is None else setattr(owner, name, before)
+
+
+def _hooks_module() -> ModuleType:
+    import diffusers.hooks.hooks
+
+    return diffusers.hooks.hooks
+
+
+def _offloading_module() -> ModuleType:
+    import diffusers.hooks.group_offloading
+
+    return diffusers.hooks.group_offloading
+
+
+add_listener(_Markers())
