@@ -26,6 +26,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
@@ -73,6 +79,10 @@ class _Access:
         return f"{self.label!r} on {self.timeline.name} ({self.caller})"
 
 
+def _before(access: _Access, clock: Clock) -> bool:
+    return clock.get(access.timeline, 0) >= access.tick
+
+
 @dataclass(slots=True)
 class _Segment:
     start: int
@@ -107,7 +117,7 @@ class _Region:
 
     def _check(self, segment: _Segment, clash: str, others: Iterable[_Access | None], clock: Clock) -> None:
         for other in others:
-            if other is not None and clock.get(other.timeline, 0) < other.tick:
+            if other is not None and not _before(other, clock):
                 raise RaceError(f"{clash} {other}, and nothing orders the two: {self._describe(segment)}.")
 
     def _describe(self, segment: _Segment) -> str:
@@ -169,7 +179,7 @@ class Meter:
 @dataclass(slots=True, eq=False)
 class _Work:
     stream: SimulatedStream
-    label: str
+    access: _Access
     clock: Clock
     run: Callable[[], object] | None = None
     after: _Work | None = None  # a wait: not before this is done
@@ -203,7 +213,7 @@ class SimulatedEvent:
     def query(self) -> bool:
         with self.device._host_call():
             if self.point is not None and self.point.done:
-                self.device._host.join(self.point.clock)  # having seen it is as good as having waited
+                self.device._arrive([self.point])  # having seen it is as good as having waited
             return self.point is None or self.point.done
 
     def synchronize(self) -> None:
@@ -233,10 +243,12 @@ class SimulatedDevice:
         self.memory = Meter()  # from `empty`
         self.activations = Meter()  # made by ops and `put`
         self.log: list[tuple[str, str]] = []  # (stream, label) of the work that ran, in order
+        self.errors: list[AssertionError] = []  # raised so far: finalizers and threads swallow them
         self._random = random.Random(seed)
         self._pace = self._random.random()
         self._lock = threading.RLock()
         self._host = _Timeline("the host")
+        self._fake = FakeTensorMode(allow_fallback_kernels=False)
         self._compute = SimulatedStream(self, "compute")
         self._streams = [self._compute]
         self._thread = threading.local()
@@ -244,6 +256,7 @@ class SimulatedDevice:
         self._num_regions = 0
         self._cached: list[_Block] = []
         self._freed: list[tuple[_Block, list[_Work]]] = []  # not reusable before that work is done
+        self._in_flight: list[_InFlight] = []  # from pinned memory
         self._released: deque[_Block] = deque()  # filled by the garbage collector, at any moment
 
     @property
@@ -324,7 +337,7 @@ class SimulatedDevice:
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, *, blocking: bool = False) -> None:
         with self._host_call():
             if target.shape != source.shape or target.dtype != source.dtype:
-                raise ValueError(f"Cannot copy {list(source.shape)} {source.dtype} to {list(target.shape)} {target.dtype}.")
+                raise ValueError(f"{list(source.shape)} {source.dtype} is not {list(target.shape)} {target.dtype}.")
             self.num_copies += 1
             self.num_copies_back += not self._on_device(target)
             self.copied_bytes += target.nbytes
@@ -353,7 +366,7 @@ class SimulatedDevice:
         """Ops of this thread that use device memory are queued on its current stream; ops on host memory run at once.
 
         Host operands of queued ops are read at the call; pinned ones (a weight that nobody onloaded) are an error, and
-        so are all of one dimension or more if `strict`. Without it, what a forward makes with `torch.zeros` may be used.
+        so are all of one dimension or more if `strict`. If not, what a forward makes with `torch.zeros` may be used.
         """
         with _Running(self, strict):
             yield
@@ -380,19 +393,18 @@ class SimulatedDevice:
         read_at_call = {id(tensor) for tensor in host} - written_ids
         for tensor in host:
             if id(tensor) in read_at_call and tensor.dim() and (strict or self._pinned(tensor)):
-                raise RuntimeError(f"Expected all operands of {func} on the device, not {list(tensor.shape)} on the host.")
+                raise RuntimeError(f"Expected all operands of {func} on the device, but {list(tensor.shape)} is not.")
         given = _aliased_returns(func, args, kwargs)
         in_place = bool(given) or not func._schema.returns
-        shapes = [] if in_place else _output_shapes(func, args, kwargs)
+        shapes = [] if in_place else _fake_outputs(self._fake, func, args, kwargs)
         leaves, layout = tree_flatten(shapes)
         outputs = [self._like(leaf, stream) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         if name in _ALLOCATES:
             return tree_unflatten(outputs, layout)
 
-        def operand(tensor: torch.Tensor) -> torch.Tensor:
-            return self._alias(tensor.clone() if id(tensor) in read_at_call else tensor)
-
-        real_args, real_kwargs = tree_map_only(torch.Tensor, operand, (args, kwargs))
+        # Operands that are one tensor stay one tensor: some kernels look.
+        operands = {id(t): self._alias(t.clone() if id(t) in read_at_call else t) for t, _, _ in uses}
+        real_args, real_kwargs = tree_map_only(torch.Tensor, lambda tensor: operands[id(tensor)], (args, kwargs))
         made = [output for output in outputs if isinstance(output, torch.Tensor)]
         targets = [self._alias(output) if isinstance(output, torch.Tensor) else None for output in outputs]
         produced: list[Any] = []
@@ -400,9 +412,8 @@ class SimulatedDevice:
         def kernel() -> None:
             produced.append(func(*real_args, **real_kwargs))
             for target, value in zip(targets, tree_leaves(produced[0]), strict=False):  # in place: no targets
-                # A kernel may leave empty what has a shape elsewhere (batch_norm's statistics when it does not train).
-                if target is not None and value is not None and value.numel():
-                    assert target.shape == value.shape and target.dtype == value.dtype, f"{func}: meta is wrong"
+                if target is not None and value is not None:
+                    assert target.shape == value.shape and target.dtype == value.dtype, f"{func} was foreseen wrongly"
                     target.copy_(value)
 
         reads = [tensor for tensor, is_read, _ in uses if is_read]
@@ -424,8 +435,12 @@ class SimulatedDevice:
         if not from_device and not self._pinned(source):
             source = source.clone()  # the driver stages pageable memory before the call returns
         destination, origin = self._alias(target), self._alias(source)
+        self._verify([entry for entry in self._in_flight if _overlap(entry[1], source) or _overlap(entry[1], target)])
+        self._in_flight = [entry for entry in self._in_flight if not _overlap(entry[1], target)]
         label = f"copy {'D' if from_device else 'H'}2{'D' if to_device else 'H'}"
         work = self._enqueue(stream, label, lambda: destination.copy_(origin), reads=[source], writes=[target])
+        if not from_device and self._is_settled(source):
+            self._in_flight.append((work, origin, _bytes(origin).clone()))
         if blocking or not (to_device or self._pinned(target)):
             self._wait([work])
 
@@ -435,11 +450,16 @@ class SimulatedDevice:
     def _host_call(self) -> Iterator[None]:
         """A call from the host: queued work may move on meanwhile. What is below does not see the dispatch mode."""
         with self._lock, _disable_current_modes():
-            while self._released:
-                self._retire(self._released.popleft())
-            self._recycle()
-            self._progress()
-            yield
+            try:
+                while self._released:
+                    self._retire(self._released.popleft())
+                self._recycle()
+                self._progress()
+                yield
+            except AssertionError as error:
+                if error not in self.errors:
+                    self.errors.append(error)
+                raise
 
     def _enqueue(
         self,
@@ -454,7 +474,7 @@ class SimulatedDevice:
         access = self._stamp(stream, label)
         self._touch(reads, access, stream.clock, write=False)
         self._touch(writes, access, stream.clock, write=True)
-        stream.tail = work = _Work(stream, label, dict(stream.clock), run, after)
+        stream.tail = work = _Work(stream, access, dict(stream.clock), run, after)
         stream.queue.append(work)
         self._progress()
         return work
@@ -485,20 +505,33 @@ class SimulatedDevice:
         work.done = True
         run, work.run, work.after = work.run, None, None
         if run is not None:
-            self.log.append((work.stream.name, work.label))
+            self.log.append((work.stream.name, work.access.label))
             # Some kernels ask for the grad mode: it is the enqueuer's, not that of whoever happens to wait.
             with torch.inference_mode(False), torch.set_grad_enabled(work.grad), torch.autocast("cpu", enabled=False):
                 try:
                     run()
                 except Exception as error:
-                    error.add_note(f"Raised by {work.label} on {work.stream.name}, which was enqueued earlier.")
-                    raise
+                    raise RuntimeError(f"{work.access} failed when its turn came.") from error
 
     def _wait(self, works: list[_Work], *, count: bool = True) -> None:
         self.num_host_waits += count and not all(work.done for work in works)
         for work in works:
             self._run_until(work)
+        self._arrive(works)
+
+    def _arrive(self, works: list[_Work]) -> None:
+        """The host knows that `works` are done: until here it may not have touched what they copied from."""
+        for work in works:
             self._host.join(work.clock)
+        arrived = [entry for entry in self._in_flight if _before(entry[0].access, self._host.clock)]
+        self._in_flight = [entry for entry in self._in_flight if entry not in arrived]
+        self._verify(arrived)
+
+    def _verify(self, copies: list[_InFlight]) -> None:
+        """Finds what the tracking does not see: host memory written by a file read, or by an op outside `running()`."""
+        for work, source, content in copies:
+            if not torch.equal(_bytes(source), content):
+                raise RaceError(f"The host changed what {work.access} copies before it knew that the copy was done.")
 
     # What orders it
 
@@ -549,6 +582,13 @@ class SimulatedDevice:
             raise RuntimeError(f"0x{start:x} to 0x{end:x} crosses the end of {regions[0].name}: a copy cannot.")
         return bool(regions)
 
+    def _is_settled(self, memory: torch.Tensor) -> bool:
+        """Whether it is pinned, and the host knows that no copy to it is on its way."""
+        start, end = _extent(memory)
+        regions = self._overlapping(start, end)
+        inside = [s for region in regions for s in region.segments if s.start < end and start < s.end]
+        return bool(regions) and all(s.write is None or _before(s.write, self._host.clock) for s in inside)
+
     def _unpin(self, region: _Region) -> None:
         with self._host_call():
             if region in self._regions:
@@ -598,7 +638,8 @@ class SimulatedDevice:
 
     def _like(self, tensor: torch.Tensor, stream: SimulatedStream) -> torch.Tensor:
         """A new device tensor with the shape, dtype and (dense) strides of `tensor`."""
-        layout = torch.empty_like(tensor, device="meta")
+        strides = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        layout = torch.empty_like(strides)
         memory = self._allocate(layout.nbytes, stream, self.activations)
         return _view(memory.untyped_storage(), 0, layout)
 
@@ -631,6 +672,7 @@ class _Running(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.device._dispatch(func, args, kwargs, self.strict)
 
 
+_InFlight = tuple[_Work, torch.Tensor, torch.Tensor]  # (copy, its source, the bytes of the source at the call)
 _Use = tuple[torch.Tensor, bool, bool]  # (operand, read, written)
 
 
@@ -664,20 +706,21 @@ def _aliased_returns(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return [names[frozenset(r.alias_info.before_set)] for r in func._schema.returns if r.alias_info]
 
 
-def _output_shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The outputs as meta tensors, or None where only the kernel can tell."""
-    if torch.Tag.data_dependent_output in func.tags or func is torch.ops.aten.mkldnn_rnn_layer.default:
-        return None  # of an LSTM's workspace, meta has the wrong size
+def _fake_outputs(fake: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The outputs as tensors without memory, or None where only the kernel can tell."""
+    if func is torch.ops.aten.mkldnn_rnn_layer.default:
+        return None  # an LSTM's workspace: torch thinks that it is empty
 
     def shape(value: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
 
-    args, kwargs = tree_map_only(torch.Tensor, shape, (args, kwargs))
-    args, kwargs = tree_map_only(torch.device, lambda _: torch.device("meta"), (args, kwargs))
-    try:
-        return func(*args, **kwargs)
-    except NotImplementedError:
-        return None
+    # Not meta tensors: some outputs have another dtype or shape on the CPU (the statistics of bf16 layer_norm).
+    with torch.inference_mode(False), torch.no_grad(), fake:
+        args, kwargs = tree_map_only(torch.Tensor, shape, (args, kwargs))
+        try:
+            return func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException):
+            return None
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
@@ -686,6 +729,15 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + int(last + 1) * tensor.itemsize
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    (start, end), (other_start, other_end) = _extent(one), _extent(other)
+    return start < other_end and other_start < end
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _view(storage: torch.UntypedStorage, offset_bytes: int, like: torch.Tensor) -> torch.Tensor:
@@ -697,14 +749,20 @@ def _view(storage: torch.UntypedStorage, offset_bytes: int, like: torch.Tensor) 
 
 @contextlib.contextmanager
 def use_simulated_device(device: SimulatedDevice) -> Iterator[SimulatedDevice]:
-    """Make `backend_for("cpu")` return `device`."""
+    """Make `backend_for("cpu")` return `device`. At the end all work runs, and an error that was swallowed is raised.
+
+    Tests that expect an error inside clear `device.errors`.
+    """
     cpu = torch.device("cpu")
     previous = backends._backends.get(cpu)
     backends._backends[cpu] = device
     try:
         yield device
+        device.synchronize()
     finally:
         if previous is None:
             del backends._backends[cpu]
         else:
             backends._backends[cpu] = previous
+    if device.errors:
+        raise device.errors[0]

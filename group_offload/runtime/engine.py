@@ -256,15 +256,7 @@ class Engine:
 
     def _onload(self, group: Group, slot: Slot) -> None:
         self.counters.onloads += 1
-        slot.group, group.slot = group, slot
-        self.transfer.send(
-            [
-                (part.image, slot.memory[part.offset : part.offset + part.image.layout.num_bytes])
-                for part in group.parts
-            ],
-            after=slot.last_use,
-            ready=slot.ready,
-        )
+        group.send_to(slot, self.transfer)
 
     def _offload(self, group: Group) -> None:
         slot = group.slot

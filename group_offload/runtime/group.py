@@ -72,6 +72,8 @@ class Group:
         self._wrapped = _wrapped_holders([ref for part in self.parts for ref in part.refs])
         self._versions: list[int] = []
         self._at_bind: list[torch.Tensor] = []
+        self._has_edits = False
+        """A forward changed tensors, and their images do not know yet."""
 
     def rest(self) -> None:
         """Bind the tensors to their place at rest."""
@@ -101,6 +103,8 @@ class Group:
         Returns:
             How many tensors were brought back.
         """
+        slot = self.slot
+        assert slot is not None
         num_changed = 0
         recast = []
         rest = (view for part in self.parts for view in part.image.rest)
@@ -109,7 +113,7 @@ class Group:
                 continue
             num_changed += 1
             if _same_form(tensor, at_rest):
-                transfer.fetch(as_bytes(at_rest), as_bytes(tensor))
+                transfer.fetch(as_bytes(at_rest), as_bytes(tensor), slot.last_use)
             else:
                 recast.append((tensor, tensor.detach().cpu()))
         if torch.is_grad_enabled():
@@ -119,6 +123,7 @@ class Group:
                 [t for t, tracks in zip(self._tensors, self._tracks_version, strict=True) if tracks]
             )
         self._at_bind = []
+        self._has_edits = bool(num_changed)
         self.rest()
         for tensor, value in recast:  # does not fit the image any more: the next pass lays the group out again
             tensor.data = value
@@ -144,8 +149,20 @@ class Group:
                 tensor.data = view
         return True
 
+    def send_to(self, slot: Slot, transfer: Transfer) -> None:
+        """Enqueue the copies that bring the group to `slot`."""
+        if self._has_edits:  # by a call earlier in this pass
+            self.keep_edits()
+        self.slot, slot.group = slot, self
+        transfer.send(
+            [(part.image, slot.memory[part.offset : part.offset + part.image.layout.num_bytes]) for part in self.parts],
+            after=slot.last_use,
+            ready=slot.ready,
+        )
+
     def keep_edits(self) -> None:
         """Let images whose views at rest were written to send the new values from now on."""
+        self._has_edits = False
         for part in self.parts:
             before = part.image.rest
             part.image.keep_edits()

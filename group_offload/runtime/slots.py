@@ -72,7 +72,7 @@ class Arena:
                 return Lease(self._backend.empty(num_bytes, stream), weakref.ref(tenant))
             lease = self._lease
             if lease is not None and lease.memory.numel() != num_bytes:
-                self._release(stream)
+                self._release()
                 lease = None
             if lease is None:
                 lease = Lease(self._backend.empty(num_bytes, stream), weakref.ref(tenant))
@@ -100,11 +100,10 @@ class Arena:
         """Give the memory back to the device if `tenant` had it last."""
         with self._lock:
             if self._lease is not None and not self._is_busy and self._lease.tenant() in (tenant, None):
-                self._release(self._backend.current_stream())
+                self._release()
 
-    def _release(self, stream: Stream) -> None:
+    def _release(self) -> None:
         assert self._lease is not None
-        stream.wait_event(self._idle)
         self._backend.free(self._lease.memory)
         self._lease = self._owner = None
 

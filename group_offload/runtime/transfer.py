@@ -49,9 +49,11 @@ class Transfer:
         ready.record(stream)
         self._last_copy.record(stream)
 
-    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy device bytes that compute on the current stream has changed back to the host, and wait for them."""
-        self._backend.copy(target, source, self._backend.current_stream(), blocking=True)
+    def fetch(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
+        """Copy device bytes that compute has changed, until `after`, back to the host, and wait for them."""
+        stream = self._backend.current_stream()
+        stream.wait_event(after)
+        self._backend.copy(target, source, stream, blocking=True)
         self.num_copies += 1
 
     def finish(self) -> None:

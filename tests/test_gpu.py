@@ -1,0 +1,289 @@
+"""What only a real accelerator can show: real streams, real page-locked memory, real peaks."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import group_offload
+from group_offload import OffloadHandle, apply_group_offloading
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
+]
+
+DIM = 1024
+BLOCK_BYTES = 2 * (4 * DIM * DIM + 4 * DIM + 4 * DIM * DIM + DIM)  # two Linears in bf16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(DIM, 4 * DIM)
+        self.down = nn.Linear(4 * DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, num_blocks: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList([Block() for _ in range(num_blocks)])
+        self.scale = nn.Parameter(torch.randn(DIM))
+        self.out = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    found = torch.accelerator.current_accelerator()
+    assert found is not None
+    return torch.device(found.type, torch.accelerator.current_device_index())
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model().to(torch.bfloat16).eval()
+
+
+@pytest.fixture
+def x(device: torch.device) -> torch.Tensor:
+    return torch.randn(256, DIM, dtype=torch.bfloat16, device=device, generator=torch.Generator(device).manual_seed(1))
+
+
+def run(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = model(x)
+    return result
+
+
+MODES: list[dict[str, Any]] = [
+    {},
+    {"num_blocks_per_group": 3},
+    {"offload_type": "leaf_level"},
+    {"record_stream": True},
+    {"offload_type": "leaf_level", "record_stream": True},
+    {"use_stream": False},
+    {"use_stream": False, "non_blocking": True},
+    {"low_cpu_mem_usage": True},
+]
+
+
+@pytest.mark.parametrize("in_files", [False, True], ids=["ram", "files"])
+@pytest.mark.parametrize("options", MODES, ids=str)
+def test_outputs_are_bit_identical(
+    model: Model, x: torch.Tensor, device: torch.device, options: dict[str, Any], in_files: bool, tmp_path: Path
+) -> None:
+    resident = copy.deepcopy(model).to(device)
+    expected = run(resident, x)
+    handle = apply_group_offloading(model, offload_to_disk_path=tmp_path if in_files else None, **options)
+    for _ in range(4):
+        assert torch.equal(run(model, x), expected)
+    assert torch.equal(run(model, x.cpu()), expected)
+    for name, weight in model.state_dict().items():
+        assert weight.device.type == "cpu"
+        assert torch.equal(weight, resident.state_dict()[name].cpu())
+    handle.remove()
+    assert torch.equal(run(model.to(device), x), expected)
+
+
+@pytest.mark.parametrize("slow", ["copies", "compute"])
+@pytest.mark.parametrize("options", MODES, ids=str)
+def test_slow_streams_change_nothing(
+    model: Model, x: torch.Tensor, device: torch.device, options: dict[str, Any], slow: str
+) -> None:
+    expected = run(copy.deepcopy(model).to(device), x)
+    handle = apply_group_offloading(model, **options)
+    transfer = handle._live.transfer
+    send, sleep = transfer.send, 20_000_000  # about 10 ms
+
+    def slow_send(*args: Any, **kwargs: Any) -> None:
+        with transfer.stream:  # type: ignore[attr-defined]
+            torch.cuda._sleep(sleep)
+        send(*args, **kwargs)
+
+    if slow == "copies":
+        transfer.send = slow_send  # type: ignore[method-assign]
+    else:
+        for block in model.blocks:
+            block.register_forward_hook(lambda *_: torch.cuda._sleep(sleep))
+    for _ in range(2):
+        assert torch.equal(run(model, x), expected)
+
+
+def test_an_edit_right_after_a_forward_does_not_reach_back(model: Model, x: torch.Tensor, device: torch.device) -> None:
+    expected = run(copy.deepcopy(model).to(device), x)
+    apply_group_offloading(model)
+    run(model, x)
+    for block in model.blocks:
+        block.register_forward_hook(lambda *_: torch.cuda._sleep(10_000_000))
+    output = run(model, x)
+    for parameter in model.parameters():
+        parameter.data.zero_()  # copies of this pass may still be waiting for their turn
+    assert torch.equal(output, expected)
+    assert not run(model, x).any()
+
+
+def test_weights_are_page_locked_in_their_exact_size(model: Model) -> None:
+    handle = apply_group_offloading(model)
+    stats = handle.stats()
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert stats.pinned_bytes == stats.host_bytes
+    assert weights <= stats.host_bytes <= weights * 1.01
+    assert all(parameter.is_pinned() for parameter in model.parameters())
+    handle.remove()
+    assert not any(parameter.is_pinned() for parameter in model.parameters())
+
+
+def peak_of(model: nn.Module, x: torch.Tensor, device: torch.device) -> int:
+    gc.collect()
+    torch.accelerator.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run(model, x)
+    torch.accelerator.synchronize()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+@pytest.mark.parametrize(("options", "num_slots"), [({}, 2), ({"use_stream": False}, 1), ({"record_stream": True}, 2)], ids=str)
+def test_the_peak_is_the_formula(
+    model: Model, x: torch.Tensor, device: torch.device, options: dict[str, Any], num_slots: int
+) -> None:
+    resident = copy.deepcopy(model).to(device)
+    torch.accelerator.synchronize()
+    run(resident, x)
+    activations = peak_of(resident, x, device)
+    del resident
+    handle = apply_group_offloading(model, **options)
+    rest = next(group.num_bytes for group in handle.groups if group.group_id == "Model_unmatched_group")
+    block = max(group.num_bytes for group in handle.groups if group.group_id.startswith("blocks"))
+    assert BLOCK_BYTES <= block <= BLOCK_BYTES + 1024
+    peak = peak_of(model, x, device)
+    assert peak <= rest + num_slots * block + activations + (1 << 20)
+    assert handle.stats().peak_device_bytes <= rest + num_slots * block
+    handle.remove()
+    del model
+    gc.collect()
+
+
+def test_memory_goes_back(model: Model, x: torch.Tensor, device: torch.device, tmp_path: Path) -> None:
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    for _ in range(3):
+        handle = apply_group_offloading(model, offload_to_disk_path=tmp_path)
+        run(model, x)
+        handle.remove()
+    gc.collect()
+    assert torch.cuda.memory_allocated(device) == before
+
+
+def test_an_exception_leaves_nothing_behind(model: Model, x: torch.Tensor, device: torch.device) -> None:
+    expected = run(copy.deepcopy(model).to(device), x)
+    handle = apply_group_offloading(model)
+    run(model, x)
+    idle = torch.cuda.memory_allocated(device)
+    hook = model.blocks[3].register_forward_hook(_raise)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, x)
+    hook.remove()
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+    assert torch.cuda.memory_allocated(device) == idle
+    assert torch.equal(run(model, x), expected)
+    handle.remove()
+
+
+def _raise(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_module_on_the_device_goes_back_to_it(model: Model, x: torch.Tensor, device: torch.device) -> None:
+    model.to(device)
+    expected = run(model, x)
+    handle = apply_group_offloading(model)
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    assert torch.equal(run(model, x), expected)
+    handle.remove()
+    assert {parameter.device for parameter in model.parameters()} == {device}
+    assert torch.equal(run(model, x), expected)
+
+
+def test_two_models_share_one_arena(model: Model, x: torch.Tensor, device: torch.device) -> None:
+    torch.manual_seed(2)
+    other = Model(4).to(torch.bfloat16).eval()
+    expected = run(copy.deepcopy(model).to(device), x), run(copy.deepcopy(other).to(device), x)
+    handles: list[OffloadHandle] = [apply_group_offloading(model), apply_group_offloading(other)]
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    for _ in range(3):
+        assert torch.equal(run(model, x), expected[0])
+        assert torch.equal(run(other, x), expected[1])
+    held = torch.cuda.memory_allocated(device) - before
+    assert held <= max(handle.stats().peak_device_bytes for handle in handles) + (1 << 20)
+    for handle in handles:
+        handle.remove()
+
+
+def test_compute_on_another_stream(model: Model, x: torch.Tensor, device: torch.device) -> None:
+    expected = run(copy.deepcopy(model).to(device), x)
+    apply_group_offloading(model)
+    torch.accelerator.synchronize()
+    side = torch.Stream(device=device)
+    for _ in range(3):
+        with side:
+            output = run(model, x)
+        assert torch.equal(run(model, x), expected)
+        side.synchronize()
+        assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}], ids=str)
+@pytest.mark.parametrize("how", ["blocks before", "blocks after", "whole"])
+def test_compiled(model: Model, x: torch.Tensor, device: torch.device, how: str, options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    resident = copy.deepcopy(model).to(device)
+    for block in resident.blocks:
+        block.compile(fullgraph=True)
+    expected = run(resident, x)
+    if how == "blocks before":
+        for block in model.blocks:
+            block.compile(fullgraph=True)
+    handle = apply_group_offloading(model, **options)
+    if how == "blocks after":
+        for block in model.blocks:
+            block.compile(fullgraph=True)
+    called: Any = torch.compile(model) if how == "whole" else model
+    for passes in range(1, 4):
+        onloads = handle.stats().onloads
+        assert torch.allclose(run(called, x), expected, atol=2e-2, rtol=2e-2) if how == "whole" else torch.equal(
+            run(called, x), expected
+        )
+        assert handle.stats().onloads >= onloads + len(model.blocks), passes
+    torch._dynamo.reset()
+
+
+def test_an_unknown_device_index_is_refused(model: Model, device: torch.device) -> None:
+    with pytest.raises(group_offload.DeviceError, match="99"):
+        apply_group_offloading(model, f"{device.type}:99")
+
+
+def test_a_failing_driver_is_refused(model: Model, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(getattr(torch, device.type), "is_available", lambda: False)
+    with pytest.raises(ValueError, match="sees no"):
+        apply_group_offloading(model, device, use_stream=True)

@@ -1,0 +1,354 @@
+"""Stream order, on a simulated device where copies and kernels land late and every missing wait is an error.
+
+`exercise` runs one random model through the engine: random blocks, sizes, order, repeats, skips, exceptions, edits,
+streams, options. The same function, on an engine with one wait taken out, has to fail: see `test_every_wait_is_needed`.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import random
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from group_offload import OffloadHandle, apply_group_offloading
+from group_offload.runtime import engine, slots, transfer
+from group_offload.stores.disk import FileImage
+
+from .simulated import SimulatedDevice, use_simulated_device
+
+DIM = 8
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, counts: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(DIM, width)
+        self.down = nn.Linear(width, DIM)
+        self.gain = nn.Parameter(torch.randn(DIM))
+        if counts:
+            self.register_buffer("calls", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.down(torch.relu(self.up(x))) * self.gain
+        if "calls" in self._buffers:
+            self.calls.add_(1)
+            x = x + self.calls.sum()
+        return x / 2
+
+
+class Stop(Exception):
+    pass
+
+
+def stay(position: int) -> Any:
+    return nullcontext()
+
+
+class Model(nn.Module):
+    def __init__(self, widths: list[int], counts: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList([Block(width, counts) for width in widths])
+        self.shift = nn.Parameter(torch.randn(DIM))
+        self.route = list(range(len(widths)))
+        self.stop_at = -1
+        self.on_block: Callable[[int], Any] = stay
+        self.alive: list[torch.Tensor] = []
+        """Activations that cross streams: whoever does that has to keep them until they are used."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x) + self.shift
+        for position, index in enumerate(self.route):
+            self.alive.append(x)
+            if position == self.stop_at:
+                raise Stop
+            with self.on_block(position):
+                x = self.blocks[index](x)
+        self.alive.append(x)
+        return x * self.shift
+
+
+@contextmanager
+def watch_file_reads(device: SimulatedDevice) -> Iterator[None]:
+    """Tell the device of what the file tier writes into host memory behind torch's back."""
+    fill = FileImage._fill
+
+    def watched(self: FileImage, fd: int, chunk: torch.Tensor, start: int) -> None:
+        device.host_access(chunk, write=True)
+        fill(self, fd, chunk, start)
+
+    FileImage._fill = watched  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FileImage._fill = fill  # type: ignore[method-assign]
+
+
+def forward(device: SimulatedDevice, model: nn.Module, x: torch.Tensor, stream: Any = None) -> torch.Tensor:
+    """Enqueue a forward; the output is on the device, and mostly not computed yet."""
+    with torch.no_grad(), device.use_stream(stream or device.current_stream()), device.running():
+        result: torch.Tensor = model(device.put(x))
+    return result
+
+
+def exercise(seed: int, laziness: Any, options: dict[str, Any], *, num_passes: int = 4) -> OffloadHandle:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    device = SimulatedDevice(seed, laziness)
+    widths = [rng.choice([4, 8, 8, 24, 40]) for _ in range(rng.randint(1, 6))]
+    model = Model(widths, counts=rng.random() < 0.3)
+    resident = copy.deepcopy(model)
+    other = Model([rng.choice([8, 32])] * 2)
+    other_resident = copy.deepcopy(other)
+    streams = [device.current_stream(), device.new_stream()]
+    with use_simulated_device(device), watch_file_reads(device), tempfile.TemporaryDirectory() as folder:
+        if options.get("in_files"):
+            options = {**options, "offload_to_disk_path": folder}
+        options = {name: value for name, value in options.items() if name != "in_files"}
+        handle = apply_group_offloading(model, **options)
+        other_handle = apply_group_offloading(other)
+        outputs = []
+        for _ in range(num_passes):
+            route = list(range(len(widths)))
+            if rng.random() < 0.5:
+                route = [rng.randrange(len(widths)) for _ in range(rng.randint(0, 8))]
+            model.route = resident.route = route
+            model.stop_at = resident.stop_at = rng.randrange(len(route)) if route and rng.random() < 0.15 else -1
+            if rng.random() < 0.3:  # blocks that compute on streams of their own, one after another
+                model.on_block = hop_between(device, streams)
+            x = torch.randn(3, DIM)
+            stream = rng.choice(streams)
+            try:
+                outputs.append((forward(device, model, x, stream), run(resident, x)))
+            except Stop:
+                with pytest.raises(Stop):
+                    run(resident, x)
+            model.on_block = stay
+            assert_at_rest(model, resident, device)
+            if rng.random() < 0.3:
+                outputs.append((forward(device, other, x, rng.choice(streams)), run(other_resident, x)))
+            if rng.random() < 0.4:  # while kernels, and copies unless somebody waited, are on their way
+                edit(device, rng, model, resident)
+        for output, expected in outputs:
+            assert torch.equal(device.get(output), expected)
+        device.synchronize()
+        model.alive.clear()
+        other.alive.clear()
+        stats = handle.stats()
+        assert stats.passes >= 1
+        handle.remove()
+        other_handle.remove()
+        assert_at_rest(model, resident, device)
+        assert device.pinned_bytes == 0
+        assert device.allocated_bytes == 0
+    return handle
+
+
+def hop_between(device: SimulatedDevice, streams: list[Any]) -> Callable[[int], Any]:
+    @contextmanager
+    def on_block(position: int) -> Iterator[None]:
+        before, mine = device.current_stream(), streams[position % 2]
+        event = device.new_event()
+        event.record(before)
+        mine.wait_event(event)  # what a caller owes for its activations; the weights are the engine's business
+        with device.use_stream(mine):
+            yield
+        event = device.new_event()
+        event.record(mine)
+        before.wait_event(event)
+
+    return on_block
+
+
+def run(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = model(x)
+    return result
+
+
+def edit(device: SimulatedDevice, rng: random.Random, model: Model, resident: Model) -> None:
+    name = rng.choice([name for name, _ in model.named_parameters()])
+    with device.running(), torch.no_grad():
+        if rng.random() < 0.5:
+            model.get_parameter(name).data.mul_(2)
+        else:
+            model.get_parameter(name).data = model.get_parameter(name).data * 2
+    resident.get_parameter(name).data.mul_(2)
+
+
+def assert_at_rest(model: Model, resident: Model, device: SimulatedDevice) -> None:
+    with device.running():
+        for (name, value), expected in zip(model.state_dict().items(), resident.state_dict().values(), strict=True):
+            assert torch.equal(value, expected), name
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"num_blocks_per_group": 2},
+    {"offload_type": "leaf_level"},
+    {"record_stream": True},
+    {"record_stream": True, "offload_type": "leaf_level"},
+    {"use_stream": False},
+    {"use_stream": False, "non_blocking": True, "num_blocks_per_group": 2},
+    {"low_cpu_mem_usage": True},
+    {"in_files": True},
+    {"in_files": True, "record_stream": True},
+    {"in_files": True, "offload_type": "leaf_level"},
+    {"use_stream": True, "num_blocks_per_group": 3},
+]
+
+
+@pytest.mark.parametrize("laziness", ["random", "lazy", "eager"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_random_models_match_the_resident_one(options: dict[str, Any], laziness: str) -> None:
+    for seed in range(3):
+        exercise(seed, laziness, options)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 2**32), st.sampled_from(["random", "lazy", "eager"]), st.sampled_from(OPTIONS))
+def test_any_seed_matches_the_resident_one(seed: int, laziness: str, options: dict[str, Any]) -> None:
+    exercise(seed, laziness, options)
+
+
+def test_copies_overlap_with_compute() -> None:
+    """While a block computes the next image is already on its way: in steady state nothing is started on demand."""
+    device = SimulatedDevice(0, "lazy")
+    model = Model([16] * 6)
+    with use_simulated_device(device):
+        handle = apply_group_offloading(model)
+        for _ in range(3):
+            device.get(forward(device, model, torch.randn(2, DIM)))
+        stats = handle.stats()
+        assert stats.onloads == 3 * 7
+        assert stats.stalls == 0
+        handle.remove()
+
+
+def test_the_host_waits_once_a_pass() -> None:
+    device = SimulatedDevice(0, "lazy")
+    model = Model([16] * 6)
+    with use_simulated_device(device):
+        handle = apply_group_offloading(model)
+        forward(device, model, torch.randn(2, DIM))
+        before = device.num_host_waits
+        for _ in range(3):
+            forward(device, model, torch.randn(2, DIM))
+        assert device.num_host_waits - before == 3
+        handle.remove()
+
+
+@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}, {"record_stream": True}, {"use_stream": False}], ids=str)
+def test_device_memory_is_the_formula(options: dict[str, Any]) -> None:
+    """The largest slots of each height, however far the host runs ahead of the device."""
+    device = SimulatedDevice(0, "lazy")
+    model = Model([16, 16, 40, 16, 16, 16])
+    with use_simulated_device(device):
+        handle = apply_group_offloading(model, **options)
+        count = 1 if options.get("use_stream") is False else 2
+        sizes = sorted((g.num_bytes for g in handle.groups if "unmatched" not in g.group_id and g.group_id != ""), reverse=True)
+        outer = sum(g.num_bytes for g in handle.groups if "unmatched" in g.group_id)
+        for _ in range(3):
+            forward(device, model, torch.randn(2, DIM))
+        peak = device.peak_bytes
+        assert handle.stats().peak_device_bytes <= peak
+        if options.get("offload_type") != "leaf_level":
+            assert peak <= outer + sum(sizes[:count]) * (2 if options.get("record_stream") else 1)
+        handle.remove()
+
+
+def test_at_rest_nothing_moves() -> None:
+    device = SimulatedDevice(0, "lazy")
+    model = Model([16] * 4)
+    with use_simulated_device(device):
+        handle = apply_group_offloading(model)
+        forward(device, model, torch.randn(2, DIM))
+        model.route = [0]  # a pass that leaves a prefetched block unused
+        forward(device, model, torch.randn(2, DIM))
+        for parameter in model.parameters():
+            device.host_access(parameter.data, write=True)
+        handle.remove()
+
+
+# ---------------------------------------------------------------- mutations
+
+CALLS = {"wait_event", "synchronize", "record", "record_stream", "finish"}
+
+
+def find_waits() -> list[tuple[Any, str, int]]:
+    """Every statement of the engine that only orders work: (class, method, index of the statement)."""
+    found = []
+    for module in (engine, slots, transfer):
+        for node in ast.parse(Path(module.__file__ or "").read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                for method in node.body:
+                    if isinstance(method, ast.FunctionDef):
+                        waits = [n for n in ast.walk(method) if is_wait(n)]
+                        found += [(getattr(module, node.name), method.name, index) for index in range(len(waits))]
+    return found
+
+
+def is_wait(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Call)
+        and isinstance(node.value.func, ast.Attribute)
+        and node.value.func.attr in CALLS
+    )
+
+
+def without_wait(owner: Any, name: str, index: int) -> tuple[Any, str]:
+    """The method `owner.name` without its wait number `index`, and that wait's text."""
+    import inspect
+
+    tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(owner, name))))
+    wait = [node for node in ast.walk(tree) if is_wait(node)][index]
+    text = ast.unparse(wait)
+
+    class Remove(ast.NodeTransformer):
+        def visit_Expr(self, node: ast.Expr) -> ast.AST:
+            return ast.copy_location(ast.Pass(), node) if node is wait else node
+
+    scope: dict[str, Any] = {}
+    module = inspect.getmodule(owner)
+    assert module is not None
+    exec(compile(ast.fix_missing_locations(Remove().visit(tree)), "<mutant>", "exec"), module.__dict__, scope)
+    return scope[name], text
+
+
+WAITS = find_waits()
+
+
+def test_there_are_waits_to_remove() -> None:
+    assert len(WAITS) >= 12
+
+
+def everything() -> None:
+    for laziness in ("random", "lazy"):
+        for options in OPTIONS:
+            for seed in range(8):
+                exercise(seed, laziness, options)
+    for options in ({}, {"record_stream": True}):
+        test_device_memory_is_the_formula(options)
+    test_at_rest_nothing_moves()
+
+
+@pytest.mark.parametrize(("owner", "name", "index"), WAITS, ids=[f"{o.__name__}.{n}-{i}" for o, n, i in WAITS])
+def test_every_wait_is_needed(owner: Any, name: str, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant, text = without_wait(owner, name, index)
+    monkeypatch.setattr(owner, name, mutant)
+    with pytest.raises(AssertionError):
+        everything()
+        print(f"survived: {owner.__name__}.{name} without {text}")
