@@ -68,7 +68,7 @@ class Model(nn.Module):
         self.alive: list[torch.Tensor] = []
         """Activations that cross streams: whoever does that has to keep them until they are used."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, finish: bool = True) -> torch.Tensor:
         x = self.embed(x) + self.shift
         for position, index in enumerate(self.route):
             self.alive.append(x)
@@ -77,7 +77,7 @@ class Model(nn.Module):
             with self.on_block(position):
                 x = self.blocks[index](x)
         self.alive.append(x)
-        return x * self.shift
+        return x * self.shift if finish else x
 
 
 @contextmanager
@@ -250,22 +250,22 @@ def test_the_host_waits_once_a_pass() -> None:
         handle.remove()
 
 
-@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}, {"record_stream": True}, {"use_stream": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"use_stream": False}], ids=str)
 def test_device_memory_is_the_formula(options: dict[str, Any]) -> None:
-    """The largest slots of each height, however far the host runs ahead of the device."""
+    """The rest, and the largest blocks, however far the host runs ahead of the device."""
     device = SimulatedDevice(0, "lazy")
-    model = Model([16, 16, 40, 16, 16, 16])
+    model = Model([16, 16, 40, 16, 16, 16, 16, 16])
     with use_simulated_device(device):
         handle = apply_group_offloading(model, **options)
-        count = 1 if options.get("use_stream") is False else 2
-        sizes = sorted((g.num_bytes for g in handle.groups if "unmatched" not in g.group_id and g.group_id != ""), reverse=True)
-        outer = sum(g.num_bytes for g in handle.groups if "unmatched" in g.group_id)
+        sizes = sorted((g.num_bytes for g in handle.groups if g.group_id.startswith("blocks")), reverse=True)
+        rest = sum(g.num_bytes for g in handle.groups) - sum(sizes)
+        num_slots = 1 if options.get("use_stream") is False else 2
         for _ in range(3):
             forward(device, model, torch.randn(2, DIM))
-        peak = device.peak_bytes
-        assert handle.stats().peak_device_bytes <= peak
-        if options.get("offload_type") != "leaf_level":
-            assert peak <= outer + sum(sizes[:count]) * (2 if options.get("record_stream") else 1)
+        assert device.peak_bytes <= rest + sum(sizes[:num_slots])
+        if options.get("record_stream"):
+            # Memory that was given back is still in use until its last kernel: the host may only be so far ahead of it.
+            assert device.num_host_waits >= 3 * (len(sizes) - 2 * num_slots)
         handle.remove()
 
 
@@ -280,6 +280,86 @@ def test_at_rest_nothing_moves() -> None:
         for parameter in model.parameters():
             device.host_access(parameter.data, write=True)
         handle.remove()
+
+
+class TwoAtOnce(nn.Module):
+    """Calls one block on two streams that nothing orders, then others, so that its slot is used again."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(16, counts=False) for _ in range(4)])
+        self.device = [device, device.new_stream()]
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        device, side = self.device
+        with device.use_stream(side):
+            y = self.blocks[0](y)
+        x = self.blocks[0](x)
+        for block in list(self.blocks)[1:]:
+            x = block(x)
+        return x, y
+
+
+def test_a_block_on_two_streams_that_nothing_orders() -> None:
+    device = SimulatedDevice(0, "lazy")
+    model = TwoAtOnce(device)
+    with use_simulated_device(device):
+        handle = apply_group_offloading(model)
+        for _ in range(3):
+            x = device.put(torch.randn(2, DIM))
+            with device.use_stream(model.device[1]):
+                y = device.put(torch.randn(2, DIM))
+            with torch.no_grad(), device.running():
+                device.get(model(x, y)[1])
+        handle.remove()
+
+
+def test_what_a_forward_changed_is_fetched_after_it_was_changed() -> None:
+    """The pass ends on another stream than the one on which a block, still expected again, was used last."""
+    device = SimulatedDevice(0, "lazy")
+    model = Model([16, 16], counts=True)
+    side = device.new_stream()
+
+    @contextmanager
+    def on_side(position: int) -> Iterator[None]:
+        event = device.new_event()
+        event.record(device.current_stream())
+        side.wait_event(event)
+        with device.use_stream(side):
+            yield
+
+    with use_simulated_device(device):
+        handle = apply_group_offloading(model)
+        model.route = [0, 1, 1]
+        forward(device, model, torch.randn(2, DIM))
+        model.route = [0, 1]
+        model.on_block = on_side
+        model.stop_at = 2
+        with torch.no_grad(), device.running():
+            model(device.put(torch.randn(2, DIM)), finish=False)
+        assert model.blocks[1].calls.tolist() == [3, 3, 3]
+        device.synchronize()
+        model.alive.clear()
+        handle.remove()
+
+
+def test_files_and_pageable_ram_go_through_the_staging_buffers_in_turn() -> None:
+    for options in ({"low_cpu_mem_usage": True}, {"in_files": True}):
+        exercise(0, "lazy", options)
+
+
+def test_a_lease_goes_from_stream_to_stream() -> None:
+    device = SimulatedDevice(0, "lazy")
+    one, two = Model([16] * 3), Model([16] * 3)
+    side = device.new_stream()
+    with use_simulated_device(device):
+        handles = [apply_group_offloading(one), apply_group_offloading(two)]
+        outputs = [forward(device, one, torch.randn(2, DIM), side), forward(device, two, torch.randn(2, DIM))]
+        outputs += [forward(device, one, torch.randn(2, DIM), side), forward(device, two, torch.randn(2, DIM))]
+        for handle in handles:
+            handle.remove()
+        for output in outputs:
+            device.get(output)
 
 
 # ---------------------------------------------------------------- mutations
@@ -336,19 +416,24 @@ def test_there_are_waits_to_remove() -> None:
 
 
 def everything() -> None:
-    for laziness in ("random", "lazy"):
-        for options in OPTIONS:
-            for seed in range(8):
-                exercise(seed, laziness, options)
+    test_a_block_on_two_streams_that_nothing_orders()
+    test_what_a_forward_changed_is_fetched_after_it_was_changed()
+    test_at_rest_nothing_moves()
+    test_a_lease_goes_from_stream_to_stream()
+    test_files_and_pageable_ram_go_through_the_staging_buffers_in_turn()
     for options in ({}, {"record_stream": True}):
         test_device_memory_is_the_formula(options)
-    test_at_rest_nothing_moves()
+    for options in OPTIONS:
+        for seed in range(2):
+            exercise(seed, "random", options)
 
 
 @pytest.mark.parametrize(("owner", "name", "index"), WAITS, ids=[f"{o.__name__}.{n}-{i}" for o, n, i in WAITS])
 def test_every_wait_is_needed(owner: Any, name: str, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant, text = without_wait(owner, name, index)
     monkeypatch.setattr(owner, name, mutant)
-    with pytest.raises(AssertionError):
+    try:
         everything()
-        print(f"survived: {owner.__name__}.{name} without {text}")
+    except AssertionError:
+        return
+    pytest.fail(f"{owner.__name__}.{name} without `{text}` passed every scenario")

@@ -325,7 +325,8 @@ class Engine:
         while len(retired) >= len(self._ring_sizes[group.height]):
             # The host runs ahead of the device. Memory that was given back is free only once its last use is done, and
             # asking for more before that would take a new block for every group.
-            retired.popleft().synchronize()
+            last_use = retired.popleft()
+            last_use.synchronize()
         stream = self.transfer.stream
         slot = Slot(self._backend.empty(group.num_bytes, stream), self._backend, is_fixed=False)
         self._allocated.setdefault(group.height, []).append(slot)
