@@ -162,9 +162,12 @@ class AcceleratorBackend:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         address = memory.data_ptr()
         with torch.cuda.device(self.device):
-            if int(runtime.cudaHostRegister(address, memory.numel(), 0)) != 0:
-                return None
-        return lambda: runtime.cudaHostUnregister(address) and None
+            if int(runtime.cudaHostRegister(address, memory.numel(), 0)) == 0:
+                return lambda: runtime.cudaHostUnregister(address) and None
+            # The failure also waits as CUDA's "last error", for the next kernel launch to stumble over. Here it does.
+            with contextlib.suppress(RuntimeError):
+                torch.empty(1, device=self.device).zero_()
+        return None
 
 
 def _on(stream: Stream | None) -> contextlib.AbstractContextManager[object]:

@@ -160,7 +160,7 @@ def _children_of(module: nn.Module, names: tuple[str, ...]) -> Iterator[tuple[st
 def _block_units_of(module: nn.Module, path: str, prefix: str, blocks: frozenset[str], count: int) -> Iterator[_Unit]:
     rest = _Unit(f"{prefix}{type(module).__name__}_unmatched_group", modules=[module], owners=[path])
     descend = _lists_lie_deeper(module, path) and not blocks
-    for name, child in module.named_children():
+    for name, child in _children(module):
         child_path = f"{path}.{name}" if path else name
         if name in blocks or (descend and _holds_lists(child)):
             yield from _block_units_of(child, child_path, f"{prefix}{name}.", blocks, count)
@@ -191,7 +191,7 @@ def _list_units(blocks: nn.Module, reader: nn.Module, path: str, name: str, coun
             )
         run.clear()
 
-    for index, (key, block) in enumerate(blocks.named_children()):
+    for index, (key, block) in enumerate(_children(blocks)):
         block_path = f"{path}.{key}" if path else key
         if isinstance(block, (nn.ModuleList, nn.ModuleDict)):
             yield from flush()
@@ -312,6 +312,11 @@ def _heights(groups: tuple[GroupSpec, ...], modules: dict[str, nn.Module]) -> tu
         return heights[index]
 
     return tuple(height(index) for index in range(len(groups)))
+
+
+def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Like `named_children`, but a module that stands in two places comes twice."""
+    return ((name, child) for name, child in module._modules.items() if child is not None)
 
 
 def _ancestors(path: str) -> Iterator[str]:

@@ -17,6 +17,7 @@ from group_offload import OffloadHandle, apply_group_offloading
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),  # importing torch's compiler
 ]
 
 DIM = 1024

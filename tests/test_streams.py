@@ -96,6 +96,10 @@ def watch_file_reads(device: SimulatedDevice) -> Iterator[None]:
         FileImage._fill = fill  # type: ignore[method-assign]
 
 
+def offload(model: nn.Module, **options: Any) -> OffloadHandle:
+    return apply_group_offloading(model, "cpu", **options)  # what the simulated device stands for
+
+
 def forward(device: SimulatedDevice, model: nn.Module, x: torch.Tensor, stream: Any = None) -> torch.Tensor:
     """Enqueue a forward; the output is on the device, and mostly not computed yet."""
     with torch.no_grad(), device.use_stream(stream or device.current_stream()), device.running():
@@ -117,8 +121,8 @@ def exercise(seed: int, laziness: Any, options: dict[str, Any], *, num_passes: i
         if options.get("in_files"):
             options = {**options, "offload_to_disk_path": folder}
         options = {name: value for name, value in options.items() if name != "in_files"}
-        handle = apply_group_offloading(model, **options)
-        other_handle = apply_group_offloading(other)
+        handle = offload(model, **options)
+        other_handle = offload(other)
         outputs = []
         for _ in range(num_passes):
             route = list(range(len(widths)))
@@ -228,7 +232,7 @@ def test_copies_overlap_with_compute() -> None:
     device = SimulatedDevice(0, "lazy")
     model = Model([16] * 6)
     with use_simulated_device(device):
-        handle = apply_group_offloading(model)
+        handle = offload(model)
         for _ in range(3):
             device.get(forward(device, model, torch.randn(2, DIM)))
         stats = handle.stats()
@@ -241,7 +245,7 @@ def test_the_host_waits_once_a_pass() -> None:
     device = SimulatedDevice(0, "lazy")
     model = Model([16] * 6)
     with use_simulated_device(device):
-        handle = apply_group_offloading(model)
+        handle = offload(model)
         forward(device, model, torch.randn(2, DIM))
         before = device.num_host_waits
         for _ in range(3):
@@ -256,7 +260,7 @@ def test_device_memory_is_the_formula(options: dict[str, Any]) -> None:
     device = SimulatedDevice(0, "lazy")
     model = Model([16, 16, 40, 16, 16, 16, 16, 16])
     with use_simulated_device(device):
-        handle = apply_group_offloading(model, **options)
+        handle = offload(model, **options)
         sizes = sorted((g.num_bytes for g in handle.groups if g.group_id.startswith("blocks")), reverse=True)
         rest = sum(g.num_bytes for g in handle.groups) - sum(sizes)
         num_slots = 1 if options.get("use_stream") is False else 2
@@ -273,7 +277,7 @@ def test_at_rest_nothing_moves() -> None:
     device = SimulatedDevice(0, "lazy")
     model = Model([16] * 4)
     with use_simulated_device(device):
-        handle = apply_group_offloading(model)
+        handle = offload(model)
         forward(device, model, torch.randn(2, DIM))
         model.route = [0]  # a pass that leaves a prefetched block unused
         forward(device, model, torch.randn(2, DIM))
@@ -304,7 +308,7 @@ def test_a_block_on_two_streams_that_nothing_orders() -> None:
     device = SimulatedDevice(0, "lazy")
     model = TwoAtOnce(device)
     with use_simulated_device(device):
-        handle = apply_group_offloading(model)
+        handle = offload(model)
         for _ in range(3):
             x = device.put(torch.randn(2, DIM))
             with device.use_stream(model.device[1]):
@@ -329,7 +333,7 @@ def test_what_a_forward_changed_is_fetched_after_it_was_changed() -> None:
             yield
 
     with use_simulated_device(device):
-        handle = apply_group_offloading(model)
+        handle = offload(model)
         model.route = [0, 1, 1]
         forward(device, model, torch.randn(2, DIM))
         model.route = [0, 1]
@@ -353,7 +357,7 @@ def test_a_lease_goes_from_stream_to_stream() -> None:
     one, two = Model([16] * 3), Model([16] * 3)
     side = device.new_stream()
     with use_simulated_device(device):
-        handles = [apply_group_offloading(one), apply_group_offloading(two)]
+        handles = [offload(one), offload(two)]
         outputs = [forward(device, one, torch.randn(2, DIM), side), forward(device, two, torch.randn(2, DIM))]
         outputs += [forward(device, one, torch.randn(2, DIM), side), forward(device, two, torch.randn(2, DIM))]
         for handle in handles:

@@ -178,7 +178,7 @@ class _Markers(Listener):
             return
         for module in handle.module.modules():
             registry: Any = module.__dict__.get("_diffusers_hook")
-            if isinstance(registry, _marked_registry_class()):
+            if type(registry) is _marked_registry_class():
                 registry.unmark()
 
 

@@ -79,6 +79,9 @@ class Engine:
         """The gated calls in progress, outermost first: the groups that each of them holds."""
         self._has_failed = False
         self._lease: Lease | None = None
+        """The slots of this engine: kept between passes, unless another module's pass takes the memory."""
+        self._has_lease = False
+        """In a pass, and the slots are fixed ones."""
         self._allocated: dict[int, list[Slot]] = {}
         """With `record_stream`: for each height, the slots in use."""
         self._retired: dict[int, deque[Event]] = {}
@@ -131,7 +134,7 @@ class Engine:
                     part.image.close(forget=False)
             self._gates, self.groups = {}, ()
             self.transfer.close()
-            self._arena.release(self)
+            self._release_slots()
 
     # ---------------------------------------------------------------- calls
 
@@ -140,11 +143,12 @@ class Engine:
         self._calls.append([])
         if len(self._calls) == 1:
             self._begin(gate)
-        for group in gate.groups:
+        now = self._gates.get(gate.module)  # another one, if the module was just cut into groups again
+        for group in () if now is None else now.groups:
             self._hold(group)
         self._prefetch()
 
-    def leave(self, gate: Gate) -> None:
+    def leave(self) -> None:
         """End what `enter` began."""
         if sys.exc_info()[0] is not None:
             self._has_failed = True
@@ -154,7 +158,7 @@ class Engine:
         if self._calls:
             self._prefetch()
         else:
-            self._end(gate)
+            self._end()
 
     def move_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The inputs of a call, on the onload device, except those that the options exclude."""
@@ -179,11 +183,11 @@ class Engine:
             if scope is None:
                 raise StateError(f"{type(self.root).__name__} was changed by another thread while a forward began.")
         if not self.config.record_stream:
-            self._lease = self._take_lease()
+            self._take_lease()
         self._schedule.begin(gate.module, scope)
         self._prefetch()
 
-    def _end(self, gate: Gate) -> None:
+    def _end(self) -> None:
         self.transfer.finish()
         for group in self.groups:
             if group.slot is not None:
@@ -198,7 +202,7 @@ class Engine:
                 group.holds = 0
                 group.slot = None
                 group.rest()
-        for ring in self._rings.values():
+        for ring in self._lease.rings.values() if self._lease is not None else ():
             for slot in ring:
                 slot.group = None
         self._allocated = {}
@@ -269,20 +273,17 @@ class Engine:
 
     # ---------------------------------------------------------------- slots
 
-    @property
-    def _rings(self) -> dict[int, list[Slot]]:
-        return {} if self._lease is None else self._lease.rings
-
-    def _take_lease(self) -> Lease:
+    def _take_lease(self) -> None:
         stream = self._backend.current_stream()
-        lease = self._arena.lease(self, self.slot_bytes, stream)
+        lease = self._lease = self._arena.lease(self._lease, self.slot_bytes, stream)
+        self._has_lease = True
+        assert lease.memory is not None
         if not lease.rings:
             lease.rings = self._cut(lease.memory)
         for ring in lease.rings.values():
             for slot in ring:
                 slot.last_use.record(stream)  # the memory's earlier life ends here, whoever had it
         self._count_device_bytes(self.slot_bytes)
-        return lease
 
     def _cut(self, memory: torch.Tensor) -> dict[int, list[Slot]]:
         rings: dict[int, list[Slot]] = {}
@@ -295,14 +296,21 @@ class Engine:
         return rings
 
     def _give_lease_back(self) -> None:
-        if self._lease is not None:
+        if self._has_lease:
+            assert self._lease is not None
             self._arena.give_back(self._lease, self._backend.current_stream())
-            self._lease = None
+            self._has_lease = False
             self.counters.device_bytes = 0
+
+    def _release_slots(self) -> None:
+        if self._lease is not None:
+            self._arena.release(self._lease)
+            self._lease = None
 
     def _free_slot(self, group: Group, soon: set[Group]) -> Slot | None:
         """A slot for `group` that is empty, or whose group is neither in use nor in `soon`."""
-        if self._lease is not None:
+        if self._has_lease:
+            assert self._lease is not None
             ring = self._lease.rings[group.height]
             for slot in reversed(ring):  # smallest first: the largest is left for those that need it
                 if slot.group is None and slot.memory.numel() >= group.num_bytes:
@@ -399,7 +407,7 @@ class Engine:
         self.counters.rebuilds += not is_first
         self._ring_sizes = _size_rings(self.groups, self.config)
         self._schedule = Schedule(sorted(_by_first_call(self.groups), key=lambda group: -group.height))
-        self._arena.release(self)  # its slots have other sizes now
+        self._release_slots()  # they have other sizes now
         self._install_gates()
         for part in outdated:
             part.image.close(forget=True)

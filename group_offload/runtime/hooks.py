@@ -90,7 +90,7 @@ class Gate:
                     finally:
                         set_eval_frame(None)
                 finally:
-                    self._engine.leave(self)
+                    self._engine.leave()
         finally:
             set_eval_frame(compiler)
 
@@ -118,7 +118,7 @@ class Gate:
         try:
             self.was_bypassed = False
             try:
-                self._engine.leave(self)
+                self._engine.leave()
             finally:
                 self._engine.lock.release()
         finally:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,14 +38,19 @@ class Slot:
         """The tensors of each group that was here before, as views of `memory`: they are the same every time."""
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
 class Lease:
-    """The slots of one module, in memory of the arena. Held by the arena, so that they go when the memory goes."""
+    """Memory of the arena, cut into slots. Held by the module that it was given to, so that it goes with the module."""
 
-    memory: torch.Tensor
-    tenant: weakref.ref[object]
-    rings: dict[int, list[Slot]] = field(default_factory=dict)
-    """For each height of groups, the slots that they take turns in."""
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory: torch.Tensor | None = memory
+        """None once it was taken back for another module."""
+        self.rings: dict[int, list[Slot]] = {}
+        """For each height of groups, the slots that they take turns in."""
+
+    def take_back(self) -> torch.Tensor:
+        memory, self.memory, self.rings = self.memory, None, {}
+        assert memory is not None
+        return memory
 
 
 class Arena:
@@ -60,52 +64,55 @@ class Arena:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._lock = threading.Lock()
-        self._lease: Lease | None = None
+        self._last: weakref.ref[Lease] | None = None
         self._owner: Stream | None = None
         self._is_busy = False
         self._idle = backend.new_event()
 
-    def lease(self, tenant: object, num_bytes: int, stream: Stream) -> Lease:
-        """`num_bytes` of device memory until `give_back`, free to use on `stream` and on what waits for it."""
+    def lease(self, mine: Lease | None, num_bytes: int, stream: Stream) -> Lease:
+        """`num_bytes` of device memory until `give_back`, free to use on `stream` and on what waits for it.
+
+        `mine` is the caller's last lease: it is given again, slots and all, if nobody else came in between.
+        """
         with self._lock:
             if self._is_busy:
-                return Lease(self._backend.empty(num_bytes, stream), weakref.ref(tenant))
-            lease = self._lease
-            if lease is not None and lease.memory.numel() != num_bytes:
-                self._release()
+                return Lease(self._backend.empty(num_bytes, stream))
+            lease = self._current()
+            if lease is not None and lease is not mine:
+                memory = lease.take_back()
+                lease = Lease(memory)
+            if lease is not None and lease.memory is not None and lease.memory.numel() != num_bytes:
+                self._backend.free(lease.take_back())
                 lease = None
             if lease is None:
-                lease = Lease(self._backend.empty(num_bytes, stream), weakref.ref(tenant))
-                self._owner = stream
+                lease, self._owner = Lease(self._backend.empty(num_bytes, stream)), stream
             else:
                 stream.wait_event(self._idle)  # whoever had it last may have computed on another stream
-                if lease.tenant() is not tenant:
-                    lease = Lease(lease.memory, weakref.ref(tenant))
-            self._lease = lease
+            self._last = weakref.ref(lease)
             self._is_busy = True
             return lease
 
     def give_back(self, lease: Lease, stream: Stream) -> None:
         """End a lease. All uses of its memory are enqueued on `stream`, or done."""
         with self._lock:
-            if lease is not self._lease:
-                self._backend.free(lease.memory)
+            assert lease.memory is not None
+            if lease is not self._current():
+                self._backend.free(lease.take_back())
                 return
             self._idle.record(stream)
             if stream != self._owner:
                 self._backend.record_stream(lease.memory, stream)
             self._is_busy = False
 
-    def release(self, tenant: object) -> None:
-        """Give the memory back to the device if `tenant` had it last."""
+    def release(self, lease: Lease) -> None:
+        """Give the memory of `lease` back to the device, if it was not taken back already."""
         with self._lock:
-            if self._lease is not None and not self._is_busy and self._lease.tenant() in (tenant, None):
-                self._release()
+            if lease is self._current():
+                self._backend.free(lease.take_back())
 
-    def _release(self) -> None:
-        assert self._lease is not None
-        self._backend.free(self._lease.memory)
-        self._lease = self._owner = None
+    def _current(self) -> Lease | None:
+        lease = None if self._last is None else self._last()
+        return None if lease is None or lease.memory is None else lease
 
 
 _arenas: weakref.WeakValueDictionary[Backend, Arena] = weakref.WeakValueDictionary()

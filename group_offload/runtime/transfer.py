@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -24,6 +25,8 @@ class Transfer:
         self._blocking = blocking
         self._staging: list[tuple[torch.Tensor, Event]] = []
         self._unpin: list[Callable[[], None]] = []
+        # A module that is dropped without remove() must not leave the buffers' pages locked.
+        weakref.finalize(self, _call_all, self._unpin).atexit = False
         self._turn = 0
         self._target_stream: Stream
         self._last_copy = backend.new_event()
@@ -85,9 +88,7 @@ class Transfer:
 
     def close(self) -> None:
         """Give the staging buffers back. Nothing may be on its way (`finish`)."""
-        for unpin in self._unpin:
-            unpin()
-        self._unpin.clear()
+        _call_all(self._unpin)
         self._staging.clear()
 
     def _next_staging_buffer(self) -> tuple[torch.Tensor, Event]:
@@ -100,3 +101,8 @@ class Transfer:
             return self._staging[-1]
         self._turn = (self._turn + 1) % NUM_STAGING_BUFFERS
         return self._staging[self._turn]
+
+
+def _call_all(calls: list[Callable[[], None]]) -> None:
+    while calls:
+        calls.pop()()
