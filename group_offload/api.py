@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -319,8 +318,8 @@ def _refuse_offloaded(module: nn.Module) -> None:
 
 def _accelerate_offloads(module: nn.Module, hooks: Any) -> bool:
     hook = module.__dict__.get("_hf_hook")
-    each: Callable[[Any], bool] = lambda h: isinstance(h, (hooks.AlignDevicesHook, hooks.CpuOffload))
-    return hook is not None and (each(hook) or any(each(h) for h in getattr(hook, "hooks", ())))
+    chain = (hook, *getattr(hook, "hooks", ()))
+    return any(isinstance(each, (hooks.AlignDevicesHook, hooks.CpuOffload)) for each in chain)
 
 
 def _describe(group: Group) -> GroupInfo:

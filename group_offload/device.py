@@ -108,9 +108,10 @@ class HostBackend:
 
     def empty(self, num_bytes: int, stream: Stream | None = None) -> torch.Tensor:
         # torch's CPU allocator aligns to 64 bytes; images are laid out for 256, and MKL rounds by alignment.
-        memory = torch.empty(num_bytes + 255, dtype=torch.uint8)
+        memory = plain_empty(num_bytes + 255, self.device)
         start = -memory.data_ptr() % 256
-        return memory[start : start + num_bytes]
+        with torch.inference_mode(False):
+            return memory[start : start + num_bytes]
 
     def free(self, memory: torch.Tensor) -> None:
         pass
@@ -144,7 +145,7 @@ class AcceleratorBackend:
 
     def empty(self, num_bytes: int, stream: Stream | None = None) -> torch.Tensor:
         with _on(stream):
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            return plain_empty(num_bytes, self.device)
 
     def free(self, memory: torch.Tensor) -> None:
         pass  # torch's caching allocator takes it back when the last reference goes, in the order of its stream
@@ -172,6 +173,15 @@ class AcceleratorBackend:
 
 def _on(stream: Stream | None) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext() if stream is None else stream  # type: ignore[return-value]
+
+
+def plain_empty(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Uninitialised uint8 memory that is no inference tensor, whatever mode the caller is in.
+
+    A weight that is bound to an inference tensor could not be used outside of inference mode any more.
+    """
+    with torch.inference_mode(False):
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 _backends: dict[torch.device, Backend] = {}

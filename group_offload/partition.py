@@ -170,7 +170,7 @@ def _block_units_of(module: nn.Module, path: str, prefix: str, blocks: frozenset
             rest.subtrees.append(child_path)
             # Called without the root (vae.decode), the child must bring the rest along itself.
             rest.modules.extend(_callable_parts(child))
-    if rest.subtrees or module._parameters or module._buffers:
+    if rest.subtrees or _holds_tensors(module):
         yield rest
 
 
@@ -215,7 +215,7 @@ def _leaf_units(
             taken.add(path)
             leaf = leaves.setdefault(module, _Unit(f"{config.identity}{path}", modules=[module]))
             leaf.subtrees.append(path)
-        elif module._parameters or module._buffers:
+        elif _holds_tensors(module):
             holder = _nearest_called(path, modules)
             owner = owners.setdefault(modules[holder], _Unit(f"{config.identity}{holder}", modules=[modules[holder]]))
             owner.owners.append(path)
@@ -312,6 +312,10 @@ def _heights(groups: tuple[GroupSpec, ...], modules: dict[str, nn.Module]) -> tu
         return heights[index]
 
     return tuple(height(index) for index in range(len(groups)))
+
+
+def _holds_tensors(module: nn.Module) -> bool:
+    return any(tensor is not None for table in (module._parameters, module._buffers) for tensor in table.values())
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

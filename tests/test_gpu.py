@@ -162,7 +162,9 @@ def peak_of(model: nn.Module, x: torch.Tensor, device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-@pytest.mark.parametrize(("options", "num_slots"), [({}, 2), ({"use_stream": False}, 1), ({"record_stream": True}, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("options", "num_slots"), [({}, 2), ({"use_stream": False}, 1), ({"record_stream": True}, 2)], ids=str
+)
 def test_the_peak_is_the_formula(
     model: Model, x: torch.Tensor, device: torch.device, options: dict[str, Any], num_slots: int
 ) -> None:
@@ -272,8 +274,10 @@ def test_compiled(model: Model, x: torch.Tensor, device: torch.device, how: str,
     called: Any = torch.compile(model) if how == "whole" else model
     for passes in range(1, 4):
         onloads = handle.stats().onloads
-        assert torch.allclose(run(called, x), expected, atol=2e-2, rtol=2e-2) if how == "whole" else torch.equal(
-            run(called, x), expected
+        assert (
+            torch.allclose(run(called, x), expected, atol=2e-2, rtol=2e-2)
+            if how == "whole"
+            else torch.equal(run(called, x), expected)
         )
         assert handle.stats().onloads >= onloads + len(model.blocks), passes
     torch._dynamo.reset()

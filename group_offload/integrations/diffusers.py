@@ -14,6 +14,8 @@ config to the engine it belongs to and everything else where it went before.
 from __future__ import annotations
 
 import copy
+import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -25,11 +27,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..api import Listener, OffloadHandle, add_listener, handle_of, offload, remove_group_offloading
-from ..config import OffloadConfig
+from ..api import (
+    Listener,
+    OffloadHandle,
+    add_listener,
+    apply_group_offloading,
+    handle_of,
+    offload,
+    remove_group_offloading,
+)
+from ..config import OffloadConfig, OffloadType
 from ..errors import ConfigError, ModuleError, StateError
 
+logger = logging.getLogger("group_offload")
+
 HOOK_NAME = "group_offloading"
+_MODEL_OPTIONS = frozenset(inspect.signature(apply_group_offloading).parameters) - {"module"}
 _SEAM = "_apply_group_offloading"
 
 
@@ -97,8 +110,8 @@ def enable_group_offload(
             elif next(model.parameters(), None) is not None or next(model.buffers(), None) is not None:
                 _refuse_unsupported(model)
                 # The name is part of the identity: two models of one class have files of their own in one folder.
-                options = {**common, "identity": f"{name}.", **special.get(name, {})}
-                handles[name] = by_model[id(model)] = offload(model, **options)
+                options = _options_for(common, special.get(name, {}))
+                handles[name] = by_model[id(model)] = offload(model, identity=f"{name}.", **options)
     except BaseException:
         for handle in by_model.values():
             handle.remove()
@@ -128,16 +141,31 @@ def _models_of(pipeline: Any) -> dict[str, nn.Module]:
 def _check_names(
     pipeline: Any, models: Mapping[str, nn.Module], excluded: list[str], special: Mapping[str, Any]
 ) -> None:
-    for option, names in (("exclude_modules", excluded), ("model_options", list(special))):
-        for name in names:
-            if name not in models and not (option == "exclude_modules" and name in pipeline.components):
-                raise ConfigError(
-                    f"{option} names {name!r}, which is no model of this pipeline. Its models: {sorted(models)}."
-                )
+    for name in excluded:
+        if name not in pipeline.components:  # diffusers lets it pass: one list may serve several pipelines
+            logger.warning("exclude_modules names %r, which this pipeline does not have.", name)
+    for name, options in special.items():
+        if name not in models:
+            raise ConfigError(
+                f"model_options names {name!r}, which is no model of this pipeline. Its models: {sorted(models)}."
+            )
+        unknown = sorted(set(options) - _MODEL_OPTIONS)
+        if unknown:
+            raise ConfigError(
+                f"model_options[{name!r}] has {unknown}. The options of a model are {sorted(_MODEL_OPTIONS)}."
+            )
     both = sorted(set(excluded) & set(special))
     if both:
         raise ConfigError(f"{both} are in exclude_modules and in model_options. Leave them in one of the two.")
     excluded[:] = [name for name in excluded if name in models]  # a tokenizer has nothing to offload
+
+
+def _options_for(common: dict[str, Any], special: dict[str, Any]) -> dict[str, Any]:
+    """The options of one model. A count of blocks for all models means nothing to one that is cut into layers."""
+    options = {**common, **special}
+    if special.get("offload_type") in ("leaf_level", OffloadType.LEAF_LEVEL) and "num_blocks_per_group" not in special:
+        options["num_blocks_per_group"] = None
+    return options
 
 
 def _refuse_unsupported(model: nn.Module) -> None:
@@ -177,9 +205,9 @@ class _Markers(Listener):
         if "diffusers" not in sys.modules:
             return
         for module in handle.module.modules():
-            registry: Any = module.__dict__.get("_diffusers_hook")
+            registry = module.__dict__.get("_diffusers_hook")
             if type(registry) is _marked_registry_class():
-                registry.unmark()
+                _unmark(registry)
 
 
 def _mark(handle: OffloadHandle) -> None:
@@ -193,6 +221,13 @@ def _mark(handle: OffloadHandle) -> None:
             registry.was_made_for_marker = is_new
             registry.__class__ = _marked_registry_class()
         registry.hooks[HOOK_NAME] = _marker_class()(config)
+
+
+def _unmark(registry: Any) -> None:
+    registry.hooks.pop(HOOK_NAME, None)
+    registry.__class__ = _hooks_module().HookRegistry
+    if registry.__dict__.pop("was_made_for_marker") and not registry.hooks:
+        del registry._module_ref._diffusers_hook
 
 
 def _as_diffusers_config(handle: OffloadHandle) -> Any:
@@ -240,12 +275,6 @@ def _marked_registry_class() -> type:
             if name in self.hooks and name == HOOK_NAME:
                 del self.hooks[name]  # it is in no chain: there is nothing to put together again
             super().remove_hook(name, recurse)
-
-        def unmark(self) -> None:
-            self.hooks.pop(HOOK_NAME, None)
-            self.__class__ = base
-            if self.__dict__.pop("was_made_for_marker") and not self.hooks:
-                del self._module_ref._diffusers_hook
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
             # The copy of an offloaded module is not offloaded.

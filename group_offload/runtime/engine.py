@@ -379,7 +379,11 @@ class Engine:
         """Cut the module into groups and bring every tensor to its place at rest. What has an image keeps it."""
         cut = partition(self.root, self.config, _is_compiled)
         known = {id(ref.tensor): part for group in self.groups for part in group.parts for ref in part.refs}
-        plans = [(spec, height, *_reusable(spec, known)) for spec, height in zip(cut.groups, cut.heights, strict=True)]
+        empty = {group.group_id: list(group.parts) for group in self.groups if not group.num_bytes}
+        plans = []
+        for spec, height in zip(cut.groups, cut.heights, strict=True):
+            kept, fresh = _reusable(spec, known)
+            plans.append((spec, height, kept if spec.tensors else empty.get(spec.group_id, []), fresh))
         num_bytes = sum(lay_out_refs(fresh).num_bytes for _, _, _, fresh in plans)
         made: list[Part] = []
         groups = []
@@ -395,6 +399,8 @@ class Engine:
                         )
                         parts = [*kept, made[-1]]
                     groups.append(Group(spec, height, parts))
+            if self._folder is not None:
+                self._folder.report()
         except BaseException:
             if is_first:
                 for part in made:

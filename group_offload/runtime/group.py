@@ -68,7 +68,7 @@ class Group:
         self._tensors = [ref.tensor for part in self.parts for ref in part.refs]
         self._is_buffer = [ref.is_buffer for part in self.parts for ref in part.refs]
         self._volatile = [_keeps_statistics(ref) for part in self.parts for ref in part.refs]
-        self._tracks_version = [not tensor.is_inference() for tensor in self._tensors]
+        self._tracks_version = [_tracks_version(tensor) for tensor in self._tensors]
         self._wrapped = _wrapped_holders([ref for part in self.parts for ref in part.refs])
         self._versions: list[int] = []
         self._at_bind: list[torch.Tensor] = []
@@ -233,6 +233,14 @@ def _rewrap(tensor: Any, inner: dict[tuple[str, ...], torch.Tensor], path: tuple
     parts = {name: _rewrap(getattr(tensor, name), inner, (*path, name)) for name in names}
     wrapped: torch.Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
     return wrapped
+
+
+def _tracks_version(tensor: torch.Tensor) -> bool:
+    """False for a tensor that was made in inference mode. `is_inference` tells of what it is bound to now."""
+    try:
+        return tensor._version >= 0
+    except RuntimeError:
+        return False
 
 
 def _same_form(tensor: torch.Tensor, view: torch.Tensor) -> bool:

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 HANDLE = "_group_offload_handle"
 """The attribute of an offloaded module that leads to its handle."""
 
-_SKIPPED = "group_offload onloads weights between the calls of this frame; the modules it calls are compiled one by one"
-
 
 class Gate:
     """Stands around one module's call: onloads the groups that it needs before, lets go of them after."""
@@ -72,7 +70,7 @@ class Gate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            torch._dynamo.skip_frame(_SKIPPED)
+            torch._dynamo.skip_frame("group_offload onloads weights between the calls in this frame")
             return self.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         # Whatever compiler watches this thread has no business in the engine's own Python.
         compiler = set_eval_frame(None)
@@ -102,6 +100,8 @@ class Gate:
 
     def enter_bypassed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Step in from inside a call that went past the gate: the root was compiled (`model.compile()`) after applying."""
+        if torch.compiler.is_compiling():
+            torch._dynamo.skip_frame("group_offload onloads weights here")
         compiler = set_eval_frame(None)
         try:
             self._compiled = self.module.__dict__.get("_compiled_call_impl")
@@ -114,6 +114,8 @@ class Gate:
             set_eval_frame(compiler)
 
     def leave_bypassed(self) -> None:
+        if torch.compiler.is_compiling():
+            torch._dynamo.skip_frame("group_offload offloads weights here")
         compiler = set_eval_frame(None)
         try:
             self.was_bypassed = False
@@ -131,7 +133,7 @@ def _allow_trace(module: nn.Module, args: Any) -> None:
 
 def _refuse_trace(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     if torch.compiler.is_compiling():
-        torch._dynamo.skip_frame(_SKIPPED)
+        torch._dynamo.skip_frame("group_offload onloads weights between the calls in this frame")
         return None
     handle = module.__dict__.get(HANDLE)
     if handle is None or isinstance(module.__dict__.get("_compiled_call_impl"), Gate):
@@ -142,6 +144,7 @@ def _refuse_trace(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] 
 
 def _leave_bypassed(module: nn.Module, args: Any, output: Any) -> None:
     if torch.compiler.is_compiling():
+        torch._dynamo.skip_frame("group_offload offloads weights here")
         return
     gate = module.__dict__.get("_compiled_call_impl")
     if isinstance(gate, Gate) and gate.was_bypassed:

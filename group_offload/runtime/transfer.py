@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..device import Backend, Event, HostBackend, Stream
+from ..device import Backend, Event, HostBackend, Stream, plain_empty
 from ..stores.base import Image, Tier
 
 STAGING_BYTES = 16 << 20
@@ -93,7 +93,7 @@ class Transfer:
 
     def _next_staging_buffer(self) -> tuple[torch.Tensor, Event]:
         if len(self._staging) < NUM_STAGING_BUFFERS:
-            buffer = torch.empty(STAGING_BYTES, dtype=torch.uint8)
+            buffer = plain_empty(STAGING_BYTES, torch.device("cpu"))
             unpin = self._backend.pin(buffer)
             if unpin is not None:
                 self._unpin.append(unpin)

@@ -51,6 +51,9 @@ class Image(Protocol):
     def where(self) -> str:
         """The file's name, or the kind of RAM, for people to read."""
 
+    def check(self) -> None:
+        """Raise if reading `rest` would not give the weights, because somebody changed the file under it."""
+
     def keep_edits(self) -> None:
         """Make what was written into `rest` since the last call part of what `send` sends."""
 

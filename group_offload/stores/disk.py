@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import shutil
+import stat
+import threading
+import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +27,13 @@ from .safetensors_file import encode_header, holds, pieces, publish, read_into
 logger = logging.getLogger("group_offload")
 
 
+_lock = threading.Lock()
+_num_users: Counter[Path] = Counter()
+"""Images of this process that rest in each file. Models with equal weights share files."""
+_written_here: set[Path] = set()
+"""Files that this process wrote: it may delete them once their content is out of date."""
+
+
 def file_name(group_id: str) -> str:
     """The name of a group's file: diffusers' own, so that a folder of either can be told by its names."""
     return f"group_{hashlib.sha256(group_id.encode()).hexdigest()[:16]}.safetensors"
@@ -36,6 +48,18 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._num_in_the_way = 0
+
+    def report(self) -> None:
+        """Say once what was found in the way since the last call."""
+        if self._num_in_the_way:
+            logger.warning(
+                "%d files in %s have the names of groups but hold other weights (another model's, or older ones). They were "
+                "left alone, and other names were used.",
+                self._num_in_the_way,
+                self.path,
+            )
+            self._num_in_the_way = 0
 
     def prepare(self, num_bytes: int) -> None:
         """Make the folder and check that files of `num_bytes` in all can be written, before any weight is touched.
@@ -53,7 +77,7 @@ class Folder:
                 f"Cannot write group files to {self.path}: {error.strerror}. Pass a folder that this user can write to as "
                 f"offload_to_disk_path."
             ) from error
-        present = sum(file.stat().st_size for file in self.path.glob("group_*.safetensors"))
+        present = sum(file.lstat().st_size for file in self.path.glob("group_*.safetensors"))
         free = shutil.disk_usage(self.path).free
         if num_bytes > free + present:  # files that are present may turn out to be ours
             raise GroupFileError(
@@ -68,8 +92,8 @@ class Folder:
         tensors: Sequence[torch.Tensor],
         on_written: Callable[[int], None],
         outdated: Path | None = None,
-    ) -> tuple[Path, int, bool]:
-        """A file that is proven to hold `tensors`, a descriptor of it, and whether it was written now.
+    ) -> tuple[Path, int]:
+        """A file that is proven to hold `tensors`, and a descriptor of it.
 
         `outdated` is a file of this group that holds other values, and is still needed until the new one is durable.
 
@@ -81,24 +105,41 @@ class Folder:
             path = self.path / file_name(group_id if attempt == 0 else f"{group_id}@{attempt}")
             if path == outdated:
                 continue
-            try:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:
-                written = self._write(path, group_id, header, layout, tensors, on_written)
-                if written is not None:
-                    return path, written, True
-                continue
-            except OSError as error:
-                logger.warning("%s is in the way of group %r (%s): left alone.", path, group_id, error.strerror)
-                continue
-            if _proves(fd, header, layout, tensors):
+            fd = self._open_if_it_holds(path, header, layout, tensors)
+            if fd is None and not os.path.lexists(path):
+                fd = self._write(path, group_id, header, layout, tensors, on_written)
+                if fd is not None:
+                    with _lock:
+                        _written_here.add(path)
+                    return path, fd
+                fd = self._open_if_it_holds(path, header, layout, tensors)  # another process was quicker
+            if fd is not None:
                 on_written(layout.num_bytes)
-                return path, fd, False
-            os.close(fd)
-            logger.warning("%s holds other weights than group %r: left alone, another name is used.", path, group_id)
+                return path, fd
+            logger.info("%s is not what group %r rests in: left alone, another name is used.", path, group_id)
+            self._num_in_the_way += 1
         raise GroupFileError(
-            f"{self.path} holds 1000 files with the names of group {group_id!r}. Empty it, or pass another."
+            f"{self.path} holds 1000 files with the names of group {group_id!r}. Empty it, or pass another folder."
         )
+
+    @staticmethod
+    def _open_if_it_holds(
+        path: Path, header: bytes, layout: ImageLayout, tensors: Sequence[torch.Tensor]
+    ) -> int | None:
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would wait for a writer
+        except OSError:
+            return None
+        try:
+            if stat.S_ISREG(os.fstat(fd).st_mode) and holds(fd, header, pieces(layout, tensors)):
+                return fd
+        except OSError:  # a drive that fails: not a file to rely on
+            pass
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+        return None
 
     def _write(
         self,
@@ -118,11 +159,18 @@ class Folder:
             ) from error
 
 
-def _proves(fd: int, header: bytes, layout: ImageLayout, tensors: Sequence[torch.Tensor]) -> bool:
-    try:
-        return holds(fd, header, pieces(layout, tensors))
-    except OSError:  # a folder of that name, or a drive that fails: not a file to rely on
-        return False
+def _leave(path: Path) -> None:
+    with _lock:
+        _num_users[path] -= 1
+
+
+def _delete_if_unused(path: Path) -> None:
+    with _lock:
+        if _num_users[path] > 0 or path not in _written_here:
+            return
+        _written_here.discard(path)
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 class FileImage:
@@ -156,13 +204,14 @@ class FileImage:
         Raises:
             GroupFileError: it cannot be written (the edits stay in RAM, nothing is lost), or somebody changed the file.
         """
-        self._same_file()
+        is_there = self._same_file()
         if not self._was_edited():
             return
-        path, is_mine = self.path, self._is_mine
+        path, leave = self.path, self._leave
         self._adopt(self.rest, lambda num_bytes: None, outdated=path)  # the edited pages go with the old `rest`
-        if is_mine:
-            path.unlink(missing_ok=True)
+        leave()
+        if is_there:
+            _delete_if_unused(path)
 
     def send(self, target: torch.Tensor, mover: Mover) -> None:
         if not self._same_file():
@@ -178,8 +227,13 @@ class FileImage:
             os.close(fd)
 
     def close(self, *, forget: bool) -> None:
-        if forget and self._is_mine:
-            self.path.unlink(missing_ok=True)
+        self._leave()
+        with contextlib.suppress(GroupFileError):
+            if forget and self._same_file():
+                _delete_if_unused(self.path)
+
+    def check(self) -> None:
+        self._same_file()
 
     @property
     def where(self) -> str:
@@ -188,15 +242,16 @@ class FileImage:
     def _adopt(
         self, tensors: Sequence[torch.Tensor], on_written: Callable[[int], None], outdated: Path | None = None
     ) -> None:
-        self.path, fd, self._is_mine = self._folder.find_or_write(
-            self._group_id, self.layout, tensors, on_written, outdated
-        )
+        self.path, fd = self._folder.find_or_write(self._group_id, self.layout, tensors, on_written, outdated)
         try:
             self._stamp = os.fstat(fd)
             self._data_start = self._stamp.st_size - self.layout.num_bytes
             self._mapping = map_file(fd, self._stamp.st_size)
         finally:
             os.close(fd)
+        with _lock:
+            _num_users[self.path] += 1
+        self._leave: Callable[[], object] = weakref.finalize(self, _leave, self.path)
         self.rest = self.layout.views_by_extent(
             lambda extent: flat_view(self._mapping, self._data_start + extent.offset, extent.num_bytes)
         )
@@ -218,8 +273,12 @@ class FileImage:
         if ranges is not None:
             return bool(ranges)
         # The system does not tell which pages were written: compare. Slow, and right.
-        with open(self.path, "rb") as file:
-            return not holds(file.fileno(), encode_header(self.layout, self._group_id), pieces(self.layout, self.rest))
+        fd = self._folder._open_if_it_holds(
+            self.path, encode_header(self.layout, self._group_id), self.layout, self.rest
+        )
+        if fd is not None:
+            os.close(fd)
+        return fd is None
 
     def _same_file(self) -> bool:
         """Whether the name still leads to the file that was opened."""

@@ -50,6 +50,9 @@ class RamImage:
         self._unpin = weakref.finalize(self, unpin)
         self._unpin.atexit = False
 
+    def check(self) -> None:
+        pass
+
     def keep_edits(self) -> None:
         pass  # `rest` is the image itself
 

@@ -1,0 +1,46 @@
+# `make demo` and `make test` make the environment first if it is missing. PYTHON is the Python that it is made with.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint type bench docs
+
+help:
+	@echo "make setup   the environment, in $(VENV)"
+	@echo "make demo    a diffusers pipeline, resident and with its weights in files (into demo-output/)"
+	@echo "make test    all tests; those that need a GPU are skipped where there is none"
+	@echo "make lint    ruff: rules and format"
+	@echo "make type    mypy, strict, on the package"
+	@echo "make docs    check links and run the examples in README.md and docs/"
+	@echo "make bench   benchmarks/weights.py (needs a GPU); options in ARGS"
+
+setup: $(READY)
+
+# torch comes first and alone: resolved together with the rest, pip may pick another build of it.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Development needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python -m examples.demo $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+type: $(READY)
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/python benchmarks/weights.py $(ARGS)
+
+docs: $(READY)
+	$(BIN)/python -m pytest tests/test_docs.py $(ARGS)

@@ -1,0 +1,29 @@
+"""What every test gets: fixed seeds, two threads, no network, and no GPU tests where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+import random
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
+os.environ["GROUP_OFFLOAD_PROGRESS_BAR"] = "0"
+
+import pytest
+import torch
+
+torch.set_num_threads(2)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.accelerator.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs an accelerator, and torch sees none")
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seeds() -> None:
+    random.seed(0)
+    torch.manual_seed(0)

@@ -1,0 +1,238 @@
+"""Compiled modules: the same bits, onloads that really happen, no graph break in a block, no recompile."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+
+from .common import LEVELS, TIERS, Model, assert_at_rest, assert_same, inputs, make, offload_to, run
+
+every_level = pytest.mark.parametrize("level", LEVELS)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(params=TIERS)
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
+    return tmp_path if request.param == "file" else None
+
+
+@pytest.fixture
+def backend() -> CompileCounterWithBackend:
+    """Counts the graphs that are compiled."""
+    return CompileCounterWithBackend("eager")
+
+
+def num_recompiles() -> int:
+    return sum(counters["recompiles"].values()) + counters["stats"]["unique_graphs"]
+
+
+def check(
+    model: nn.Module, call: Callable[..., Any], handle: Any, expected: list[torch.Tensor], backend: Any, onloads: int
+) -> None:
+    """Four passes: bits, onloads, and nothing is compiled after the second one."""
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    compiled = []
+    for number in range(4):
+        before = handle.stats().onloads
+        assert_same(run(call, inputs(number)), expected[number])
+        assert handle.stats().onloads - before == onloads
+        compiled.append(backend.frame_count)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, weights[name])
+    assert compiled[0] > 0 and compiled[1] == compiled[3]
+
+
+def expected_of(model: nn.Module) -> list[torch.Tensor]:
+    return [run(model, inputs(number)) for number in range(4)]
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["compiled first", "offloaded first"])
+@every_level
+def test_blocks_that_are_compiled(level: str, is_first: bool, folder: Path | None, backend: Any) -> None:
+    torch.manual_seed(0)
+    model = Model(12).eval()
+    resident = copy.deepcopy(model)
+    for block in resident.blocks:
+        block.compile(fullgraph=True, backend="eager")
+    expected = expected_of(resident)
+    torch._dynamo.reset()
+
+    def compile_blocks() -> None:
+        for block in model.blocks:
+            block.compile(fullgraph=True, backend=backend)
+
+    if is_first:
+        compile_blocks()
+    handle = offload_to(folder, model, level)
+    if not is_first:
+        compile_blocks()
+    # Leaf level keeps a compiled block in one group. The rest are three layers, or one group.
+    check(model, model, handle, expected, backend, 12 + (1 if level == "block_level" else 3))
+    assert backend.frame_count == 1  # shared by all blocks
+    assert not counters["graph_break"]
+    handle.remove()
+    assert_same(run(model, inputs(0)), expected[0])
+    assert backend.frame_count <= 2
+    assert all(block._compiled_call_impl is not None for block in model.blocks)
+
+
+@every_level
+def test_blocks_compiled_between_passes(level: str, folder: Path | None, backend: Any) -> None:
+    model = make(Model)
+    expected = expected_of(make(Model))
+    handle = offload_to(folder, model, level)
+    assert_same(run(model, inputs(0)), expected[0])
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend=backend)
+    check(model, model, handle, expected, backend, 4 + (1 if level == "block_level" else 3))
+
+
+@pytest.mark.parametrize("how", ["wrap, apply to the wrapped", "wrap, apply to the module", "apply, wrap"])
+@every_level
+def test_whole_model_through_torch_compile(how: str, level: str, folder: Path | None, backend: Any) -> None:
+    model = make(Model)
+    resident = torch.compile(make(Model), backend="eager")
+    expected = expected_of(resident)
+    torch._dynamo.reset()
+    counters.clear()
+    if how.startswith("wrap"):
+        call = torch.compile(model, backend=backend)
+        handle = offload_to(folder, call if "wrapped" in how else model, level)
+    else:
+        handle = offload_to(folder, model, level)
+        call = torch.compile(model, backend=backend)
+    assert handle.module is model
+    # Block level: four blocks and what the root holds. Leaf level: each layer, and the weights that blocks hold.
+    check(model, call, handle, expected, backend, 5 if level == "block_level" else 15)
+    handle.remove()
+    assert_same(run(call, inputs(0)), expected[0])
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["compiled first", "offloaded first"])
+@every_level
+def test_model_that_compiles_itself(level: str, is_first: bool, folder: Path | None, backend: Any) -> None:
+    model, resident = make(Model), make(Model)
+    resident.compile(backend="eager")
+    expected = expected_of(resident)
+    torch._dynamo.reset()
+    if is_first:
+        model.compile(backend=backend)
+    handle = offload_to(folder, model, level)
+    if not is_first:
+        model.compile(backend=backend)
+    check(model, model, handle, expected, backend, 5 if level == "block_level" else 15)
+    handle.remove()
+    assert_same(run(model, inputs(0)), expected[0])
+    assert model._compiled_call_impl is not None
+
+
+@every_level
+def test_equal_blocks_of_a_compiled_model_share_their_code(level: str, folder: Path | None, backend: Any) -> None:
+    torch.manual_seed(0)
+    small, large = Model(2).eval(), Model(12).eval()
+    counts = []
+    for model in (small, large):
+        torch._dynamo.reset()
+        offload_to(folder, model, level)
+        call = torch.compile(model, backend=backend)
+        before = backend.frame_count
+        for number in range(3):
+            run(call, inputs(number))
+        counts.append(backend.frame_count - before)
+    assert counts[0] == counts[1]
+
+
+@every_level
+def test_whole_model_in_one_graph_is_refused(level: str, folder: Path | None) -> None:
+    model = make(Model)
+    reference = copy.deepcopy(model)
+    offload_to(folder, model, level)
+    with pytest.raises(Exception, match=r"(?i)graph|skip"):
+        run(torch.compile(model, fullgraph=True, backend="eager"), inputs())
+    torch._dynamo.reset()
+    assert_at_rest(model, reference)
+    assert_same(run(model, inputs()), run(reference, inputs()))
+
+
+@every_level
+def test_edits_reach_compiled_code(level: str, folder: Path | None, backend: Any) -> None:
+    model, reference = make(Model), make(Model)
+    offload_to(folder, model, level)
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend=backend)
+    run(model, inputs())
+    frames = backend.frame_count
+    for _ in range(2):
+        for twin in (model, reference):
+            twin.blocks[1].up.weight.data.mul_(2)
+            twin.blocks[2].up.bias = nn.Parameter(twin.blocks[2].up.bias.detach() + 1)
+        assert_same(run(model, inputs()), run(reference, inputs()))
+        assert_at_rest(model, reference)
+    assert backend.frame_count == frames
+
+
+def test_compiled_block_that_raises(folder: Path | None, backend: Any) -> None:
+    model, reference = make(Model), make(Model)
+    offload_to(folder, model)
+    for block in model.blocks:
+        block.compile(backend=backend)
+    expected = run(reference, inputs())
+    assert_same(run(model, inputs()), expected)
+
+    def fail(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.norm.register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, inputs())
+    assert_at_rest(model, reference)
+    hook.remove()
+    for _ in range(2):
+        assert_same(run(model, inputs()), expected)
+
+
+def test_compiled_model_that_raises_after_it_was_compiled_late(folder: Path | None) -> None:
+    """`model.compile()` after applying goes past the gate once. An interrupt in that very call leaks nothing."""
+    model, reference = make(Model), make(Model)
+    offload_to(folder, model)
+    model.compile(backend="eager")
+
+    def fail(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.blocks[1].register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, inputs())
+    assert_at_rest(model, reference)
+    hook.remove()
+    for _ in range(2):
+        assert_same(run(model, inputs()), run(reference, inputs()))
+        assert_at_rest(model, reference)
+
+
+def test_aot_autograd(folder: Path | None) -> None:
+    model = make(Model)
+    expected = expected_of(make(Model))
+    handle = offload_to(folder, model)
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+    for number in range(3):
+        assert_same(run(model, inputs(number)), expected[number])
+        with torch.inference_mode():
+            assert_same(model(inputs(number)), expected[number])
+    assert handle.stats().onloads == 6 * 5

@@ -1,0 +1,173 @@
+"""The package as a whole: its public names, what importing it costs, and which way its imports run."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import group_offload
+
+PACKAGE = Path(group_offload.__file__).parent
+
+PUBLIC_NAMES = {
+    "ConfigError",
+    "DeviceError",
+    "GroupFileError",
+    "GroupInfo",
+    "GroupOffloadError",
+    "ModuleError",
+    "OffloadConfig",
+    "OffloadHandle",
+    "OffloadStats",
+    "OffloadType",
+    "StateError",
+    "apply_group_offloading",
+    "disable_group_offload",
+    "disable_progress_bar",
+    "enable_group_offload",
+    "enable_progress_bar",
+    "patch_diffusers",
+    "remove_group_offloading",
+    "unpatch_diffusers",
+}
+
+LAYERS = (
+    {"errors", "device", "config", "progress"},
+    {"layout"},
+    {"partition"},
+    {"stores"},
+    {"runtime"},
+    {"api"},
+    {"integrations"},
+)
+"""A module may import from its own layer and from those before it."""
+
+
+def test_public_names() -> None:
+    assert set(group_offload.__all__) == PUBLIC_NAMES
+    assert sorted(group_offload.__all__) == group_offload.__all__
+    assert all(hasattr(group_offload, name) for name in PUBLIC_NAMES)
+
+
+def test_public_names_say_where_they_live() -> None:
+    """Nothing public is an alias of something foreign."""
+    for name in PUBLIC_NAMES:
+        assert getattr(group_offload, name).__module__.startswith("group_offload."), name
+
+
+def test_public_names_are_documented() -> None:
+    for name in PUBLIC_NAMES:
+        assert getattr(group_offload, name).__doc__, name
+
+
+def test_version_is_that_of_the_distribution() -> None:
+    assert group_offload.__version__ == version("group-offload")
+
+
+def test_type_hints_ship() -> None:
+    assert (PACKAGE / "py.typed").exists()
+
+
+def test_errors_are_one_tree() -> None:
+    errors = [getattr(group_offload, name) for name in PUBLIC_NAMES if name.endswith("Error")]
+    assert all(issubclass(error, group_offload.GroupOffloadError) for error in errors)
+
+
+def test_import_brings_in_nothing_heavy() -> None:
+    """Beyond what torch imports itself there is only the package, tqdm and the standard library."""
+    script = """
+import json, sys
+import torch
+before = set(sys.modules)
+import group_offload
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+    command = [sys.executable, "-W", "error", "-c", script]
+    new = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, cwd=PACKAGE.parent).stdout)
+    assert "group_offload.api" in new
+    foreign = {name.partition(".")[0] for name in new} - set(sys.stdlib_module_names)
+    assert foreign <= {"group_offload", "tqdm", "torch"}
+    assert not [name for name in new if name.startswith(("torch.distributed", "torch._dynamo", "torch._inductor"))]
+
+
+def modules() -> dict[str, Path]:
+    """The modules of the package by their dotted names inside it; the package itself is ""."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(part for part in parts if part != "__init__")] = path
+    return found
+
+
+def imports_of(name: str, path: Path, known: set[str], *, typing_only: bool = True) -> set[str]:
+    """The modules of the package that a module imports, anywhere in its text."""
+    tree = ast.parse(path.read_text())
+    skipped: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if not typing_only and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            skipped.update(inner for statement in node.body for inner in ast.walk(statement))
+    found = set()
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found.update(a.name.removeprefix("group_offload").lstrip(".") for a in node.names if _is_ours(a.name))
+        elif isinstance(node, ast.ImportFrom):
+            base = _target_of(node, name, is_package=path.name == "__init__.py")
+            if base is not None:
+                inner = {f"{base}.{alias.name}".lstrip(".") for alias in node.names}
+                found.update(inner & known or {base})
+    return found
+
+
+def _is_ours(name: str) -> bool:
+    return name.partition(".")[0] == "group_offload"
+
+
+def _target_of(node: ast.ImportFrom, importer: str, *, is_package: bool) -> str | None:
+    if node.level == 0:
+        target = node.module or ""
+        return target.removeprefix("group_offload").lstrip(".") if _is_ours(target) else None
+    parts = importer.split(".") if importer else []
+    parts = parts[: len(parts) + is_package - node.level]
+    return ".".join(filter(None, (*parts, node.module)))
+
+
+def layer_of(name: str) -> int:
+    if not name:
+        # `import group_offload` inside the package: the public names, which are no lower than the api.
+        return layer_of("api")
+    top = name.partition(".")[0]
+    found = [number for number, layer in enumerate(LAYERS) if top in layer]
+    assert found, f"group_offload.{name} is in no layer: put it into LAYERS"
+    return found[0]
+
+
+@pytest.mark.parametrize("name", sorted(set(modules()) - {""}))
+def test_imports_run_one_way(name: str) -> None:
+    known = modules()
+    upward = {other for other in imports_of(name, known[name], set(known)) if layer_of(other) > layer_of(name)}
+    assert not upward, f"group_offload.{name} imports from a later layer: {sorted(upward)}"
+
+
+def test_imports_have_no_cycle() -> None:
+    known = modules()
+    graph = {name: imports_of(name, path, set(known), typing_only=False) for name, path in known.items() if name}
+    for name in graph:
+        graph[name].discard("")  # made inside a function, when everything is loaded
+    TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def test_the_reader_of_imports_reads_imports() -> None:
+    known = modules()
+    assert {"config", "layout", "runtime.hooks", "stores.disk"} <= imports_of(
+        "runtime.engine", known["runtime.engine"], set(known)
+    )
+    assert "errors" in imports_of("api", known["api"], set(known))
