@@ -13,7 +13,7 @@ from torch import nn
 
 from .config import OffloadConfig
 from .errors import ConfigError, ModuleError, StateError
-from .runtime.engine import Engine
+from .runtime.engine import Engine, is_offloaded
 from .runtime.group import Group
 from .runtime.hooks import HANDLE, Gate
 from .stores.base import Tier
@@ -302,7 +302,7 @@ def handle_of(module: nn.Module) -> OffloadHandle | None:
 def _refuse_offloaded(module: nn.Module) -> None:
     hooks = sys.modules.get("accelerate.hooks")
     for name, part in module.named_modules():
-        if part.__dict__.get(HANDLE) is not None or isinstance(part.__dict__.get("_compiled_call_impl"), Gate):
+        if is_offloaded(part):
             where = f"its submodule {name!r}" if name else "it"
             raise StateError(
                 f"Cannot apply group offloading to {type(module).__name__}: {where} is group-offloaded already. Call "

@@ -143,13 +143,17 @@ def _as_count(value: Any) -> int:
 
 
 def _as_names(value: Any, option: str) -> tuple[str, ...]:
-    if isinstance(value, str) or not all(isinstance(name, str) for name in value):
+    is_list = isinstance(value, (list, tuple, set, frozenset))
+    if not is_list or not all(isinstance(name, str) for name in value):
         raise ConfigError(f"{option}={value!r}: expected a list of names.")
     return tuple(value)
 
 
 def _as_path(value: Any) -> Path:
     try:
-        return Path(os.fsdecode(value)).expanduser().absolute()
+        path = os.fsdecode(value)
     except TypeError:
-        raise ConfigError(f"offload_to_disk_path={value!r}: expected the path of a folder.") from None
+        path = ""
+    if not path or "\0" in path:
+        raise ConfigError(f"offload_to_disk_path={value!r}: expected the path of a folder.")
+    return Path(path).expanduser().absolute()

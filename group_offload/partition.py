@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .config import OffloadConfig, OffloadType
@@ -260,6 +261,12 @@ def _flatten(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], 
             for path, plain in _flatten(fqn, getattr(tensor, name)):
                 yield (name, *path), plain
         return
+    if is_lazy(tensor):
+        raise ModuleError(f"{fqn} has no shape yet (a lazy module). Run the module once before offloading it.")
+    if tensor.is_conj() or tensor.is_neg():
+        raise ModuleError(
+            f"{fqn} is a lazily conjugated or negated view. Replace it by what resolve_conj() or resolve_neg() gives."
+        )
     if tensor.device.type == "meta":
         raise ModuleError(
             f"{fqn} is on the meta device and holds no values. Load the weights before offloading the module."

@@ -15,8 +15,8 @@ An exception anywhere unwinds through the gates and ends the pass the same way.
 
 from __future__ import annotations
 
-import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -29,7 +29,7 @@ from torch import nn
 from ..config import OffloadConfig
 from ..device import Event
 from ..errors import StateError
-from ..layout import ImageLayout, extent_bytes, lay_out
+from ..layout import ImageLayout, extent_bytes, lay_out, overlapping
 from ..partition import NEVER_CALLED, GroupSpec, TensorRef, partition
 from ..progress import progress_bar
 from ..stores.base import Image
@@ -40,6 +40,13 @@ from .hooks import Gate, moved
 from .schedule import Schedule
 from .slots import Lease, Slot, arena_for
 from .transfer import Transfer
+
+_offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Whether the module is, or is a part of, an offloaded module."""
+    return module in _offloaded
 
 
 @dataclass(slots=True)
@@ -132,7 +139,9 @@ class Engine:
             for group in self.groups:
                 for part in group.parts:
                     part.image.close(forget=False)
-            self._gates, self.groups = {}, ()
+            for module in self._seen:
+                _offloaded.discard(module)
+            self._gates, self._seen, self.groups = {}, {}, ()
             self.transfer.close()
             self._release_slots()
 
@@ -148,10 +157,12 @@ class Engine:
             self._hold(group)
         self._prefetch()
 
+    def fail(self) -> None:
+        """The call in progress raised: the pass teaches no order."""
+        self._has_failed = True
+
     def leave(self) -> None:
         """End what `enter` began."""
-        if sys.exc_info()[0] is not None:
-            self._has_failed = True
         held = self._calls.pop()
         while held:
             self._let_go(held.pop())
@@ -369,14 +380,35 @@ class Engine:
             if gate is not None:
                 scope.update(dict.fromkeys(gate.groups))
             pending.extend(child for child in module._modules.values() if child is not None)
+        if not self._absorb_replaced([group for group in scope if not group.is_as_left()]):
+            return None
         for group in scope:
-            if not group.is_as_left() and not group.absorb_replacements():
-                return None
             group.keep_edits()
         return set(scope)
 
+    def _absorb_replaced(self, groups: list[Group]) -> bool:
+        """Take up values that were put in place of views at rest. False if groups have to be laid out again for that."""
+        replaced: list[torch.Tensor] = []
+        for group in groups:
+            found = group.replaced()
+            if found is None:
+                return False
+            replaced += found
+        if replaced:
+            # What was tied, or swapped, shares memory with a place at rest: writing there would change another weight.
+            at_rest = [view for group in self.groups for part in group.parts for view in part.image.rest]
+            clusters = overlapping([tensor.detach() for tensor in replaced] + at_rest)
+            if any(cluster[0] < len(replaced) and len(cluster) > 1 for cluster in clusters):
+                return False
+            for group in groups:
+                group.absorb_replaced()
+        return True
+
     def _build(self, *, is_first: bool) -> None:
         """Cut the module into groups and bring every tensor to its place at rest. What has an image keeps it."""
+        for group in self.groups:
+            for part in group.parts:
+                part.image.check()
         cut = partition(self.root, self.config, _is_compiled)
         known = {id(ref.tensor): part for group in self.groups for part in group.parts for ref in part.refs}
         empty = {group.group_id: list(group.parts) for group in self.groups if not group.num_bytes}
@@ -447,7 +479,10 @@ class Engine:
             gate = self._gates[module] = Gate(self, module, is_root=module is self.root)
             gate.groups = tuple(sorted(groups, key=lambda group: -group.height))
             gate.install()
+        for module in self._seen:
+            _offloaded.discard(module)
         self._seen = {module: _parts_of(module) for module in self.root.modules()}
+        _offloaded.update(self._seen)
 
 
 def lay_out_refs(refs: Sequence[TensorRef]) -> ImageLayout:
@@ -459,9 +494,12 @@ def _reusable(spec: GroupSpec, known: dict[int, Part]) -> tuple[list[Part], tupl
     mine = {id(ref.tensor): ref for ref in spec.tensors}
     kept = []
     taken: set[int] = set()
-    for part in dict.fromkeys(known[key] for key in mine if key in known):
-        keys = [id(ref.tensor) for ref in part.refs]
-        if all(key in mine for key in keys) and all(part.as_left()):
+    candidates = dict.fromkeys(known[key] for key in mine if key in known)
+    ties = overlapping([ref.tensor.detach() for ref in spec.tensors]) if candidates else []
+    for part in candidates:
+        keys = {id(ref.tensor): None for ref in part.refs}
+        is_tied = any(len({id(spec.tensors[i].tensor) in keys for i in cluster}) == 2 for cluster in ties)
+        if all(key in mine for key in keys) and all(part.as_left()) and not is_tied:
             part.refs = tuple(mine[key] for key in keys)  # under their new names
             kept.append(part)
             taken.update(keys)

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..layout import as_bytes
+from ..device import plain_empty
+from ..layout import as_bytes, span_bytes
 from ..partition import GroupSpec, Place, TensorRef
 from ..stores.base import Image
 from .slots import Slot
@@ -41,7 +42,10 @@ class Part:
 
     def as_left(self) -> list[bool]:
         """For each tensor, whether it is still the view at rest that it was bound to."""
-        return [_same_memory(ref.tensor, view) for ref, view in zip(self.refs, self.image.rest, strict=True)]
+        return [
+            _same_memory(ref.tensor, view) and (not ref.path or _inner(ref.holder, ref.path) is ref.tensor)
+            for ref, view in zip(self.refs, self.image.rest, strict=True)
+        ]
 
 
 class Group:
@@ -65,13 +69,16 @@ class Group:
         self.slot: Slot | None = None
         """Where its image is, or is on its way to."""
         self.residence = Residence.AT_REST
-        self._tensors = [ref.tensor for part in self.parts for ref in part.refs]
-        self._is_buffer = [ref.is_buffer for part in self.parts for ref in part.refs]
-        self._volatile = [_keeps_statistics(ref) for part in self.parts for ref in part.refs]
+        refs = [ref for part in self.parts for ref in part.refs]
+        self._tensors = [ref.tensor for ref in refs]
+        self._owner_of_buffer = [ref.places[0].owner if ref.is_buffer else None for ref in refs]
         self._tracks_version = [_tracks_version(tensor) for tensor in self._tensors]
-        self._wrapped = _wrapped_holders([ref for part in self.parts for ref in part.refs])
+        self._wrapped = _wrapped_holders(refs)
         self._versions: list[int] = []
-        self._at_bind: list[torch.Tensor] = []
+        self._bound: list[torch.Tensor] = []
+        """While onloaded: what each tensor was bound to."""
+        self._recast: dict[int, torch.Tensor] = {}
+        """Values that a forward put in place of tensors and that do not fit the image: until the next pass begins."""
         self._has_edits = False
         """A forward changed tensors, and their images do not know yet."""
 
@@ -86,15 +93,18 @@ class Group:
 
     def onload_to(self, slot: Slot) -> None:
         """Bind the tensors to `slot`, which holds the image (or will, once its ready event is reached)."""
-        views = self._views_of(slot)
-        for tensor, view in zip(self._tensors, views, strict=True):
+        bound = self._views_of(slot)
+        if self._recast:
+            bound = [self._recast.get(index, view) for index, view in enumerate(bound)]
+        for tensor, view in zip(self._tensors, bound, strict=True):
             tensor.data = view
         for wrapped in self._wrapped:
-            wrapped.put_on_device(views)
+            wrapped.put_on_device(bound)
+        self._bound = bound
         self._versions = [
-            tensor._version if tracks else 0 for tensor, tracks in zip(self._tensors, self._tracks_version, strict=True)
+            tensor._version if tracks else 0
+            for tensor, tracks in zip(self._in_use(), self._tracks_version, strict=True)
         ]
-        self._at_bind = views
         self.residence = Residence.ONLOADED
 
     def offload(self, transfer: Transfer) -> int:
@@ -105,49 +115,62 @@ class Group:
         """
         slot = self.slot
         assert slot is not None
+        rest = [view for part in self.parts for view in part.image.rest]
         num_changed = 0
-        recast = []
-        rest = (view for part in self.parts for view in part.image.rest)
-        for index, (tensor, at_rest) in enumerate(zip(self._tensors, rest, strict=True)):
-            if not self._was_changed(index):
+        for index, tensor in enumerate(self._in_use()):
+            if not self._may_have_changed(index, tensor):
                 continue
-            num_changed += 1
-            if _same_form(tensor, at_rest):
-                transfer.fetch(as_bytes(at_rest), as_bytes(tensor), slot.last_use)
-            else:
-                recast.append((tensor, tensor.detach().cpu()))
-        if torch.is_grad_enabled():
+            if not _same_form(tensor, rest[index]):
+                self._recast[index] = tensor.detach()
+                continue
+            value = plain_empty(span_bytes(tensor), torch.device("cpu"))
+            transfer.fetch(value, as_bytes(tensor), slot.last_use)
+            with torch.inference_mode(False), torch.no_grad():
+                if not torch.equal(value, as_bytes(rest[index])):
+                    as_bytes(rest[index]).copy_(value)
+                    num_changed += 1
+        if not torch.is_inference_mode_enabled():
             # Whatever autograd saved of these weights is about to be overwritten in the slot. Their version makes a
             # backward pass over it raise instead of being silently wrong.
             torch.autograd.graph.increment_version(
                 [t for t, tracks in zip(self._tensors, self._tracks_version, strict=True) if tracks]
             )
-        self._at_bind = []
-        self._has_edits = bool(num_changed)
+        self._bound = []
+        self._has_edits = self._has_edits or num_changed > 0
         self.rest()
-        for tensor, value in recast:  # does not fit the image any more: the next pass lays the group out again
-            tensor.data = value
+        for index, value in self._recast.items():  # the next pass lays the group out again
+            self._tensors[index].data = value.cpu()
         return num_changed
 
     def is_as_left(self) -> bool:
         return all(all(part.as_left()) for part in self.parts)
 
-    def absorb_replacements(self) -> bool:
-        """Take up values that were put in place of the views at rest (`weight.data = ...`).
+    def replaced(self) -> list[torch.Tensor] | None:
+        """The tensors that are no longer bound to their place at rest (`weight.data = ...`).
 
-        Returns:
-            False if a tensor has another dtype, shape or strides now, so that the group has to be laid out again.
+        None if one of them does not fit there any more (another dtype, shape or strides), or shares memory in the image
+        with others, so that the group has to be laid out again.
         """
-        rest = [view for part in self.parts for view in part.image.rest]
-        for tensor, view in zip(self._tensors, rest, strict=True):
-            if not _same_form(tensor, view):
-                return False
-        for tensor, view in zip(self._tensors, rest, strict=True):
-            if not _same_memory(tensor, view):
-                with torch.inference_mode(False), torch.no_grad():
-                    view.copy_(tensor.detach())
-                tensor.data = view
-        return True
+        found = []
+        for part in self.parts:
+            alone = {extent.tensors[0] for extent in part.image.layout.extents if len(extent.tensors) == 1}
+            for index, is_left in enumerate(part.as_left()):
+                if is_left:
+                    continue
+                tensor = part.refs[index].tensor
+                if index not in alone or part.refs[index].path or not _same_form(tensor, part.image.rest[index]):
+                    return None
+                found.append(tensor)
+        return found
+
+    def absorb_replaced(self) -> None:
+        """Copy the values of `replaced()` tensors to their places at rest, and bind the tensors there again."""
+        for part in self.parts:
+            for ref, view, is_left in zip(part.refs, part.image.rest, part.as_left(), strict=True):
+                if not is_left:
+                    with torch.inference_mode(False), torch.no_grad():
+                        view.copy_(ref.tensor.detach())
+                    ref.tensor.data = view
 
     def send_to(self, slot: Slot, transfer: Transfer) -> None:
         """Enqueue the copies that bring the group to `slot`."""
@@ -179,18 +202,27 @@ class Group:
             slot.views[self] = views
         return views
 
-    def _was_changed(self, index: int) -> bool:
-        tensor, bound = self._tensors[index], self._at_bind[index]
-        if not _same_memory(tensor, bound):
-            # Replaced in forward. Casting hooks do so with the same values, at every call.
-            return not (_same_form(tensor, bound) and torch.equal(tensor.detach(), bound))
-        if not self._tracks_version[index]:
-            return self._is_buffer[index]
-        if tensor._version != self._versions[index]:
+    def _in_use(self) -> list[torch.Tensor]:
+        """The tensors that a forward sees: for a tensor subclass, those inside the stand-in."""
+        if not self._wrapped:
+            return self._tensors
+        tensors = list(self._tensors)
+        for wrapped in self._wrapped:
+            wrapped.replace_inner(tensors)
+        return tensors
+
+    def _may_have_changed(self, index: int, tensor: torch.Tensor) -> bool:
+        bound = self._bound[index]
+        if tensor.device != bound.device or not _same_form(tensor, bound):
             return True
-        # Kernels of batch norm update their statistics without a trace in the version.
-        owner = self._volatile[index]
-        return owner is not None and owner.training
+        if not _same_memory(tensor, bound):
+            # Replaced in forward. Casting hooks do so at every call, and put the same values back.
+            return not torch.equal(tensor.detach(), bound)
+        if self._tracks_version[index] and tensor._version != self._versions[index]:
+            return True
+        # Kernels of batch norm, and codebooks that are updated through `.data`, leave no trace in the version.
+        owner = self._owner_of_buffer[index]
+        return owner is not None and (owner.training or not self._tracks_version[index])
 
 
 class _WrappedHolder:
@@ -204,6 +236,7 @@ class _WrappedHolder:
         self._holder = holder
         self._places = places
         self._indices = indices
+        self._stand_in: torch.Tensor | None = None
 
     def put_on_device(self, views: list[torch.Tensor]) -> None:
         with torch.inference_mode(False), torch.no_grad():
@@ -212,10 +245,19 @@ class _WrappedHolder:
                 stand_in = nn.Parameter(stand_in, requires_grad=self._holder.requires_grad)
         for place in self._places:
             place.table[place.name] = stand_in
+        self._stand_in = stand_in
+
+    def replace_inner(self, tensors: list[torch.Tensor]) -> None:
+        """Put what is inside the stand-in now in place of this holder's tensors."""
+        if self._stand_in is not None:
+            for path, index in self._indices.items():
+                tensors[index] = _inner(self._stand_in, path)
 
     def put_back(self) -> None:
         for place in self._places:
-            place.table[place.name] = self._holder
+            if self._stand_in is not None and place.table.get(place.name) is self._stand_in:
+                place.table[place.name] = self._holder
+        self._stand_in = None
 
 
 def _wrapped_holders(refs: Sequence[TensorRef]) -> list[_WrappedHolder]:
@@ -224,6 +266,13 @@ def _wrapped_holders(refs: Sequence[TensorRef]) -> list[_WrappedHolder]:
         if ref.path:
             found.setdefault(id(ref.holder), (ref, {}))[1][ref.path] = index
     return [_WrappedHolder(ref.holder, ref.places, indices) for ref, indices in found.values()]
+
+
+def _inner(tensor: Any, path: tuple[str, ...]) -> torch.Tensor:
+    for name in path:
+        tensor = getattr(tensor, name)
+    inner: torch.Tensor = tensor
+    return inner
 
 
 def _rewrap(tensor: Any, inner: dict[tuple[str, ...], torch.Tensor], path: tuple[str, ...]) -> torch.Tensor:
@@ -249,9 +298,3 @@ def _same_form(tensor: torch.Tensor, view: torch.Tensor) -> bool:
 
 def _same_memory(tensor: torch.Tensor, view: torch.Tensor) -> bool:
     return tensor.data_ptr() == view.data_ptr() and _same_form(tensor, view)
-
-
-def _keeps_statistics(ref: TensorRef) -> nn.Module | None:
-    """The module whose training mode decides whether a call changes this tensor behind the version counter's back."""
-    owner = ref.places[0].owner
-    return owner if ref.is_buffer and ref.places[0].name in ("running_mean", "running_var") else None

@@ -87,6 +87,9 @@ class Gate:
                         return call(*args, **kwargs)
                     finally:
                         set_eval_frame(None)
+                except BaseException:
+                    self._engine.fail()
+                    raise
                 finally:
                     self._engine.leave()
         finally:
