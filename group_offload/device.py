@@ -207,6 +207,8 @@ def backend_for(device: torch.device) -> Backend:
 
 def _with_index(device: torch.device) -> torch.device:
     if device.type == "cpu":
+        if device.index:
+            raise DeviceError(f"Cannot onload to {str(device)!r}: there is one CPU device, 'cpu'.")
         return torch.device("cpu")
     runtime = getattr(torch, device.type, None)
     if device.type == "meta" or runtime is None or not hasattr(runtime, "is_available"):

@@ -125,7 +125,8 @@ def span_bytes(tensor: torch.Tensor) -> int:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes that `tensor` spans, gaps included, as a flat uint8 view."""
     num_elements = span_bytes(tensor) // tensor.dtype.itemsize
-    return tensor.detach().as_strided((num_elements,), (1,), tensor.storage_offset()).view(torch.uint8)
+    # Not detach(): that would share a version counter, which a tensor made in inference mode does not have.
+    return tensor.data.as_strided((num_elements,), (1,), tensor.storage_offset()).view(torch.uint8)
 
 
 def extent_bytes(tensors: Sequence[torch.Tensor], extent: Extent) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from group_offload import OffloadHandle, StateError, apply_group_offloading, remove_group_offloading
+from group_offload import ModuleError, OffloadHandle, StateError, apply_group_offloading, remove_group_offloading
 
 from .common import (
     LEVELS,
@@ -1156,8 +1156,6 @@ FORMS: dict[str, Callable[[], torch.Tensor]] = {
     "expanded 0-dim": lambda: torch.tensor(2.0).expand(5),
     "overlapping windows": lambda: torch.randn(10).as_strided((4, 5), (1, 1)),
     "odd offset": lambda: torch.arange(20, dtype=torch.uint8)[3:10],
-    "conjugated": lambda: torch.randn(5, 3, dtype=torch.complex64).conj(),
-    "negated": lambda: torch.randn(5, dtype=torch.complex64).conj().imag,
     "real part": lambda: torch.randn(5, dtype=torch.complex64).real,
     "made in inference mode": lambda: _made_in_inference_mode(),
 }
@@ -1196,7 +1194,7 @@ def test_tensor_of_every_form(form: str, is_buffer: bool, offload_either: Offloa
 
 def test_all_forms_in_one_group(tier: str, folder: Path | None) -> None:
     torch.manual_seed(0)
-    forms = {name: make() for name, make in FORMS.items() if name not in ("conjugated", "negated")}
+    forms = {name: make() for name, make in FORMS.items()}
     model = nn.Module()
     for index, tensor in enumerate(forms.values()):
         model.register_buffer(f"tensor_{index}", tensor)
@@ -1913,6 +1911,16 @@ QUANTISED_EDITS = [
     _quantised_replace_scale,
     _quantised_replace_inner_data,
 ]
+# In a forward, an edit of a parameter through `.data` leaves no trace: docs/troubleshooting.md names this limit.
+QUANTISED_EDITS_IN_FORWARD = [edit for edit in QUANTISED_EDITS if edit is not _quantised_edit_qdata]
+
+
+@pytest.mark.parametrize("make", [lambda x: x.conj(), lambda x: x.conj().imag], ids=["conjugated", "negated"])
+def test_lazy_views_are_refused(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("table", make(torch.randn(5, dtype=torch.complex64)))
+    with pytest.raises(ModuleError, match="table"):
+        apply_group_offloading(model, "cpu")
 
 
 @pytest.mark.parametrize("edit", QUANTISED_EDITS, ids=lambda edit: edit.__name__.removeprefix("_quantised_"))
@@ -1928,7 +1936,7 @@ def test_edit_of_a_tensor_subclass(edit: Callable[[Any], None], offload_either: 
     assert_same(run(model, inputs()), run(reference, inputs()))
 
 
-@pytest.mark.parametrize("edit", QUANTISED_EDITS, ids=lambda edit: edit.__name__.removeprefix("_quantised_"))
+@pytest.mark.parametrize("edit", QUANTISED_EDITS_IN_FORWARD, ids=lambda edit: edit.__name__.removeprefix("_quantised_"))
 def test_edit_of_a_tensor_subclass_in_forward(edit: Callable[[Any], None], offload_either: Offload) -> None:
     model, reference = pair(QuantisedModel)
     offload_either(model)

@@ -13,7 +13,7 @@ config to the engine it belongs to and everything else where it went before.
 
 from __future__ import annotations
 
-import copy
+import copyreg
 import inspect
 import logging
 import os
@@ -276,20 +276,11 @@ def _marked_registry_class() -> type:
                 del self.hooks[name]  # it is in no chain: there is nothing to put together again
             super().remove_hook(name, recurse)
 
-        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-            # The copy of an offloaded module is not offloaded.
-            new = base.__new__(base)
-            memo[id(self)] = new
-            state = {key: value for key, value in self.__dict__.items() if key != "was_made_for_marker"}
-            state["hooks"] = {name: hook for name, hook in self.hooks.items() if name != HOOK_NAME}
-            new.__dict__.update(copy.deepcopy(state, memo))
-            return new
-
         def __reduce_ex__(self, protocol: Any) -> Any:
-            raise StateError(
-                "A group-offloaded diffusers model cannot be pickled. Use save_pretrained() or state_dict(), which work "
-                "while it is offloaded, or call remove() on its handle first."
-            )
+            # A copy of an offloaded module, or one that is read back from a pickle, is not offloaded.
+            state = {name: value for name, value in self.__dict__.items() if name != "was_made_for_marker"}
+            state["hooks"] = {name: hook for name, hook in self.hooks.items() if name != HOOK_NAME}
+            return copyreg.__newobj__, (base,), state  # type: ignore[attr-defined]
 
     return MarkedHookRegistry
 

@@ -35,7 +35,7 @@ from ..progress import progress_bar
 from ..stores.base import Image
 from ..stores.disk import FileImage, Folder
 from ..stores.pinned import RamImage
-from .group import Group, Part, Residence
+from .group import Group, Part, Residence, fit_for
 from .hooks import Gate, moved
 from .schedule import Schedule
 from .slots import Lease, Slot, arena_for
@@ -461,7 +461,7 @@ class Engine:
         part = Part(image, refs, [tensor.device for tensor in tensors])
         del tensors
         for ref, view in zip(refs, image.rest, strict=True):
-            ref.tensor.data = view  # here the old memory goes
+            ref.tensor.data = fit_for(ref.tensor, view)  # here the old memory goes
         return part
 
     def _install_gates(self) -> None:
@@ -508,6 +508,7 @@ def _reusable(spec: GroupSpec, known: dict[int, Part]) -> tuple[list[Part], tupl
 
 def _materialise(part: Part) -> None:
     """Give the tensors of `part` memory of their own, on the device where they were. Replaced ones have theirs already."""
+    part.image.check()
     layout = part.image.layout
     as_left = part.as_left()
     with torch.inference_mode(False), torch.no_grad():
@@ -519,7 +520,8 @@ def _materialise(part: Part) -> None:
             flat = extent_bytes(part.image.rest, extent)
             flat = flat.to(home) if home.type != "cpu" else flat.clone()
             for index in mine:
-                part.refs[index].tensor.data = layout.specs[index].view(flat, extent.offset)
+                tensor = part.refs[index].tensor
+                tensor.data = fit_for(tensor, layout.specs[index].view(flat, extent.offset))
 
 
 def _parts_of(module: nn.Module) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -84,8 +84,9 @@ class Group:
 
     def rest(self) -> None:
         """Bind the tensors to their place at rest."""
-        rest = [view for part in self.parts for view in part.image.rest]
-        for tensor, view in zip(self._tensors, rest, strict=True):
+        for tensor, view in zip(
+            self._tensors, self._fit([v for part in self.parts for v in part.image.rest]), strict=True
+        ):
             tensor.data = view
         for wrapped in self._wrapped:
             wrapped.put_back()
@@ -117,8 +118,10 @@ class Group:
         assert slot is not None
         rest = [view for part in self.parts for view in part.image.rest]
         num_changed = 0
+        # An edit of a wrapper reaches the tensors inside below autograd: only the wrapper's version tells of it.
+        edited = {index for wrapped in self._wrapped if wrapped.was_edited for index in wrapped.indices}
         for index, tensor in enumerate(self._in_use()):
-            if not self._may_have_changed(index, tensor):
+            if index not in edited and not self._may_have_changed(index, tensor):
                 continue
             if not _same_form(tensor, rest[index]):
                 self._recast[index] = tensor.detach()
@@ -170,7 +173,7 @@ class Group:
                 if not is_left:
                     with torch.inference_mode(False), torch.no_grad():
                         view.copy_(ref.tensor.detach())
-                    ref.tensor.data = view
+                    ref.tensor.data = fit_for(ref.tensor, view)
 
     def send_to(self, slot: Slot, transfer: Transfer) -> None:
         """Enqueue the copies that bring the group to `slot`."""
@@ -199,8 +202,13 @@ class Group:
             for part in self.parts:
                 end = part.offset + part.image.layout.num_bytes
                 views += part.image.layout.views(slot.memory[part.offset : end])
-            slot.views[self] = views
+            slot.views[self] = views = self._fit(views)
         return views
+
+    def _fit(self, views: list[torch.Tensor]) -> list[torch.Tensor]:
+        if all(self._tracks_version):
+            return views
+        return [fit_for(tensor, view) for tensor, view in zip(self._tensors, views, strict=True)]
 
     def _in_use(self) -> list[torch.Tensor]:
         """The tensors that a forward sees: for a tensor subclass, those inside the stand-in."""
@@ -237,6 +245,17 @@ class _WrappedHolder:
         self._places = places
         self._indices = indices
         self._stand_in: torch.Tensor | None = None
+        self._version = 0
+
+    @property
+    def indices(self) -> Iterable[int]:
+        """Which of the group's tensors are inside."""
+        return self._indices.values()
+
+    @property
+    def was_edited(self) -> bool:
+        """Whether an in-place operation changed the stand-in."""
+        return self._stand_in is not None and _version_of(self._stand_in) != self._version
 
     def put_on_device(self, views: list[torch.Tensor]) -> None:
         with torch.inference_mode(False), torch.no_grad():
@@ -246,6 +265,7 @@ class _WrappedHolder:
         for place in self._places:
             place.table[place.name] = stand_in
         self._stand_in = stand_in
+        self._version = _version_of(stand_in)
 
     def replace_inner(self, tensors: list[torch.Tensor]) -> None:
         """Put what is inside the stand-in now in place of this holder's tensors."""
@@ -284,12 +304,28 @@ def _rewrap(tensor: Any, inner: dict[tuple[str, ...], torch.Tensor], path: tuple
     return wrapped
 
 
+def fit_for(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """`view`, as what `tensor.data` can be set to: an inference tensor for one that was made in inference mode.
+
+    Such a tensor has no version counter, ever. Bound to a normal one it would be neither, and of no use to most kernels.
+    """
+    if _tracks_version(tensor):
+        return view
+    with torch.inference_mode():
+        alias = torch.empty(0, dtype=view.dtype, device=view.device)
+        return alias.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+
+
 def _tracks_version(tensor: torch.Tensor) -> bool:
     """False for a tensor that was made in inference mode. `is_inference` tells of what it is bound to now."""
+    return _version_of(tensor) >= 0
+
+
+def _version_of(tensor: torch.Tensor) -> int:
     try:
-        return tensor._version >= 0
+        return tensor._version
     except RuntimeError:
-        return False
+        return -1
 
 
 def _same_form(tensor: torch.Tensor, view: torch.Tensor) -> bool:

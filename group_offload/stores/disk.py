@@ -228,8 +228,12 @@ class FileImage:
 
     def close(self, *, forget: bool) -> None:
         self._leave()
+        if not forget:
+            with _lock:
+                _written_here.discard(self.path)  # it stays, for whoever comes next
+            return
         with contextlib.suppress(GroupFileError):
-            if forget and self._same_file():
+            if self._same_file():
                 _delete_if_unused(self.path)
 
     def check(self) -> None:
