@@ -13,7 +13,6 @@ config to the engine it belongs to and everything else where it went before.
 
 from __future__ import annotations
 
-import copyreg
 import inspect
 import logging
 import os
@@ -223,6 +222,11 @@ def _mark(handle: OffloadHandle) -> None:
         registry.hooks[HOOK_NAME] = _marker_class()(config)
 
 
+def _new_registry() -> Any:
+    base = _hooks_module().HookRegistry
+    return base.__new__(base)
+
+
 def _unmark(registry: Any) -> None:
     registry.hooks.pop(HOOK_NAME, None)
     registry.__class__ = _hooks_module().HookRegistry
@@ -280,7 +284,7 @@ def _marked_registry_class() -> type:
             # A copy of an offloaded module, or one that is read back from a pickle, is not offloaded.
             state = {name: value for name, value in self.__dict__.items() if name != "was_made_for_marker"}
             state["hooks"] = {name: hook for name, hook in self.hooks.items() if name != HOOK_NAME}
-            return copyreg.__newobj__, (base,), state  # type: ignore[attr-defined]
+            return _new_registry, (), state
 
     return MarkedHookRegistry
 

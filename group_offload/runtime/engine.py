@@ -390,6 +390,8 @@ class Engine:
         """Take up values that were put in place of views at rest. False if groups have to be laid out again for that."""
         replaced: list[torch.Tensor] = []
         for group in groups:
+            for part in group.parts:
+                part.image.check()
             found = group.replaced()
             if found is None:
                 return False
