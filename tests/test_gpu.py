@@ -292,3 +292,55 @@ def test_a_failing_driver_is_refused(model: Model, device: torch.device, monkeyp
     monkeypatch.setattr(getattr(torch, device.type), "is_available", lambda: False)
     with pytest.raises(ValueError, match="sees no"):
         apply_group_offloading(model, device, use_stream=True)
+
+
+@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two accelerators")
+@pytest.mark.parametrize("in_files", [False, True], ids=["ram", "files"])
+@pytest.mark.parametrize("options", MODES, ids=str)
+def test_the_second_device_is_the_second_device(
+    model: Model, x: torch.Tensor, device: torch.device, options: dict[str, Any], in_files: bool, tmp_path: Path
+) -> None:
+    second = torch.device(device.type, 1)
+    first_before = torch.cuda.memory_allocated(0)
+    expected = run(copy.deepcopy(model).to(second), x.to(second))
+    handle = apply_group_offloading(model, "cuda:1", offload_to_disk_path=tmp_path if in_files else None, **options)
+    assert torch.cuda.current_device() == 0
+    for _ in range(3):
+        output = run(model, x)  # the input is on the first device
+        assert output.device == second
+        assert torch.equal(output, expected)
+    assert torch.cuda.memory_allocated(0) == first_before
+    assert torch.cuda.current_device() == 0
+    handle.remove()
+
+
+def test_weights_that_no_device_can_page_lock_go_through_the_buffer(
+    model: Model,
+    x: torch.Tensor,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A refused registration is said, changes nothing, and leaves no error behind for the next kernel."""
+    expected = run(copy.deepcopy(model).to(device), x)
+    register = torch.cuda.cudart().cudaHostRegister
+
+    class Twice:
+        """Registers everything a first time, so that the engine's own call is refused by the driver itself."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch._C._cudart, name)
+
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> Any:
+            if size != 16 << 20:  # the staging buffers are let through
+                register(address, size, flags)
+            return register(address, size, flags)
+
+    monkeypatch.setattr(torch.cuda, "cudart", Twice)
+    handle = apply_group_offloading(model)
+    monkeypatch.undo()
+    assert "page-lock" in caplog.text
+    assert handle.stats().pinned_bytes == 0
+    for _ in range(2):
+        assert torch.equal(run(model, x), expected)
+    handle.remove()

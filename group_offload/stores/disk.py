@@ -22,7 +22,8 @@ from ..layout import ImageLayout
 from .base import Mover, Tier, memory_of
 from .mapping import flat_view, map_file
 from .pagemap import written_pages
-from .safetensors_file import encode_header, holds, pieces, publish, read_into
+from .reading import read_into
+from .safetensors_file import encode_header, holds, pieces, publish
 
 logger = logging.getLogger("group_offload")
 

@@ -18,6 +18,7 @@ import torch
 
 from ..layout import ImageLayout, extent_bytes
 from .base import memory_of
+from .reading import read_into
 
 DATA_ALIGNMENT = 4096
 FORMAT_VERSION = "1"
@@ -160,17 +161,6 @@ def _equals(fd: int, position: int, expected: torch.Tensor) -> bool:
         if read_into(fd, memory_of(chunk), position + start) < part.numel() or not torch.equal(chunk, part):
             return False
     return True
-
-
-def read_into(fd: int, target: memoryview, position: int) -> int:
-    """Read until `target` is full or the file ends. Returns the bytes read."""
-    done = 0
-    while done < len(target):
-        count = os.preadv(fd, [target[done : done + _CHUNK_BYTES]], position + done)
-        if count == 0:
-            break
-        done += count
-    return done
 
 
 def _entry(dtype: str, shape: list[int], start: int, end: int) -> dict[str, object]:
