@@ -18,8 +18,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +27,11 @@ from torch import nn
 from ..config import OffloadConfig
 from ..device import Event
 from ..errors import StateError
-from ..layout import ImageLayout, extent_bytes, lay_out, overlapping
-from ..partition import NEVER_CALLED, GroupSpec, TensorRef, partition
-from ..progress import progress_bar
-from ..stores.base import Image
-from ..stores.disk import FileImage, Folder
-from ..stores.pinned import RamImage
-from .group import Group, Part, Residence, fit_for
+from ..layout import overlapping
+from ..partition import NEVER_CALLED
+from ..stores.disk import Folder
+from .build import build_groups, first_guess, materialise, size_rings
+from .group import Group, Residence
 from .hooks import Gate, moved
 from .schedule import Schedule
 from .slots import Lease, Slot, arena_for
@@ -99,7 +95,7 @@ class Engine:
         self._ring_sizes: dict[int, tuple[int, ...]] = {}
         """For each height of groups: how large the slots are that they take turns in."""
         self._schedule = Schedule(())
-        self._build(is_first=True)
+        self._build()
 
     @property
     def root_gate(self) -> Gate:
@@ -122,7 +118,7 @@ class Engine:
         """Take up what was changed since the last pass now, not at the next one."""
         with self.lock:
             if not self.is_running and self._notice_changes(self.root) is None:
-                self._build(is_first=False)
+                self._rebuild()
 
     def remove(self) -> None:
         """Give every tensor memory of its own again, where it was before, and take the gates away."""
@@ -133,7 +129,7 @@ class Engine:
                 )
             for group in self.groups:
                 for part in group.parts:
-                    _materialise(part)
+                    materialise(part)
             for gate in self._gates.values():
                 gate.uninstall()
             for group in self.groups:
@@ -189,7 +185,7 @@ class Engine:
         self._recover()
         scope = self._notice_changes(gate.module)
         if scope is None:
-            self._build(is_first=False)
+            self._rebuild()
             scope = self._notice_changes(gate.module)
             if scope is None:
                 raise StateError(f"{type(self.root).__name__} was changed by another thread while a forward began.")
@@ -390,8 +386,7 @@ class Engine:
         """Take up values that were put in place of views at rest. False if groups have to be laid out again for that."""
         replaced: list[torch.Tensor] = []
         for group in groups:
-            for part in group.parts:
-                part.image.check()
+            group.check()
             found = group.replaced()
             if found is None:
                 return False
@@ -406,65 +401,23 @@ class Engine:
                 group.absorb_replaced()
         return True
 
-    def _build(self, *, is_first: bool) -> None:
-        """Cut the module into groups and bring every tensor to its place at rest. What has an image keeps it."""
-        for group in self.groups:
-            for part in group.parts:
-                part.image.check()
-        cut = partition(self.root, self.config, _is_compiled)
-        known = {id(ref.tensor): part for group in self.groups for part in group.parts for ref in part.refs}
-        empty = {group.group_id: list(group.parts) for group in self.groups if not group.num_bytes}
-        plans = []
-        for spec, height in zip(cut.groups, cut.heights, strict=True):
-            kept, fresh = _reusable(spec, known)
-            plans.append((spec, height, kept if spec.tensors else empty.get(spec.group_id, []), fresh))
-        num_bytes = sum(lay_out_refs(fresh).num_bytes for _, _, _, fresh in plans)
-        made: list[Part] = []
-        groups = []
-        try:
-            if self._folder is not None:
-                self._folder.prepare(num_bytes)
-            with progress_bar(num_bytes, "Writing group files") if self._folder else nullcontext(_ignore) as advance:
-                for spec, height, kept, fresh in plans:
-                    parts = kept
-                    if fresh or (self._folder is not None and not kept):  # diffusers writes empty groups too
-                        made.append(
-                            self._make_part(f"{spec.group_id}{f'+{len(kept)}' if kept else ''}", fresh, advance)
-                        )
-                        parts = [*kept, made[-1]]
-                    groups.append(Group(spec, height, parts))
-            if self._folder is not None:
-                self._folder.report()
-        except BaseException:
-            if is_first:
-                for part in made:
-                    _materialise(part)
-                    part.image.close(forget=True)
-            raise
-        in_use = {part for group in groups for part in group.parts}
-        outdated = [part for group in self.groups for part in group.parts if part not in in_use]
-        self.groups = tuple(groups)
-        self.counters.rebuilds += not is_first
-        self._ring_sizes = _size_rings(self.groups, self.config)
-        self._schedule = Schedule(sorted(_by_first_call(self.groups), key=lambda group: -group.height))
+    def _rebuild(self) -> None:
+        self.counters.rebuilds += 1
+        self._build()
+
+    def _build(self) -> None:
+        """Cut the module into groups, for the first time or because it has changed."""
+        before = self.groups
+        self.groups = build_groups(self.root, self.config, self._folder, before, _is_compiled)
+        self._ring_sizes = size_rings(self.groups, self.config)
+        self._schedule = Schedule(first_guess(self.groups))
         self._release_slots()  # they have other sizes now
         self._install_gates()
-        for part in outdated:
-            part.image.close(forget=True)
-
-    def _make_part(self, group_id: str, refs: tuple[TensorRef, ...], advance: Callable[[int], None]) -> Part:
-        tensors = [ref.tensor.detach() for ref in refs]
-        layout = lay_out_refs(refs)
-        image: Image = (
-            FileImage(layout, tensors, self._folder, group_id, advance)
-            if self._folder is not None
-            else RamImage(layout, tensors, self._backend, pin=not self.config.low_cpu_mem_usage)
-        )
-        part = Part(image, refs, [tensor.device for tensor in tensors])
-        del tensors
-        for ref, view in zip(refs, image.rest, strict=True):
-            ref.tensor.data = fit_for(ref.tensor, view)  # here the old memory goes
-        return part
+        in_use = {part for group in self.groups for part in group.parts}
+        for group in before:
+            for part in group.parts:
+                if part not in in_use:
+                    part.image.close(forget=True)
 
     def _install_gates(self) -> None:
         for gate in self._gates.values():
@@ -487,45 +440,6 @@ class Engine:
         _offloaded.update(self._seen)
 
 
-def lay_out_refs(refs: Sequence[TensorRef]) -> ImageLayout:
-    return lay_out([ref.fqn for ref in refs], [ref.tensor.detach() for ref in refs])
-
-
-def _reusable(spec: GroupSpec, known: dict[int, Part]) -> tuple[list[Part], tuple[TensorRef, ...]]:
-    """Parts of before whose tensors are all in `spec` and where they were left, and the tensors that need a new image."""
-    mine = {id(ref.tensor): ref for ref in spec.tensors}
-    kept = []
-    taken: set[int] = set()
-    candidates = dict.fromkeys(known[key] for key in mine if key in known)
-    ties = overlapping([ref.tensor.detach() for ref in spec.tensors]) if candidates else []
-    for part in candidates:
-        keys = {id(ref.tensor): None for ref in part.refs}
-        is_tied = any(len({id(spec.tensors[i].tensor) in keys for i in cluster}) == 2 for cluster in ties)
-        if all(key in mine for key in keys) and all(part.as_left()) and not is_tied:
-            part.refs = tuple(mine[key] for key in keys)  # under their new names
-            kept.append(part)
-            taken.update(keys)
-    return kept, tuple(ref for ref in spec.tensors if id(ref.tensor) not in taken)
-
-
-def _materialise(part: Part) -> None:
-    """Give the tensors of `part` memory of their own, on the device where they were. Replaced ones have theirs already."""
-    part.image.check()
-    layout = part.image.layout
-    as_left = part.as_left()
-    with torch.inference_mode(False), torch.no_grad():
-        for extent in layout.extents:
-            mine = [index for index in extent.tensors if as_left[index]]
-            if not mine:
-                continue
-            home = part.devices[mine[0]]
-            flat = extent_bytes(part.image.rest, extent)
-            flat = flat.to(home) if home.type != "cpu" else flat.clone()
-            for index in mine:
-                tensor = part.refs[index].tensor
-                tensor.data = fit_for(tensor, layout.specs[index].view(flat, extent.offset))
-
-
 def _parts_of(module: nn.Module) -> tuple[int, ...]:
     return (
         id(module.__dict__.get("_compiled_call_impl")),
@@ -538,27 +452,3 @@ def _parts_of(module: nn.Module) -> tuple[int, ...]:
 def _is_compiled(module: nn.Module) -> bool:
     call = module.__dict__.get("_compiled_call_impl")
     return (call.compiled if isinstance(call, Gate) else call) is not None
-
-
-def _size_rings(groups: Iterable[Group], config: OffloadConfig) -> dict[int, tuple[int, ...]]:
-    """The slots of each height: as large as its largest groups, so that each group has one that it fits into."""
-    sizes: dict[int, list[int]] = {}
-    for group in groups:
-        if group.num_bytes:
-            sizes.setdefault(group.height, []).append(group.num_bytes)
-    rings = {}
-    for height, found in sorted(sizes.items()):
-        largest = sorted(found, reverse=True)[: config.num_slots]
-        # Slots for all of them would save nothing. Unless it was asked for, overlap is not worth that.
-        is_all = len(largest) == len(found) and not config.was_stream_asked_for
-        rings[height] = tuple(largest[:1] if is_all else largest)
-    return rings
-
-
-def _by_first_call(groups: Iterable[Group]) -> list[Group]:
-    """Each group once for each module that needs it in turn, as a pass in registration order would."""
-    return [group for group in groups if group.num_bytes for _ in (group.modules if not group.height else (None,))]
-
-
-def _ignore(num_bytes: int) -> None:
-    pass

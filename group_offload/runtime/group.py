@@ -145,6 +145,11 @@ class Group:
             self._tensors[index].data = value.cpu()
         return num_changed
 
+    def check(self) -> None:
+        """Raise if a file under the group was changed by somebody else, so that reading its tensors is not safe."""
+        for part in self.parts:
+            part.image.check()
+
     def is_as_left(self) -> bool:
         return all(all(part.as_left()) for part in self.parts)
 
