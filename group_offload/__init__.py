@@ -1,5 +1,12 @@
 """Run torch modules whose weights do not fit on the accelerator, or not even in RAM."""
 
+import sys
+
+if not sys.platform.startswith("linux"):
+    raise ImportError(
+        f"group_offload runs on Linux only: it relies on how Linux maps files into memory. This is {sys.platform}."
+    )
+
 from .api import (
     GroupInfo,
     OffloadHandle,

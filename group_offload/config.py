@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from .device import Backend, backend_for, default_device
 from .errors import ConfigError, DeviceError
 
 
-class OffloadType(str, Enum):
+class OffloadType(StrEnum):
     """How a module is cut into groups."""
 
     BLOCK_LEVEL = "block_level"

@@ -1020,3 +1020,69 @@ def test_a_dropped_pipeline_takes_its_memory_along(device: torch.device) -> None
     del pipe
     gc.collect()
     assert not any(model() is not None for model in models)
+
+
+# ------------------------------------------------------------------------------------------------ weights that others read
+
+
+@any_tier
+def test_statistics_that_a_pipeline_reads(tier: str, device: torch.device, tmp_path: Path) -> None:
+    """As Flux.2's pipeline does with its VAE: `vae.bn.running_mean`, which no call of a module brings along."""
+
+    class Vae(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+            self.bn = nn.BatchNorm1d(8, affine=False)
+            self.prior = nn.Parameter(torch.randn(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.decoder(x)
+
+        def decode(self, x: torch.Tensor) -> torch.Tensor:
+            shift = self.bn.running_mean.to(x.device) + self.prior.to(x.device)  # a parameter used outside of forward
+            return self.decoder(x + shift)
+
+    torch.manual_seed(0)
+    model = Vae().eval()
+    model.bn.running_mean.normal_()
+    reference = copy.deepcopy(model).to(device)
+    x = tiny.randn(4, 8)
+    apply_group_offloading(model, device, **tier_options(tier, tmp_path))
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(model.decode(x), reference.decode(x))
+            assert torch.equal(model(x), reference(x))
+            assert torch.equal(model.bn.running_mean, reference.bn.running_mean.cpu())
+
+
+@any_tier
+@any_level
+def test_control_branch(tier: str, level: str, device: torch.device, tmp_path: Path) -> None:
+    """Two models in turns in each step, one of them with and without what the other one gives."""
+    inputs = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in tiny.unet_inputs().items()
+    }
+    condition = tiny.randn(inputs["sample"].shape[0], 3, 8 * inputs["sample"].shape[2], 8 * inputs["sample"].shape[3])
+
+    def step(unet: Any, control: Any) -> torch.Tensor:
+        with torch.no_grad():
+            down, mid = control(**inputs, controlnet_cond=condition)
+            guided = unet(
+                **inputs, down_block_additional_residuals=down, mid_block_additional_residual=mid, return_dict=False
+            )
+            return guided[0] - unet(**inputs)[0]
+
+    def make() -> tuple[Any, Any]:
+        unet = tiny.unet()
+        return unet, tiny.seeded(
+            1, lambda: diffusers.ControlNetModel.from_unet(unet, load_weights_from_unet=False)
+        ).eval()
+
+    resident = [model.to(device) for model in make()]
+    offloaded = make()
+    for name, model in zip(("unet", "control"), offloaded, strict=True):
+        apply_group_offloading(model, device, offload_type=level, **tier_options(tier, tmp_path / name))
+    for _ in range(3):
+        assert torch.equal(step(*offloaded), step(*resident))

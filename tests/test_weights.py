@@ -2019,10 +2019,14 @@ def test_torchao(offload: Offload) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("optimum") is None, reason="needs optimum-quanto")
 def test_quanto(offload: Offload) -> None:
     quanto = pytest.importorskip("optimum.quanto")
-    model = make(Model)
-    quanto.quantize(model, weights=quanto.qint8)
-    quanto.freeze(model)
-    model, reference = pair(model)
+
+    def quantised() -> nn.Module:  # its tensors cannot be deep-copied
+        model = make(Model)
+        quanto.quantize(model, weights=quanto.qint8)
+        quanto.freeze(model)
+        return model
+
+    model, reference = quantised(), quantised()
     handle = offload(model)
     check(model, reference, inputs())
     handle.remove()
