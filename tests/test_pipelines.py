@@ -1069,9 +1069,7 @@ def test_control_branch(tier: str, level: str, device: torch.device, tmp_path: P
     def step(unet: Any, control: Any) -> torch.Tensor:
         with torch.no_grad():
             down, mid = control(**inputs, controlnet_cond=condition)
-            guided = unet(
-                **inputs, down_block_additional_residuals=down, mid_block_additional_residual=mid, return_dict=False
-            )
+            guided = unet(**inputs, down_block_additional_residuals=down, mid_block_additional_residual=mid)
             return guided[0] - unet(**inputs)[0]
 
     def make() -> tuple[Any, Any]:
