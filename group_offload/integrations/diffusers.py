@@ -19,7 +19,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from functools import cache
+from functools import cache, wraps
 from types import ModuleType
 from typing import Any
 
@@ -313,7 +313,7 @@ def patch_diffusers() -> None:
 
     _install_seam()
     undo = [
-        _swap_code(_offloading_module().apply_group_offloading, _apply_trampoline),
+        _swap_code(_offloading_module().apply_group_offloading, _apply_trampoline, apply_group_offloading),
         _swap_attribute(ModelMixin, "enable_group_offload", _enable_on_model),
         _swap_attribute(ModelMixin, "disable_group_offload", remove_group_offloading),
         _swap_attribute(diffusers.DiffusionPipeline, "enable_group_offload", enable_group_offload),
@@ -333,69 +333,17 @@ def unpatch_diffusers() -> None:
 _restore: list[Callable[[], None]] | None = None
 
 
-def _apply_trampoline(  # type: ignore[no-untyped-def]
-    module,
-    onload_device=None,
-    offload_device="cpu",
-    offload_type="block_level",
-    num_blocks_per_group=None,
-    non_blocking=False,
-    use_stream=None,
-    record_stream=False,
-    low_cpu_mem_usage=False,
-    offload_to_disk_path=None,
-    block_modules=None,
-    exclude_kwargs=None,
-):
+def _apply_trampoline(*args, **kwargs):  # type: ignore[no-untyped-def]
     """The code that `diffusers.hooks.apply_group_offloading` gets. It runs with diffusers' globals."""
     import group_offload
 
-    return group_offload.apply_group_offloading(
-        module,
-        onload_device=onload_device,
-        offload_device=offload_device,
-        offload_type=offload_type,
-        num_blocks_per_group=num_blocks_per_group,
-        non_blocking=non_blocking,
-        use_stream=use_stream,
-        record_stream=record_stream,
-        low_cpu_mem_usage=low_cpu_mem_usage,
-        offload_to_disk_path=offload_to_disk_path,
-        block_modules=block_modules,
-        exclude_kwargs=exclude_kwargs,
-    )
+    return group_offload.apply_group_offloading(*args, **kwargs)
 
 
-def _enable_on_model(
-    self: nn.Module,
-    onload_device: str | int | torch.device | None = None,
-    offload_device: str | torch.device = "cpu",
-    offload_type: str | Enum = "block_level",
-    num_blocks_per_group: int | None = None,
-    non_blocking: bool = False,
-    use_stream: bool | None = None,
-    record_stream: bool = False,
-    low_cpu_mem_usage: bool = False,
-    offload_to_disk_path: str | os.PathLike[str] | None = None,
-    block_modules: list[str] | None = None,
-    exclude_kwargs: list[str] | None = None,
-) -> OffloadHandle:
-    """Offload this model on group_offload's engine: see `group_offload.apply_group_offloading`."""
-    _refuse_unsupported(self)
-    return offload(
-        self,
-        onload_device=onload_device,
-        offload_device=offload_device,
-        offload_type=offload_type,
-        num_blocks_per_group=num_blocks_per_group,
-        non_blocking=non_blocking,
-        use_stream=use_stream,
-        record_stream=record_stream,
-        low_cpu_mem_usage=low_cpu_mem_usage,
-        offload_to_disk_path=offload_to_disk_path,
-        block_modules=block_modules,
-        exclude_kwargs=exclude_kwargs,
-    )
+@wraps(apply_group_offloading)
+def _enable_on_model(model: nn.Module, *args: Any, **kwargs: Any) -> OffloadHandle:
+    _refuse_unsupported(model)
+    return apply_group_offloading(model, *args, **kwargs)
 
 
 def _install_seam() -> None:
@@ -441,14 +389,16 @@ def _options_of(config: Any) -> dict[str, Any]:
     }
 
 
-def _swap_code(function: Any, replacement: Any) -> Callable[[], None]:
+def _swap_code(function: Any, replacement: Any, signature_of: Any) -> Callable[[], None]:
     """Give a function other code, so that every name it was imported under runs that."""
     names = ("__code__", "__defaults__", "__kwdefaults__")
     before = [getattr(function, name) for name in names]
     for name in names:
         setattr(function, name, getattr(replacement, name))
+    function.__wrapped__ = signature_of
 
     def undo() -> None:
+        del function.__wrapped__
         for name, value in zip(names, before, strict=True):
             setattr(function, name, value)
 
