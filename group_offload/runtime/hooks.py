@@ -75,9 +75,9 @@ class Gate:
         # Whatever compiler watches this thread has no business in the engine's own Python.
         compiler = set_eval_frame(None)
         try:
-            if self.was_bypassed:  # and then interrupted
-                self.leave_bypassed()
             with self._engine.lock:
+                if self.was_bypassed:  # by this thread, and then interrupted
+                    self.leave_bypassed()
                 try:
                     self._engine.enter(self)
                     args, kwargs = self._engine.move_inputs(args, kwargs)
