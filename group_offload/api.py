@@ -227,7 +227,7 @@ def apply_group_offloading(
         record_stream: take memory for onloaded weights from torch's caching allocator and give it back between groups,
             instead of keeping fixed slots. Needs `use_stream`.
         low_cpu_mem_usage: do not page-lock the weights' RAM: it can then be swapped out, but every copy goes through a
-            page-locked buffer of 32 MiB, at the speed of one memory copy. With `offload_to_disk_path` it is always so.
+            page-locked buffers of 64 MiB at most, at the speed of one memory copy. With `offload_to_disk_path` it is always so.
         offload_to_disk_path: a folder for one safetensors file for each group. Files whose content is exactly that of the
             weights are used again; no other file is touched. RAM then holds no weights at rest.
         block_modules: names of children that are cut into blocks of their own. Default: the module class's

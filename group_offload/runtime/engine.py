@@ -411,6 +411,8 @@ class Engine:
         self.groups = build_groups(self.root, self.config, self._folder, before, _is_compiled)
         self._ring_sizes = size_rings(self.groups, self.config)
         self._schedule = Schedule(first_guess(self.groups))
+        images = [part.image.layout.num_bytes for group in self.groups for part in group.parts]
+        self.transfer.prepare_for(max(images, default=0))
         self._release_slots()  # they have other sizes now
         self._install_gates()
         in_use = {part for group in self.groups for part in group.parts}

@@ -10,8 +10,8 @@ import torch
 from ..device import Backend, Event, HostBackend, Stream, plain_empty
 from ..stores.base import Image, Tier
 
-STAGING_BYTES = 16 << 20
-"""One staging buffer: large enough that a copy runs at the full speed of PCIe (16 MiB: 99% of it)."""
+MAX_STAGING_BYTES = 64 << 20
+"""One staging buffer, at most. PCIe is at full speed with 16 MiB; this much is worth dividing among reading threads."""
 NUM_STAGING_BUFFERS = 2
 
 
@@ -24,6 +24,7 @@ class Transfer:
         self._copy_stream = backend.new_stream() if use_stream else None
         self._blocking = blocking
         self._staging: list[tuple[torch.Tensor, Event]] = []
+        self._staging_size = 1
         self._unpin: list[Callable[[], None]] = []
         # A module that is dropped without remove() must not leave the buffers' pages locked.
         weakref.finalize(self, _call_all, self._unpin).atexit = False
@@ -36,6 +37,13 @@ class Transfer:
     @property
     def staging_bytes(self) -> int:
         return sum(buffer.numel() for buffer, _ in self._staging)
+
+    def prepare_for(self, largest_image: int) -> None:
+        """Size the staging buffers. At rest only."""
+        size = max(1, min(MAX_STAGING_BYTES, largest_image))
+        if size != self._staging_size:
+            self.close()
+            self._staging_size = size
 
     @property
     def stream(self) -> Stream:
@@ -77,8 +85,8 @@ class Transfer:
             fill(target, 0)  # the device is this memory: no way round
             self.num_copies += 1
             return
-        for start in range(0, target.numel(), STAGING_BYTES):
-            part = target[start : start + STAGING_BYTES]
+        for start in range(0, target.numel(), self._staging_size):
+            part = target[start : start + self._staging_size]
             buffer, sent = self._next_staging_buffer()
             sent.synchronize()  # its last content must have left before it is filled again
             chunk = buffer[: part.numel()]
@@ -93,7 +101,7 @@ class Transfer:
 
     def _next_staging_buffer(self) -> tuple[torch.Tensor, Event]:
         if len(self._staging) < NUM_STAGING_BUFFERS:
-            buffer = plain_empty(STAGING_BYTES, torch.device("cpu"))
+            buffer = plain_empty(self._staging_size, torch.device("cpu"))
             unpin = self._backend.pin(buffer)
             if unpin is not None:
                 self._unpin.append(unpin)

@@ -6,7 +6,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 
-MAX_THREADS = 8
+MAX_THREADS = 16
 MIN_BYTES_PER_THREAD = 1 << 20
 """Less is not worth handing to another thread."""
 _MAX_BYTES_PER_CALL = 16 << 20
