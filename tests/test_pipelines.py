@@ -15,6 +15,7 @@ import diffusers
 import diffusers.hooks.group_offloading as stock
 import pytest
 import torch
+import torch._dynamo.testing
 from diffusers import AutoencoderTiny, FluxPipeline, FluxTransformer2DModel
 from diffusers.hooks import apply_group_offloading as imported_before_patching
 from diffusers.models.modeling_utils import ModelMixin
@@ -1084,3 +1085,32 @@ def test_control_branch(tier: str, level: str, device: torch.device, tmp_path: P
         apply_group_offloading(model, device, offload_type=level, **tier_options(tier, tmp_path / name))
     for _ in range(3):
         assert torch.equal(step(*offloaded), step(*resident))
+
+
+# ------------------------------------------------------------------------------------------------ compiled
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # importing torch's compiler
+@any_tier
+@any_level
+@pytest.mark.parametrize("is_first", [True, False], ids=["compiled first", "offloaded first"])
+def test_compile_repeated_blocks(tier: str, level: str, is_first: bool, device: torch.device, tmp_path: Path) -> None:
+    """diffusers' regional compilation, in whole graphs: as many of them as for a resident model, however many blocks."""
+    torch._dynamo.reset()
+    counter, of_resident = torch._dynamo.testing.CompileCounter(), torch._dynamo.testing.CompileCounter()
+    resident = tiny.flux_transformer().to(device)
+    resident.compile_repeated_blocks(fullgraph=True, backend=of_resident)
+    expected = [tiny.call(resident, tiny.flux_inputs()) for _ in range(3)][-1]
+    torch._dynamo.reset()
+    model = tiny.flux_transformer()
+    if is_first:
+        model.compile_repeated_blocks(fullgraph=True, backend=counter)
+    handle = apply_group_offloading(model, device, offload_type=level, **tier_options(tier, tmp_path))
+    if not is_first:
+        model.compile_repeated_blocks(fullgraph=True, backend=counter)
+    for _ in range(3):
+        before = handle.stats().onloads
+        assert torch.equal(tiny.call(model, tiny.flux_inputs()), expected)
+        assert handle.stats().onloads >= before + len(model.transformer_blocks) + len(model.single_transformer_blocks)
+    assert counter.frame_count == of_resident.frame_count
+    torch._dynamo.reset()
