@@ -12,6 +12,7 @@ from .api import (
     OffloadHandle,
     OffloadStats,
     apply_group_offloading,
+    free_slots,
     remove_group_offloading,
 )
 from .config import OffloadConfig, OffloadType
@@ -41,6 +42,7 @@ __all__ = [
     "disable_progress_bar",
     "enable_group_offload",
     "enable_progress_bar",
+    "free_slots",
     "patch_diffusers",
     "remove_group_offloading",
     "unpatch_diffusers",

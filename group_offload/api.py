@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +19,8 @@ from .errors import ConfigError, ModuleError, StateError
 from .runtime.engine import Engine, is_offloaded
 from .runtime.group import Group
 from .runtime.hooks import HANDLE, Gate
+from .runtime.slots import arenas
+from .runtime.trace import Tracer
 from .stores.base import Tier
 
 
@@ -28,7 +33,11 @@ class OffloadStats:
     onloads: int
     """Images brought to the device."""
     stalls: int
-    """Onloads that were started only when the weights were needed: nobody foresaw them, or no slot was free."""
+    """Onloads that were started only when the weights were needed: nobody foresaw them, or no room was free."""
+    stalled_seconds: float
+    """How long compute waited for weights, as the device's own clock has it. What the device has not come to is missing."""
+    worst_stall: tuple[str, float] | None
+    """The group that compute waited for longest, in all passes together, and how long. None if it waited for none."""
     copies: int
     """Copy commands issued, in both directions."""
     bytes_onloaded: dict[str, int]
@@ -101,11 +110,14 @@ class OffloadHandle:
         engine = self._live
         counters, transfer = engine.counters, engine.transfer
         images = [part.image for group in engine.groups for part in group.parts]
+        waits = engine.stalls.by_group()
         in_files = sum(image.layout.num_bytes for image in images if image.tier is Tier.FILE)
         return OffloadStats(
             passes=counters.passes,
             onloads=counters.onloads,
             stalls=counters.stalls,
+            stalled_seconds=sum(waits.values()),
+            worst_stall=max(waits.items(), key=lambda item: item[1], default=None),
             copies=transfer.num_copies,
             bytes_onloaded={tier.value: num_bytes for tier, num_bytes in transfer.bytes_sent.items()},
             tensors_brought_back=counters.brought_back,
@@ -116,6 +128,33 @@ class OffloadHandle:
             staging_bytes=transfer.staging_bytes,
             file_bytes=in_files,
         )
+
+    @contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Write a timeline of what happens inside the `with` block, for https://ui.perfetto.dev or chrome://tracing.
+
+        It has lanes for file reads, copies to the device, compute, and stalls (compute waiting for a copy), each slice
+        named by its group. Recording takes some time of its own, so a traced pass is a little slower.
+
+        Raises:
+            StateError: a trace is being recorded already.
+            OSError: the file cannot be written.
+
+        Example:
+            >>> with handle.trace("step.json"):
+            ...     model(x)
+        """
+        engine = self._live
+        with engine.lock:
+            if engine.tracer is not None:
+                raise StateError("A trace of this module is being recorded already. End that one first.")
+            tracer = engine.tracer = engine.transfer.tracer = Tracer(engine.config.backend, type(self.module).__name__)
+        try:
+            yield
+        finally:
+            with engine.lock:
+                engine.tracer = engine.transfer.tracer = None
+        tracer.write(Path(path))
 
     def refresh(self) -> None:
         """Take up changed, added or removed weights now. Without it the next forward does so."""
@@ -291,6 +330,16 @@ def remove_group_offloading(module: nn.Module) -> None:
     handle = handle_of(module)
     if handle is not None:
         handle.remove()
+
+
+def free_slots() -> None:
+    """Give the device memory that offloaded modules keep for their next forward back to the device's allocator.
+
+    It goes by itself with the last of them. Modules that are running keep theirs; the others take memory again when they
+    run. Call `torch.cuda.empty_cache()` afterwards to make it free for other processes.
+    """
+    for arena in arenas():
+        arena.release_idle()
 
 
 def handle_of(module: nn.Module) -> OffloadHandle | None:

@@ -53,8 +53,14 @@ class Backend(Protocol):
 
     def new_event(self) -> Event: ...
 
+    def seconds_between(self, start: Event, end: Event) -> float | None:
+        """Time from one recorded event to another, negative if `end` came first; None if one is not reached yet."""
+
     def empty(self, num_bytes: int, stream: Stream | None = None) -> torch.Tensor:
         """Uninitialised uint8 device memory, owned by `stream` (default: the current one), 256-byte aligned."""
+
+    def bytes_in_use(self) -> int:
+        """Device memory in use by this process: weights, activations, everything. Takes some time to find out."""
 
     def free(self, memory: torch.Tensor) -> None:
         """Give memory from `empty` back. Its owner stream, and streams marked by `record_stream`, may still use it."""
@@ -65,8 +71,17 @@ class Backend(Protocol):
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, *, blocking: bool = False) -> None:
         """Copy bytes on `stream`. Asynchronous if the host side is pinned, unless `blocking`."""
 
-    def pin(self, memory: torch.Tensor) -> Callable[[], None] | None:
-        """Page-lock host memory in place. Returns the call that undoes it, or None where that is not possible."""
+    def pin(self, memory: torch.Tensor, *, read_only: bool = False) -> Callable[[], None] | None:
+        """Page-lock host memory in place. Returns the call that undoes it, or None where that is not possible.
+
+        `read_only`: nothing will ever be copied to it. Pages of a file that is mapped read-only can be locked so.
+        """
+
+    def empty_pinned(self, num_bytes: int) -> torch.Tensor | None:
+        """Page-locked memory of the device's own making, for where `pin` is refused; None if that is too."""
+
+
+_REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly
 
 
 class _NoEvent:
@@ -106,12 +121,18 @@ class HostBackend:
     def new_event(self) -> Event:
         return _NO_EVENT
 
+    def seconds_between(self, start: Event, end: Event) -> float | None:
+        return 0.0
+
     def empty(self, num_bytes: int, stream: Stream | None = None) -> torch.Tensor:
         # torch's CPU allocator aligns to 64 bytes; images are laid out for 256, and MKL rounds by alignment.
         memory = plain_empty(num_bytes + 255, self.device)
         start = -memory.data_ptr() % 256
         with torch.inference_mode(False):
             return memory[start : start + num_bytes]
+
+    def bytes_in_use(self) -> int:
+        return 0
 
     def free(self, memory: torch.Tensor) -> None:
         pass
@@ -122,7 +143,10 @@ class HostBackend:
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, *, blocking: bool = False) -> None:
         target.copy_(source)
 
-    def pin(self, memory: torch.Tensor) -> Callable[[], None] | None:
+    def pin(self, memory: torch.Tensor, *, read_only: bool = False) -> Callable[[], None] | None:
+        return None
+
+    def empty_pinned(self, num_bytes: int) -> torch.Tensor | None:
         return None
 
 
@@ -141,11 +165,19 @@ class AcceleratorBackend:
         return torch.Stream(device=self.device)
 
     def new_event(self) -> Event:
-        return torch.Event(device=self.device)
+        return torch.Event(device=self.device, enable_timing=True)
+
+    def seconds_between(self, start: Event, end: Event) -> float | None:
+        if not (start.query() and end.query()):
+            return None
+        return float(start.elapsed_time(end)) / 1e3  # type: ignore[attr-defined]
 
     def empty(self, num_bytes: int, stream: Stream | None = None) -> torch.Tensor:
         with _on(stream):
             return plain_empty(num_bytes, self.device)
+
+    def bytes_in_use(self) -> int:
+        return int(getattr(torch, self.device.type).memory_allocated(self.device))
 
     def free(self, memory: torch.Tensor) -> None:
         pass  # torch's caching allocator takes it back when the last reference goes, in the order of its stream
@@ -157,18 +189,26 @@ class AcceleratorBackend:
         with _on(stream):
             target.copy_(source, non_blocking=not blocking)
 
-    def pin(self, memory: torch.Tensor) -> Callable[[], None] | None:
+    def pin(self, memory: torch.Tensor, *, read_only: bool = False) -> Callable[[], None] | None:
         if self.device.type != "cuda" or not memory.numel():
             return None
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         address = memory.data_ptr()
+        flags = _REGISTER_READ_ONLY if read_only else 0
         with torch.cuda.device(self.device):
-            if int(runtime.cudaHostRegister(address, memory.numel(), 0)) == 0:
+            if int(runtime.cudaHostRegister(address, memory.numel(), flags)) == 0:
                 return lambda: runtime.cudaHostUnregister(address) and None
             # The failure also waits as CUDA's "last error", for the next kernel launch to stumble over. Here it does.
             with contextlib.suppress(RuntimeError):
                 torch.empty(1, device=self.device).zero_()
         return None
+
+    def empty_pinned(self, num_bytes: int) -> torch.Tensor | None:
+        try:
+            with torch.inference_mode(False):
+                return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:  # the driver's own limits
+            return None
 
 
 def _on(stream: Stream | None) -> contextlib.AbstractContextManager[object]:

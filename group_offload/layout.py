@@ -96,6 +96,21 @@ def lay_out(fqns: Sequence[str], tensors: Sequence[torch.Tensor]) -> ImageLayout
     )
 
 
+def lay_out_at(
+    fqns: Sequence[str], tensors: Sequence[torch.Tensor], offsets: Sequence[int], num_bytes: int
+) -> ImageLayout:
+    """The layout of an image that exists already, with tensor `i` at byte `offsets[i]`."""
+    specs = tuple(
+        TensorSpec(fqn=fqn, dtype=t.dtype, shape=tuple(t.shape), stride=tuple(t.stride()), offset=offset)
+        for fqn, t, offset in zip(fqns, tensors, offsets, strict=True)
+    )
+    extents = []
+    for members in overlapping(tensors):
+        low, high = _address_range(tensors, members)
+        extents.append(Extent(offset=min(offsets[i] for i in members), num_bytes=high - low, tensors=tuple(members)))
+    return ImageLayout(specs=specs, extents=tuple(extents), num_bytes=num_bytes)
+
+
 def overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """Indices of `tensors`, in lists: those in one list share bytes. Lists and their members keep the given order."""
     ranges = []

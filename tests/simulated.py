@@ -184,10 +184,20 @@ class _Work:
     run: Callable[[], object] | None = None
     after: _Work | None = None  # a wait: not before this is done
     done: bool = False
+    finished: int = 0  # how many things had run by then
     grad: bool = field(default_factory=torch.is_grad_enabled)
 
 
 class SimulatedStream(_Timeline):
+    # Compared with None, a torch.Stream is neither equal nor unequal.
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        return other is not None and self is not other
+
     def __init__(self, device: SimulatedDevice, name: str) -> None:
         super().__init__(name)
         self.device = device
@@ -254,10 +264,14 @@ class SimulatedDevice:
         self._thread = threading.local()
         self._regions: list[_Region] = []  # by address
         self._num_regions = 0
+        self._num_run = 0
         self._cached: list[_Block] = []
         self._freed: list[tuple[_Block, list[_Work]]] = []  # not reusable before that work is done
         self._in_flight: list[_InFlight] = []  # from pinned memory
         self._released: deque[_Block] = deque()  # filled by the garbage collector, at any moment
+
+    def bytes_in_use(self) -> int:
+        return self.memory.now + self.activations.now
 
     @property
     def allocated_bytes(self) -> int:
@@ -295,6 +309,13 @@ class SimulatedDevice:
 
     # Memory
 
+    def seconds_between(self, start: Any, end: Any) -> float | None:
+        """Time is the number of things that ran."""
+        if not (start.query() and end.query()):
+            return None
+        assert start.point is not None and end.point is not None
+        return float(end.point.finished - start.point.finished)
+
     def empty(self, num_bytes: int, stream: Any = None) -> torch.Tensor:
         with self._host_call():
             return self._allocate(num_bytes, stream or self.current_stream(), self.memory)
@@ -310,7 +331,11 @@ class SimulatedDevice:
                 block = self._block(memory)
                 block.users |= {stream} - {block.owner}
 
-    def pin(self, memory: torch.Tensor) -> Callable[[], None] | None:
+    def empty_pinned(self, num_bytes: int) -> torch.Tensor | None:
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        return None if self.pin(memory) is None else memory
+
+    def pin(self, memory: torch.Tensor, *, read_only: bool = False) -> Callable[[], None] | None:
         with self._host_call():
             if not memory.numel() or self._overlapping(*_extent(memory)):
                 return None
@@ -503,6 +528,8 @@ class SimulatedDevice:
     def _run(self, work: _Work) -> None:
         work.stream.queue.popleft()
         work.done = True
+        self._num_run += 1
+        work.finished = self._num_run
         run, work.run, work.after = work.run, None, None
         if run is not None:
             self.log.append((work.stream.name, work.access.label))

@@ -379,9 +379,11 @@ def test_statistics_of_blocks(tier: str, tmp_path: Path) -> None:
     for passes in range(1, 4):
         run(model, inputs())
         stats = handle.stats()
-        assert stats.passes == passes and stats.onloads == stats.copies == 5 * passes
+        # The blocks take turns. Nothing takes the slot of what the root holds: from a file it is brought once.
+        rests = 1 if tier == "file" else passes
+        assert stats.passes == passes and stats.onloads == stats.copies == 4 * passes + rests
         assert stats.stalls == stats.onloads  # nothing is foreseen without a stream
-        assert stats.bytes_onloaded[tier] == passes * (4 * block + rest) == sum(stats.bytes_onloaded.values())
+        assert stats.bytes_onloaded[tier] == passes * 4 * block + rests * rest == sum(stats.bytes_onloaded.values())
         # One slot for blocks, one for what the root holds meanwhile.
         assert stats.peak_device_bytes == block + rest
         assert (stats.tensors_brought_back, stats.rebuilds, stats.pinned_bytes, stats.staging_bytes) == (0, 0, 0, 0)

@@ -33,6 +33,7 @@ PUBLIC_NAMES = {
     "disable_progress_bar",
     "enable_group_offload",
     "enable_progress_bar",
+    "free_slots",
     "patch_diffusers",
     "remove_group_offloading",
     "unpatch_diffusers",

@@ -12,7 +12,7 @@ import random
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from torch import nn
 
 from group_offload import OffloadHandle, apply_group_offloading
 from group_offload.runtime import engine, slots, transfer
+from group_offload.runtime.schedule import Schedule
+from group_offload.runtime.transfer import Transfer
 from group_offload.stores.disk import FileImage
 
 from .simulated import SimulatedDevice, use_simulated_device
@@ -117,10 +119,16 @@ def exercise(seed: int, laziness: Any, options: dict[str, Any], *, num_passes: i
     other = Model([rng.choice([8, 32])] * 2)
     other_resident = copy.deepcopy(other)
     streams = [device.current_stream(), device.new_stream()]
-    with use_simulated_device(device), watch_file_reads(device), tempfile.TemporaryDirectory() as folder:
+    with ExitStack() as stack:
+        stack.enter_context(use_simulated_device(device))
+        stack.enter_context(watch_file_reads(device))
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         if options.get("in_files"):
             options = {**options, "offload_to_disk_path": folder}
-        options = {name: value for name, value in options.items() if name != "in_files"}
+        if not options.get("is_told_of_edits", True):
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            patch.setattr("group_offload.stores.pinned.tells_writes", lambda: False)
+        options = {name: value for name, value in options.items() if name not in ("in_files", "is_told_of_edits")}
         handle = offload(model, **options)
         other_handle = offload(other)
         outputs = []
@@ -198,6 +206,19 @@ def assert_at_rest(model: Model, resident: Model, device: SimulatedDevice) -> No
             assert torch.equal(value, expected), name
 
 
+@contextmanager
+def options_for(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The options for `offload`, with a folder for `in_files`."""
+    with tempfile.TemporaryDirectory() as folder:
+        real = {name: value for name, value in options.items() if name != "in_files"}
+        yield {**real, "offload_to_disk_path": folder} if options.get("in_files") else real
+
+
+def on_their_way(device: SimulatedDevice) -> int:
+    """Copies to the device that were enqueued and have not run."""
+    return sum(work.access.label == "copy H2D" for stream in device._streams for work in stream.queue)
+
+
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"num_blocks_per_group": 2},
@@ -211,6 +232,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"in_files": True, "record_stream": True},
     {"in_files": True, "offload_type": "leaf_level"},
     {"use_stream": True, "num_blocks_per_group": 3},
+    {"is_told_of_edits": False},
+    {"is_told_of_edits": False, "record_stream": True, "offload_type": "leaf_level"},
 ]
 
 
@@ -241,17 +264,30 @@ def test_copies_overlap_with_compute() -> None:
         handle.remove()
 
 
-def test_the_host_waits_once_a_pass() -> None:
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)
+def test_the_host_never_waits(options: dict[str, Any]) -> None:
     device = SimulatedDevice(0, "lazy")
     model = Model([16] * 6)
     with use_simulated_device(device):
-        handle = offload(model)
-        forward(device, model, torch.randn(2, DIM))
-        before = device.num_host_waits
-        for _ in range(3):
+        handle = offload(model, **options)
+        for _ in range(4):
             forward(device, model, torch.randn(2, DIM))
-        assert device.num_host_waits - before == 3
+        assert device.num_host_waits == 0
         handle.remove()
+
+
+def test_the_host_waits_for_copies_from_what_can_be_edited() -> None:
+    """Where the system does not tell which weights were edited, they rest in the memory that copies read."""
+    device = SimulatedDevice(0, "lazy")
+    model = Model([16] * 6)
+    with use_simulated_device(device), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("group_offload.stores.pinned.tells_writes", lambda: False)
+        handle = offload(model)
+        for _ in range(4):
+            forward(device, model, torch.randn(2, DIM))
+        assert device.num_host_waits == 4
+        handle.remove()
+    exercise(0, "lazy", {"is_told_of_edits": False})
 
 
 @pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"use_stream": False}], ids=str)
@@ -267,9 +303,6 @@ def test_device_memory_is_the_formula(options: dict[str, Any]) -> None:
         for _ in range(3):
             forward(device, model, torch.randn(2, DIM))
         assert device.peak_bytes <= rest + sum(sizes[:num_slots])
-        if options.get("record_stream"):
-            # Memory that was given back is still in use until its last kernel: the host may only be so far ahead of it.
-            assert device.num_host_waits >= 3 * (len(sizes) - 2 * num_slots)
         handle.remove()
 
 
@@ -366,6 +399,175 @@ def test_a_lease_goes_from_stream_to_stream() -> None:
             device.get(output)
 
 
+def test_slots_go_to_another_model_while_copies_to_them_are_on_their_way() -> None:
+    """Two models whose slots are of one size alternate; the first one's next pass is on its way when the other begins."""
+    device = SimulatedDevice(0, "lazy")
+    one, two = Model([16] * 4), Model([16] * 4)
+    x = torch.randn(2, DIM)
+    expected = [run(one, x), run(two, x)]
+    with use_simulated_device(device):
+        handles = [offload(one), offload(two)]
+        for _ in range(2):
+            outputs = [forward(device, one, x) for _ in range(2)]  # the second pass knows what the third begins with
+            assert on_their_way(device) > 0
+            outputs += [forward(device, two, x) for _ in range(2)]
+            for output, wanted in zip(outputs, [expected[0]] * 2 + [expected[1]] * 2, strict=True):
+                assert torch.equal(device.get(output), wanted)
+        assert device.memory.peak == max(handle.stats().peak_device_bytes for handle in handles)
+        for handle in handles:
+            handle.remove()
+
+
+class Fork(nn.Module):
+    """Its last block computes on another stream, and nothing inside of the pass waits for that."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(16, counts=False) for _ in range(3)])
+        self.device = [device, device.new_stream()]
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        device, side = self.device
+        x = self.blocks[1](self.blocks[0](x))
+        with device.use_stream(side):
+            y = self.blocks[2](y)
+        return x, y
+
+
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}], ids=str)
+def test_slots_go_to_another_model_while_a_side_stream_reads_them(options: dict[str, Any]) -> None:
+    device = SimulatedDevice(0, "lazy")
+    model, other = Fork(device), Fork(device)
+    side = model.device[1]
+    other.device = model.device
+    x, y = torch.randn(2, DIM), torch.randn(2, DIM)
+    with torch.no_grad():
+        expected = [model(x, y), other(x, y)]
+    with use_simulated_device(device):
+        handles = [offload(model, **options), offload(other, **options)]
+        for _ in range(3):
+            outputs = []
+            for module in (model, other):
+                given = device.put(x)
+                with device.use_stream(side):
+                    given_to_side = device.put(y)
+                with torch.no_grad(), device.running():
+                    outputs.append(module(given, given_to_side))
+            for (one, two), wanted in zip(outputs, expected, strict=True):
+                assert torch.equal(device.get(one), wanted[0]) and torch.equal(device.get(two), wanted[1])
+        del outputs, one, two, given, given_to_side
+        for handle in handles:
+            handle.remove()
+        assert device.allocated_bytes == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"in_files": True}], ids=str)
+def test_removed_right_after_a_forward(options: dict[str, Any]) -> None:
+    """The output is not computed, and copies (through staging buffers, or the next pass's) are on their way."""
+    device = SimulatedDevice(0, "lazy")
+    model = Model([16] * 4)
+    resident = copy.deepcopy(model)
+    with use_simulated_device(device), watch_file_reads(device), options_for(options) as options:
+        handle = offload(model, **options)
+        x = torch.randn(2, DIM)
+        outputs = [forward(device, model, x) for _ in range(3)]
+        assert on_their_way(device) > 0
+        handle.remove()
+        assert device.pinned_bytes == 0 and device.allocated_bytes == 0
+        with torch.no_grad():
+            model.shift.mul_(2)  # nobody reads it any more
+        for output in outputs:
+            assert torch.equal(device.get(output), run(resident, x))
+        model.alive.clear()
+
+
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"in_files": True}], ids=str)
+def test_cut_into_groups_again_right_after_a_forward(options: dict[str, Any]) -> None:
+    """What is on its way then is for images, slots and staging buffers of other sizes."""
+    device = SimulatedDevice(0, "lazy")
+    model = Model([16] * 4)
+    resident = copy.deepcopy(model)
+    with use_simulated_device(device), watch_file_reads(device), options_for(options) as options:
+        handle = offload(model, **options)
+        x = torch.randn(2, DIM)
+        outputs = [(forward(device, model, x), run(resident, x)) for _ in range(3)]
+        assert on_their_way(device) > 0
+        large = Block(40, counts=False)
+        resident.blocks[2] = copy.deepcopy(large)
+        model.blocks[2] = large
+        outputs += [(forward(device, model, x), run(resident, x)) for _ in range(3)]
+        assert handle.stats().rebuilds == 1
+        for output, expected in outputs:
+            assert torch.equal(device.get(output), expected)
+        model.alive.clear()
+        handle.remove()
+        assert device.pinned_bytes == 0 and device.allocated_bytes == 0
+
+
+INTERRUPTED: list[tuple[Any, str, int]] = [
+    (Transfer, "send", 0),
+    (Transfer, "send", 2),
+    (Schedule, "observe", 1),
+    (Schedule, "end", 0),
+]
+"""Where Ctrl-C comes: in which method, and in which of its calls in a pass."""
+
+
+@pytest.mark.parametrize("where", INTERRUPTED, ids=lambda where: f"{where[1]}-{where[2]}")
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}], ids=str)
+def test_an_interrupt_in_the_middle_of_the_engine(options: dict[str, Any], where: tuple[Any, str, int]) -> None:
+    """Ctrl-C comes while copies are being enqueued, or as the pass ends; then another model takes the slots."""
+    device = SimulatedDevice(0, "lazy")
+    model, other = Model([16] * 4), Model([16] * 4)
+    x = torch.randn(2, DIM)
+    expected = [run(model, x), run(other, x)]
+    owner, name, at = where
+    with use_simulated_device(device), pytest.MonkeyPatch.context() as patch:
+        handles = [offload(model, **options), offload(other, **options)]
+        outputs = [(forward(device, model, x), expected[0]) for _ in range(2)]
+        real = getattr(owner, name)
+        num_calls = 0
+
+        def interrupted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == at + 1:
+                raise KeyboardInterrupt
+            return real(self, *args, **kwargs)
+
+        patch.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            forward(device, model, x)
+        patch.setattr(owner, name, real)
+        outputs.append((forward(device, other, x), expected[1]))
+        outputs += [(forward(device, model, x), expected[0]) for _ in range(2)]
+        outputs.append((forward(device, other, x), expected[1]))
+        for output, wanted in outputs:
+            assert torch.equal(device.get(output), wanted)
+        del outputs, output
+        model.alive.clear()
+        other.alive.clear()
+        for handle in handles:
+            handle.remove()
+        assert device.pinned_bytes == 0 and device.allocated_bytes == 0
+
+
+def test_memory_of_the_allocator_is_freed_after_another_stream_used_it() -> None:
+    """With record_stream: the group before took the memory on one stream, the block computes on another one."""
+    device = SimulatedDevice(0, "lazy")
+    model = Model([16] * 4)
+    x = torch.randn(2, DIM)
+    expected = run(model, x)
+    with use_simulated_device(device):
+        handle = offload(model, record_stream=True)
+        model.on_block = hop_between(device, [device.current_stream(), device.new_stream()])
+        for _ in range(3):
+            assert torch.equal(device.get(forward(device, model, x)), expected)
+        model.alive.clear()
+        handle.remove()
+        assert device.allocated_bytes == 0
+
+
 # ---------------------------------------------------------------- mutations
 
 CALLS = {"wait_event", "synchronize", "record", "record_stream", "finish"}
@@ -425,8 +627,16 @@ def everything() -> None:
     test_at_rest_nothing_moves()
     test_a_lease_goes_from_stream_to_stream()
     test_files_and_pageable_ram_go_through_the_staging_buffers_in_turn()
+    test_slots_go_to_another_model_while_copies_to_them_are_on_their_way()
+    test_memory_of_the_allocator_is_freed_after_another_stream_used_it()
     for options in ({}, {"record_stream": True}):
         test_device_memory_is_the_formula(options)
+        test_slots_go_to_another_model_while_a_side_stream_reads_them(options)
+        for where in INTERRUPTED:
+            test_an_interrupt_in_the_middle_of_the_engine(options, where)
+    for options in ({}, {"record_stream": True}, {"in_files": True}):
+        test_removed_right_after_a_forward(options)
+        test_cut_into_groups_again_right_after_a_forward(options)
     for options in OPTIONS:
         for seed in range(2):
             exercise(seed, "random", options)

@@ -5,37 +5,59 @@ A pass is one call of a module with a gate that is not inside another one: mostl
 of it (`vae.decode` calls the decoder). It holds the engine's lock, so that two threads take turns. In order:
 
 1. `_begin`: what changed since the last pass (weights edited, replaced or added, modules compiled) is taken up, slots are
-   leased, the first images are started.
+   leased, the first images are started, unless they are there already.
 2. For each gated call inside: `enter` makes compute wait for the images it needs and binds the weights to their slots;
-   `leave` records the last use, binds the weights to their place at rest, and starts the next image into the free slot.
-3. `_end`: everything is bound to its place at rest, and the host waits for the last copy. At rest nothing moves.
+   `leave` records the last use, binds the weights to their place at rest, and starts the next images into the free bytes.
+3. `_end`: everything is bound to its place at rest. The images that the next pass needs first are on their way by then.
+   The host has waited for nothing (but see `Image.is_stable`).
 
-An exception anywhere unwinds through the gates and ends the pass the same way.
+An exception anywhere unwinds through the gates and ends the pass the same way. The next pass then starts from nothing.
+
+[Note: Slots in rings, and just in time]
+Groups that are needed one after another share a ring of fixed memory, filled as far ahead as it reaches. At leaf level,
+and with `record_stream`, memory for them comes from torch's caching allocator instead, just in time: when compute comes to
+a group, what is needed next gets memory, as much as the largest group takes (more where activations take much more, see
+`_window`). The host decides that before the activations
+of the current call are allocated, and the copies wait until compute has got there: so weights that wait for their turn and
+activations at their peak are not there at the same time.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..config import OffloadConfig
-from ..device import Event
+from ..config import OffloadConfig, OffloadType
 from ..errors import StateError
 from ..layout import overlapping
 from ..partition import NEVER_CALLED
+from ..stores.base import Image, Store, Tier
 from ..stores.disk import Folder
 from .build import build_groups, first_guess, materialise, size_rings
 from .group import Group, Residence
 from .hooks import Gate, moved
 from .schedule import Schedule
-from .slots import Lease, Slot, arena_for
+from .slots import Lease, Ring, Slot, arena_for
+from .stalls import Stalls
+from .trace import Tracer
 from .transfer import Transfer
+
+MAX_RUN_BYTES = 8 << 20
+"""Groups that follow one another are sent together up to this size: small ones cost the host more than the link."""
+_DEEP_WINDOW = 4
+"""At leaf level, `record_stream` lets this many times the largest layer be on its way: for models that compute bounds."""
+_NUM_WEIGHED = 64
+"""Calls of a first pass at which device memory is looked at: each takes 0.1 ms."""
+_LOOK_BEYOND = 16
+"""Once there is no room for a group inside of whose modules nothing else is needed, this many more are looked at."""
 
 _offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -55,6 +77,8 @@ class Counters:
     brought_back: int = 0
     rebuilds: int = 0
     device_bytes: int = 0
+    loose_bytes: int = 0
+    """The part of it that is in no ring."""
     peak_device_bytes: int = 0
 
 
@@ -78,23 +102,43 @@ class Engine:
             blocking=not config.use_stream and not config.non_blocking,
         )
         self._skip_inputs = frozenset(config.exclude_kwargs)
+        self.stalls = Stalls(self._backend)
+        self.tracer: Tracer | None = None
         self._calls: list[list[Group]] = []
         """The gated calls in progress, outermost first: the groups that each of them holds."""
+        self._bound: dict[Group, None] = {}
+        """The groups whose tensors are views of slots."""
         self._has_failed = False
+        self._is_clean = True
+        """The last pass ended, and nothing was raised in it."""
+        self._is_behind = False
+        """Something may have changed about what can be started."""
+        self._blockers: set[Group] = set()
+        """The groups for whose bytes the next image waits."""
         self._lease: Lease | None = None
         """The slots of this engine: kept between passes, unless another module's pass takes the memory."""
         self._has_lease = False
-        """In a pass, and the slots are fixed ones."""
-        self._allocated: dict[int, list[Slot]] = {}
-        """With `record_stream`: for each height, the slots in use."""
-        self._retired: dict[int, deque[Event]] = {}
-        """With `record_stream`: for each height, the last uses of memory that was given back, oldest first."""
+        """In a pass."""
+        # At leaf level least memory counts, and layers are small enough for torch's allocator to fit them in anywhere.
+        is_leaf_level = config.offload_type is OffloadType.LEAF_LEVEL
+        self._is_just_in_time = config.record_stream or (is_leaf_level and config.use_stream)
+        self._is_tight = is_leaf_level and not config.record_stream
         self._gates: dict[nn.Module, Gate] = {}
-        self._seen: dict[nn.Module, tuple[int, ...]] = {}
-        """What each module consisted of when it was last looked at."""
-        self._ring_sizes: dict[int, tuple[int, ...]] = {}
-        """For each height of groups: how large the slots are that they take turns in."""
+        self._watches: dict[nn.Module, _Watch] = {}
+        self._seen: dict[nn.Module, _Seen] = {}
+        self._ring_sizes: dict[int, int] = {}
+        """For each height of groups: how much memory they take turns in."""
+        self._largest = 0
+        """The size of the largest group inside of whose modules no other one is needed."""
+        self._window_bytes = 0
+        """Just in time: how much may be on its way."""
+        self._activations: dict[nn.Module, _Activations] = {}
+        """For each kind of pass, what activations take."""
+        self._is_stable = False
+        self._wraps = False
+        """The next pass's first images are started in this one."""
         self._schedule = Schedule(())
+        self._weighed = _Activations()
         self._build()
 
     @property
@@ -107,8 +151,10 @@ class Engine:
 
     @property
     def slot_bytes(self) -> int:
-        """Device memory that a pass takes for slots."""
-        return sum(map(sum, self._ring_sizes.values()))
+        """Device memory that a pass takes for weights, at most."""
+        if not self._is_just_in_time:
+            return sum(self._ring_sizes.values())
+        return self._largest + self._window(None) + sum(size for height, size in self._ring_sizes.items() if height)
 
     @property
     def is_running(self) -> bool:
@@ -127,6 +173,8 @@ class Engine:
                 raise StateError(
                     "remove() was called in the middle of a forward of the module. Call it after the forward."
                 )
+            self.transfer.finish()
+            self._release_slots()
             for group in self.groups:
                 for part in group.parts:
                     materialise(part)
@@ -137,9 +185,8 @@ class Engine:
                     part.image.close(forget=False)
             for module in self._seen:
                 _offloaded.discard(module)
-            self._gates, self._seen, self.groups = {}, {}, ()
+            self._gates, self._watches, self._seen, self.groups = {}, {}, {}, ()
             self.transfer.close()
-            self._release_slots()
 
     # ---------------------------------------------------------------- calls
 
@@ -151,7 +198,9 @@ class Engine:
         now = self._gates.get(gate.module)  # another one, if the module was just cut into groups again
         for group in () if now is None else now.groups:
             self._hold(group)
-        self._prefetch()
+        if self._is_just_in_time or self._is_behind or self._schedule.is_learning:
+            self._weigh_activations(gate)
+            self._prefetch()
 
     def fail(self) -> None:
         """The call in progress raised: the pass teaches no order."""
@@ -163,7 +212,8 @@ class Engine:
         while held:
             self._let_go(held.pop())
         if self._calls:
-            self._prefetch()
+            if self._is_behind or self._schedule.is_learning:
+                self._prefetch()
         else:
             self._end()
 
@@ -182,177 +232,314 @@ class Engine:
     def _begin(self, gate: Gate) -> None:
         self.counters.passes += 1
         self._has_failed = False
-        self._recover()
-        scope = self._notice_changes(gate.module)
-        if scope is None:
+        if not self._is_clean:
+            self._recover()
+        self._is_clean = False
+        watch = self._notice_changes(gate.module)
+        if watch is None:
             self._rebuild()
-            scope = self._notice_changes(gate.module)
-            if scope is None:
+            watch = self._notice_changes(gate.module)
+            if watch is None:
                 raise StateError(f"{type(self.root).__name__} was changed by another thread while a forward began.")
-        if not self.config.record_stream:
-            self._take_lease()
-        self._schedule.begin(gate.module, scope)
+        self._take_lease()
+        if self._is_just_in_time:
+            self._window_bytes = self._window(gate.module)
+            weighed = self._activations.setdefault(gate.module, _Activations())
+            weighed.begin(self._other_bytes() if self._is_tight else 0)
+            self._weighed = weighed
+        self._schedule.begin(gate.module, watch.scope)
+        self._is_behind = True
         self._prefetch()
 
     def _end(self) -> None:
-        self.transfer.finish()
-        for group in self.groups:
-            if group.slot is not None:
-                self._offload(group)
+        for group in [*self._bound]:
+            self._unbind(group)
         self._schedule.end(completed=not self._has_failed)
+        stream = self._backend.current_stream()
+        for slot in self._slots():
+            if slot.last_stream is not None and slot.last_stream != stream:
+                stream.wait_event(slot.last_use)  # the end of the pass is the end of what other streams did in it
+            if slot.owner is not None and slot.waited_on is None:
+                self._backend.record_stream(slot.memory, self.transfer.stream)  # if another module's pass drops it
+        if not self._is_stable:
+            # What copies read is what can be edited from now on, and nothing would tell.
+            self.transfer.finish()
+            for slot in self._slots():
+                self._free(slot)
         self._give_lease_back()
+        self._is_clean = not self._has_failed
 
     def _recover(self) -> None:
         """Put right what an interrupt in the middle of the engine's own code may have left."""
+        self._calls = self._calls[-1:]
+        self._bound.clear()
         for group in self.groups:
-            if group.slot is not None or group.residence is Residence.ONLOADED:
-                group.holds = 0
-                group.slot = None
+            group.holds = 0
+            group.slot = None
+            if group.residence is Residence.ONLOADED:
                 group.rest()
-        for ring in self._lease.rings.values() if self._lease is not None else ():
-            for slot in ring:
-                slot.group = None
-        self._allocated = {}
+        for slot in () if self._lease is None else self._lease.loose:
+            self._backend.record_stream(slot.memory, self.transfer.stream)  # where a copy to it may be on its way
         self._give_lease_back()
+        self._release_slots()
 
     def _hold(self, group: Group) -> None:
         if not group.num_bytes:
             return
         if not group.holds:
             self._schedule.observe(group)
+        if group.residence is Residence.AT_REST:
+            if group.was_touched():
+                group.take_up_edits(self.transfer)
+            if group.slot is not None and not group.is_current:
+                self._drop(group)
         if group.slot is None:
             self.counters.stalls += 1
-            self._onload(group, self._free_slot(group, set()) or self._new_slot(group))
+            self._is_behind = True
+            self._onload_now(group)
         slot = group.slot
         assert slot is not None
-        # Also if it is bound already: this call may compute on another stream than the last one.
-        self._backend.current_stream().wait_event(slot.ready)
+        stream = self._backend.current_stream()
+        if self.tracer is not None:
+            self.tracer.compute_arrives(group, stream)
+        if slot.waited_on is None:
+            self.stalls.arrive(slot, group, stream)
+        # Also if it is bound already: this call may compute on another stream. (A torch stream is not unequal to None.)
+        if slot.waited_on is None or slot.waited_on != stream:
+            stream.wait_event(slot.ready)
+            slot.waited_on = stream
         if group.residence is Residence.AT_REST:
-            group.onload_to(slot)
+            group.onload()
+            self._bound[group] = None
         group.holds += 1
+        slot.unused.discard(group)
         self._calls[-1].append(group)
+        if self.tracer is not None:
+            self.tracer.compute_begins(group, stream)
 
     def _let_go(self, group: Group) -> None:
         group.holds -= 1
         slot = group.slot
         assert slot is not None
         stream = self._backend.current_stream()
-        stream.wait_event(slot.last_use)  # which may have been on another stream: this end includes that one
+        if slot.last_stream is not None and slot.last_stream != stream:
+            stream.wait_event(slot.last_use)  # so that this end includes that one
         slot.last_use.record(stream)
-        if not slot.is_fixed:
+        slot.last_stream = stream
+        if slot.owner is not None and slot.owner != stream:
             self._backend.record_stream(slot.memory, stream)
-        if not group.holds and not self._schedule.expects(group):
-            self._offload(group)
-
-    def _prefetch(self) -> None:
-        """Start the images that come next, as far as slots are free or hold what is needed later."""
-        if not self.config.use_stream:
+        if self.tracer is not None:
+            self.tracer.compute_ends(group, stream)
+        if group.holds:
             return
-        full: set[int] = set()
-        soon: set[Group] = set()
-        # Looking further ahead than the slots reach finds nothing to do.
-        horizon = 2 * sum(map(len, self._ring_sizes.values()))
-        for group in self._schedule.upcoming():
-            if group in soon:
-                continue
-            if len(soon) == horizon:
-                return
-            soon.add(group)
-            if group.slot is None and group.height not in full:
-                slot = self._free_slot(group, soon)
-                if slot is None:
-                    full.add(group.height)
-                else:
-                    self._onload(group, slot)
+        if group in self._blockers:
+            self._is_behind = True
+        if not self._schedule.expects(group):
+            self._unbind(group)
+            if not slot.is_fixed and not slot.unused and not slot.is_held:
+                self._free(slot)
 
-    def _onload(self, group: Group, slot: Slot) -> None:
-        self.counters.onloads += 1
-        group.send_to(slot, self.transfer)
+    def _unbind(self, group: Group) -> None:
+        self._bound.pop(group, None)
+        self.counters.brought_back += group.offload(self.transfer)
+        if not group.is_current:
+            self._drop(group)
 
-    def _offload(self, group: Group) -> None:
-        slot = group.slot
-        assert slot is not None
-        if group.residence is Residence.ONLOADED:
-            self.counters.brought_back += group.offload(self.transfer)
-        group.slot = slot.group = None
-        if not slot.is_fixed:
-            self._retire(slot, group.height)
+    # ---------------------------------------------------------------- how far ahead
+
+    def _window(self, top: nn.Module | None) -> int:
+        """Just in time: how much may be on its way in passes that begin at `top`.
+
+        The largest group, mostly. At leaf level that does not hide the copy of a large layer behind a small one's
+        compute, which matters where compute, not copies, sets the time: then activations are large, and weights may take
+        a quarter of what those take. With `record_stream` they may from the start.
+        """
+        if self.config.offload_type is not OffloadType.LEAF_LEVEL:
+            return self._largest
+        if not self._is_tight:
+            return _DEEP_WINDOW * self._largest
+        weighed = self._activations.get(top) if top is not None else None
+        quarter = 0 if weighed is None else weighed.most // 4
+        return max(self._largest, min(_DEEP_WINDOW * self._largest, quarter))
+
+    def _other_bytes(self) -> int:
+        return self._backend.bytes_in_use() - self.counters.device_bytes
+
+    def _weigh_activations(self, gate: Gate) -> None:
+        if self._is_tight and self._weighed.is_due(gate.module, self._schedule.is_learning, len(self._gates)):
+            self._weighed.note(gate.module, self._other_bytes())
 
     # ---------------------------------------------------------------- slots
 
+    def _prefetch(self) -> None:
+        """Start the images that come next, as far as there is room, or room in what is needed later."""
+        self._is_behind = False
+        if not self.config.use_stream:
+            return
+        self._blockers = set()
+        full: set[int] = set()
+        soon: set[Group] = set()
+        run: list[Group] = []
+        run_bytes = 0
+        left = _LOOK_BEYOND
+        for group in self._schedule.upcoming(wraps=self._wraps):
+            if group in soon:
+                continue
+            if group.slot is None and group.height not in full:
+                if run and (
+                    group.height != run[0].height
+                    or run_bytes + group.num_bytes > min(MAX_RUN_BYTES, self._ring_sizes[group.height] // 8)
+                ):
+                    if not self._onload_ahead(run, run_bytes, soon):
+                        full.add(run[0].height)
+                    run, run_bytes = [], 0
+                if group.height not in full:
+                    run.append(group)
+                    run_bytes += group.num_bytes
+            soon.add(group)
+            if 0 in full:
+                left -= 1
+                if not left:
+                    break
+        if run:
+            self._onload_ahead(run, run_bytes, soon)
+
+    def _onload_ahead(self, run: list[Group], num_bytes: int, soon: set[Group]) -> bool:
+        """Start the images of `run` in one slot. False if there is no room before something that is needed sooner goes."""
+
+        def may_evict(slot: Slot) -> bool:
+            if any(group.holds or group in soon for group in slot.groups):
+                self._blockers.update(slot.groups)
+                return False
+            return True
+
+        ring = self._rings().get(run[0].height)
+        if ring is None:
+            return self._onload_just_in_time(run, num_bytes, may_evict)
+        found = ring.place(num_bytes, may_evict, restart=self._schedule.is_first(run[0]))
+        if found is not None:
+            self._send(run, *found)
+        return found is not None
+
+    def _onload_just_in_time(self, run: list[Group], num_bytes: int, may_evict: Callable[[Slot], bool]) -> bool:
+        assert self._lease is not None
+        for slot in [slot for slot in self._lease.loose if slot.unused]:
+            if may_evict(slot):  # nobody needs it any more
+                self._free(slot)
+        num_ahead = sum(slot.memory.numel() for slot in self._lease.loose if slot.unused)
+        # Where memory counts most, what is in use counts too. But something is always on its way.
+        num_taken = self.counters.loose_bytes if self._is_tight else num_ahead
+        if num_ahead and num_taken + num_bytes > self._window_bytes:
+            return False
+        self._send(run, self._loose_slot(num_bytes), [])
+        return True
+
+    def _onload_now(self, group: Group) -> None:
+        ring = self._rings().get(group.height)
+        found = None if ring is None else ring.place(group.num_bytes, _is_free, restart=not self.config.use_stream)
+        self._send([group], *(found or (self._loose_slot(group.num_bytes), [])))
+
+    def _send(self, run: list[Group], slot: Slot, evicted: list[Slot]) -> None:
+        after = [old.last_use for old in evicted] if slot.is_fixed else [slot.last_use]
+        for old in evicted:
+            self._evict(old)
+        self.stalls.collect(slot)
+        images: list[tuple[int, Image]] = []
+        offset = 0
+        for group in run:
+            group.slot, group.offset = slot, offset
+            images += group.images_at(offset)
+            offset += group.num_bytes
+        slot.groups = run
+        slot.unused = set(run)
+        slot.waited_on = slot.last_stream = None
+        self.counters.onloads += len(run)
+        # If it raises, so does the pass, and the next one starts from nothing.
+        self.transfer.send(images, slot, after, [group.group_id for group in run])
+
+    def _drop(self, group: Group) -> None:
+        """Take the group out of its slot, whose content is out of date."""
+        slot = group.slot
+        assert slot is not None
+        slot.groups.remove(group)
+        slot.unused.discard(group)
+        group.slot = None
+        if not slot.is_fixed and not slot.groups:
+            self._free(slot)
+
+    def _evict(self, slot: Slot) -> None:
+        for group in [*slot.groups]:
+            if group in self._bound:  # it was expected to be needed again at once
+                self._unbind(group)
+        slot.evict()
+
+    def _free(self, slot: Slot) -> None:
+        """Give up what a slot holds; its memory too, if it is of no ring."""
+        self._evict(slot)
+        if slot.is_fixed:
+            return
+        assert self._lease is not None and slot.owner is not None
+        if slot.waited_on is None:  # nobody used it: its copy may still be on its way
+            slot.owner.wait_event(slot.ready)
+        self.stalls.collect(slot)
+        self._lease.loose.remove(slot)
+        self.counters.loose_bytes -= slot.memory.numel()
+        self._count_device_bytes(-slot.memory.numel())
+        self._backend.free(slot.memory)
+
+    def _loose_slot(self, num_bytes: int) -> Slot:
+        """Memory from the device's own allocator, for one run of groups.
+
+        It belongs to the stream that computes, so that it is free again, for activations too, once compute has come to
+        where it is given back: nobody has to wait, and nothing is held longer than needed.
+        """
+        assert self._lease is not None
+        stream = self._backend.current_stream()
+        slot = Slot(self._backend.empty(num_bytes, stream), self._backend, start=0, owner=stream)
+        slot.last_use.record(stream)  # of whatever was in that memory before
+        self._lease.loose.append(slot)
+        self.counters.loose_bytes += num_bytes
+        self._count_device_bytes(num_bytes)
+        return slot
+
+    def _slots(self) -> list[Slot]:
+        if self._lease is None:
+            return []
+        return [*self._lease.loose, *(slot for ring in self._lease.rings.values() for slot in ring.slots)]
+
+    def _rings(self) -> dict[int, Ring]:
+        assert self._lease is not None
+        return self._lease.rings
+
     def _take_lease(self) -> None:
         stream = self._backend.current_stream()
-        lease = self._lease = self._arena.lease(self._lease, self.slot_bytes, stream)
+        before = self._lease
+        sizes = {height: size for height, size in self._ring_sizes.items() if height or not self._is_just_in_time}
+        lease = self._lease = self._arena.lease(before, sum(sizes.values()), stream, self.transfer.stream)
         self._has_lease = True
         assert lease.memory is not None
-        if not lease.rings:
-            lease.rings = self._cut(lease.memory)
-        for ring in lease.rings.values():
-            for slot in ring:
-                slot.last_use.record(stream)  # the memory's earlier life ends here, whoever had it
-        self._count_device_bytes(self.slot_bytes)
-
-    def _cut(self, memory: torch.Tensor) -> dict[int, list[Slot]]:
-        rings: dict[int, list[Slot]] = {}
-        start = 0
-        for height, sizes in self._ring_sizes.items():
-            rings[height] = []
-            for num_bytes in sizes:
-                rings[height].append(Slot(memory[start : start + num_bytes], self._backend, is_fixed=True))
+        if lease is not before:
+            start = 0
+            for height, num_bytes in sizes.items():
+                lease.rings[height] = Ring(lease.memory[start : start + num_bytes], self._backend)
                 start += num_bytes
-        return rings
+        self.counters.device_bytes = self.counters.loose_bytes = sum(slot.memory.numel() for slot in lease.loose)
+        self._count_device_bytes(sum(sizes.values()))
+        for slot in self._slots():
+            for group in [*slot.groups]:
+                if not group.is_current:
+                    self._drop(group)
 
     def _give_lease_back(self) -> None:
         if self._has_lease:
             assert self._lease is not None
-            self._arena.give_back(self._lease, self._backend.current_stream())
             self._has_lease = False
-            self.counters.device_bytes = 0
+            self._arena.give_back(self._lease, self._backend.current_stream(), self.transfer.stream)
 
     def _release_slots(self) -> None:
         if self._lease is not None:
             self._arena.release(self._lease)
             self._lease = None
-
-    def _free_slot(self, group: Group, soon: set[Group]) -> Slot | None:
-        """A slot for `group` that is empty, or whose group is neither in use nor in `soon`."""
-        if self._has_lease:
-            assert self._lease is not None
-            ring = self._lease.rings[group.height]
-            for slot in reversed(ring):  # smallest first: the largest is left for those that need it
-                if slot.group is None and slot.memory.numel() >= group.num_bytes:
-                    return slot
-        else:
-            ring = self._allocated.get(group.height, [])
-            if len(ring) < len(self._ring_sizes[group.height]):
-                return self._new_slot(group)
-        for slot in reversed(ring):
-            if slot.group is None or slot.group.holds or slot.group in soon:
-                continue
-            if not slot.is_fixed or slot.memory.numel() >= group.num_bytes:
-                self._offload(slot.group)
-                return slot if slot.is_fixed else self._new_slot(group)
-        return None
-
-    def _new_slot(self, group: Group) -> Slot:
-        """Memory from the device's own allocator, for one image."""
-        retired = self._retired.setdefault(group.height, deque())
-        while len(retired) >= len(self._ring_sizes[group.height]):
-            # The host runs ahead of the device. Memory that was given back is free only once its last use is done, and
-            # asking for more before that would take a new block for every group.
-            last_use = retired.popleft()
-            last_use.synchronize()
-        stream = self.transfer.stream
-        slot = Slot(self._backend.empty(group.num_bytes, stream), self._backend, is_fixed=False)
-        self._allocated.setdefault(group.height, []).append(slot)
-        self._count_device_bytes(group.num_bytes)
-        return slot
-
-    def _retire(self, slot: Slot, height: int) -> None:
-        self._allocated[height].remove(slot)
-        self._retired[height].append(slot.last_use)
-        self._backend.free(slot.memory)
-        self._count_device_bytes(-slot.memory.numel())
 
     def _count_device_bytes(self, num_bytes: int) -> None:
         self.counters.device_bytes += num_bytes
@@ -360,27 +547,29 @@ class Engine:
 
     # ---------------------------------------------------------------- changes
 
-    def _notice_changes(self, top: nn.Module) -> set[Group] | None:
+    def _notice_changes(self, top: nn.Module) -> _Watch | None:
         """Take up what happened to the weights under `top` since they were left at rest.
 
         Returns:
-            The groups that calls under `top` can need; None if the module has to be cut into groups again.
+            What calls under `top` can need; None if the module has to be cut into groups again.
         """
-        scope: dict[Group, None] = {}
-        pending = [top]
-        while pending:
-            module = pending.pop()
-            if self._seen.get(module) != _parts_of(module):
-                return None
-            gate = self._gates.get(module)
-            if gate is not None:
-                scope.update(dict.fromkeys(gate.groups))
-            pending.extend(child for child in module._modules.values() if child is not None)
-        if not self._absorb_replaced([group for group in scope if not group.is_as_left()]):
+        watch = self._watches.get(top)
+        if watch is None:
+            watch = self._watches[top] = _Watch(top, self._gates, self._seen)
+        if not watch.has_same_modules():
             return None
-        for group in scope:
-            group.keep_edits()
-        return set(scope)
+        if not watch.has_same_tensors():
+            if not self._absorb_replaced([group for group in watch.scope if not group.is_as_left()]):
+                return None
+            watch.expect_tensors()
+        was_edited = [store.take_up_edits(self.transfer.finish) for store in watch.stores]
+        if any(was_edited):
+            if any(group.is_outdated for group in watch.scope):
+                return None
+            for group in watch.scope:
+                group.rebind_moved()
+            watch.expect_tensors()
+        return watch
 
     def _absorb_replaced(self, groups: list[Group]) -> bool:
         """Take up values that were put in place of views at rest. False if groups have to be laid out again for that."""
@@ -408,12 +597,21 @@ class Engine:
     def _build(self) -> None:
         """Cut the module into groups, for the first time or because it has changed."""
         before = self.groups
-        self.groups = build_groups(self.root, self.config, self._folder, before, _is_compiled)
+        if before:
+            self.transfer.finish()  # images are about to go
+            self._release_slots()  # and will have other sizes
+        self.groups = build_groups(
+            self.root, self.config, self._folder, before, _is_compiled, self.transfer.last_copy.synchronize
+        )
         self._ring_sizes = size_rings(self.groups, self.config)
+        self._largest = max((group.num_bytes for group in self.groups if not group.height), default=0)
+        self._activations = {}
         self._schedule = Schedule(first_guess(self.groups))
-        images = [part.image.layout.num_bytes for group in self.groups for part in group.parts]
-        self.transfer.prepare_for(max(images, default=0))
-        self._release_slots()  # they have other sizes now
+        images = [part.image for group in self.groups for part in group.parts]
+        self._is_stable = all(image.is_stable for image in images)
+        in_ram = all(image.tier is Tier.RAM for image in images)
+        self._wraps = self._is_stable and in_ram and self.config.use_stream
+        self.transfer.prepare_for(max((image.layout.num_bytes for image in images), default=0))
         self._install_gates()
         in_use = {part for group in self.groups for part in group.parts}
         for group in before:
@@ -436,19 +634,129 @@ class Engine:
             gate = self._gates[module] = Gate(self, module, is_root=module is self.root)
             gate.groups = tuple(sorted(groups, key=lambda group: -group.height))
             gate.install()
-        for module in self._seen:
-            _offloaded.discard(module)
-        self._seen = {module: _parts_of(module) for module in self.root.modules()}
+        self._watches = {}
+        _offloaded.difference_update(self._seen)
+        self._seen = {module: _Seen.of(module) for module in self.root.modules()}
         _offloaded.update(self._seen)
 
 
-def _parts_of(module: nn.Module) -> tuple[int, ...]:
+class _Activations:
+    """What a kind of pass takes on the device besides weights, between the calls of modules.
+
+    Asking takes its time: so the first pass is asked at some calls, and later ones where it was most.
+    """
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._before = 0
+        self._where: nn.Module | None = None
+        self._now = 0
+        self._num_calls = 0
+
+    def begin(self, other_bytes: int) -> None:
+        """A pass begins, and `other_bytes` are in use that are not its own."""
+        if self._now:
+            self.most = self._now
+        self._before, self._now, self._num_calls = other_bytes, 0, 0
+
+    def is_due(self, module: nn.Module, is_learning: bool, num_modules: int) -> bool:
+        if not is_learning:
+            return module is self._where
+        self._num_calls += 1
+        return self._num_calls % (1 + num_modules // _NUM_WEIGHED) == 0
+
+    def note(self, module: nn.Module, other_bytes: int) -> None:
+        if other_bytes - self._before > self._now:
+            self._now, self._where = other_bytes - self._before, module
+
+
+@dataclass(slots=True, eq=False)
+class _Seen:
+    """What a module consisted of when it was cut into groups."""
+
+    children: tuple[nn.Module, ...]
+    tables: tuple[dict[str, Any], ...]
+    ids: tuple[tuple[int, ...], ...]
+    names: dict[str, Any]
+    call: Any
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Seen:
+        tables: tuple[dict[str, Any], ...] = (module._modules, module._parameters, module._buffers)
+        return cls(
+            children=tuple(child for child in module._modules.values() if child is not None),
+            tables=tables,
+            ids=tuple(tuple(map(id, table.values())) for table in tables),
+            names=module.__dict__,
+            call=module.__dict__.get("_compiled_call_impl"),
+        )
+
+
+class _Watch:
+    """What calls of one module and of those inside it can need, and whether modules and weights still are what they were.
+
+    It is asked at the beginning of every pass, about every module and weight: so all that C code can loop over is flat.
+    """
+
+    def __init__(self, top: nn.Module, gates: dict[nn.Module, Gate], seen: dict[nn.Module, _Seen]) -> None:
+        scope: dict[Group, None] = {}
+        inside: dict[nn.Module, None] = {}
+        pending = [top]
+        while pending:
+            module = pending.pop()
+            if module in inside:
+                continue
+            inside[module] = None
+            gate = gates.get(module)
+            if gate is not None:
+                scope.update(dict.fromkeys(gate.groups))
+            pending.extend(seen[module].children)
+        before = [seen[module] for module in inside]
+        self._tables = [table for each in before for table in each.tables]
+        self._sizes = [len(ids) for each in before for ids in each.ids]
+        self._members = [member for each in before for ids in each.ids for member in ids]
+        self._names = [each.names for each in before]
+        self._calls = [each.call for each in before]
+        self.scope = set(scope)
+        self._parts = [part for group in scope for part in group.parts]
+        self.stores: tuple[Store, ...] = tuple(dict.fromkeys(part.image.store for part in self._parts))
+        self._tensors = [ref.tensor for part in self._parts for ref in part.refs]
+        self._wrapped = [part for part in self._parts if any(ref.path for ref in part.refs)]
+        self.expect_tensors()
+
+    def has_same_modules(self) -> bool:
+        return (
+            list(map(len, self._tables)) == self._sizes
+            and list(map(id, chain.from_iterable(map(_values, self._tables)))) == self._members
+            and all(
+                names.get("_compiled_call_impl") is call for names, call in zip(self._names, self._calls, strict=True)
+            )
+        )
+
+    def has_same_tensors(self) -> bool:
+        """Whether every tensor is the view that it was bound to."""
+        return _forms(self._tensors) == self._expected and all(all(part.as_left()) for part in self._wrapped)
+
+    def expect_tensors(self) -> None:
+        """Take the places where tensors rest now for those where they belong."""
+        self._expected = _forms([view for part in self._parts for view in part.rest])
+
+
+def _forms(tensors: list[torch.Tensor]) -> tuple[list[int], list[Any], list[Any], list[Any]]:
     return (
-        id(module.__dict__.get("_compiled_call_impl")),
-        *map(id, module._modules.values()),
-        *map(id, module._parameters.values()),
-        *map(id, module._buffers.values()),
+        list(map(torch.Tensor.data_ptr, tensors)),
+        list(map(_shape, tensors)),
+        list(map(torch.Tensor.stride, tensors)),
+        list(map(_dtype, tensors)),
     )
+
+
+_values = dict.values
+_shape, _dtype = attrgetter("shape"), attrgetter("dtype")
+
+
+def _is_free(slot: Slot) -> bool:
+    return not slot.is_held
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -30,7 +30,14 @@ class Residence(Enum):
 class Part:
     """One image of a group, and the tensors it holds."""
 
-    __slots__ = ("devices", "image", "offset", "refs")
+    __slots__ = (
+        "devices",
+        "image",
+        "offset",
+        "refs",
+        "rest",
+        "sent_generation",
+    )
 
     def __init__(self, image: Image, refs: tuple[TensorRef, ...], devices: list[torch.device]) -> None:
         self.image = image
@@ -38,13 +45,17 @@ class Part:
         self.devices = devices
         """Where each tensor was before it was offloaded."""
         self.offset = 0
-        """Where the image begins in the group's slot."""
+        """Where the image begins among the group's bytes."""
+        self.rest = image.rest
+        """What the tensors are bound to at rest."""
+        self.sent_generation = -1
+        """Of the image, when it was sent to the group's slot."""
 
     def as_left(self) -> list[bool]:
         """For each tensor, whether it is still the view at rest that it was bound to."""
         return [
             _same_memory(ref.tensor, view) and (not ref.path or _inner(ref.holder, ref.path) is ref.tensor)
-            for ref, view in zip(self.refs, self.image.rest, strict=True)
+            for ref, view in zip(self.refs, self.rest, strict=True)
         ]
 
 
@@ -67,34 +78,48 @@ class Group:
         self.holds = 0
         """Calls in progress that need the group."""
         self.slot: Slot | None = None
-        """Where its image is, or is on its way to."""
+        """Where its images are, or are on their way to. They stay good between calls, until the slot is taken."""
+        self.offset = 0
+        """Where in the slot."""
         self.residence = Residence.AT_REST
         refs = [ref for part in self.parts for ref in part.refs]
         self._tensors = [ref.tensor for ref in refs]
-        self._owner_of_buffer = [ref.places[0].owner if ref.is_buffer else None for ref in refs]
+        self._places = [(part, index) for part in self.parts for index in range(len(part.refs))]
+        self._owner_of_buffer = {i: ref.places[0].owner for i, ref in enumerate(refs) if ref.is_buffer}
         self._tracks_version = [_tracks_version(tensor) for tensor in self._tensors]
+        self._tracked = [t for t, tracks in zip(self._tensors, self._tracks_version, strict=True) if tracks]
         self._wrapped = _wrapped_holders(refs)
+        self._is_plain = not self._wrapped and len(self._tracked) == len(self._tensors)
+        self._rest_version = self._version_sum()
         self._versions: list[int] = []
         self._bound: list[torch.Tensor] = []
         """While onloaded: what each tensor was bound to."""
         self._recast: dict[int, torch.Tensor] = {}
         """Values that a forward put in place of tensors and that do not fit the image: until the next pass begins."""
-        self._has_edits = False
+        self._needs_take_up = False
         """A forward changed tensors, and their images do not know yet."""
+
+    @property
+    def is_stable(self) -> bool:
+        """Whether what was sent may be used again after somebody could edit the weights. See `Image.is_stable`."""
+        return all(part.image.is_stable for part in self.parts)
 
     def rest(self) -> None:
         """Bind the tensors to their place at rest."""
-        for tensor, view in zip(
-            self._tensors, self._fit([v for part in self.parts for v in part.image.rest]), strict=True
-        ):
+        for part in self.parts:
+            part.rest = part.image.rest
+        views = self.parts[0].rest if len(self.parts) == 1 else [view for part in self.parts for view in part.rest]
+        for tensor, view in zip(self._tensors, self._fit(views), strict=True):
             tensor.data = view
         for wrapped in self._wrapped:
             wrapped.put_back()
         self.residence = Residence.AT_REST
+        self._rest_version = self._version_sum()
 
-    def onload_to(self, slot: Slot) -> None:
-        """Bind the tensors to `slot`, which holds the image (or will, once its ready event is reached)."""
-        bound = self._views_of(slot)
+    def onload(self) -> None:
+        """Bind the tensors to the slot, which holds the images (or will, once its ready event is reached)."""
+        assert self.slot is not None
+        bound = self._views_of(self.slot)
         if self._recast:
             bound = [self._recast.get(index, view) for index, view in enumerate(bound)]
         for tensor, view in zip(self._tensors, bound, strict=True):
@@ -102,10 +127,13 @@ class Group:
         for wrapped in self._wrapped:
             wrapped.put_on_device(bound)
         self._bound = bound
-        self._versions = [
-            tensor._version if tracks else 0
-            for tensor, tracks in zip(self._in_use(), self._tracks_version, strict=True)
-        ]
+        if self._is_plain:
+            self._versions = [tensor._version for tensor in self._tensors]
+        else:
+            self._versions = [
+                tensor._version if tracks else 0
+                for tensor, tracks in zip(self._in_use(), self._tracks_version, strict=True)
+            ]
         self.residence = Residence.ONLOADED
 
     def offload(self, transfer: Transfer) -> int:
@@ -116,34 +144,57 @@ class Group:
         """
         slot = self.slot
         assert slot is not None
-        rest = [view for part in self.parts for view in part.image.rest]
         num_changed = 0
-        # An edit of a wrapper reaches the tensors inside below autograd: only the wrapper's version tells of it.
-        edited = {index for wrapped in self._wrapped if wrapped.was_edited for index in wrapped.indices}
-        for index, tensor in enumerate(self._in_use()):
-            if index not in edited and not self._may_have_changed(index, tensor):
-                continue
-            if not _same_form(tensor, rest[index]):
+        for index in self._changed():
+            tensor = self._in_use()[index]
+            part, place = self._places[index]
+            rest = part.image.rest[place]
+            if not _same_memory(tensor, self._bound[index]):
+                part.sent_generation = -1  # the slot holds what the forward put something else in the place of
+            if not _same_form(tensor, rest):
                 self._recast[index] = tensor.detach()
                 continue
             value = plain_empty(span_bytes(tensor), torch.device("cpu"))
             transfer.fetch(value, as_bytes(tensor), slot.last_use)
             with torch.inference_mode(False), torch.no_grad():
-                if not torch.equal(value, as_bytes(rest[index])):
-                    as_bytes(rest[index]).copy_(value)
+                if not torch.equal(value, as_bytes(rest)):
+                    self._needs_take_up |= part.image.write(place, value)
                     num_changed += 1
         if not torch.is_inference_mode_enabled():
             # Whatever autograd saved of these weights is about to be overwritten in the slot. Their version makes a
             # backward pass over it raise instead of being silently wrong.
-            torch.autograd.graph.increment_version(
-                [t for t, tracks in zip(self._tensors, self._tracks_version, strict=True) if tracks]
-            )
+            torch.autograd.graph.increment_version(self._tracked)
         self._bound = []
-        self._has_edits = self._has_edits or num_changed > 0
         self.rest()
         for index, value in self._recast.items():  # the next pass lays the group out again
             self._tensors[index].data = value.cpu()
         return num_changed
+
+    def was_touched(self) -> bool:
+        """Whether an in-place operation changed a tensor at rest since it was bound there."""
+        return self._needs_take_up or self._rest_version != self._version_sum()
+
+    def take_up_edits(self, transfer: Transfer) -> None:
+        """Make edits of tensors at rest part of what is sent from now on."""
+        self._needs_take_up = False
+        for part in self.parts:
+            part.image.store.take_up_edits(transfer.finish)
+        self._rest_version = self._version_sum()
+        self.rebind_moved()
+
+    def rebind_moved(self) -> None:
+        """Bind the tensors again if an image rests somewhere else by now (in a new file)."""
+        if any(part.rest is not part.image.rest for part in self.parts):
+            self.rest()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the slot holds what the images hold."""
+        return all(part.sent_generation == part.image.generation and not part.image.is_outdated for part in self.parts)
+
+    @property
+    def is_outdated(self) -> bool:
+        return any(part.image.is_outdated for part in self.parts)
 
     def check(self) -> None:
         """Raise if a file under the group was changed by somebody else, so that reading its tensors is not safe."""
@@ -180,40 +231,33 @@ class Group:
                         view.copy_(ref.tensor.detach())
                     ref.tensor.data = fit_for(ref.tensor, view)
 
-    def send_to(self, slot: Slot, transfer: Transfer) -> None:
-        """Enqueue the copies that bring the group to `slot`."""
-        if self._has_edits:  # by a call earlier in this pass
-            self.keep_edits()
-        self.slot, slot.group = slot, self
-        transfer.send(
-            [(part.image, slot.memory[part.offset : part.offset + part.image.layout.num_bytes]) for part in self.parts],
-            after=slot.last_use,
-            ready=slot.ready,
-        )
-
-    def keep_edits(self) -> None:
-        """Let images whose views at rest were written to send the new values from now on."""
-        self._has_edits = False
+    def images_at(self, offset: int) -> list[tuple[int, Image]]:
+        """The images, and where in a slot each goes if the group's bytes begin at `offset`."""
+        found: list[tuple[int, Image]] = []
         for part in self.parts:
-            before = part.image.rest
-            part.image.keep_edits()
-            if part.image.rest is not before:
-                self.rest()
+            part.sent_generation = part.image.generation
+            found.append((offset + part.offset, part.image))
+        return found
 
     def _views_of(self, slot: Slot) -> list[torch.Tensor]:
-        views = slot.views.get(self)
-        if views is None:
-            views = []
-            for part in self.parts:
-                end = part.offset + part.image.layout.num_bytes
-                views += part.image.layout.views(slot.memory[part.offset : end])
-            slot.views[self] = views = self._fit(views)
+        known = slot.views.get(self)
+        if known is not None and known[0] == self.offset:
+            return known[1]
+        views = []
+        for part in self.parts:
+            start = self.offset + part.offset
+            views += part.image.layout.views(slot.memory[start : start + part.image.layout.num_bytes])
+        views = self._fit(views)
+        slot.views[self] = self.offset, views
         return views
 
     def _fit(self, views: list[torch.Tensor]) -> list[torch.Tensor]:
-        if all(self._tracks_version):
+        if len(self._tracked) == len(self._tensors):
             return views
         return [fit_for(tensor, view) for tensor, view in zip(self._tensors, views, strict=True)]
+
+    def _version_sum(self) -> int:
+        return sum([tensor._version for tensor in self._tracked])
 
     def _in_use(self) -> list[torch.Tensor]:
         """The tensors that a forward sees: for a tensor subclass, those inside the stand-in."""
@@ -224,18 +268,31 @@ class Group:
             wrapped.replace_inner(tensors)
         return tensors
 
-    def _may_have_changed(self, index: int, tensor: torch.Tensor) -> bool:
-        bound = self._bound[index]
-        if tensor.device != bound.device or not _same_form(tensor, bound):
-            return True
-        if not _same_memory(tensor, bound):
-            # Replaced in forward. Casting hooks do so at every call, and put the same values back.
-            return not torch.equal(tensor.detach(), bound)
-        if self._tracks_version[index] and tensor._version != self._versions[index]:
-            return True
-        # Kernels of batch norm, and codebooks that are updated through `.data`, leave no trace in the version.
-        owner = self._owner_of_buffer[index]
-        return owner is not None and (owner.training or not self._tracks_version[index])
+    def _changed(self) -> list[int]:
+        """The tensors that the forward may have left with other values than it found."""
+        found = []
+        is_edited = dict.fromkeys(
+            # An edit of a wrapper reaches the tensors inside below autograd: only the wrapper's version tells of it.
+            index
+            for wrapped in self._wrapped
+            if wrapped.was_edited
+            for index in wrapped.indices
+        )
+        for index, (tensor, bound) in enumerate(zip(self._in_use(), self._bound, strict=True)):
+            tracks = self._tracks_version[index]
+            if not _same_memory(tensor, bound):
+                # Replaced in forward. Casting hooks do so at every call, and put the same values back.
+                is_same = tensor.device == bound.device and _same_form(tensor, bound)
+                if not is_same or not torch.equal(tensor.detach(), bound):
+                    found.append(index)
+            elif (tracks and tensor._version != self._versions[index]) or index in is_edited:
+                found.append(index)
+            else:
+                # Kernels of batch norm, and codebooks that are updated through `.data`, leave no trace in the version.
+                owner = self._owner_of_buffer.get(index)
+                if owner is not None and (owner.training or not tracks):
+                    found.append(index)
+        return found
 
 
 class _WrappedHolder:

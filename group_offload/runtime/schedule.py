@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -9,12 +10,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .group import Group
 
+_NUMBER = re.compile(r"\d+")
+
 
 class Schedule:
     """The order in which groups are needed, learnt in each pass for the next one like it.
 
     A wrong guess costs a stall, never more: nothing relies on it for being right. Passes that begin at different modules
     (the whole model; only a VAE's decoder) are told apart by a key.
+
+    In the first pass of a kind the order of registration is a guess, and often a wrong one inside of blocks (diffusers
+    registers a block's output projection before its attention). But blocks are alike: what followed `blocks.0.ff` in the
+    first block will follow `blocks.1.ff` in the second.
     """
 
     def __init__(self, first_guess: Sequence[Group]) -> None:
@@ -26,13 +33,17 @@ class Schedule:
         self._index: dict[Group, list[int]] = {}
         self._next = 0
         self._seen: list[Group] = []
+        self._analogy: _Analogy | None = None
 
     def begin(self, key: Hashable, scope: set[Group]) -> None:
         """Start a pass in which only groups of `scope` can be needed."""
         self._key = key
         order = self._learnt.get(key)
         if order is None:
-            order = self._learnt[key] = tuple(group for group in self._first_guess if group in scope)
+            order = tuple(group for group in self._first_guess if group in scope)
+            self._analogy = _Analogy(scope)
+        else:
+            self._analogy = None
         self._order = order
         if key not in self._positions:
             self._positions[key] = _positions(order)
@@ -40,31 +51,94 @@ class Schedule:
         self._next = 0
         self._seen = []
 
+    @property
+    def is_learning(self) -> bool:
+        """The first pass of its kind: what is foreseen gets better with each call."""
+        return self._analogy is not None
+
     def observe(self, group: Group) -> None:
         """`group` is needed now."""
+        if self._analogy is not None:
+            self._analogy.observe(self._seen[-1] if self._seen else None, group)
         self._seen.append(group)
         positions = self._index.get(group)
         if positions is not None:  # a group that was not foreseen leaves the guess where it was
             at = bisect_left(positions, self._next)
             self._next = positions[at if at < len(positions) else 0] + 1
 
-    def upcoming(self) -> Iterator[Group]:
-        """The groups that should come next, soonest first, with repeats."""
-        for position in range(self._next, len(self._order)):
-            yield self._order[position]
+    def upcoming(self, *, wraps: bool) -> Iterator[Group]:
+        """The groups that should come next, soonest first, with repeats; with `wraps`, on into the next pass like this."""
+        if self._analogy is not None:
+            yield from self._analogy.after(self._seen[-1] if self._seen else None)
+        order = self._order
+        for position in range(self._next, len(order)):
+            yield order[position]
+        if wraps and self._analogy is None:
+            for position in range(self._next):
+                yield order[position]
 
     def expects(self, group: Group) -> bool:
         """Whether `group` should be the very next one."""
         return self._next < len(self._order) and self._order[self._next] is group
 
+    def is_first(self, group: Group) -> bool:
+        """Whether passes like this one begin with `group`."""
+        return bool(self._order) and self._order[0] is group
+
     def end(self, *, completed: bool) -> None:
         """End the pass. One that broke off teaches nothing."""
         if completed:
             order = tuple(self._seen)
-            if order != self._order:
+            if order != self._order or self._key not in self._learnt:
                 self._learnt[self._key] = order
                 self._positions[self._key] = _positions(order)
         self._seen = []
+
+
+class _Analogy:
+    """Foresees the order inside of blocks from the blocks before: groups are alike if their names differ in numbers only."""
+
+    def __init__(self, scope: set[Group]) -> None:
+        self._forms = {group: _form(group) for group in scope}
+        self._by_form = {form: group for group, form in self._forms.items()}
+        self._next_form: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+
+    def observe(self, before: Group | None, group: Group) -> None:
+        if before is None or before not in self._forms or group not in self._forms:
+            return
+        (form, numbers), (next_form, next_numbers) = self._forms[before], self._forms[group]
+        shared = min(len(numbers), len(next_numbers))
+        step = next_form, tuple(b - a for a, b in zip(numbers, next_numbers, strict=False)) + next_numbers[shared:]
+        known = self._next_form.setdefault(form, [])
+        if step in known:
+            known.remove(step)
+        known.insert(0, step)  # what was seen last is tried first
+
+    def after(self, group: Group | None) -> Iterator[Group]:
+        """What should follow `group`, as far as blocks before tell."""
+        for _ in range(len(self._forms)):
+            found = None if group is None else self._follower(group)
+            if found is None:
+                return
+            yield found
+            group = found
+
+    def _follower(self, group: Group) -> Group | None:
+        if group not in self._forms:
+            return None
+        form, numbers = self._forms[group]
+        for next_form, step in self._next_form.get(form, ()):
+            # Numbers that both have are relative, the others (a layer's place inside a block) are what they were.
+            numbers_then = tuple(a + b for a, b in zip(numbers, step, strict=False)) + step[len(numbers) :]
+            found = self._by_form.get((next_form, numbers_then))
+            if found is not None:
+                return found
+        return None
+
+
+def _form(group: Group) -> tuple[str, tuple[int, ...]]:
+    """The group's name without its numbers, and the numbers."""
+    return _NUMBER.sub("#", group.group_id), tuple(map(int, _NUMBER.findall(group.group_id)))
 
 
 def _positions(order: tuple[Group, ...]) -> dict[Group, list[int]]:

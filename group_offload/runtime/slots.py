@@ -1,16 +1,22 @@
-"""Fixed places on the device that images land in, one after another.
+"""Places on the device that images land in, one after another.
 
 [Note: The life of a slot]
 A slot is written by copies and read by compute, on two streams that know nothing of each other. Two events keep them
-apart. *ready* is recorded on the copy stream behind the copies of an image; compute waits for it before the first kernel
-that reads the slot. *last use* is recorded on the compute stream behind the last kernel that read it; the copies of the
-next image wait for it. Both are recorded in `Engine`, right where the work they stand for was enqueued.
+apart. *ready* is recorded on the copy stream behind the copies of the slot's images; compute waits for it before the
+first kernel that reads the slot. *last use* is recorded on the compute stream behind the last kernel that read it; the
+copies of whatever takes its bytes next wait for it. Both are recorded right where the work they stand for was enqueued.
+
+What a slot holds stays good until something else takes its bytes: between passes too, if the images' weights at rest
+are not what copies read (`Image.is_stable`). So the first groups of a pass are on their way before it begins, and a group
+whose bytes nobody needs is brought once.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,33 +28,126 @@ if TYPE_CHECKING:
 
 
 class Slot:
-    """Device memory for one image at a time. See [Note: The life of a slot]."""
+    """Device memory for the images of one run of groups. See [Note: The life of a slot]."""
 
-    __slots__ = ("group", "is_fixed", "last_use", "memory", "ready", "views")
+    __slots__ = (
+        "__weakref__",
+        "arrived",
+        "groups",
+        "is_fixed",
+        "last_stream",
+        "last_use",
+        "memory",
+        "owner",
+        "ready",
+        "start",
+        "unused",
+        "views",
+        "waited_on",
+    )
 
-    def __init__(self, memory: torch.Tensor, backend: Backend, *, is_fixed: bool) -> None:
+    def __init__(self, memory: torch.Tensor, backend: Backend, *, start: int, owner: Stream | None) -> None:
         self.memory = memory
+        self.start = start
+        """Where it begins in its ring."""
+        self.owner = owner
+        """The stream whose memory was taken for one run of groups; None for a slot of a ring."""
+        self.is_fixed = owner is None
         self.ready = backend.new_event()
+        self.arrived = backend.new_event()
+        """When compute came to where it waits for `ready`."""
         self.last_use = backend.new_event()
-        self.is_fixed = is_fixed
-        """Part of a lease; else the memory was taken for one image and goes back with it."""
-        self.group: Group | None = None
-        """Whose image is in it, or on its way."""
-        self.views: weakref.WeakKeyDictionary[Group, list[torch.Tensor]] = weakref.WeakKeyDictionary()
-        """The tensors of each group that was here before, as views of `memory`: they are the same every time."""
+        self.groups: list[Group] = []
+        """Whose images are in it, or on their way."""
+        self.unused: set[Group] = set()
+        """Those that no call has needed since."""
+        self.waited_on: Stream | None = None
+        """The stream that waited for `ready` last; None if none has."""
+        self.last_stream: Stream | None = None
+        """The stream that `last_use` was recorded on since the images were sent."""
+        self.views: dict[Group, tuple[int, list[torch.Tensor]]] = {}
+        """For groups that were here before: where in the slot, and their tensors as views of `memory`."""
+
+    @property
+    def is_held(self) -> bool:
+        return any(group.holds for group in self.groups)
+
+    def evict(self) -> None:
+        """Forget what is in it. Whoever takes its bytes next still has to wait for the last use."""
+        for group in self.groups:
+            group.slot = None
+        self.groups.clear()
+
+
+class Ring:
+    """A run of device memory that slots are cut from, round and round.
+
+    Groups are needed in much the same order in each pass, so the oldest slots are the first that nobody needs any more. A
+    pass that starts at byte 0 gives each run of groups the same place every time: slots, and the views in them, are kept.
+    """
+
+    def __init__(self, memory: torch.Tensor, backend: Backend) -> None:
+        self._memory = memory
+        self._backend = backend
+        self._head = 0
+        self._live: deque[Slot] = deque()
+        self._known: dict[tuple[int, int], Slot] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return self._memory.numel()
+
+    def place(
+        self, num_bytes: int, may_evict: Callable[[Slot], bool], *, restart: bool
+    ) -> tuple[Slot, list[Slot]] | None:
+        """A slot of `num_bytes`, and the slots that it takes the place of; None if one of those is still needed.
+
+        `restart`: at the ring's beginning, not behind the last one.
+        """
+        start = 0 if restart or self._head + num_bytes > self.num_bytes else self._head
+        end = start + num_bytes
+        if end > self.num_bytes:  # more was added to a group than it had when the ring was made
+            return None
+        evicted = [slot for slot in self._live if slot.start < end and start < slot.start + slot.memory.numel()]
+        if not all(map(may_evict, evicted)):
+            return None
+        for slot in evicted:
+            self._live.remove(slot)
+        known = self._known.get((start, num_bytes))
+        slot = known or Slot(self._memory[start:end], self._backend, start=start, owner=None)
+        self._known[start, num_bytes] = slot
+        self._live.append(slot)
+        self._head = end
+        return slot, evicted
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The slots whose bytes nothing has taken since. One that was evicted may be among them."""
+        return tuple(self._live)
+
+    def clear(self) -> None:
+        """Forget all slots. What is placed next waits for nothing that was here."""
+        self._live.clear()
+        self._head = 0
 
 
 class Lease:
-    """Memory of the arena, cut into slots. Held by the module that it was given to, so that it goes with the module."""
+    """Memory of the arena, cut into rings. Held by the module that it was given to, so that it goes with the module."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory: torch.Tensor | None = memory
         """None once it was taken back for another module."""
-        self.rings: dict[int, list[Slot]] = {}
-        """For each height of groups, the slots that they take turns in."""
+        self.rings: dict[int, Ring] = {}
+        """For each height of groups, the memory that they take turns in."""
+        self.loose: list[Slot] = []
+        """Slots of no ring, taken for one run each."""
 
     def take_back(self) -> torch.Tensor:
-        memory, self.memory, self.rings = self.memory, None, {}
+        """The memory, for somebody else: whatever is in it, or on its way there, is forgotten."""
+        memory, rings, loose = self.memory, self.rings, self.loose
+        self.memory, self.rings, self.loose = None, {}, []
+        for slot in (*loose, *(slot for ring in rings.values() for slot in ring.slots)):
+            slot.evict()
         assert memory is not None
         return memory
 
@@ -56,9 +155,10 @@ class Lease:
 class Arena:
     """The slot memory of one device, shared by all offloaded modules, which run one after another.
 
-    The memory stays with the module that ran last, so that nothing is allocated for its next pass, and is exchanged when
-    a module comes that needs another size: device memory is what the running module needs, never the sum. Thread-safe. A
-    module that starts while another one is in the middle of a pass gets memory of its own.
+    The memory stays with the module that ran last, so that nothing is allocated for its next pass and what is on its way
+    there arrives, and is exchanged when a module comes that needs another size: device memory is what the running module
+    needs, never the sum. Thread-safe. A module that starts while another one is in the middle of a pass gets memory of
+    its own.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -68,38 +168,44 @@ class Arena:
         self._owner: Stream | None = None
         self._is_busy = False
         self._idle = backend.new_event()
+        self._copied = backend.new_event()
 
-    def lease(self, mine: Lease | None, num_bytes: int, stream: Stream) -> Lease:
-        """`num_bytes` of device memory until `give_back`, free to use on `stream` and on what waits for it.
+    def lease(self, mine: Lease | None, num_bytes: int, stream: Stream, copy_stream: Stream) -> Lease:
+        """`num_bytes` of device memory until `give_back`, free to use on `stream` and on `copy_stream`.
 
-        `mine` is the caller's last lease: it is given again, slots and all, if nobody else came in between.
+        `mine` is the caller's last lease: it is given again, with all that is in it, if nobody else came in between.
         """
         with self._lock:
             if self._is_busy:
-                return Lease(self._backend.empty(num_bytes, stream))
+                return self._new_lease(num_bytes, stream, copy_stream)
             lease = self._current()
-            if lease is not None and lease is not mine:
-                memory = lease.take_back()
-                lease = Lease(memory)
-            if lease is not None and lease.memory is not None and lease.memory.numel() != num_bytes:
-                self._backend.free(lease.take_back())
-                lease = None
-            if lease is None:
-                lease, self._owner = Lease(self._backend.empty(num_bytes, stream)), stream
-            else:
-                stream.wait_event(self._idle)  # whoever had it last may have computed on another stream
-            self._last = weakref.ref(lease)
+            if lease is None or lease is not mine:
+                if lease is not None:
+                    memory = lease.take_back()
+                    lease = None
+                    if memory.numel() == num_bytes:
+                        stream.wait_event(self._idle)  # whoever had it last may have computed on another stream
+                        stream.wait_event(self._copied)  # and may have had more copies on their way
+                        lease = Lease(memory)
+                        self._share(memory, copy_stream, stream)
+                    else:
+                        self._backend.free(memory)
+                        del memory
+                if lease is None:
+                    lease, self._owner = self._new_lease(num_bytes, stream, copy_stream), stream
+                self._last = weakref.ref(lease)
             self._is_busy = True
             return lease
 
-    def give_back(self, lease: Lease, stream: Stream) -> None:
-        """End a lease. All uses of its memory are enqueued on `stream`, or done."""
+    def give_back(self, lease: Lease, stream: Stream, copy_stream: Stream) -> None:
+        """End a lease. All compute that uses its memory is enqueued on `stream`, or done; copies on `copy_stream`."""
         with self._lock:
             assert lease.memory is not None
             if lease is not self._current():
                 self._backend.free(lease.take_back())
                 return
             self._idle.record(stream)
+            self._copied.record(copy_stream)
             if stream != self._owner:
                 self._backend.record_stream(lease.memory, stream)
             self._is_busy = False
@@ -107,8 +213,28 @@ class Arena:
     def release(self, lease: Lease) -> None:
         """Give the memory of `lease` back to the device, if it was not taken back already."""
         with self._lock:
-            if lease is self._current():
+            if lease is self._current() and lease.memory is not None:
                 self._backend.free(lease.take_back())
+
+    def release_idle(self) -> None:
+        """Give the memory back to the device, unless a module is running in it."""
+        with self._lock:
+            lease = self._current()
+            if lease is not None and not self._is_busy:
+                self._backend.free(lease.take_back())
+
+    def _new_lease(self, num_bytes: int, stream: Stream, copy_stream: Stream) -> Lease:
+        memory = self._backend.empty(num_bytes, stream)
+        self._share(memory, copy_stream, stream)
+        return Lease(memory)
+
+    def _share(self, memory: torch.Tensor, copy_stream: Stream, stream: Stream) -> None:
+        """Let copies write to memory that `stream` may use now."""
+        if copy_stream != stream:
+            born = self._backend.new_event()
+            born.record(stream)
+            copy_stream.wait_event(born)
+            self._backend.record_stream(memory, copy_stream)
 
     def _current(self) -> Lease | None:
         lease = None if self._last is None else self._last()
@@ -126,3 +252,9 @@ def arena_for(backend: Backend) -> Arena:
         if arena is None:
             arena = _arenas[backend] = Arena(backend)
         return arena
+
+
+def arenas() -> list[Arena]:
+    """The arenas of all devices that modules are offloaded to."""
+    with _arenas_lock:
+        return list(_arenas.values())

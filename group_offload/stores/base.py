@@ -24,20 +24,37 @@ class Tier(Enum):
 
 
 class Mover(Protocol):
-    """How an image gets onto the device: one of these is handed to `Image.send`."""
+    """How an image gets into a slot: one of these is handed to `Image.send`. Places are byte offsets in the slot."""
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Enqueue the copy of page-locked `source` to `target` (both flat uint8, same size)."""
+    def copy(self, at: int, memory: torch.Tensor, start: int, num_bytes: int) -> None:
+        """Enqueue the copy of `memory[start : start + num_bytes]` (page-locked, flat uint8). It must not change before."""
 
-    def stage(self, target: torch.Tensor, fill: Callable[[torch.Tensor, int], None]) -> None:
-        """Bring bytes to `target` in chunks: `fill(chunk, start)` writes image bytes from `start` on into `chunk`."""
+    def stage(self, at: int, num_bytes: int, fill: Callable[[torch.Tensor, int], None]) -> None:
+        """Bring bytes over in chunks: `fill(chunk, start)` writes image bytes from `start` on into `chunk`."""
+
+
+class Store(Protocol):
+    """What one or several images rest in."""
+
+    def take_up_edits(self, wait: Callable[[], None]) -> bool:
+        """Make what was written into weights at rest part of what their images send.
+
+        An image whose bytes changed has a new `generation` then, or is `is_outdated`. `wait` is called before memory
+        changes that copies may still be reading: it returns when they are done.
+
+        Returns:
+            Whether anything was written.
+
+        Raises:
+            GroupFileError: a file was changed by somebody else, or a new one cannot be written (nothing is lost).
+        """
 
 
 class Image(Protocol):
     """The bytes of some tensors at rest. Used by one thread at a time.
 
-    Order of calls: made from live tensors, which are then rebound to `rest`; any number of `keep_edits`, `send`; at last
-    `close`. `rest` stays readable for as long as anybody holds a tensor of it.
+    Order of calls: made from live tensors, which are then rebound to `rest`; any number of `send`, `write` and its
+    store's `take_up_edits`; at last `close`. `rest` stays readable for as long as anybody holds a tensor of it.
     """
 
     layout: ImageLayout
@@ -46,6 +63,20 @@ class Image(Protocol):
     """The tensors at rest, in the order of `layout.specs`: CPU, true values."""
     pinned_bytes: int
     """Page-locked RAM that the image takes."""
+    generation: int
+    """Goes up whenever the bytes change other than by `write`: what was sent before is out of date."""
+    is_outdated: bool
+    """`rest` holds edits that the image cannot take up: it has to be made again."""
+
+    @property
+    def store(self) -> Store: ...
+
+    @property
+    def is_stable(self) -> bool:
+        """Whether an edit of `rest` leaves copies that are on their way alone, and `take_up_edits` finds it.
+
+        If not, nothing may be on its way, and nothing that was sent may be used again, once anybody can edit `rest`.
+        """
 
     @property
     def where(self) -> str:
@@ -54,11 +85,15 @@ class Image(Protocol):
     def check(self) -> None:
         """Raise if reading `rest` would not give the weights, because somebody changed the file under it."""
 
-    def keep_edits(self) -> None:
-        """Make what was written into `rest` since the last call part of what `send` sends."""
+    def write(self, index: int, value: torch.Tensor) -> bool:
+        """Keep the bytes that a forward left in tensor `index`, in `rest` and in what is sent from now on.
 
-    def send(self, target: torch.Tensor, mover: Mover) -> None:
-        """Enqueue all copies that bring the image to `target` (uint8, [layout.num_bytes], on the device)."""
+        Returns:
+            Whether `take_up_edits` has to be called before the next `send`.
+        """
+
+    def send(self, mover: Mover, at: int) -> None:
+        """Enqueue all copies that bring the image to byte `at` of the mover's slot."""
 
     def close(self, *, forget: bool) -> None:
         """Give up what the image holds. `forget`: its content is out of date, so that nobody will look for it again."""

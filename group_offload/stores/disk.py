@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from ..errors import GroupFileError
-from ..layout import ImageLayout
+from ..layout import ImageLayout, as_bytes
 from .base import Mover, Tier, memory_of
 from .mapping import flat_view, map_file
 from .pagemap import written_pages
@@ -185,6 +185,8 @@ class FileImage:
 
     tier = Tier.FILE
     pinned_bytes = 0
+    is_stable = True
+    is_outdated = False
 
     def __init__(
         self,
@@ -195,35 +197,47 @@ class FileImage:
         on_written: Callable[[int], None],
     ) -> None:
         self.layout = layout
+        self.generation = 0
         self._folder = folder
         self._group_id = group_id
         self._adopt(tensors, on_written)
 
-    def keep_edits(self) -> None:
-        """Put what was written into `rest` into a new file.
+    @property
+    def store(self) -> FileImage:
+        return self  # a file holds one image
+
+    def take_up_edits(self, wait: Callable[[], None]) -> bool:
+        """Put what was written into `rest` into a new file. Nothing reads the old one: its bytes are staged when sent.
 
         Raises:
             GroupFileError: it cannot be written (the edits stay in RAM, nothing is lost), or somebody changed the file.
         """
         is_there = self._same_file()
         if not self._was_edited():
-            return
+            return False
         path, leave = self.path, self._leave
         self._adopt(self.rest, lambda num_bytes: None, outdated=path)  # the edited pages go with the old `rest`
+        self.generation += 1
         leave()
         if is_there:
             _delete_if_unused(path)
+        return True
 
-    def send(self, target: torch.Tensor, mover: Mover) -> None:
+    def write(self, index: int, value: torch.Tensor) -> bool:
+        with torch.inference_mode(False), torch.no_grad():
+            as_bytes(self.rest[index]).copy_(value)
+        return True
+
+    def send(self, mover: Mover, at: int) -> None:
         if not self._same_file():
-            mover.stage(target, self._fill_from_mapping)
+            mover.stage(at, self.layout.num_bytes, self._fill_from_mapping)
             return
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise self._lost(f"opening it failed: {error.strerror}") from error
         try:
-            mover.stage(target, partial(self._fill, fd))
+            mover.stage(at, self.layout.num_bytes, partial(self._fill, fd))
         finally:
             os.close(fd)
 

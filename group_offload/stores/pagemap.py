@@ -1,4 +1,4 @@
-"""Which pages of a private file mapping were written to: the kernel knows.
+"""Which pages of a private mapping were written to: the kernel knows.
 
 An edit through `.data` (what fusing a LoRA does) bumps no version counter. On a private mapping it leaves a page behind
 that is present and no longer backed by the file. Linux 6.7 finds those with one ioctl (`PAGEMAP_SCAN`,
@@ -14,7 +14,11 @@ import struct
 import sys
 from functools import cache
 
+from .mapping import TwiceMapped
+
 PAGE = os.sysconf("SC_PAGE_SIZE")
+SLOW_SCAN_SECONDS = 1e-3
+"""A scan takes longer than this only where somebody has read what is mapped: the kernel looks at pages that are there."""
 
 _PAGEMAP_SCAN = 0xC0606610  # _IOWR('f', 16, struct pm_scan_arg)
 _IS_FILE, _IS_PRESENT, _IS_SWAPPED = 1 << 2, 1 << 3, 1 << 4
@@ -42,6 +46,22 @@ def written_pages(address: int, num_bytes: int) -> list[tuple[int, int]] | None:
         return _scan(fd, address, end)
     except OSError:
         return _read_entries(fd, address, end)
+
+
+@cache
+def tells_writes() -> bool:
+    """Whether this system tells which pages of memory that is mapped twice were written to: tried out, once."""
+    try:
+        memory = TwiceMapped(2 * PAGE)
+    except (OSError, AttributeError):
+        return False
+    shared, private = memory.shared, memory.private
+    address = ctypes.addressof(private)
+    shared[0], shared[PAGE] = b"a", b"b"
+    before = private[0], written_pages(address, 2 * PAGE)
+    private[PAGE] = b"c"
+    after = shared[PAGE], written_pages(address, 2 * PAGE)
+    return before == (b"a", []) and after == (b"b", [(PAGE, 2 * PAGE)])
 
 
 def _scan(fd: int, address: int, length: int) -> list[tuple[int, int]]:

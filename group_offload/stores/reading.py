@@ -26,7 +26,7 @@ def read_into(fd: int, target: memoryview, position: int) -> int:
         return _read_part(fd, target, position)
     size = -(-len(target) // num_parts)
     starts = range(0, len(target), size)
-    parts = [_pool().submit(_read_part, fd, target[start : start + size], position + start) for start in starts]
+    parts = [pool().submit(_read_part, fd, target[start : start + size], position + start) for start in starts]
     wait(parts)  # all of them, also if one failed: the buffer is about to be used again
     done = 0
     for start, part in zip(starts, parts, strict=True):
@@ -52,7 +52,7 @@ def _read_part(fd: int, target: memoryview, position: int) -> int:
 
 
 @cache
-def _pool() -> ThreadPoolExecutor:
-    """The process's reading threads. They own nothing and wait for work; a forked child makes its own."""
-    os.register_at_fork(after_in_child=_pool.cache_clear)
-    return ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="group_offload-read")
+def pool() -> ThreadPoolExecutor:
+    """The process's threads for reading and filling memory. They own nothing; a forked child makes its own."""
+    os.register_at_fork(after_in_child=pool.cache_clear)
+    return ThreadPoolExecutor(num_threads(), thread_name_prefix="group_offload-io")

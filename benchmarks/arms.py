@@ -1,0 +1,112 @@
+"""The ways to run a model: resident, under diffusers' group offloading, under accelerate, under this package."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One way to run the model."""
+
+    name: str
+    engine: str
+    """"resident", "diffusers", "accelerate" or "ours"."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    on_disk: bool = False
+    is_from_checkpoint: bool = False
+    """The model comes from `from_pretrained`: its weights are views of mapped files."""
+    is_slow: bool = False
+    """Few steps are enough: each takes seconds."""
+
+    @property
+    def needs_streams(self) -> bool:
+        return bool(self.options.get("use_stream"))
+
+    @property
+    def is_basic(self) -> bool:
+        """Worth the time for every model. The others show something only where the model is large."""
+        is_pageable = bool(self.options.get("low_cpu_mem_usage"))
+        return not (self.on_disk or self.is_from_checkpoint or self.is_slow or is_pageable)
+
+    def missing(self) -> str | None:
+        """The package that this arm needs and that is not here."""
+        needed = {"diffusers": ("diffusers",), "accelerate": ("accelerate",)}.get(self.engine, ())
+        # Without accelerate, from_pretrained copies the weights into a model that it has made before.
+        needed += ("diffusers", "accelerate") if self.is_from_checkpoint else ()
+        return next((name for name in needed if importlib.util.find_spec(name) is None), None)
+
+
+def _arms() -> Iterator[Arm]:
+    """The most telling ones first: a run that is cut short has them."""
+    block: dict[str, Any] = {"offload_type": "block_level", "num_blocks_per_group": 1}
+    leaf: dict[str, Any] = {"offload_type": "leaf_level"}
+    stream = {"use_stream": True}
+    recorded = {"use_stream": True, "record_stream": True}
+    # This package copies ahead by itself where the device has streams; diffusers has to be told.
+    engines: tuple[tuple[str, str, dict[str, Any]], ...] = (("diffusers", "+stream", stream), ("ours", "", {}))
+    cuts = (("block", block), ("leaf", leaf))
+    yield Arm(name="resident", engine="resident")
+    for engine, suffix, ahead in engines:
+        for kind, options in cuts:
+            yield Arm(name=f"{engine} {kind}{suffix}", engine=engine, options={**options, **ahead})
+            yield Arm(name=f"{engine} {kind}{suffix}+record_stream", engine=engine, options={**options, **recorded})
+    for engine, kind, suffix, options in (
+        ("ours", "block", "", block),
+        ("ours", "leaf", "", leaf),
+        ("diffusers", "block", "+stream", {**block, **stream}),
+    ):
+        yield Arm(
+            name=f"{engine} {kind}{suffix}, from_pretrained", engine=engine, options=options, is_from_checkpoint=True
+        )
+    for engine, suffix, ahead in engines:
+        for kind, options in cuts:
+            yield Arm(name=f"{engine} {kind}{suffix}, disk", engine=engine, options={**options, **ahead}, on_disk=True)
+    pageable = {"low_cpu_mem_usage": True}
+    yield Arm(name="ours block, low_cpu_mem_usage", engine="ours", options={**block, **pageable})
+    for kind, options in cuts:
+        yield Arm(
+            name=f"diffusers {kind}+stream, low_cpu_mem_usage",
+            engine="diffusers",
+            options={**options, **stream, **pageable},
+            is_slow=True,
+        )
+    for engine in ("ours", "diffusers"):
+        for kind, options in cuts:
+            without = {**options, "use_stream": False}
+            yield Arm(name=f"{engine} {kind}, no stream", engine=engine, options=without, is_slow=True)
+    yield Arm(name="accelerate cpu_offload", engine="accelerate", is_slow=True)
+
+
+ARMS = {arm.name: arm for arm in _arms()}
+
+
+def apply_function(engine: str) -> Callable[[nn.Module, torch.device, dict[str, Any]], Any]:
+    """What sets an arm up: returns a handle, or None."""
+    if engine == "resident":
+        return lambda model, device, options: None
+    if engine == "diffusers":
+        from diffusers.hooks import apply_group_offloading as theirs
+
+        return lambda model, device, options: theirs(model, onload_device=device, **options)
+    if engine == "accelerate":
+        from accelerate import cpu_offload
+
+        def offload(model: nn.Module, device: torch.device, options: dict[str, Any]) -> None:
+            cpu_offload(model, execution_device=device, **options)
+
+        return offload
+    sys.path.insert(0, str(ROOT))
+    from group_offload import apply_group_offloading as ours
+
+    return lambda model, device, options: ours(model, onload_device=device, **options)

@@ -1,0 +1,182 @@
+"""What a benchmark reads from the machine and the device: facts, memory, and the calls that a step makes to the driver."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import importlib.metadata
+import os
+import re
+import resource
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+BANDWIDTH_BYTES = 1 << 30
+GIB = 1 << 30
+SYNCHRONISATION = re.compile(r"(cuda(Stream|Device|Event)|cu(Stream|Ctx|Event))Synchronize")
+"""The host waits for the device."""
+ALLOCATION = re.compile(
+    r"cuda(Malloc|Free|MallocAsync|FreeAsync|MallocHost|HostAlloc|FreeHost|HostRegister|HostUnregister)"
+    r"|cuMem(Alloc|Free|Create|Release|Map|Unmap|HostAlloc|FreeHost|HostRegister|HostUnregister)"
+)
+"""Memory of the device, or page-locked memory, is taken from the driver or given back. Most of these wait, too."""
+
+
+# ------------------------------------------------------------------------------------------------ facts
+
+
+def measure_machine(device: torch.device) -> dict[str, Any]:
+    """The machine that the arms run on, and what its link to the device can do."""
+    return {
+        "device": _device_name(device),
+        "cpu_count": os.cpu_count(),
+        "ram_bytes": psutil.virtual_memory().total,
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        **{name: _version(name) for name in ("diffusers", "accelerate", "transformers")},
+        "pinned_h2d_bytes_per_s": _pinned_bandwidth(device),
+    }
+
+
+def _version(package: str) -> str | None:
+    imported = getattr(sys.modules.get(package), "__version__", None)
+    if imported is not None:  # which may be a copy on the path that was never installed
+        return str(imported)
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _pinned_bandwidth(device: torch.device) -> float | None:
+    if device.type == "cpu":
+        return None
+    source = torch.empty(BANDWIDTH_BYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(source, device=device)
+    times = []
+    for _ in range(8):
+        synchronize(device)
+        start = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return BANDWIDTH_BYTES / statistics.median(times[1:])
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "CPU"
+    return str(getattr(torch, device.type).get_device_name(device))
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "xpu" if torch.xpu.is_available() else "cpu"
+
+
+def sha256(output: torch.Tensor) -> str:
+    return hashlib.sha256(output.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def fix_algorithms() -> None:
+    """Convolutions run the same kernels in every process, so that outputs can be compared bit by bit."""
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def forget_device_peak(device: torch.device) -> None:
+    gc.collect()
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats(device)
+
+
+def device_peak(device: torch.device) -> int | None:
+    """The most that torch's allocator counted as allocated."""
+    return None if device.type == "cpu" else torch.accelerator.max_memory_allocated(device)
+
+
+def device_reserved(device: torch.device) -> int | None:
+    """The most that torch's allocator had taken from the device."""
+    return None if device.type == "cpu" else torch.accelerator.max_memory_reserved(device)
+
+
+def used_ram() -> int:
+    """RAM that is neither free nor reclaimable, page-locked RAM included. The page cache is not in it."""
+    memory = psutil.virtual_memory()
+    return int(memory.total - memory.available)
+
+
+def process_memory() -> dict[str, int | None]:
+    """This process's memory in RAM now, what it consists of where the kernel tells, and the most there was."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    parts = {"rss_anonymous_bytes": "RssAnon", "rss_file_bytes": "RssFile", "rss_shared_bytes": "RssShmem"}
+    return {
+        "rss_bytes": psutil.Process().memory_info().rss,
+        "rss_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        **{ours: int(fields[name].split()[0]) * 1024 if name in fields else None for ours, name in parts.items()},
+    }
+
+
+# ------------------------------------------------------------------------------------------------ calls to the driver
+
+
+def count_driver_calls(step: Callable[[], object], device: torch.device) -> dict[str, Any]:
+    """How often one `step` makes the host wait for the device, and takes or gives back memory of the driver.
+
+    All threads count. The wait for the end of the step, which is the benchmark's, does not. Counts are None where torch's
+    profiler sees no calls.
+    """
+    counts: dict[str, Any] = {"host_synchronisations": None, "device_allocations": None, "driver_calls": None}
+    if device.type != "cuda":
+        return counts
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    try:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            with record_function("benchmark: step"):
+                step()
+            with record_function("benchmark: wait"):
+                synchronize(device)
+        on_host = [event for event in profiler.events() or () if event.device_type is DeviceType.CPU]
+    except RuntimeError as error:  # no profiler in this build or on this machine: the times are good all the same
+        return {**counts, "profiler_error": str(error).partition("\n")[0]}
+    events = [(event.name, event.time_range.start, event.time_range.end) for event in on_host]
+    spans = {name: (start, end) for name, start, end in events if name.startswith("benchmark: ")}
+    if len(spans) < 2:
+        return counts
+    begin, (wait, end) = spans["benchmark: step"][0], spans["benchmark: wait"]
+    inside = [(re.sub(r"(_v\d+|_ptsz|_ptds)+$", "", name), start) for name, start, _ in events if begin <= start <= end]
+    calls = Counter(name for name, _ in inside)
+    if not any(re.match(r"cu(da)?Launch", name) for name in calls):
+        return counts  # every step launches kernels: calls are not recorded here
+    own = next((name for name, start in inside if start >= wait and name.endswith("DeviceSynchronize")), None)
+    if own is not None:
+        calls[own] -= 1
+
+    def count(pattern: re.Pattern[str]) -> dict[str, int]:
+        return {name: number for name, number in sorted(calls.items()) if number and pattern.fullmatch(name)}
+
+    waits, allocations = count(SYNCHRONISATION), count(ALLOCATION)
+    return {
+        "host_synchronisations": sum(waits.values()),
+        "device_allocations": sum(allocations.values()),
+        "driver_calls": {**waits, **allocations},
+    }
