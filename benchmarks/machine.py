@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import importlib.metadata
@@ -134,6 +135,22 @@ def process_memory() -> dict[str, int | None]:
     }
 
 
+class CopiesBeside:
+    """Copies bytes from page-locked RAM to the device on a stream of its own, for nothing, when called."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._num_bytes = num_bytes
+        self._source = torch.empty(min(num_bytes, BANDWIDTH_BYTES), dtype=torch.uint8, pin_memory=device.type != "cpu")
+        self._target = torch.empty_like(self._source, device=device)
+        self._stream = torch.Stream(device=device) if device.type != "cpu" else contextlib.nullcontext()
+
+    def __call__(self) -> None:
+        with self._stream:
+            for start in range(0, self._num_bytes, self._source.numel()):
+                size = min(self._source.numel(), self._num_bytes - start)
+                self._target[:size].copy_(self._source[:size], non_blocking=True)
+
+
 # ------------------------------------------------------------------------------------------------ calls to the driver
 
 
@@ -150,12 +167,12 @@ def count_driver_calls(step: Callable[[], object], device: torch.device) -> dict
     from torch.profiler import ProfilerActivity, profile, record_function
 
     try:
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
             with record_function("benchmark: step"):
                 step()
             with record_function("benchmark: wait"):
                 synchronize(device)
-        on_host = [event for event in profiler.events() or () if event.device_type is DeviceType.CPU]
+        on_host = [event for event in profiler.events() or () if event.device_type == DeviceType.CPU]
     except RuntimeError as error:  # no profiler in this build or on this machine: the times are good all the same
         return {**counts, "profiler_error": str(error).partition("\n")[0]}
     events = [(event.name, event.time_range.start, event.time_range.end) for event in on_host]

@@ -41,6 +41,7 @@ import torch
 from arms import ARMS, ROOT, Arm, apply_function
 from machine import (
     GIB,
+    CopiesBeside,
     count_driver_calls,
     default_device,
     device_peak,
@@ -59,6 +60,8 @@ from tables import count, gib, markdown, seconds
 from torch import nn
 
 READ_BYTES = 64 << 20
+MAX_IN_A_ROW = 5
+"""Steps that are timed together, with no wait between them."""
 
 
 # ------------------------------------------------------------------------------------------------ one arm: the child
@@ -100,13 +103,26 @@ def run_arm(
     forget_device_peak(device)
     say(f"{num_bytes / GIB:.2f} GiB of weights set up in {setup:.1f} s")
 
+    copy_beside = CopiesBeside(num_bytes, device) if arm.copies_beside else None
     times: list[float] = []
     outputs: list[torch.Tensor] = []  # looked at later: nothing happens between two steps
     for _ in range(1 + num_steps):
         start = time.perf_counter()
+        if copy_beside is not None:
+            copy_beside()
         outputs.append(model.call(module, inputs))
         synchronize(device)
         times.append(time.perf_counter() - start)
+    # As in a pipeline's loop: nobody waits between two steps.
+    num_in_a_row = min(num_steps, MAX_IN_A_ROW)
+    start = time.perf_counter()
+    for _ in range(num_in_a_row):
+        if copy_beside is not None:
+            copy_beside()
+        output = model.call(module, inputs)
+    synchronize(device)
+    in_a_row = (time.perf_counter() - start) / num_in_a_row
+    outputs.append(output)
     say(f"first step {times[0]:.3f} s, then {statistics.median(times[1:]):.3f} s")
 
     peak = device_peak(device)
@@ -118,6 +134,7 @@ def run_arm(
         "step_s": statistics.median(times[1:]),
         "step_min_s": min(times[1:]),
         "step_max_s": max(times[1:]),
+        "in_a_row_s": in_a_row,
         "device_peak_bytes": peak,
         "device_peak_run_bytes": None if peak is None else max(peak, setup_device_peak or 0),
         "device_reserved_bytes": device_reserved(device),
@@ -306,6 +323,7 @@ def render_table(report: Mapping[str, Any]) -> str:
     columns = {
         "step": lambda arm: f"{seconds(arm['step_s'])} s",
         "(min to max)": lambda arm: f"{seconds(arm['step_min_s'])} to {seconds(arm['step_max_s'])}",
+        "in a row": lambda arm: f"{seconds(arm['in_a_row_s'])} s" if "in_a_row_s" in arm else "",
         "x floor": lambda arm: f"{arm['step_s'] / floor:.2f}" if floor and arm["engine"] != "resident" else "",
         "first step": lambda arm: f"{seconds(arm['first_step_s'])} s",
         "first / later": lambda arm: f"{arm['first_step_s'] / arm['step_s']:.2f}",

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 import group_offload
@@ -146,9 +150,11 @@ def test_weights_are_page_locked_in_their_exact_size(model: Model) -> None:
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     assert stats.pinned_bytes == stats.host_bytes
     assert weights <= stats.host_bytes <= weights * 1.01
-    assert all(parameter.is_pinned() for parameter in model.parameters())
-    handle.remove()
+    run(model, torch.zeros(1, DIM, dtype=torch.bfloat16))
+    assert handle.stats().bytes_onloaded["pageable ram"] == 0
+    # What is page-locked is the other mapping of the same pages: a weight at rest can be edited while it is copied.
     assert not any(parameter.is_pinned() for parameter in model.parameters())
+    handle.remove()
 
 
 def peak_of(model: nn.Module, x: torch.Tensor, device: torch.device) -> int:
@@ -314,19 +320,18 @@ def test_the_second_device_is_the_second_device(
     handle.remove()
 
 
-def test_weights_that_no_device_can_page_lock_go_through_the_buffer(
+@pytest.mark.parametrize("has_own_memory", [True, False])
+def test_weights_that_cannot_be_page_locked_in_place(
     model: Model,
     x: torch.Tensor,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    has_own_memory: bool,
 ) -> None:
     """A refused registration is said, changes nothing, and leaves no error behind for the next kernel."""
     expected = run(copy.deepcopy(model).to(device), x)
     register = torch.cuda.cudart().cudaHostRegister
-    probe = apply_group_offloading(copy.deepcopy(model))
-    images = {group.num_bytes for group in probe.groups}
-    probe.remove()
     monkeypatch.setattr("group_offload.runtime.transfer.MAX_STAGING_BYTES", 1 << 20)
 
     class Twice:
@@ -336,15 +341,109 @@ def test_weights_that_no_device_can_page_lock_go_through_the_buffer(
             return getattr(torch._C._cudart, name)
 
         def cudaHostRegister(self, address: int, size: int, flags: int) -> Any:
-            if size in images:  # staging buffers are let through
+            if size > 1 << 20:  # staging buffers are let through
                 register(address, size, flags)
             return register(address, size, flags)
 
     monkeypatch.setattr(torch.cuda, "cudart", Twice)
+    if not has_own_memory:
+        monkeypatch.setattr("group_offload.device.AcceleratorBackend.empty_pinned", lambda *_: None)
     handle = apply_group_offloading(model)
     monkeypatch.undo()
     assert "page-lock" in caplog.text
-    assert handle.stats().pinned_bytes == 0
+    assert (handle.stats().pinned_bytes > 0) == has_own_memory
     for _ in range(2):
         assert torch.equal(run(model, x), expected)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    assert not run(model, x).any()
     handle.remove()
+
+
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)
+def test_a_steady_step_neither_waits_nor_allocates(
+    model: Model, x: torch.Tensor, device: torch.device, options: dict[str, Any]
+) -> None:
+    apply_group_offloading(model, **options)
+    for _ in range(4):
+        run(model, x)
+    torch.accelerator.synchronize()
+    before = torch.cuda.memory_stats(device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.profiler.profile(acc_events=True) as profiler:
+            run(model, x)
+            run(model, x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    names = [event.name for event in profiler.events() or ()]
+    assert any(name.startswith("cudaLaunchKernel") for name in names)
+    own = [name for name in names if "Synchronize" in name or name.startswith(("cudaMalloc", "cudaFree", "cudaHost"))]
+    assert [name for name in own if name != "cudaDeviceSynchronize"] == []  # the profiler ends with that one
+    after = torch.cuda.memory_stats(device)
+    assert after["num_device_alloc"] == before["num_device_alloc"]
+    assert any(name.startswith("group_offload.onload blocks") for name in names)
+
+
+def test_stalls_and_trace(model: Model, x: torch.Tensor, device: torch.device, tmp_path: Path) -> None:
+    handle = apply_group_offloading(model)
+    run(model, x)
+    torch.accelerator.synchronize()
+    before = handle.stats().stalled_seconds
+    with handle.trace(tmp_path / "trace.json"):
+        run(model, x)
+    slices = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert {e["name"] for e in slices} <= {g.group_id for g in handle.groups}
+    copies = sorted((e["ts"], e["ts"] + e["dur"]) for e in slices if e["tid"] == 1)
+    assert all(one[1] <= two[0] + 1 for one, two in itertools.pairwise(copies))
+    stats = handle.stats()
+    assert stats.stalled_seconds > before  # copies set the time of this model
+    assert stats.worst_stall is not None and stats.worst_stall[0] in {g.group_id for g in handle.groups}
+
+
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)
+def test_the_next_pass_is_on_its_way_before_it_begins(
+    model: Model, x: torch.Tensor, device: torch.device, options: dict[str, Any]
+) -> None:
+    expected = run(copy.deepcopy(model).to(device), x)
+    apply_group_offloading(model, **options)
+    run(model, x)
+    for _ in range(3):
+        output = run(model, x)
+        for parameter in model.parameters():
+            parameter.data.mul_(2)  # what was prefetched is out of date
+        assert torch.equal(output, expected)
+        resident = copy.deepcopy(model).to(device)
+        expected = run(resident, x)
+
+
+def test_weights_of_a_mapped_file_stay_in_the_page_cache(
+    model: Model, x: torch.Tensor, device: torch.device, tmp_path: Path
+) -> None:
+    expected = run(copy.deepcopy(model).to(device), x)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        for name, parameter in model.named_parameters():
+            parameter.data = file.get_tensor(name)
+    handle = apply_group_offloading(model)
+    assert {group.where for group in handle.groups} == {"page cache, model.safetensors"}
+    for _ in range(3):
+        assert torch.equal(run(model, x), expected)
+    model.blocks[0].up.weight.data.mul_(2)
+    resident = copy.deepcopy(model).to(device)
+    assert torch.equal(run(model, x), run(resident, x))
+    assert sum(group.where == "page cache, model.safetensors" for group in handle.groups) == len(handle.groups) - 1
+    handle.remove()
+    assert torch.equal(run(model.to(device), x), run(resident, x))
+
+
+def test_slots_are_given_back_when_asked(model: Model, x: torch.Tensor, device: torch.device) -> None:
+    gc.collect()
+    torch.accelerator.synchronize()
+    before = torch.cuda.memory_allocated(device)
+    apply_group_offloading(model)
+    expected = run(model, x)
+    assert torch.cuda.memory_allocated(device) > before + BLOCK_BYTES
+    group_offload.free_slots()
+    assert torch.cuda.memory_allocated(device) <= before + expected.nbytes + 4096
+    assert torch.equal(run(model, x), expected)

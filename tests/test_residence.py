@@ -38,11 +38,20 @@ def device() -> Iterator[SimulatedDevice]:
         yield device
 
 
-@pytest.fixture(params=[True, False], ids=["told of edits", "not told"])
+@pytest.fixture
 def is_told_of_edits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    if not request.param:
+    """Whether the system tells which pages of weights at rest were written to: parameter "told"."""
+    is_told: bool = request.param
+    if not is_told:
         monkeypatch.setattr("group_offload.stores.pinned.tells_writes", lambda: False)
-    return request.param
+    return is_told
+
+
+def told(*also_not: dict[str, Any]) -> pytest.MarkDecorator:
+    """All modes where the system tells of edits, and those of `also_not` where it does not too."""
+    values = [pytest.param(mode, True, id=str(mode)) for mode in MODES]
+    values += [pytest.param(mode, False, id=f"{mode}-not told") for mode in also_not]
+    return pytest.mark.parametrize(("options", "is_told_of_edits"), values, indirect=["is_told_of_edits"])
 
 
 @contextmanager
@@ -105,7 +114,7 @@ def load_state_dict(model: nn.Module, name: str) -> None:
 EDITS = [in_place, through_data, new_data, through_the_state_dict, through_numpy, load_state_dict]
 
 
-@any_mode
+@told(MODES[0])
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
 def test_an_edit_while_the_next_pass_is_on_its_way(
     edit: Callable[[nn.Module, str], None], options: dict[str, Any], is_told_of_edits: bool, device: SimulatedDevice
@@ -174,28 +183,32 @@ def test_edits_take_no_memory_for_good(device: SimulatedDevice) -> None:
 
 
 class EditsItsBlocks(nn.Module):
-    """Doubles a weight of each block right before the block is called, when its image is on the device already."""
+    """Changes weights of each block right before the block is called, when its image is on the device already."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Block(16, counts=False) for _ in range(4)])
         self.shift = nn.Parameter(torch.randn(DIM))
         self.edits = True
+        self.before_edit: Callable[[], object] = lambda: None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             if self.edits:
+                self.before_edit()
                 block.up.weight.mul_(1.25)
                 block.gain.add_(1)
             x = block(x)
         return x + self.shift
 
 
-TIERS: list[dict[str, Any]] = [{}, {"low_cpu_mem_usage": True}, {"in_files": True}]
-
-
 @any_mode
-@pytest.mark.parametrize("tier", TIERS, ids=str)
+@pytest.mark.parametrize(
+    ("tier", "is_told_of_edits"),
+    [({}, True), ({}, False), ({"low_cpu_mem_usage": True}, True), ({"in_files": True}, True)],
+    ids=["ram", "ram-not told", "pageable ram", "files"],
+    indirect=["is_told_of_edits"],
+)
 def test_an_edit_in_the_middle_of_a_forward(
     options: dict[str, Any], tier: dict[str, Any], is_told_of_edits: bool, device: SimulatedDevice, tmp_path: Path
 ) -> None:
@@ -205,14 +218,19 @@ def test_an_edit_in_the_middle_of_a_forward(
     if tier.get("in_files"):
         tier = {"offload_to_disk_path": tmp_path}
     handle = offload(model, **options, **tier)
+    if not is_told_of_edits:
+        # Weights at rest are what copies read. To edit them in a pass is a race, unless nothing is on its way any more.
+        model.before_edit = device.synchronize
     x = torch.randn(2, DIM)
     with taken_away(handle, device):
         for number in range(5):
-            model.edits = resident.edits = number in (1, 3, 4)  # the first and the third pass only learn the order
+            model.edits = resident.edits = number in (1, 3, 4)  # the others only learn the order
             output = forward(device, model, x)
             assert torch.equal(device.get(output), run(resident, x)), number
             with device.running():
-                for (name, value), expected in zip(model.state_dict().items(), resident.state_dict().values(), strict=True):
+                for (name, value), expected in zip(
+                    model.state_dict().items(), resident.state_dict().values(), strict=True
+                ):
                     assert torch.equal(value, expected), (number, name)
         del output
 
@@ -240,7 +258,7 @@ class Normed(nn.Module):
 class NormedModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Normed() for _ in range(5))
+        self.blocks = nn.ModuleList(Normed() for _ in range(4))
         self.on_block: Callable[[int, nn.Module], None] = lambda position, block: None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -250,7 +268,7 @@ class NormedModel(nn.Module):
         return x
 
 
-@any_mode
+@told(MODES[0])
 @pytest.mark.parametrize("in_files", [False, True], ids=["ram", "files"])
 def test_forwards_that_change_their_weights(
     options: dict[str, Any], in_files: bool, is_told_of_edits: bool, device: SimulatedDevice, tmp_path: Path
@@ -259,14 +277,14 @@ def test_forwards_that_change_their_weights(
     model = NormedModel().train()
     resident = copy.deepcopy(model)
     handle = offload(model, **options, **({"offload_to_disk_path": tmp_path} if in_files else {}))
-    assert in_files or all(group.num_bytes < PAGE // 2 for group in handle.groups)
+    assert in_files or all(group.num_bytes < PAGE for group in handle.groups)
 
     def edit_what_was_used(position: int, model: nn.Module) -> None:
         if position >= 1:  # a page of its own then hides the images of the blocks beside it
             model.blocks[position - 1].proj.bias.data.add_(1)
 
     with taken_away(handle, device):
-        for number in range(6):
+        for number in range(5):
             x = torch.randn(3, DIM)
             if number in (2, 3):
                 model.on_block = resident.on_block = edit_what_was_used
@@ -275,7 +293,9 @@ def test_forwards_that_change_their_weights(
             output = forward(device, model, x)
             expected = run(resident, x)
             with device.running():  # at rest already, though nobody has asked for the output
-                for (name, value), wanted in zip(model.state_dict().items(), resident.state_dict().values(), strict=True):
+                for (name, value), wanted in zip(
+                    model.state_dict().items(), resident.state_dict().values(), strict=True
+                ):
                     assert torch.equal(value, wanted), (number, name)
             assert torch.equal(device.get(output), expected), number
             if number % 2:
@@ -285,6 +305,44 @@ def test_forwards_that_change_their_weights(
                         each.blocks[number - 1].norm.running_mean.add_(1)
         assert handle.stats().tensors_brought_back > 0
         del output
+
+
+class Replaces(nn.Module):
+    """Puts other tensors in place of its own, in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
+        self.gain = nn.Parameter(torch.randn(DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.gain.data = self.gain.data * 2
+        for block in self.blocks:
+            x = block(x)
+        return x * self.gain
+
+
+@any_mode
+@pytest.mark.parametrize("in_files", [False, True], ids=["ram", "files"])
+def test_forwards_that_replace_their_weights(
+    options: dict[str, Any], in_files: bool, device: SimulatedDevice, tmp_path: Path
+) -> None:
+    model = Replaces()
+
+    def replace(block: nn.Module, *args: Any) -> None:
+        block.weight.data = block.weight.data + 1
+
+    for block in model.blocks:
+        block.register_forward_pre_hook(replace)
+    resident = copy.deepcopy(model)
+    handle = offload(model, **options, **({"offload_to_disk_path": tmp_path} if in_files else {}))
+    for _ in range(4):
+        x = torch.randn(3, DIM)
+        assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+        with device.running():
+            for value, wanted in zip(model.state_dict().values(), resident.state_dict().values(), strict=True):
+                assert torch.equal(value, wanted)
+    handle.remove()
 
 
 # ---------------------------------------------------------------- RAM that cannot be page-locked
@@ -372,13 +430,13 @@ def test_the_next_pass_is_on_its_way_before_it_begins(
             counts.append((after.onloads - before.onloads, after.stalls - before.stalls))
         assert counts[2] == counts[3] == counts[4] and counts[2][1] == 0
         begin, end = events.index("pass 3"), events.index("pass 4")
-        in_third = events[events.index("pass 2") : begin]
-        first = next(name for name in events[events.index("pass 0") + 1 :] if name.startswith("blocks"))
-        last = [name for name in events[begin:end] if name.startswith("blocks")][-1]
-        # The first block came in the pass before, behind that one's own last block, and so does the next pass's.
-        assert "blocks_0" in first.replace(".", "_") and first in in_third and events[begin + 1] != first
-        assert in_third.index(first) > len(in_third) - 6
-        assert last == [name for name in in_third if name.startswith("blocks")][-1]
+        before, now = events[events.index("pass 2") + 1 : begin], events[begin + 1 : end]
+        assert before == now
+        assert len(set(now)) == len(now) == counts[3][0]  # no image comes twice
+        # A pass brings what it needs last, and then what the next one needs first.
+        first = "embed" if options.get("offload_type") else "blocks_0_0"
+        last = "blocks.5.down" if options.get("offload_type") else "blocks_5_5"
+        assert now.index(last) < now.index(first)
 
 
 class TwoWays(nn.Module):
@@ -485,7 +543,7 @@ def test_two_models_take_the_memory_of_one(
 
 @any_mode
 def test_device_memory_is_the_formula(options: dict[str, Any], device: SimulatedDevice) -> None:
-    """The rings, or with record_stream one group in use and as much on its way as the largest group takes."""
+    """The rings; without them one group in use, and on its way as much as the largest one takes, or four of those."""
     model = Model([16, 16, 40, 16, 16, 24, 16, 16])
     handle = offload(model, **options)
     with taken_away(handle, device, model):
@@ -494,17 +552,16 @@ def test_device_memory_is_the_formula(options: dict[str, Any], device: Simulated
         for group in handle._engine.groups:
             if group.num_bytes:
                 sizes.setdefault(group.height, []).append(group.num_bytes)
-        # Two of what is computed with in turn; what is around it is so small here that it stays.
-        turns = sum(sorted(sizes[0])[-2:])
-        around = sum(sum(found) for height, found in sizes.items() if height)
+        around = sum(sum(found) for height, found in sizes.items() if height)  # so little here that it stays
         for _ in range(4):
             forward(device, model, torch.randn(2, DIM))
         peak = handle.stats().peak_device_bytes
         assert device.peak_bytes == peak
-        if options.get("record_stream"):
-            assert around + max(sizes[0]) < peak <= around + 2 * max(sizes[0])
+        if options:
+            is_deep = len(options) == 2
+            assert around + max(sizes[0]) < peak <= around + max(sizes[0]) * (1 + (4 if is_deep else 1))
         else:
-            assert peak == around + turns
+            assert peak == around + sum(sorted(sizes[0])[-2:])
 
 
 @any_mode

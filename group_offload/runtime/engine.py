@@ -163,7 +163,11 @@ class Engine:
     def refresh(self) -> None:
         """Take up what was changed since the last pass now, not at the next one."""
         with self.lock:
-            if not self.is_running and self._notice_changes(self.root) is None:
+            if self.is_running:
+                return
+            if not self._is_clean:
+                self._recover()
+            if self._notice_changes(self.root) is None:
                 self._rebuild()
 
     def remove(self) -> None:
@@ -173,6 +177,8 @@ class Engine:
                 raise StateError(
                     "remove() was called in the middle of a forward of the module. Call it after the forward."
                 )
+            if not self._is_clean:
+                self._recover()
             self.transfer.finish()
             self._release_slots()
             for group in self.groups:
@@ -282,6 +288,7 @@ class Engine:
             self._backend.record_stream(slot.memory, self.transfer.stream)  # where a copy to it may be on its way
         self._give_lease_back()
         self._release_slots()
+        self._is_clean = True
 
     def _hold(self, group: Group) -> None:
         if not group.num_bytes:
@@ -352,15 +359,15 @@ class Engine:
 
         The largest group, mostly. At leaf level that does not hide the copy of a large layer behind a small one's
         compute, which matters where compute, not copies, sets the time: then activations are large, and weights may take
-        a quarter of what those take. With `record_stream` they may from the start.
+        a third of what those take. With `record_stream` they may from the start.
         """
         if self.config.offload_type is not OffloadType.LEAF_LEVEL:
             return self._largest
         if not self._is_tight:
             return _DEEP_WINDOW * self._largest
         weighed = self._activations.get(top) if top is not None else None
-        quarter = 0 if weighed is None else weighed.most // 4
-        return max(self._largest, min(_DEEP_WINDOW * self._largest, quarter))
+        third = 0 if weighed is None else weighed.most // 3
+        return max(self._largest, min(_DEEP_WINDOW * self._largest, third))
 
     def _other_bytes(self) -> int:
         return self._backend.bytes_in_use() - self.counters.device_bytes
@@ -428,8 +435,9 @@ class Engine:
                 self._free(slot)
         num_ahead = sum(slot.memory.numel() for slot in self._lease.loose if slot.unused)
         # Where memory counts most, what is in use counts too. But something is always on its way.
-        num_taken = self.counters.loose_bytes if self._is_tight else num_ahead
-        if num_ahead and num_taken + num_bytes > self._window_bytes:
+        is_full = num_ahead + num_bytes > self._window_bytes
+        is_full |= self._is_tight and self.counters.loose_bytes + num_bytes > self._window_bytes * 3 // 2
+        if num_ahead and is_full:
             return False
         self._send(run, self._loose_slot(num_bytes), [])
         return True
@@ -476,9 +484,10 @@ class Engine:
     def _free(self, slot: Slot) -> None:
         """Give up what a slot holds; its memory too, if it is of no ring."""
         self._evict(slot)
-        if slot.is_fixed:
+        assert self._lease is not None
+        if slot not in self._lease.loose:  # of a ring, or given back already when its last group was dropped
             return
-        assert self._lease is not None and slot.owner is not None
+        assert slot.owner is not None
         if slot.waited_on is None:  # nobody used it: its copy may still be on its way
             slot.owner.wait_event(slot.ready)
         self.stalls.collect(slot)

@@ -179,6 +179,8 @@ class Group:
         self._needs_take_up = False
         for part in self.parts:
             part.image.store.take_up_edits(transfer.finish)
+            if not part.image.is_stable:
+                part.sent_generation = -1  # what was edited is the image itself
         self._rest_version = self._version_sum()
         self.rebind_moved()
 

@@ -15,11 +15,13 @@ with a gate also has a forward pre-hook, and whichever of the two is traced firs
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import set_eval_frame
+from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
@@ -82,6 +84,8 @@ class Gate:
                     self._engine.enter(self)
                     args, kwargs = self._engine.move_inputs(args, kwargs)
                     call = self._compiled or self.module._call_impl
+                    if self.groups and torch._C._autograd._profiler_enabled():
+                        call = partial(_call_in_range, call, self.groups[-1].group_id)
                     set_eval_frame(compiler)
                     try:
                         return call(*args, **kwargs)
@@ -128,6 +132,11 @@ class Gate:
                 self._engine.lock.release()
         finally:
             set_eval_frame(compiler)
+
+
+def _call_in_range(call: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    with record_function(f"group_offload.compute {name}"):
+        return call(*args, **kwargs)
 
 
 def _allow_trace(module: nn.Module, args: Any) -> None:

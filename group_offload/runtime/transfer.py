@@ -82,14 +82,17 @@ class Transfer:
         if self.tracer is not None:
             self.tracer.copy_begins(stream)
         self._names = names
-        for at, image in images:
-            image.send(self, at)
-            self.bytes_sent[image.tier] += image.layout.num_bytes
-        self._flush()
-        if self.tracer is not None:
-            self.tracer.copy_ends(stream, names, sum(image.layout.num_bytes for _, image in images))
-        slot.ready.record(stream)
-        self.last_copy.record(stream)
+        try:
+            for at, image in images:
+                image.send(self, at)
+                self.bytes_sent[image.tier] += image.layout.num_bytes
+            self._flush()
+        finally:  # what was enqueued reads images, and writes to the slot, also if the rest cannot be read
+            if self.tracer is not None:
+                self.tracer.copy_ends(stream, names, sum(image.layout.num_bytes for _, image in images))
+            slot.ready.record(stream)
+            self.last_copy.record(stream)
+            del self._target  # it would keep the memory
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
         """Copy device bytes that compute has changed, until `after`, back to the host, and wait for them."""
