@@ -220,6 +220,8 @@ def plain_empty(num_bytes: int, device: torch.device) -> torch.Tensor:
 
     A weight that is bound to an inference tensor could not be used outside of inference mode any more.
     """
+    if not torch.is_inference_mode_enabled():  # entering the other mode takes longer than all the rest
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     with torch.inference_mode(False):
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 

@@ -56,8 +56,24 @@ class ImageLayout:
     def views(self, image: torch.Tensor) -> list[torch.Tensor]:
         """The tensors, in the order of `specs`, as views of `image` (uint8, [num_bytes])."""
         # A view made in inference mode would make the weight it is assigned to an inference tensor for good.
-        with torch.inference_mode(False), torch.no_grad():
-            return [spec.view(image) for spec in self.specs]
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self._views(image)
+        return self._views(image)
+
+    def _views(self, image: torch.Tensor) -> list[torch.Tensor]:
+        views = []
+        flats: dict[torch.dtype, torch.Tensor] = {}
+        for spec in self.specs:
+            size = spec.dtype.itemsize
+            if 0 in spec.shape or spec.offset % size:
+                views.append(spec.view(image))
+                continue
+            flat = flats.get(spec.dtype)
+            if flat is None:
+                flat = flats[spec.dtype] = image.view(spec.dtype)
+            views.append(flat.as_strided(spec.shape, spec.stride, flat.storage_offset() + spec.offset // size))
+        return views
 
     def views_by_extent(self, memory: Callable[[Extent], torch.Tensor]) -> list[torch.Tensor]:
         """Like `views`, each extent in memory of its own (flat uint8, [Extent.num_bytes]).

@@ -27,3 +27,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _fixed_seeds() -> None:
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _tiny_groups_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models of most tests are smaller than what is worth taking in turns: here it is worth it all the same."""
+    monkeypatch.setattr("group_offload.runtime.engine.MIN_WINDOW_BYTES", 0)

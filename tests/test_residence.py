@@ -7,6 +7,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 
 from group_offload import OffloadHandle, StateError, free_slots
 from group_offload.runtime.transfer import Transfer
+from group_offload.stores import mapping
 from group_offload.stores.base import Tier
 from group_offload.stores.pagemap import PAGE, written_pages
 from group_offload.stores.pinned import RamImage, Segment
@@ -601,3 +603,88 @@ def test_remove_in_the_middle_of_a_pass_is_refused(device: SimulatedDevice) -> N
     with taken_away(handle, device, model):
         x = torch.randn(2, DIM)
         assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+
+
+def test_memory_is_unlocked_before_it_is_unmapped(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a cycle that the garbage collector finds, finalizers run in any order."""
+    order: list[tuple[str, int]] = []
+    pin, munmap = SimulatedDevice.pin, mapping._libc.munmap
+
+    def watched_pin(self: SimulatedDevice, memory: torch.Tensor, *, read_only: bool = False) -> Any:
+        unpin = pin(self, memory, read_only=read_only)
+        assert unpin is not None
+        address = memory.data_ptr()
+
+        def watched_unpin() -> None:
+            order.append(("unlock", address))
+            unpin()
+
+        return watched_unpin
+
+    class WatchedLibc:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(libc, name)
+
+        def munmap(self, address: int, num_bytes: int) -> int:
+            order.append(("unmap", address))
+            result: int = munmap(address, num_bytes)
+            return result
+
+    libc = mapping._libc
+    monkeypatch.setattr(SimulatedDevice, "pin", watched_pin)
+    monkeypatch.setattr(mapping, "_libc", WatchedLibc())
+    model = Model([16] * 3)
+    offload(model)
+    forward(device, model, torch.randn(2, DIM))
+    device.synchronize()
+    model.alive.clear()
+    order.clear()  # of whatever was at these addresses before
+    del model  # it and its handle know each other
+    gc.collect()
+    unlocked = [address for what, address in order if what == "unlock"]
+    assert unlocked
+    for address in unlocked:
+        assert order.index(("unlock", address)) < order.index(("unmap", address))
+
+
+@any_mode
+def test_a_weight_that_is_replaced_in_the_middle_of_a_forward(options: dict[str, Any], device: SimulatedDevice) -> None:
+    model = EditsItsBlocks()
+    model.edits = False
+    resident = copy.deepcopy(model)
+    handle = offload(model, **options)
+
+    def replace(which: EditsItsBlocks) -> None:
+        for block in which.blocks:
+            assert isinstance(block, Block)
+            block.gain.data = block.gain.data + 1
+
+    for number in range(5):
+        x = torch.randn(2, DIM)
+        for which in (model, resident):
+            which.edits = number == 2
+            which.before_edit = partial(replace, which)
+        assert torch.equal(device.get(forward(device, model, x)), run(resident, x)), number
+    for (name, value), expected in zip(model.state_dict().items(), resident.state_dict().values(), strict=True):
+        assert torch.equal(value, expected), name
+    handle.remove()
+
+
+def test_a_weight_of_another_form_in_the_middle_of_a_forward(device: SimulatedDevice) -> None:
+    model = EditsItsBlocks()
+    model.edits = False
+    handle = offload(model)
+    forward(device, model, torch.randn(2, DIM))
+    model.edits = True
+
+    def replace() -> None:
+        block = model.blocks[1]
+        assert isinstance(block, Block)
+        block.gain.data = block.gain.data.double()
+
+    model.before_edit = replace
+    with pytest.raises(StateError, match="blocks_1_1"):
+        forward(device, model, torch.randn(2, DIM))
+    model.edits = False
+    assert model.blocks[1].gain.dtype == torch.float64
+    handle.remove()

@@ -52,6 +52,8 @@ from .transfer import Transfer
 
 MAX_RUN_BYTES = 8 << 20
 """Groups that follow one another are sent together up to this size: small ones cost the host more than the link."""
+MIN_WINDOW_BYTES = 4 << 20
+"""Just in time: so much may be on its way, however small the groups are. Less would be all work and no memory saved."""
 _DEEP_WINDOW = 4
 """At leaf level, `record_stream` lets this many times the largest layer be on its way: for models that compute bounds."""
 _NUM_WEIGHED = 64
@@ -139,6 +141,10 @@ class Engine:
         """The next pass's first images are started in this one."""
         self._schedule = Schedule(())
         self._weighed = _Activations()
+        self._bytes_ahead = 0
+        """Just in time: in slots with groups that no call has needed yet."""
+        self._next_bytes: int | None = 0
+        """Just in time: what there was no room for; None if everything that was foreseen is on its way."""
         self._build()
 
     @property
@@ -296,6 +302,11 @@ class Engine:
         if not group.holds:
             self._schedule.observe(group)
         if group.residence is Residence.AT_REST:
+            if group.was_replaced() and not self._absorb_replaced([group]):
+                raise StateError(
+                    f"A weight of {group.group_id!r} was given another dtype, shape or memory that others share, in the "
+                    f"middle of a forward. Do that between forwards."
+                )
             if group.was_touched():
                 group.take_up_edits(self.transfer)
             if group.slot is not None and not group.is_current:
@@ -319,7 +330,7 @@ class Engine:
             group.onload()
             self._bound[group] = None
         group.holds += 1
-        slot.unused.discard(group)
+        self._is_used(group, slot)
         self._calls[-1].append(group)
         if self.tracer is not None:
             self.tracer.compute_begins(group, stream)
@@ -361,13 +372,14 @@ class Engine:
         compute, which matters where compute, not copies, sets the time: then activations are large, and weights may take
         a third of what those take. With `record_stream` they may from the start.
         """
+        least = max(self._largest, MIN_WINDOW_BYTES)
         if self.config.offload_type is not OffloadType.LEAF_LEVEL:
-            return self._largest
+            return least
         if not self._is_tight:
-            return _DEEP_WINDOW * self._largest
+            return _DEEP_WINDOW * least
         weighed = self._activations.get(top) if top is not None else None
         third = 0 if weighed is None else weighed.most // 3
-        return max(self._largest, min(_DEEP_WINDOW * self._largest, third))
+        return max(least, min(_DEEP_WINDOW * least, third))
 
     def _other_bytes(self) -> int:
         return self._backend.bytes_in_use() - self.counters.device_bytes
@@ -380,9 +392,13 @@ class Engine:
 
     def _prefetch(self) -> None:
         """Start the images that come next, as far as there is room, or room in what is needed later."""
-        self._is_behind = False
         if not self.config.use_stream:
             return
+        has_room = self._next_bytes is not None and self._has_room_for(self._next_bytes)
+        if self._is_just_in_time and not self._is_behind and not has_room:
+            return
+        self._is_behind = False
+        self._next_bytes = None
         self._blockers = set()
         full: set[int] = set()
         soon: set[Group] = set()
@@ -394,8 +410,7 @@ class Engine:
                 continue
             if group.slot is None and group.height not in full:
                 if run and (
-                    group.height != run[0].height
-                    or run_bytes + group.num_bytes > min(MAX_RUN_BYTES, self._ring_sizes[group.height] // 8)
+                    group.height != run[0].height or run_bytes + group.num_bytes > self._run_limit(group.height)
                 ):
                     if not self._onload_ahead(run, run_bytes, soon):
                         full.add(run[0].height)
@@ -410,6 +425,11 @@ class Engine:
                     break
         if run:
             self._onload_ahead(run, run_bytes, soon)
+
+    def _run_limit(self, height: int) -> int:
+        is_loose = self._is_just_in_time and not height
+        room = 2 * self._window_bytes if is_loose else self._ring_sizes[height]
+        return min(MAX_RUN_BYTES, room // 8)
 
     def _onload_ahead(self, run: list[Group], num_bytes: int, soon: set[Group]) -> bool:
         """Start the images of `run` in one slot. False if there is no room before something that is needed sooner goes."""
@@ -433,14 +453,23 @@ class Engine:
         for slot in [slot for slot in self._lease.loose if slot.unused]:
             if may_evict(slot):  # nobody needs it any more
                 self._free(slot)
-        num_ahead = sum(slot.memory.numel() for slot in self._lease.loose if slot.unused)
-        # Where memory counts most, what is in use counts too. But something is always on its way.
-        is_full = num_ahead + num_bytes > self._window_bytes
-        is_full |= self._is_tight and self.counters.loose_bytes + num_bytes > self._window_bytes * 3 // 2
-        if num_ahead and is_full:
+        if not self._has_room_for(num_bytes):
+            self._next_bytes = num_bytes
             return False
-        self._send(run, self._loose_slot(num_bytes), [])
+        slot = self._loose_slot(num_bytes)
+        self._bytes_ahead += num_bytes
+        slot.num_bytes_ahead = num_bytes
+        self._send(run, slot, [])
         return True
+
+    def _has_room_for(self, num_bytes: int) -> bool:
+        """Whether so much more may be on its way, just in time. Something always is."""
+        if not self._bytes_ahead:
+            return True
+        if self._bytes_ahead + num_bytes > self._window_bytes:
+            return False
+        # Where memory counts most, what is in use counts too.
+        return not self._is_tight or self.counters.loose_bytes + num_bytes <= self._window_bytes * 3 // 2
 
     def _onload_now(self, group: Group) -> None:
         ring = self._rings().get(group.height)
@@ -470,15 +499,24 @@ class Engine:
         slot = group.slot
         assert slot is not None
         slot.groups.remove(group)
-        slot.unused.discard(group)
+        self._is_used(group, slot)
         group.slot = None
         if not slot.is_fixed and not slot.groups:
             self._free(slot)
+
+    def _is_used(self, group: Group, slot: Slot) -> None:
+        """Nobody waits for `group` to be in `slot` any more."""
+        if group in slot.unused:
+            slot.unused.remove(group)
+            if not slot.unused and not slot.is_fixed:
+                self._bytes_ahead -= slot.num_bytes_ahead
+                slot.num_bytes_ahead = 0
 
     def _evict(self, slot: Slot) -> None:
         for group in [*slot.groups]:
             if group in self._bound:  # it was expected to be needed again at once
                 self._unbind(group)
+            self._is_used(group, slot)
         slot.evict()
 
     def _free(self, slot: Slot) -> None:
@@ -490,7 +528,8 @@ class Engine:
         assert slot.owner is not None
         if slot.waited_on is None:  # nobody used it: its copy may still be on its way
             slot.owner.wait_event(slot.ready)
-        self.stalls.collect(slot)
+        self.stalls.retire(slot)
+        self._next_bytes = self._next_bytes or 0
         self._lease.loose.remove(slot)
         self.counters.loose_bytes -= slot.memory.numel()
         self._count_device_bytes(-slot.memory.numel())
@@ -504,7 +543,7 @@ class Engine:
         """
         assert self._lease is not None
         stream = self._backend.current_stream()
-        slot = Slot(self._backend.empty(num_bytes, stream), self._backend, start=0, owner=stream)
+        slot = Slot(self._backend.empty(num_bytes), self.stalls.new_event, start=0, owner=stream)
         slot.last_use.record(stream)  # of whatever was in that memory before
         self._lease.loose.append(slot)
         self.counters.loose_bytes += num_bytes
@@ -533,6 +572,7 @@ class Engine:
                 lease.rings[height] = Ring(lease.memory[start : start + num_bytes], self._backend)
                 start += num_bytes
         self.counters.device_bytes = self.counters.loose_bytes = sum(slot.memory.numel() for slot in lease.loose)
+        self._bytes_ahead = sum(slot.num_bytes_ahead for slot in lease.loose)
         self._count_device_bytes(sum(sizes.values()))
         for slot in self._slots():
             for group in [*slot.groups]:

@@ -91,6 +91,8 @@ class Group:
         self._wrapped = _wrapped_holders(refs)
         self._is_plain = not self._wrapped and len(self._tracked) == len(self._tensors)
         self._rest_version = self._version_sum()
+        self._rest_views: list[torch.Tensor] = []
+        self._rest_addresses = [view.data_ptr() for part in self.parts for view in part.image.rest]
         self._versions: list[int] = []
         self._bound: list[torch.Tensor] = []
         """While onloaded: what each tensor was bound to."""
@@ -115,6 +117,9 @@ class Group:
             wrapped.put_back()
         self.residence = Residence.AT_REST
         self._rest_version = self._version_sum()
+        if self._rest_views is not views:
+            self._rest_views = views
+            self._rest_addresses = [view.data_ptr() for view in views]
 
     def onload(self) -> None:
         """Bind the tensors to the slot, which holds the images (or will, once its ready event is reached)."""
@@ -174,6 +179,10 @@ class Group:
         """Whether an in-place operation changed a tensor at rest since it was bound there."""
         return self._needs_take_up or self._rest_version != self._version_sum()
 
+    def was_replaced(self) -> bool:
+        """Whether a tensor at rest is bound to something else since it was bound there."""
+        return not self._recast and list(map(torch.Tensor.data_ptr, self._tensors)) != self._rest_addresses
+
     def take_up_edits(self, transfer: Transfer) -> None:
         """Make edits of tensors at rest part of what is sent from now on."""
         self._needs_take_up = False
@@ -232,6 +241,7 @@ class Group:
                     with torch.inference_mode(False), torch.no_grad():
                         view.copy_(ref.tensor.detach())
                     ref.tensor.data = fit_for(ref.tensor, view)
+                    self._needs_take_up = True
 
     def images_at(self, offset: int) -> list[tuple[int, Image]]:
         """The images, and where in a slot each goes if the group's bytes begin at `offset`."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..device import Backend, Stream
+from ..device import Backend, Event, Stream
 
 if TYPE_CHECKING:
     from .group import Group
@@ -38,6 +38,7 @@ class Slot:
         "last_stream",
         "last_use",
         "memory",
+        "num_bytes_ahead",
         "owner",
         "ready",
         "start",
@@ -46,21 +47,25 @@ class Slot:
         "waited_on",
     )
 
-    def __init__(self, memory: torch.Tensor, backend: Backend, *, start: int, owner: Stream | None) -> None:
+    def __init__(
+        self, memory: torch.Tensor, new_event: Callable[[], Event], *, start: int, owner: Stream | None
+    ) -> None:
         self.memory = memory
         self.start = start
         """Where it begins in its ring."""
         self.owner = owner
         """The stream whose memory was taken for one run of groups; None for a slot of a ring."""
         self.is_fixed = owner is None
-        self.ready = backend.new_event()
-        self.arrived = backend.new_event()
+        self.ready = new_event()
+        self.arrived = new_event()
         """When compute came to where it waits for `ready`."""
-        self.last_use = backend.new_event()
+        self.last_use = new_event()
         self.groups: list[Group] = []
         """Whose images are in it, or on their way."""
         self.unused: set[Group] = set()
         """Those that no call has needed since."""
+        self.num_bytes_ahead = 0
+        """Of a slot of no ring: its size, as long as some of its groups are unused."""
         self.waited_on: Stream | None = None
         """The stream that waited for `ready` last; None if none has."""
         self.last_stream: Stream | None = None
@@ -114,7 +119,7 @@ class Ring:
         for slot in evicted:
             self._live.remove(slot)
         known = self._known.get((start, num_bytes))
-        slot = known or Slot(self._memory[start:end], self._backend, start=start, owner=None)
+        slot = known or Slot(self._memory[start:end], self._backend.new_event, start=start, owner=None)
         self._known[start, num_bytes] = slot
         self._live.append(slot)
         self._head = end

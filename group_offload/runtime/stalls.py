@@ -27,6 +27,11 @@ class Stalls:
         self._later: deque[tuple[str, Event, Event]] = deque()
         """Waits whose slot was sent again before the device was past them."""
         self._seconds: dict[str, float] = {}
+        self._spare: list[Event] = []
+
+    def new_event(self) -> Event:
+        """An event, of a slot that was given up if there is one: making one takes longer than recording it."""
+        return self._spare.pop() if self._spare else self._backend.new_event()
 
     def arrive(self, slot: Slot, group: Group, stream: Stream) -> None:
         """Compute on `stream` is about to wait for `slot`, first of all for `group`."""
@@ -35,14 +40,27 @@ class Stalls:
 
     def collect(self, slot: Slot) -> None:
         """The slot's events are about to be recorded again."""
-        group_id = self._open.pop(slot, None)
-        if group_id is not None and not self._read(group_id, slot.arrived, slot.ready):
-            self._later.append((group_id, slot.arrived, slot.ready))
-            slot.arrived, slot.ready = self._backend.new_event(), self._backend.new_event()
+        if self._close(slot):
+            slot.arrived, slot.ready = self.new_event(), self.new_event()
+
+    def retire(self, slot: Slot) -> None:
+        """The slot is given up: nobody waits for it from now on."""
+        if not self._close(slot):
+            self._spare += slot.arrived, slot.ready
+        self._spare.append(slot.last_use)
+
+    def _close(self, slot: Slot) -> bool:
+        """Whether the slot's wait cannot be read yet, so that its events have to be kept as they are."""
         for _ in range(min(2, len(self._later))):  # a few at a time: they come to their end in this order
             if not self._read(*self._later[0]):
                 break
-            self._later.popleft()
+            _, *events = self._later.popleft()
+            self._spare += events
+        group_id = self._open.pop(slot, None)
+        if group_id is None or self._read(group_id, slot.arrived, slot.ready):
+            return False
+        self._later.append((group_id, slot.arrived, slot.ready))
+        return True
 
     def by_group(self) -> dict[str, float]:
         """Seconds of waiting for each group that compute has waited for, as far as the device has got."""

@@ -116,7 +116,7 @@ class CachedFile:
         unpin = backend.pin(self.bytes, read_only=True)
         if unpin is None:
             raise OSError(f"the device refuses to page-lock {self.path} in the page cache")
-        self._unpin = weakref.finalize(self, unlock, wait, unpin)
+        self._unpin = weakref.finalize(self, unlock, wait, unpin, self.bytes)
         self._unpin.atexit = False
         self._images: weakref.WeakSet[CachedImage] = weakref.WeakSet()
         self._ranges: list[tuple[int, int]] | None = None

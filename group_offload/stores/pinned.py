@@ -92,7 +92,7 @@ class Segment:
             return
         # A module that is dropped without remove() must not leave its pages locked. At interpreter exit the driver is
         # gone already and the pages go with the process.
-        finalizer = weakref.finalize(self, unlock, self._wait, unpin)
+        finalizer = weakref.finalize(self, unlock, self._wait, unpin, self.bytes)
         finalizer.atexit = False
         self._unpin = finalizer
 
@@ -213,8 +213,11 @@ class RamImage:
         chunk.copy_(self.store.bytes[begin : begin + chunk.numel()])
 
 
-def unlock(wait: Callable[[], None], unpin: Callable[[], object]) -> None:
-    """Unlock pages that copies may be reading."""
+def unlock(wait: Callable[[], None], unpin: Callable[[], object], memory: torch.Tensor) -> None:
+    """Unlock pages that copies may be reading. `memory` is what is locked: so it is unmapped later, never before.
+
+    (A driver that is not told in time takes whatever is mapped to those addresses next for locked.)
+    """
     wait()
     unpin()
 
