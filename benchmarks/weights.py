@@ -456,7 +456,8 @@ def _chosen(names: Sequence[str] | None, model: Model) -> list[Arm]:
     unknown = [name for name in names if name not in ARMS and not any(arm.engine == name for arm in ARMS.values())]
     if unknown:
         raise SystemExit(f"No arm {unknown}. Arms: {', '.join(map(repr, ARMS))}.")
-    return [arm for arm in ARMS.values() if arm.name in names or arm.engine in names]
+    # The name of an engine that is an arm's too ("resident") is the arm's.
+    return [arm for arm in ARMS.values() if arm.name in names or (arm.engine in names and arm.engine not in ARMS)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

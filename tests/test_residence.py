@@ -36,6 +36,7 @@ any_mode = pytest.mark.parametrize("options", MODES, ids=str)
 
 @pytest.fixture
 def device() -> Iterator[SimulatedDevice]:
+    gc.collect()  # models of other tests, some of them offloaded by engines that were broken on purpose
     with use_simulated_device(SimulatedDevice(0, "lazy")) as device:
         yield device
 

@@ -102,6 +102,9 @@ class _Analogy:
         self._forms = {group: _form(group) for group in scope}
         self._by_form = {form: group for group, form in self._forms.items()}
         self._next_form: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+        """For each form, what groups of that form were followed by: a form, and numbers. The latest comes first."""
+        self._followers: dict[Group, Group | None] = {}
+        """What was found out already."""
 
     def observe(self, before: Group | None, group: Group) -> None:
         if before is None or before not in self._forms or group not in self._forms:
@@ -110,14 +113,21 @@ class _Analogy:
         shared = min(len(numbers), len(next_numbers))
         step = next_form, tuple(b - a for a, b in zip(numbers, next_numbers, strict=False)) + next_numbers[shared:]
         known = self._next_form.setdefault(form, [])
+        if known and known[0] == step:
+            return
         if step in known:
             known.remove(step)
         known.insert(0, step)  # what was seen last is tried first
+        self._followers.clear()
 
     def after(self, group: Group | None) -> Iterator[Group]:
         """What should follow `group`, as far as blocks before tell."""
         for _ in range(len(self._forms)):
-            found = None if group is None else self._follower(group)
+            if group is None:
+                return
+            if group not in self._followers:
+                self._followers[group] = self._follower(group)
+            found = self._followers[group]
             if found is None:
                 return
             yield found
