@@ -27,7 +27,9 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
 _MADV_POPULATE_READ = 22
-PIECE_BYTES = 32 << 20
+_MIN_PIECE_BYTES = 32 << 20
+_MAX_PIECES = 64
+"""Each takes a file descriptor until it is filled."""
 
 HUGE_PAGE = 2 << 20
 
@@ -65,11 +67,13 @@ class TwiceMapped:
             OSError: the system has no such memory.
         """
         self.shared, self.private = _reserve(num_bytes), _reserve(num_bytes)
+        whole_pages = -(-num_bytes // _MAX_PIECES // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._piece_bytes = max(_MIN_PIECE_BYTES, whole_pages)
         self._files: list[int] = []
         self._finalizer = weakref.finalize(self, _close_all, self._files)
         # Side by side, several files in memory: threads that write to one of them take turns in the kernel.
-        for start in range(0, num_bytes, PIECE_BYTES):
-            size = min(PIECE_BYTES, num_bytes - start)
+        for start in range(0, num_bytes, self._piece_bytes):
+            size = min(self._piece_bytes, num_bytes - start)
             fd = os.memfd_create("group_offload", os.MFD_CLOEXEC)
             self._files.append(fd)
             os.ftruncate(fd, size)
@@ -89,8 +93,8 @@ class TwiceMapped:
         for start, content in runs:
             done = 0
             while done < len(content):
-                piece, offset = divmod(start + done, PIECE_BYTES)
-                size = min(len(content) - done, PIECE_BYTES - offset)
+                piece, offset = divmod(start + done, self._piece_bytes)
+                size = min(len(content) - done, self._piece_bytes - offset)
                 pieces.setdefault(piece, []).append((offset, content[done : done + size]))
                 done += size
         tasks = [pool().submit(self._write_piece, piece, contents) for piece, contents in pieces.items()]
@@ -107,9 +111,10 @@ class TwiceMapped:
             done = 0
             while done < len(content):
                 done += os.pwrite(self._files[piece], content[done:], offset + done)
-        start = ctypes.addressof(self.shared) + piece * PIECE_BYTES
+        start = piece * self._piece_bytes
         # Locking the pages is quick if they are mapped already. Where this is refused (Linux 5.14) it does it itself.
-        _libc.madvise(start, min(PIECE_BYTES, len(self.shared) - piece * PIECE_BYTES), _MADV_POPULATE_READ)
+        size = min(self._piece_bytes, len(self.shared) - start)
+        _libc.madvise(ctypes.addressof(self.shared) + start, size, _MADV_POPULATE_READ)
 
 
 def map_anonymous(num_bytes: int) -> Any:
