@@ -88,8 +88,6 @@ class FileMap:
 class CachedFile:
     """The part of a file that images lie in, page-locked in the page cache."""
 
-    is_stable = True
-
     def __init__(self, places: Sequence[Place], backend: Backend, wait: Callable[[], None]) -> None:
         """
         Args:
