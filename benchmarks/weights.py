@@ -456,8 +456,12 @@ def _chosen(names: Sequence[str] | None, model: Model) -> list[Arm]:
     unknown = [name for name in names if name not in ARMS and not any(arm.engine == name for arm in ARMS.values())]
     if unknown:
         raise SystemExit(f"No arm {unknown}. Arms: {', '.join(map(repr, ARMS))}.")
-    # The name of an engine that is an arm's too ("resident") is the arm's.
-    return [arm for arm in ARMS.values() if arm.name in names or (arm.engine in names and arm.engine not in ARMS)]
+    # In the order given: a run that is cut short has the first ones. The name of an engine that is an arm's too
+    # ("resident") is the arm's.
+    chosen = [
+        arm for name in names for arm in ARMS.values() if arm.name == name or (arm.engine == name and name not in ARMS)
+    ]
+    return list({arm.name: arm for arm in chosen}.values())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -33,7 +33,8 @@ class OffloadStats:
     onloads: int
     """Images brought to the device."""
     stalls: int
-    """Onloads that were started only when the weights were needed: nobody foresaw them, or no room was free."""
+    """Onloads that were started only when the weights were needed: nobody foresaw them, or no room was free. (One that
+    was started in time may still arrive late: see `stalled_seconds`.)"""
     stalled_seconds: float
     """How long compute waited for weights, as the device's own clock has it. What the device has not come to is missing."""
     worst_stall: tuple[str, float] | None
