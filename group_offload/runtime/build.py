@@ -16,7 +16,8 @@ from ..layout import ImageLayout, extent_bytes, lay_out, overlapping
 from ..partition import GroupSpec, TensorRef, partition
 from ..progress import progress_bar
 from ..stores.base import Image
-from ..stores.disk import FileImage, Folder
+from ..stores.disk import FileImage
+from ..stores.folder import Folder
 from ..stores.mapping import trim_heap
 from ..stores.page_cache import CachedFile, CachedImage, FileMap, Place
 from ..stores.pinned import SEGMENT_BYTES, RamImage, Segment

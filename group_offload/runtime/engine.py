@@ -40,7 +40,7 @@ from ..errors import StateError
 from ..layout import overlapping
 from ..partition import NEVER_CALLED
 from ..stores.base import Image, Store, Tier
-from ..stores.disk import Folder
+from ..stores.folder import Folder
 from .build import build_groups, first_guess, materialise, size_rings
 from .group import Group, Residence
 from .hooks import Gate, moved
