@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -154,6 +154,7 @@ class OffloadHandle:
             yield
         finally:
             with engine.lock:
+                engine.transfer.drain()
                 engine.tracer = engine.transfer.tracer = None
         tracer.write(Path(path))
 
@@ -306,8 +307,14 @@ def apply_group_offloading(
     )
 
 
-def offload(module: nn.Module, *, exclude_kwargs: Any = None, **options: Any) -> OffloadHandle:
-    """`apply_group_offloading` with an `identity`: what sets the module's group files apart in a shared folder."""
+def offload(
+    module: nn.Module, *, casts: Mapping[str, torch.dtype] | None = None, exclude_kwargs: Any = None, **options: Any
+) -> OffloadHandle:
+    """`apply_group_offloading` with an `identity`: what sets the module's group files apart in a shared folder.
+
+    Args:
+        casts: parameters and buffers, by name, that get another dtype while they are offloaded, one group after another.
+    """
     if not isinstance(module, nn.Module):
         raise ConfigError(
             f"Expected a torch.nn.Module, got {type(module).__name__}. For a pipeline: enable_group_offload."
@@ -319,7 +326,9 @@ def offload(module: nn.Module, *, exclude_kwargs: Any = None, **options: Any) ->
     _refuse_offloaded(module)
     for listener in _listeners:
         listener.applying(module)
-    handle = OffloadHandle(module, Engine(module, config))
+    tensors = dict([*module.named_parameters(), *module.named_buffers()]) if casts else {}
+    by_id = {id(tensors[name]): dtype for name, dtype in (casts or {}).items() if tensors[name].dtype != dtype}
+    handle = OffloadHandle(module, Engine(module, config, by_id))
     module.__dict__[HANDLE] = handle
     for listener in _listeners:
         listener.applied(handle)

@@ -39,7 +39,10 @@ class OffloadConfig:
     use_stream: bool
     record_stream: bool
     low_cpu_mem_usage: bool
+    rests_in_files: bool
+    """Weights stay in the files that they were loaded from, or are written to new ones."""
     offload_to_disk_path: Path | None
+    """For files that have to be written."""
     block_modules: tuple[str, ...] | None
     exclude_kwargs: tuple[str, ...]
     identity: str
@@ -76,10 +79,11 @@ class OffloadConfig:
     ) -> OffloadConfig:
         device = default_device() if onload_device is None else _as_device(onload_device, "onload_device")
         backend = backend_for(device)
-        if _as_device(offload_device, "offload_device").type != "cpu":
+        is_disk = offload_device == "disk"
+        if not is_disk and _as_device(offload_device, "offload_device").type != "cpu":
             raise ConfigError(
-                f"offload_device={str(offload_device)!r}: weights rest in RAM or in files. Pass offload_device='cpu', "
-                f"with offload_to_disk_path for files."
+                f"offload_device={str(offload_device)!r}: weights rest in RAM or in files. Pass 'cpu' or 'disk', with "
+                f"offload_to_disk_path for files that have to be written."
             )
         flags = {
             "non_blocking": non_blocking,
@@ -113,6 +117,7 @@ class OffloadConfig:
             onload_device=backend.device,
             offload_type=kind,
             num_blocks_per_group=_as_count(1 if num_blocks_per_group is None else num_blocks_per_group),
+            rests_in_files=is_disk or offload_to_disk_path is not None,
             offload_to_disk_path=None if offload_to_disk_path is None else _as_path(offload_to_disk_path),
             block_modules=None if block_modules is None else _as_names(block_modules, "block_modules"),
             exclude_kwargs=_as_names(exclude_kwargs or (), "exclude_kwargs"),

@@ -26,7 +26,7 @@ from group_offload import OffloadHandle, apply_group_offloading
 from group_offload.runtime import engine, slots, transfer
 from group_offload.runtime.schedule import Schedule
 from group_offload.runtime.transfer import Transfer
-from group_offload.stores.disk import FileImage
+from group_offload.stores.files import SourceFile
 
 from .simulated import SimulatedDevice, use_simulated_device
 
@@ -85,17 +85,15 @@ class Model(nn.Module):
 @contextmanager
 def watch_file_reads(device: SimulatedDevice) -> Iterator[None]:
     """Tell the device of what the file tier writes into host memory behind torch's back."""
-    fill = FileImage._fill
+    read = SourceFile.read
 
-    def watched(self: FileImage, fd: int, chunk: torch.Tensor, start: int) -> None:
-        device.host_access(chunk, write=True)
-        fill(self, fd, chunk, start)
+    def watched(self: SourceFile, area: memoryview, position: int, num_bytes: int, *, direct: bool) -> None:
+        device.host_access(torch.frombuffer(area, dtype=torch.uint8), write=True)
+        read(self, area, position, num_bytes, direct=direct)
 
-    FileImage._fill = watched  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SourceFile, "read", watched)
         yield
-    finally:
-        FileImage._fill = fill  # type: ignore[method-assign]
 
 
 def offload(model: nn.Module, **options: Any) -> OffloadHandle:

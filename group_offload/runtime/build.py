@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -11,16 +11,17 @@ import torch
 from torch import nn
 
 from ..config import OffloadConfig
-from ..device import Backend
-from ..layout import ImageLayout, extent_bytes, lay_out, overlapping
+from ..errors import ConfigError
+from ..layout import ImageLayout, extent_bytes, lay_out, overlapping, span_bytes
 from ..partition import GroupSpec, TensorRef, partition
 from ..progress import progress_bar
-from ..stores.base import Image
-from ..stores.disk import FileImage
+from ..stores.base import Image, Tier
+from ..stores.checkpoint import Checkpoint, CheckpointImage, FileMap, Place
 from ..stores.folder import Folder
+from ..stores.group_file import GroupFile
 from ..stores.mapping import trim_heap
-from ..stores.page_cache import CachedFile, CachedImage, FileMap, Place
 from ..stores.pinned import SEGMENT_BYTES, RamImage, Segment
+from ..stores.ram import fits
 from .group import Group, Part, fit_for
 
 logger = logging.getLogger("group_offload")
@@ -36,16 +37,19 @@ def build_groups(
     before: Sequence[Group],
     is_compiled: Callable[[nn.Module], bool],
     wait: Callable[[], None],
+    casts: Mapping[int, torch.dtype],
 ) -> tuple[Group, ...]:
     """Cut `root` into groups and bring every tensor to its place at rest. What has an image in `before` keeps it.
 
     If that fails the first time (`before` is empty), all tensors get memory of their own again.
 
     Args:
+        casts: by id, tensors that get another dtype before they are placed, one group after another.
         wait: returns once no copy reads an image any more: page-locked memory is not given up before.
 
     Raises:
-        ModuleError, ConfigError: the module cannot be cut: see `partition`.
+        ModuleError, ConfigError: the module cannot be cut: see `partition`. Weights are to stay in files, are in none, and
+            there is no folder for new ones.
         GroupFileError: files cannot be written, or were changed by somebody else.
     """
     for group in before:
@@ -60,10 +64,16 @@ def build_groups(
         plans.append(_Plan(spec, kept if spec.tensors else empty.get(spec.group_id, []), fresh))
     made: list[Part] = []
     try:
-        if folder is None:
-            _rest_in_ram(plans, config, homes, made, wait)
+        views = _find_views(plans, casts)
+        if config.rests_in_files:
+            if folder is None:
+                _refuse_what_is_in_no_file(plans, views)
+            _adopt(views, homes, made, lambda checkpoint: False)
+            if folder is not None:
+                _rest_in_files(plans, folder, homes, made, casts)
         else:
-            _rest_in_files(plans, folder, homes, made)
+            _adopt_for_ram(views, config, homes, made, wait)
+        _rest_in_ram(plans, config, homes, made, wait, casts)
     except BaseException:
         if not before:
             for part in made:
@@ -83,19 +93,27 @@ class _Plan:
     """The tensors that have no image yet."""
 
 
-def _rest_in_files(plans: Sequence[_Plan], folder: Folder, homes: dict[int, torch.device], made: list[Part]) -> None:
-    num_bytes = sum(_lay_out(plan.fresh).num_bytes for plan in plans)
+def _rest_in_files(
+    plans: Sequence[_Plan],
+    folder: Folder,
+    homes: dict[int, torch.device],
+    made: list[Part],
+    casts: Mapping[int, torch.dtype],
+) -> None:
+    num_bytes = sum(_size_after(plan.fresh, casts) for plan in plans)
     folder.prepare(num_bytes)
     with progress_bar(num_bytes, "Writing group files") as advance:
         for plan in plans:
             if plan.fresh or not plan.parts:  # diffusers writes empty groups too
                 kept = len(plan.parts)
                 image_id = f"{plan.spec.group_id}+{kept}" if kept else plan.spec.group_id
+                _cast(plan.fresh, casts)
                 tensors = [ref.tensor.detach() for ref in plan.fresh]
-                image = FileImage(_lay_out(plan.fresh), tensors, folder, image_id, advance)
+                image = GroupFile(_lay_out(plan.fresh), tensors, folder, image_id, advance)
                 del tensors
                 made.append(_bind(image, plan.fresh, homes))
                 plan.parts.append(made[-1])
+                plan.fresh = ()
     trim_heap()
     folder.report()
 
@@ -106,17 +124,18 @@ def _rest_in_ram(
     homes: dict[int, torch.device],
     made: list[Part],
     wait: Callable[[], None],
+    casts: Mapping[int, torch.dtype],
 ) -> None:
     backend = config.backend
     pins = not config.low_cpu_mem_usage
-    if pins and backend.has_streams:
-        _adopt_files(plans, backend, homes, made, wait)
     # Each segment is page-locked by another thread while the next one is filled.
     with ThreadPoolExecutor(1, thread_name_prefix="group_offload-lock") as thread:
         before: tuple[Segment, list[_Plan], list[ImageLayout], Future[None]] | None = None
         for run in (*_runs_of(plans), None):
             filled = None
             if run is not None:
+                for plan in run:
+                    _cast(plan.fresh, casts)
                 layouts = [_lay_out(plan.fresh) for plan in run]
                 segment = Segment(sum(layout.num_bytes for layout in layouts), backend, pin=pins, wait=wait)
                 tensors = [[ref.tensor.detach() for ref in plan.fresh] for plan in run]
@@ -162,42 +181,114 @@ def _runs_of(plans: Iterable[_Plan]) -> Iterator[list[_Plan]]:
         yield run
 
 
-def _adopt_files(
-    plans: Sequence[_Plan],
-    backend: Backend,
-    homes: dict[int, torch.device],
-    made: list[Part],
-    wait: Callable[[], None],
-) -> None:
-    """Let weights that are views of a mapped file rest where they are, in the page cache."""
+_Views = dict[str, list[tuple[_Plan, list[tuple[TensorRef, Place]]]]]
+"""By file: the groups that have tensors there, which these are, and where each of them lies."""
+
+
+def _find_views(plans: Sequence[_Plan], casts: Mapping[int, torch.dtype]) -> _Views:
+    """The weights that are unchanged views of mapped files, and will not be cast."""
     file_map = FileMap()
-    found: dict[str, list[tuple[_Plan, list[tuple[TensorRef, Place]]]]] = {}
+    found: _Views = {}
     for plan in plans:
         by_path: dict[str, list[tuple[TensorRef, Place]]] = {}
         for cluster in overlapping([ref.tensor.detach() for ref in plan.fresh]):
-            places = [(plan.fresh[i], file_map.find(plan.fresh[i].tensor.detach())) for i in cluster]
+            mine = [plan.fresh[i] for i in cluster]
+            places = [(ref, None if id(ref.tensor) in casts else file_map.find(ref.tensor.detach())) for ref in mine]
             for ref, place in places:
                 if place is not None and all(other is not None for _, other in places):
                     by_path.setdefault(place.path, []).append((ref, place))
-        for path, mine in by_path.items():
-            found.setdefault(path, []).append((plan, mine))
-    for users in found.values():
+        for path, mine_there in by_path.items():
+            found.setdefault(path, []).append((plan, mine_there))
+    return found
+
+
+def _adopt(
+    views: _Views, homes: dict[int, torch.device], made: list[Part], accept: Callable[[Checkpoint], bool | None]
+) -> None:
+    """Let weights rest in the files that they are views of, if `accept` says so: locked in RAM, or not; None refuses."""
+    for users in views.values():
         try:
-            file = CachedFile([place for _, mine in users for _, place in mine], backend, wait)
+            checkpoint = Checkpoint([place for _, mine in users for _, place in mine])
         except OSError as error:
-            logger.info("Weights are copied to RAM of their own: %s.", error)
+            logger.info("Weights cannot rest in the file that they were loaded from: %s.", error)
+            continue
+        is_locked = accept(checkpoint)
+        if is_locked is None:
             continue
         for plan, mine in users:
             refs = tuple(ref for ref, _ in mine)
             tensors = [ref.tensor.detach() for ref in refs]
-            image = CachedImage([ref.fqn for ref in refs], tensors, [place for _, place in mine], file)
+            image = CheckpointImage([ref.fqn for ref in refs], tensors, [place for _, place in mine], checkpoint)
+            if is_locked:
+                image.tier = Tier.RAM
             made.append(_bind(image, refs, homes))
             plan.parts.append(made[-1])
             plan.fresh = tuple(ref for ref in plan.fresh if ref not in refs)
 
 
+def _adopt_for_ram(
+    views: _Views,
+    config: OffloadConfig,
+    homes: dict[int, torch.device],
+    made: list[Part],
+    wait: Callable[[], None],
+) -> None:
+    """Let weights rest in the files that they are views of, page-locked in the page cache if RAM has room for them."""
+    num_bytes = sum(place.num_bytes for users in views.values() for _, mine in users for _, place in mine)
+    may_lock = config.backend.has_streams and not config.low_cpu_mem_usage
+    has_room = fits(num_bytes)
+    if may_lock and not has_room:
+        logger.warning(
+            "%d bytes of weights are views of files, which is more than the RAM that is available: they are read from there "
+            "each time they are needed, at the speed of the drive.",
+            num_bytes,
+        )
+
+    def accept(checkpoint: Checkpoint) -> bool | None:
+        if not may_lock or not has_room:
+            return False
+        if checkpoint.lock(config.backend, wait):
+            return True
+        logger.info("The device refuses to page-lock %s in the page cache: it is copied to RAM.", checkpoint.path)
+        checkpoint.release()
+        return None
+
+    _adopt(views, homes, made, accept)
+
+
+def _refuse_what_is_in_no_file(plans: Sequence[_Plan], views: _Views) -> None:
+    in_files = {id(ref.tensor) for users in views.values() for _, mine in users for ref, _ in mine}
+    others = [ref for plan in plans for ref in plan.fresh if not ref.is_buffer and id(ref.tensor) not in in_files]
+    if others:
+        raise ConfigError(
+            f"offload_device='disk' leaves weights in the files that they were loaded from, and {len(others)} parameters are "
+            f"in none, {others[0].fqn!r} first: they were cast, changed, made here, or loaded from something else than "
+            f"safetensors. Pass offload_to_disk_path for files of their own, or offload_device='cpu'."
+        )
+
+
+def _cast(refs: Sequence[TensorRef], casts: Mapping[int, torch.dtype]) -> None:
+    for ref in refs:
+        dtype = casts.get(id(ref.tensor))
+        if dtype is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                ref.tensor.data = ref.tensor.detach().to(dtype)
+
+
+def _size_after(refs: Sequence[TensorRef], casts: Mapping[int, torch.dtype]) -> int:
+    layout = _lay_out(refs)
+    saved = sum(
+        span_bytes(ref.tensor) - span_bytes(ref.tensor) // ref.tensor.dtype.itemsize * casts[id(ref.tensor)].itemsize
+        for ref in refs
+        if id(ref.tensor) in casts
+    )
+    return layout.num_bytes - saved
+
+
 def materialise(part: Part) -> None:
     """Give the tensors of `part` memory of their own, on the device where they were. Replaced ones have theirs already.
+
+    Views of a checkpoint stay what they are.
 
     Raises:
         GroupFileError: the file of the part was changed by somebody else.
@@ -205,12 +296,15 @@ def materialise(part: Part) -> None:
     part.image.check()
     layout = part.image.layout
     as_left = part.as_left()
+    is_view = isinstance(part.image, CheckpointImage)
     with torch.inference_mode(False), torch.no_grad():
         for extent in layout.extents:
             mine = [index for index in extent.tensors if as_left[index]]
             if not mine:
                 continue
             home = part.devices[mine[0]]
+            if is_view and home.type == "cpu":
+                continue  # it is what it was before
             flat = extent_bytes(part.image.rest, extent)
             flat = flat.to(home) if home.type != "cpu" else flat.clone()
             for index in mine:

@@ -25,11 +25,13 @@ activations at their peak are not there at the same time.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,7 +42,9 @@ from ..errors import StateError
 from ..layout import overlapping
 from ..partition import NEVER_CALLED
 from ..stores.base import Image, Store, Tier
+from ..stores.files import FileImage, SourceFile
 from ..stores.folder import Folder
+from ..stores.ram import choose_ways
 from .build import build_groups, first_guess, materialise, size_rings
 from .group import Group, Residence
 from .hooks import Gate, moved
@@ -54,6 +58,9 @@ MAX_RUN_BYTES = 8 << 20
 """Groups that follow one another are sent together up to this size: small ones cost the host more than the link."""
 MIN_WINDOW_BYTES = 4 << 20
 """Just in time: so much may be on its way, however small the groups are. Less would be all work and no memory saved."""
+MIN_FILE_WINDOW_BYTES = 32 << 20
+"""The same for files: a drive is at full speed only if it has more to read than one small layer."""
+MAX_LOCKING_SECONDS = 1.0
 _DEEP_WINDOW = 4
 """At leaf level, `record_stream` lets this many times the largest layer be on its way: for models that compute bounds."""
 _NUM_WEIGHED = 64
@@ -87,7 +94,9 @@ class Counters:
 class Engine:
     """The runtime of one offloaded module. Thread-safe: passes of several threads take turns."""
 
-    def __init__(self, root: nn.Module, config: OffloadConfig) -> None:
+    def __init__(
+        self, root: nn.Module, config: OffloadConfig, casts: Mapping[int, torch.dtype] = MappingProxyType({})
+    ) -> None:
         self.root = root
         self.config = config
         self.counters = Counters()
@@ -128,6 +137,9 @@ class Engine:
         self._gates: dict[nn.Module, Gate] = {}
         self._watches: dict[nn.Module, _Watch] = {}
         self._seen: dict[nn.Module, _Seen] = {}
+        self._to_lock: list[SourceFile] = []
+        """Files that are locked in the page cache once they are there."""
+        self._has_files = False
         self._ring_sizes: dict[int, int] = {}
         """For each height of groups: how much memory they take turns in."""
         self._largest = 0
@@ -145,7 +157,7 @@ class Engine:
         """Just in time: in slots with groups that no call has needed yet."""
         self._next_bytes: int | None = 0
         """Just in time: what there was no room for; None if everything that was foreseen is on its way."""
-        self._build()
+        self._build(casts)
 
     @property
     def root_gate(self) -> Gate:
@@ -185,6 +197,7 @@ class Engine:
                 )
             if not self._is_clean:
                 self._recover()
+            self.transfer.abandon()
             self.transfer.finish()
             self._release_slots()
             for group in self.groups:
@@ -253,6 +266,8 @@ class Engine:
             watch = self._notice_changes(gate.module)
             if watch is None:
                 raise StateError(f"{type(self.root).__name__} was changed by another thread while a forward began.")
+        if self._to_lock:
+            self._lock_files([source for source in self._to_lock if source.bytes_cached >= source.num_bytes])
         self._take_lease()
         if self._is_just_in_time:
             self._window_bytes = self._window(gate.module)
@@ -283,6 +298,7 @@ class Engine:
 
     def _recover(self) -> None:
         """Put right what an interrupt in the middle of the engine's own code may have left."""
+        self.transfer.abandon()
         self._calls = self._calls[-1:]
         self._bound.clear()
         for group in self.groups:
@@ -322,6 +338,9 @@ class Engine:
             self.tracer.compute_arrives(group, stream)
         if slot.waited_on is None:
             self.stalls.arrive(slot, group, stream)
+        if slot.job is not None:
+            slot.job.wait()  # for the drive, not for the device
+            slot.job = None
         # Also if it is bound already: this call may compute on another stream. (A torch stream is not unequal to None.)
         if slot.waited_on is None or slot.waited_on != stream:
             stream.wait_event(slot.ready)
@@ -372,7 +391,7 @@ class Engine:
         compute, which matters where compute, not copies, sets the time: then activations are large, and weights may take
         a third of what those take. With `record_stream` they may from the start.
         """
-        least = max(self._largest, MIN_WINDOW_BYTES)
+        least = max(self._largest, MIN_FILE_WINDOW_BYTES if self._has_files else MIN_WINDOW_BYTES)
         if self.config.offload_type is not OffloadType.LEAF_LEVEL:
             return least
         if not self._is_tight:
@@ -481,7 +500,7 @@ class Engine:
         for old in evicted:
             self._evict(old)
         self.stalls.collect(slot)
-        images: list[tuple[int, Image]] = []
+        images: list[tuple[int, str, Image]] = []
         offset = 0
         for group in run:
             group.slot, group.offset = slot, offset
@@ -639,18 +658,29 @@ class Engine:
                 group.absorb_replaced()
         return True
 
+    def _lock_files(self, sources: list[SourceFile]) -> None:
+        """Lock files that were read in full, for as long as a pass can do without."""
+        begun = time.perf_counter()
+        for source in sources:
+            if time.perf_counter() - begun > MAX_LOCKING_SECONDS:
+                break
+            self._to_lock.remove(source)
+            if source.seems_cached():  # else RAM is not as plentiful as it seemed
+                source.lock(self._backend, self.transfer.last_copy.synchronize)
+
     def _rebuild(self) -> None:
         self.counters.rebuilds += 1
         self._build()
 
-    def _build(self) -> None:
+    def _build(self, casts: Mapping[int, torch.dtype] = MappingProxyType({})) -> None:
         """Cut the module into groups, for the first time or because it has changed."""
         before = self.groups
         if before:
+            self.transfer.abandon()
             self.transfer.finish()  # images are about to go
             self._release_slots()  # and will have other sizes
         self.groups = build_groups(
-            self.root, self.config, self._folder, before, _is_compiled, self.transfer.last_copy.synchronize
+            self.root, self.config, self._folder, before, _is_compiled, self.transfer.last_copy.synchronize, casts
         )
         self._ring_sizes = size_rings(self.groups, self.config)
         self._largest = max((group.num_bytes for group in self.groups if not group.height), default=0)
@@ -658,9 +688,19 @@ class Engine:
         self._schedule = Schedule(first_guess(self.groups))
         images = [part.image for group in self.groups for part in group.parts]
         self._is_stable = all(image.is_stable for image in images)
-        in_ram = all(image.tier is Tier.RAM for image in images)
-        self._wraps = self._is_stable and in_ram and self.config.use_stream
-        self.transfer.prepare_for(max((image.layout.num_bytes for image in images), default=0))
+        # What goes through staging buffers of pageable memory holds the launching thread up.
+        is_async = all(image.tier is not Tier.PAGEABLE for image in images)
+        self._wraps = self._is_stable and is_async and self.config.use_stream
+        in_files: list[FileImage] = [
+            image for image in images if isinstance(image, FileImage) and image.tier is Tier.FILE
+        ]
+        self._to_lock = choose_ways(in_files, may_lock=self._backend.has_streams and not self.config.low_cpu_mem_usage)
+        self._lock_files([source for source in self._to_lock if source.seems_cached()])
+        self.transfer.prepare_for(
+            max((image.layout.num_bytes for image in images), default=0),
+            sum(image.layout.num_bytes for image in in_files),
+        )
+        self._has_files = bool(in_files)
         self._install_gates()
         in_use = {part for group in self.groups for part in group.parts}
         for group in before:

@@ -243,12 +243,12 @@ class Group:
                     ref.tensor.data = fit_for(ref.tensor, view)
                     self._needs_take_up = True
 
-    def images_at(self, offset: int) -> list[tuple[int, Image]]:
-        """The images, and where in a slot each goes if the group's bytes begin at `offset`."""
-        found: list[tuple[int, Image]] = []
+    def images_at(self, offset: int) -> list[tuple[int, str, Image]]:
+        """Where in a slot each image goes if the group's bytes begin at `offset`, the group's name, and the image."""
+        found: list[tuple[int, str, Image]] = []
         for part in self.parts:
             part.sent_generation = part.image.generation
-            found.append((offset + part.offset, part.image))
+            found.append((offset + part.offset, self.group_id, part.image))
         return found
 
     def _views_of(self, slot: Slot) -> list[torch.Tensor]:

@@ -25,6 +25,7 @@ from ..device import Backend, Event, Stream
 
 if TYPE_CHECKING:
     from .group import Group
+    from .reader import Job
 
 
 class Slot:
@@ -35,6 +36,7 @@ class Slot:
         "arrived",
         "groups",
         "is_fixed",
+        "job",
         "last_stream",
         "last_use",
         "memory",
@@ -57,6 +59,8 @@ class Slot:
         """The stream whose memory was taken for one run of groups; None for a slot of a ring."""
         self.is_fixed = owner is None
         self.ready = new_event()
+        self.job: Job | None = None
+        """What has yet to be read from files for it: until that is over, `ready` tells nothing."""
         self.arrived = new_event()
         """When compute came to where it waits for `ready`."""
         self.last_use = new_event()
@@ -79,6 +83,9 @@ class Slot:
 
     def evict(self) -> None:
         """Forget what is in it. Whoever takes its bytes next still has to wait for the last use."""
+        if self.job is not None:
+            self.job.abandon()
+            self.job = None
         for group in self.groups:
             group.slot = None
         self.groups.clear()
@@ -147,14 +154,21 @@ class Lease:
         self.loose: list[Slot] = []
         """Slots of no ring, taken for one run each."""
 
-    def take_back(self) -> torch.Tensor:
-        """The memory, for somebody else: whatever is in it, or on its way there, is forgotten."""
+    def take_back(self) -> tuple[torch.Tensor, list[Event]]:
+        """The memory, for somebody else: whatever is in it, or on its way there, is forgotten.
+
+        Returns:
+            The memory, and what copies to it that nobody has waited for are behind.
+        """
         memory, rings, loose = self.memory, self.rings, self.loose
         self.memory, self.rings, self.loose = None, {}, []
+        unread = []
         for slot in (*loose, *(slot for ring in rings.values() for slot in ring.slots)):
             slot.evict()
+            if slot.waited_on is None:
+                unread.append(slot.ready)
         assert memory is not None
-        return memory
+        return memory, unread
 
 
 class Arena:
@@ -186,11 +200,12 @@ class Arena:
             lease = self._current()
             if lease is None or lease is not mine:
                 if lease is not None:
-                    memory = lease.take_back()
+                    memory, unread = lease.take_back()
                     lease = None
                     if memory.numel() == num_bytes:
-                        stream.wait_event(self._idle)  # whoever had it last may have computed on another stream
-                        stream.wait_event(self._copied)  # and may have had more copies on their way
+                        # Whoever had it last may have computed on another stream, and had more copies on their way.
+                        for event in (self._idle, self._copied, *unread):
+                            stream.wait_event(event)
                         lease = Lease(memory)
                         self._share(memory, copy_stream, stream)
                     else:
@@ -207,7 +222,7 @@ class Arena:
         with self._lock:
             assert lease.memory is not None
             if lease is not self._current():
-                self._backend.free(lease.take_back())
+                self._backend.free(lease.take_back()[0])
                 return
             self._idle.record(stream)
             self._copied.record(copy_stream)
@@ -219,14 +234,14 @@ class Arena:
         """Give the memory of `lease` back to the device, if it was not taken back already."""
         with self._lock:
             if lease is self._current() and lease.memory is not None:
-                self._backend.free(lease.take_back())
+                self._backend.free(lease.take_back()[0])
 
     def release_idle(self) -> None:
         """Give the memory back to the device, unless a module is running in it."""
         with self._lock:
             lease = self._current()
             if lease is not None and not self._is_busy:
-                self._backend.free(lease.take_back())
+                self._backend.free(lease.take_back()[0])
 
     def _new_lease(self, num_bytes: int, stream: Stream, copy_stream: Stream) -> Lease:
         memory = self._backend.empty(num_bytes, stream)

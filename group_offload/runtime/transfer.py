@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -12,18 +11,23 @@ from torch.profiler import record_function
 
 from ..device import Backend, Event, HostBackend, Stream, plain_empty
 from ..stores.base import Image, Tier
+from ..stores.files import SourceFile
+from .reader import Job, Read, Reader, read_now
 from .trace import Tracer
 
 if TYPE_CHECKING:
     from .slots import Slot
 
 MAX_STAGING_BYTES = 64 << 20
-"""One staging buffer, at most. PCIe is at full speed with 16 MiB; this much is worth dividing among reading threads."""
+"""One staging buffer, at most. PCIe is at full speed with 16 MiB."""
 NUM_STAGING_BUFFERS = 2
 
 
 class Transfer:
-    """Enqueues the copies of images, and counts them. Used by one thread at a time."""
+    """Enqueues the copies of images, and counts them. Used by one thread at a time.
+
+    What rests in files is handed to a reader: its copies are enqueued later, by another thread, on the same stream.
+    """
 
     def __init__(self, backend: Backend, *, use_stream: bool, blocking: bool) -> None:
         self._backend = backend
@@ -36,74 +40,115 @@ class Transfer:
         # A module that is dropped without remove() must not leave the buffers' pages locked.
         weakref.finalize(self, _call_all, self._unpin).atexit = False
         self._turn = 0
+        self._reader = Reader(backend)
         self._stream: Stream
         self._target: torch.Tensor
+        self._after: Sequence[Event] = ()
+        """What copies that are enqueued now still have to wait for."""
+        self._reads: list[Read] = []
+        """What the images being sent need from files."""
+        self._label = ""
         self._pending: tuple[int, torch.Tensor, int, int] | None = None
         """A copy (at, memory, start, bytes) that the next one may be joined to."""
         self.last_copy = backend.new_event()
-        self._names: list[str] = []
         self.tracer: Tracer | None = None
-        self.num_copies = 0
+        self._num_copies = 0
         self.bytes_sent = dict.fromkeys(Tier, 0)
 
     @property
-    def staging_bytes(self) -> int:
-        return sum(buffer.numel() for buffer, _ in self._staging)
+    def num_copies(self) -> int:
+        return self._num_copies + self._reader.num_copies
 
-    def prepare_for(self, largest_image: int) -> None:
-        """Size the staging buffers. At rest only."""
+    @property
+    def staging_bytes(self) -> int:
+        return sum(buffer.numel() for buffer, _ in self._staging) + self._reader.staging_bytes
+
+    def prepare_for(self, largest_image: int, file_bytes: int) -> None:
+        """Size the staging memory: for one image, and for so many bytes in files. At rest only."""
         size = max(1, min(MAX_STAGING_BYTES, largest_image))
         if size != self._staging_size:
-            self.close()
+            self._drop_buffers()
             self._staging_size = size
+        self._reader.prepare_for(file_bytes)
 
     @property
     def stream(self) -> Stream:
         """What copies run on: a stream of their own, or the one that computes."""
         return self._copy_stream if self._copy_stream is not None else self._backend.current_stream()
 
-    def send(self, images: Sequence[tuple[int, Image]], slot: Slot, after: Sequence[Event], names: list[str]) -> None:
+    def send(
+        self, images: Sequence[tuple[int, str, Image]], slot: Slot, after: Sequence[Event], names: list[str]
+    ) -> None:
         """Bring images to their offsets in `slot` once all of `after` is reached, and record `ready` behind the last copy.
 
-        `names` are those of the groups, for whoever looks at a profile.
+        Images come with the names of their groups. If `slot.job` is set then, that is still to happen: see `Job.wait`.
         """
         if torch._C._autograd._profiler_enabled():
             with record_function(f"group_offload.onload {' '.join(names)}"):
-                self._send(images, slot, after, names)
+                self._send(images, slot, after)
         else:
-            self._send(images, slot, after, names)
+            self._send(images, slot, after)
 
-    def _send(self, images: Sequence[tuple[int, Image]], slot: Slot, after: Sequence[Event], names: list[str]) -> None:
+    def _send(self, images: Sequence[tuple[int, str, Image]], slot: Slot, after: Sequence[Event]) -> None:
         stream = self._stream = self.stream
         self._target = slot.memory
         self._pending = None  # of a call that broke off
-        for event in after:
-            stream.wait_event(event)
+        self._reads = []
+        self._after = after
+        begun = None
         if self.tracer is not None:
-            self.tracer.copy_begins(stream)
-        self._names = names
+            self._wait_for_room()
+            begun = self.tracer.now(stream)
+        num_bytes = 0
+        has_failed = True
         try:
-            for at, image in images:
+            for at, self._label, image in images:
                 image.send(self, at)
+                num_bytes += image.layout.num_bytes
                 self.bytes_sent[image.tier] += image.layout.num_bytes
             self._flush()
+            has_failed = False
         finally:  # what was enqueued reads images, and writes to the slot, also if the rest cannot be read
-            if self.tracer is not None:
-                self.tracer.copy_ends(stream, names, sum(image.layout.num_bytes for _, image in images))
-            slot.ready.record(stream)
+            if has_failed or not self._reads:
+                if self.tracer is not None and begun is not None:
+                    self.tracer.copied([name for _, name, _ in images], begun, stream, num_bytes)
+                slot.ready.record(stream)
             self.last_copy.record(stream)
             del self._target  # it would keep the memory
+        if not self._reads:
+            return
+        if isinstance(self._backend, HostBackend):
+            read_now(slot.memory, self._reads, self.tracer)
+            self._num_copies += len(self._reads)
+            if self.tracer is not None and begun is not None:
+                self.tracer.copied([name for _, name, _ in images], begun, stream, num_bytes)
+            return
+        slot.job = Job(self._reader, slot.memory, self._reads, stream, self._after, slot.ready, self.tracer)
+        self._reader.submit(slot.job)
+        if self._copy_stream is None:
+            job, slot.job = slot.job, None
+            job.wait()  # the stream that computes: nothing may come in between
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
         """Copy device bytes that compute has changed, until `after`, back to the host, and wait for them."""
         stream = self._backend.current_stream()
         stream.wait_event(after)
         self._backend.copy(target, source, stream, blocking=True)
-        self.num_copies += 1
+        self._num_copies += 1
 
     def finish(self) -> None:
         """Wait until no copy is on its way, because the memory that copies read from is about to change."""
+        self._reader.drain()
         self.last_copy.synchronize()
+        self._reader.last_copy.synchronize()
+
+    def drain(self) -> None:
+        """Wait until all that was sent is on its way."""
+        self._reader.drain()
+
+    def abandon(self) -> None:
+        """Give up what was not enqueued yet. Returns once nothing is read."""
+        self._reader.abandon_all()
 
     def copy(self, at: int, memory: torch.Tensor, start: int, num_bytes: int) -> None:
         """Enqueue one copy. What lies side by side, at rest and in the slot, goes over in one."""
@@ -119,23 +164,41 @@ class Transfer:
         self._flush()
         if isinstance(self._backend, HostBackend):
             fill(self._target[at : at + num_bytes], 0)  # the device is this memory: no way round
-            self.num_copies += 1
+            self._num_copies += 1
             return
         for start in range(0, num_bytes, self._staging_size):
             buffer, sent = self._next_staging_buffer()
             sent.synchronize()  # its last content must have left before it is filled again
             size = min(self._staging_size, num_bytes - start)
-            started = time.perf_counter()
             fill(buffer[:size], start)
-            if self.tracer is not None:
-                self.tracer.read(self._names[0], started, time.perf_counter(), size)
             self._enqueue(at + start, buffer, 0, size)
             sent.record(self._stream)
 
+    def read(self, at: int, source: SourceFile, position: int, num_bytes: int, *, direct: bool) -> None:
+        last = self._reads[-1] if self._reads else None
+        if (
+            last is not None
+            and last.source is source
+            and (last.position + last.num_bytes, last.at + last.num_bytes, last.direct) == (position, at, direct)
+        ):
+            last.num_bytes += num_bytes  # what lies side by side is read in one
+        else:
+            self._reads.append(Read(at, source, position, num_bytes, direct, self._label))
+
     def close(self) -> None:
-        """Give the staging buffers back. Nothing may be on its way (`finish`)."""
+        """Give the staging memory back. Nothing may be on its way (`finish`)."""
+        self._drop_buffers()
+        self._reader.close()
+
+    def _drop_buffers(self) -> None:
         _call_all(self._unpin)
         self._staging.clear()
+
+    def _wait_for_room(self) -> None:
+        """Let what is enqueued from now on come after the last use of what the slot takes the place of."""
+        for event in self._after:
+            self._stream.wait_event(event)
+        self._after = ()
 
     def _flush(self) -> None:
         if self._pending is not None:
@@ -143,13 +206,14 @@ class Transfer:
             self._pending = None
 
     def _enqueue(self, at: int, memory: torch.Tensor, start: int, num_bytes: int) -> None:
+        self._wait_for_room()
         self._backend.copy(
             self._target[at : at + num_bytes],
             memory[start : start + num_bytes],
             self._stream,
             blocking=self._blocking,
         )
-        self.num_copies += 1
+        self._num_copies += 1
 
     def _next_staging_buffer(self) -> tuple[torch.Tensor, Event]:
         if len(self._staging) < NUM_STAGING_BUFFERS:

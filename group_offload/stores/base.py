@@ -5,11 +5,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from ..layout import ImageLayout
+
+if TYPE_CHECKING:
+    from .files import SourceFile
 
 
 class Tier(Enum):
@@ -20,7 +23,7 @@ class Tier(Enum):
     PAGEABLE = "pageable ram"
     """RAM that is not page-locked: through staging buffers to the device."""
     FILE = "file"
-    """A safetensors file: through staging buffers to the device."""
+    """A file, read for each onload."""
 
 
 class Mover(Protocol):
@@ -31,6 +34,12 @@ class Mover(Protocol):
 
     def stage(self, at: int, num_bytes: int, fill: Callable[[torch.Tensor, int], None]) -> None:
         """Bring bytes over in chunks: `fill(chunk, start)` writes image bytes from `start` on into `chunk`."""
+
+    def read(self, at: int, source: SourceFile, position: int, num_bytes: int, *, direct: bool) -> None:
+        """Bring bytes of a file over, from `position` on: they are read later, by other threads.
+
+        `direct`: what is not in the page cache is read past it.
+        """
 
 
 class Store(Protocol):
@@ -61,8 +70,6 @@ class Image(Protocol):
     tier: Tier
     rest: list[torch.Tensor]
     """The tensors at rest, in the order of `layout.specs`: CPU, true values."""
-    pinned_bytes: int
-    """Page-locked RAM that the image takes."""
     generation: int
     """Goes up whenever the bytes change other than by `write`: what was sent before is out of date."""
     is_outdated: bool
@@ -77,6 +84,10 @@ class Image(Protocol):
 
         If not, nothing may be on its way, and nothing that was sent may be used again, once anybody can edit `rest`.
         """
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked RAM that the image takes."""
 
     @property
     def where(self) -> str:

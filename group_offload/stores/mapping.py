@@ -23,6 +23,7 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
@@ -123,6 +124,21 @@ def map_anonymous(num_bytes: int) -> Any:
     if num_bytes >= HUGE_PAGE:
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+def cached_bytes(address: int, num_bytes: int) -> int:
+    """How much of a file mapping is in the page cache, from a whole page on: nothing is read, by this or from the drive.
+
+    Raises:
+        OSError: the system does not tell.
+    """
+    num_pages = -(-num_bytes // mmap.PAGESIZE)
+    is_there = bytearray(num_pages)
+    found = (ctypes.c_char * num_pages).from_buffer(is_there)
+    if _libc.mincore(address, num_bytes, ctypes.addressof(found)):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return min(num_bytes, sum(is_there) * mmap.PAGESIZE)  # bit 0 of each byte; the others are 0
 
 
 def forget_writes(address: int, num_bytes: int) -> None:

@@ -169,7 +169,6 @@ class RamImage:
         self.start = start
         self.generation = 0
         self.rest = layout.views_by_extent(lambda extent: segment.rest(start + extent.offset, extent.num_bytes))
-        self.pinned_bytes = layout.num_bytes if segment.is_locked else 0
         self.tier, self.where = Tier.RAM, "RAM, page-locked"
         if not segment._backend.has_streams or not layout.num_bytes:
             # Without streams every copy is done when it returns: page-locking would buy nothing.
@@ -178,6 +177,10 @@ class RamImage:
             self.tier, self.where = Tier.PAGEABLE, "RAM, not page-locked"
         segment.hold(self)
         self._is_open = True
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self.layout.num_bytes if self.store.is_locked else 0
 
     @property
     def is_stable(self) -> bool:
@@ -205,7 +208,6 @@ class RamImage:
     def close(self, *, forget: bool) -> None:
         if self._is_open:
             self._is_open = False
-            self.pinned_bytes = 0
             self.store.let_go()
 
     def _fill(self, chunk: torch.Tensor, start: int) -> None:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 
-MAX_THREADS = 16
+logger = logging.getLogger("group_offload")
+
+MIN_THREADS, MAX_THREADS = 4, 16
+"""A drive wants several reads at once, however few cores there are."""
 MIN_BYTES_PER_THREAD = 1 << 20
 """Less is not worth handing to another thread."""
+BLOCK = 4096
+"""Direct reads begin and end at multiples of this, in the file and in memory: no drive asks for more."""
 _MAX_BYTES_PER_CALL = 16 << 20
+_NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT, errno.ENOSYS, errno.ENOTTY}
+"""What file systems, and odd memory, say to direct reads that they do not have."""
 
 
 def read_into(fd: int, target: memoryview, position: int) -> int:
@@ -23,10 +32,10 @@ def read_into(fd: int, target: memoryview, position: int) -> int:
     """
     num_parts = min(num_threads(), len(target) // MIN_BYTES_PER_THREAD)
     if num_parts < 2:
-        return _read_part(fd, target, position)
+        return read_part(fd, target, position)
     size = -(-len(target) // num_parts)
     starts = range(0, len(target), size)
-    parts = [pool().submit(_read_part, fd, target[start : start + size], position + start) for start in starts]
+    parts = [pool().submit(read_part, fd, target[start : start + size], position + start) for start in starts]
     wait(parts)  # all of them, also if one failed: the buffer is about to be used again
     done = 0
     for start, part in zip(starts, parts, strict=True):
@@ -36,12 +45,8 @@ def read_into(fd: int, target: memoryview, position: int) -> int:
     return done
 
 
-def num_threads() -> int:
-    """Threads that read at once: as many as the process may use, but not more than bring something."""
-    return min(MAX_THREADS, len(os.sched_getaffinity(0)))
-
-
-def _read_part(fd: int, target: memoryview, position: int) -> int:
+def read_part(fd: int, target: memoryview, position: int) -> int:
+    """`read_into` by the calling thread alone."""
     done = 0
     while done < len(target):
         count = os.preadv(fd, [target[done : done + _MAX_BYTES_PER_CALL]], position + done)
@@ -49,6 +54,59 @@ def _read_part(fd: int, target: memoryview, position: int) -> int:
             break
         done += count
     return done
+
+
+def read_around(fd: int, target: memoryview, position: int) -> int:
+    """Direct: read the blocks that hold `position` and what follows it into `target`, which begins with the first one.
+
+    Args:
+        fd: opened with O_DIRECT.
+        target: whole blocks, aligned to them.
+
+    Returns:
+        The bytes read. Fewer than `target` has where the file ends.
+
+    Raises:
+        OSError: what the system said.
+    """
+    start = position // BLOCK * BLOCK
+    done = 0
+    while done < len(target):
+        count = os.preadv(fd, [target[done : done + _MAX_BYTES_PER_CALL]], start + done)
+        done += count
+        if count == 0 or count % BLOCK:  # the file ends inside a block
+            break
+    return done
+
+
+def blocks_around(position: int, num_bytes: int) -> int:
+    """The size of the blocks that hold so many bytes from `position` on."""
+    return -(-(position + num_bytes) // BLOCK) * BLOCK - position // BLOCK * BLOCK
+
+
+def open_direct(fd: int) -> int | None:
+    """The same file, opened for direct reads; None where its file system has none."""
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError as error:
+        say_that_not_direct(error.errno)
+        return None
+
+
+def refuses_direct(error: OSError) -> bool:
+    """Whether a direct read failed because it was direct."""
+    return error.errno in _NOT_DIRECT
+
+
+@cache
+def say_that_not_direct(code: int) -> None:
+    """Log, once a process, that files are read through the page cache although RAM is scarce."""
+    logger.warning("Direct reads are not possible here (%s): files are read through the page cache.", os.strerror(code))
+
+
+def num_threads() -> int:
+    """Threads that read at once: as many as the process may use, but not more than bring something."""
+    return max(MIN_THREADS, min(MAX_THREADS, len(os.sched_getaffinity(0))))
 
 
 @cache

@@ -1,0 +1,358 @@
+"""Files that images are read from: checkpoints that weights are views of already, and group files of our own.
+
+[Note: Ways to read a file]
+Each file has one of three ways to the device.
+
+- *Locked*: its pages are in the page cache, and page-locked there, so that copies read them where they are. That takes RAM
+  from everybody, so it is done where RAM is plentiful only (`stores.ram`).
+- *Cached*: `preadv` through the page cache. What is read stays there as long as nobody else needs the RAM.
+- *Direct*: `preadv` past the page cache (O_DIRECT), where RAM is scarce: the drive's full speed, hardly any CPU time, and
+  what is in the page cache is not driven out by what is needed once a pass. Parts that are in the page cache are read
+  from there all the same.
+
+Only shared, read-only mappings are ever registered with a driver: a writable one of a file is refused, and the call has
+been seen to hang on a private one. Files are never read through a mapping on the way to the device if that can be helped:
+one that was cut off would end the process (SIGBUS), where `preadv` tells.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import stat
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..device import Backend
+from ..errors import GroupFileError
+from ..layout import ImageLayout
+from .base import Mover, Tier
+from .mapping import cached_bytes, flat_view, map_page_cache
+from .pagemap import PAGE
+from .pinned import unlock
+from .reading import BLOCK, open_direct, read_around, read_part, refuses_direct, say_that_not_direct
+
+_MAX_KEPT_OPEN = 256
+"""Files of this process that stay open; others are opened for each read. A process may often have 1024."""
+
+
+_NUM_SAMPLES, _SAMPLE_BYTES = 64, 64 << 10
+
+
+class SourceFile:
+    """A part of a file that images are read from, by several threads at once. See [Note: Ways to read a file].
+
+    It is held open, or mapped: so what is read is the file that was opened, whatever has its name by now.
+    """
+
+    def __init__(self, path: Path, fd: int, start: int, end: int, *, keeps_open: bool) -> None:
+        """
+        Args:
+            fd: of the file; the caller closes it.
+            keeps_open: not for hundreds of files, since a process has not many more descriptors.
+            start, end: the bytes of the file that images lie in.
+
+        Raises:
+            OSError: the file is shorter, or cannot be mapped.
+        """
+        self.path = path
+        self._stamp = os.fstat(fd)
+        if not stat.S_ISREG(self._stamp.st_mode):
+            raise OSError(f"{path} is not a regular file")
+        if end > self._stamp.st_size:
+            raise OSError(f"{path} was cut off")
+        self._start = start // PAGE * PAGE
+        size = end - self._start if start < end else 0
+        self.bytes = flat_view(map_page_cache(fd, self._start, size) if size else None, 0, size)
+        """What the page cache holds, as flat uint8: only to be read while it is locked."""
+        self.is_tried = False
+        """Whether it was tried to lock it."""
+        self.bytes_direct = self.bytes_cached = 0
+        """Read so far past the page cache, and through it."""
+        self._fds = _Kept(fd if keeps_open else None)
+        self._close_fds = weakref.finalize(self, self._fds.close)
+        self._close_fds.atexit = False
+        self._unlock: Callable[[], object] | None = None
+        self._num_images = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.bytes.numel()
+
+    @property
+    def is_locked(self) -> bool:
+        return self._unlock is not None
+
+    def hold(self) -> None:
+        """One more image lies here."""
+        self._num_images += 1
+
+    def let_go(self) -> None:
+        """One image less. The last one unlocks and closes the file."""
+        self._num_images -= 1
+        if not self._num_images:
+            self.release()
+
+    def release(self) -> None:
+        if self._unlock is not None:
+            self._unlock()
+            self._unlock = None
+        self._close_fds()
+
+    def lock(self, backend: Backend, wait: Callable[[], None]) -> bool:
+        """Page-lock it in the page cache; what is not there is read from the drive first.
+
+        `wait` returns once no copy is on its way: before that the pages stay locked.
+        """
+        self.is_tried = True
+        with suppress(OSError), self._open() as fd:
+            if fd is not None:  # in long runs, not page by page
+                os.posix_fadvise(fd, self._start, self.num_bytes, os.POSIX_FADV_WILLNEED)
+        unpin = backend.pin(self.bytes, read_only=True)
+        if unpin is None:
+            return False
+        # A module that is dropped without remove() must not leave its pages locked. At interpreter exit the driver is
+        # gone already and the pages go with the process.
+        finalizer = weakref.finalize(self, unlock, wait, unpin, self.bytes)
+        finalizer.atexit = False
+        self._unlock = finalizer
+        return True
+
+    def offset_of(self, position: int) -> int:
+        """Where in `bytes` a byte of the file is."""
+        return position - self._start
+
+    def seems_cached(self) -> bool:
+        """Whether all of it is in the page cache, as far as a few samples tell."""
+        step = max(_SAMPLE_BYTES, self.num_bytes // _NUM_SAMPLES)
+        return all(
+            self.is_cached(self._start + start, min(_SAMPLE_BYTES, self.num_bytes - start))
+            for start in range(0, self.num_bytes, step)
+        )
+
+    def is_cached(self, position: int, num_bytes: int) -> bool:
+        """Whether all of these bytes are in the page cache."""
+        start = position // PAGE * PAGE
+        size = position + num_bytes - start
+        try:
+            return cached_bytes(self.bytes.data_ptr() + start - self._start, size) == size
+        except OSError:
+            return False
+
+    def read(self, area: memoryview, position: int, num_bytes: int, *, direct: bool) -> None:
+        """Bring bytes into `area`: byte `position` of the file lands at `position % BLOCK`.
+
+        Args:
+            area: has room for the whole blocks around those bytes, and is aligned to blocks.
+
+        Raises:
+            GroupFileError: they cannot be read.
+        """
+        inset = position % BLOCK
+        with self._readable() as fd:
+            if fd is None:
+                start = self.offset_of(position)
+                torch.frombuffer(area, dtype=torch.uint8, count=num_bytes, offset=inset).copy_(
+                    self.bytes[start : start + num_bytes]
+                )
+                return
+            done = None
+            if direct and not self.is_cached(position, num_bytes):
+                done = self._read_direct(fd, area, position, inset + num_bytes)
+            if done is not None:
+                self.bytes_direct += num_bytes
+            else:
+                done = inset + self._pread(fd, area[inset : inset + num_bytes], position)
+            if done < inset + num_bytes:
+                raise self.lost(position + max(0, done - inset), "it ends there")
+
+    def read_straight(self, target: memoryview, position: int) -> None:
+        """Bring bytes into `target`, through the page cache.
+
+        Raises:
+            GroupFileError: they cannot be read.
+        """
+        with self._readable() as fd:
+            if fd is None:
+                start = self.offset_of(position)
+                torch.frombuffer(target, dtype=torch.uint8).copy_(self.bytes[start : start + len(target)])
+            elif (done := self._pread(fd, target, position)) < len(target):
+                raise self.lost(position + done, "it ends there")
+
+    def check(self) -> bool:
+        """Whether the path still leads to this file.
+
+        Raises:
+            GroupFileError: somebody changed the file itself.
+        """
+        try:
+            now = self.path.stat()
+        except FileNotFoundError:
+            return False  # it is held all the same
+        except OSError as error:
+            if self._fds.fd is None:
+                raise self.lost(0, str(error.strerror)) from error
+            now = os.fstat(self._fds.fd)
+        if (now.st_dev, now.st_ino) != (self._stamp.st_dev, self._stamp.st_ino):
+            return False
+        self._compare(now)
+        return True
+
+    def lost(self, position: int, what: str) -> GroupFileError:
+        return GroupFileError(
+            f"Cannot read {self.path} at byte {position:,}: {what}. The weights in it cannot be had from there any more: load "
+            f"the model again, and keep other programs from changing the file."
+        )
+
+    def _pread(self, fd: int, target: memoryview, position: int) -> int:
+        try:
+            self.bytes_cached += len(target)
+            return read_part(fd, target, position)
+        except OSError as error:
+            raise self.lost(position, str(error.strerror)) from error
+
+    def _read_direct(self, fd: int, area: memoryview, position: int, num_needed: int) -> int | None:
+        """None if the file cannot be read so."""
+        found = self._fds.direct(fd)
+        if found is None:
+            return None
+        direct_fd, is_kept = found
+        try:
+            return read_around(direct_fd, area[: -(-num_needed // BLOCK) * BLOCK], position)
+        except OSError as error:
+            if refuses_direct(error):
+                say_that_not_direct(error.errno or 0)
+                self._fds.has_no_direct = True
+                return None
+            raise self.lost(position, str(error.strerror)) from error
+        finally:
+            if not is_kept:
+                os.close(direct_fd)
+
+    @contextmanager
+    def _readable(self) -> Iterator[int | None]:
+        """A descriptor of the file, which is what it was; None if it can only be had from the mapping."""
+        with self._open() as fd:
+            if fd is not None:
+                self._compare(os.fstat(fd))
+            yield fd
+
+    @contextmanager
+    def _open(self) -> Iterator[int | None]:
+        if self._fds.fd is not None:
+            yield self._fds.fd
+            return
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError:
+            yield None
+            return
+        except OSError as error:
+            raise self.lost(self._start, f"opening it failed: {error.strerror}") from error
+        try:
+            now = os.fstat(fd)
+            yield fd if (now.st_dev, now.st_ino) == (self._stamp.st_dev, self._stamp.st_ino) else None
+        finally:
+            os.close(fd)
+
+    def _compare(self, now: os.stat_result) -> None:
+        if now.st_size < self._stamp.st_size:
+            raise self.lost(now.st_size, "it ends there: it was cut off")
+        if (now.st_size, now.st_mtime_ns) != (self._stamp.st_size, self._stamp.st_mtime_ns):
+            raise self.lost(self._start, "another program changed it after it was opened")
+
+
+class _Kept:
+    """The descriptors of a source that stay open, if not too many others do."""
+
+    _lock = threading.Lock()
+    _num = 0
+
+    def __init__(self, fd: int | None) -> None:
+        self.fd: int | None = None
+        self.has_no_direct = False
+        self._direct: int | None = None
+        with _Kept._lock:
+            if fd is not None and _Kept._num < min(_MAX_KEPT_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4):
+                _Kept._num += 1
+                self.fd = os.dup(fd)
+                os.set_inheritable(self.fd, False)
+
+    def direct(self, fd: int) -> tuple[int, bool] | None:
+        """A descriptor for direct reads, and whether it stays open."""
+        if self.has_no_direct:
+            return None
+        if self.fd is None:
+            opened = open_direct(fd)
+            return None if opened is None else (opened, False)
+        with _Kept._lock:
+            if self._direct is None and not self.has_no_direct:
+                self._direct = open_direct(fd)
+                self.has_no_direct = self._direct is None
+        return None if self._direct is None else (self._direct, True)
+
+    def close(self) -> None:
+        with _Kept._lock:
+            _Kept._num -= self.fd is not None
+            for fd in (self.fd, self._direct):
+                if fd is not None:
+                    os.close(fd)
+            self.fd = self._direct = None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes of a file that belong together, and go to `offset` in the image."""
+
+    offset: int
+    position: int
+    num_bytes: int
+
+
+class FileImage:
+    """An image whose bytes are pieces of a file. At rest its tensors are views of a private mapping of that file.
+
+    They take no RAM until they are read, and an edit lands in pages of its own.
+    """
+
+    is_stable = True
+    is_outdated = False
+    generation = 0
+    layout: ImageLayout
+    rest: list[torch.Tensor]
+    source: SourceFile
+    pieces: Sequence[Piece]
+
+    def __init__(self, layout: ImageLayout) -> None:
+        self.layout = layout
+        self.tier = Tier.FILE
+        self.is_direct = False
+        """Parts that are not in the page cache are read past it."""
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self.layout.num_bytes if self.source.is_locked else 0
+
+    @property
+    def way(self) -> str:
+        """How the file is read, for people."""
+        if self.source.is_locked:
+            return "page cache, locked"
+        return "direct" if self.is_direct else "page cache"
+
+    def check(self) -> None:
+        self.source.check()
+
+    def send(self, mover: Mover, at: int) -> None:
+        source = self.source
+        for piece in self.pieces:
+            if source.is_locked:
+                mover.copy(at + piece.offset, source.bytes, source.offset_of(piece.position), piece.num_bytes)
+            else:
+                mover.read(at + piece.offset, source, piece.position, piece.num_bytes, direct=self.is_direct)

@@ -1,0 +1,80 @@
+"""How much RAM there is to take, and what that means for files: which are locked, cached, or read directly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from .files import FileImage, SourceFile
+
+_CGROUPS = Path("/sys/fs/cgroup")
+LOCKED_SHARE = 0.5
+"""Of the RAM that is available, so much is locked without anybody asking for it."""
+_RESERVE_BYTES = 1 << 30
+"""Left alone, whoever asks: the process itself and the system have to live too."""
+
+
+def available_ram() -> int:
+    """Bytes that this process may take without anybody having to swap. What the page cache can give up counts.
+
+    The system's own estimate, or less if a control group that the process is in (a container) is nearer to its limit.
+    """
+    return max(0, min([int(psutil.virtual_memory().available), *_room_in_cgroups()]))
+
+
+def fits(num_bytes: int) -> bool:
+    """Whether RAM can be given to so many bytes of weights, for as long as they are offloaded."""
+    return num_bytes + _RESERVE_BYTES <= available_ram()
+
+
+def choose_ways(images: Sequence[FileImage], *, may_lock: bool) -> list[SourceFile]:
+    """Decide how each image is read. See [Note: Ways to read a file].
+
+    Returns:
+        The files to lock, once they are in the page cache: all, if half of the RAM that is available is enough for them
+        (the other half stays with everybody else); else none.
+    """
+    num_bytes = sum(image.layout.num_bytes for image in images)
+    if not num_bytes:
+        return []
+    available = available_ram()
+    to_lock = may_lock and num_bytes <= available * LOCKED_SHARE
+    # The same share of images is cached in each pass. If all were, none would be: each would drive out the next.
+    share = min(1.0, available / 2 / num_bytes)
+    credit = 0.0
+    for image in images:
+        credit += share * image.layout.num_bytes
+        image.is_direct = not to_lock and credit < image.layout.num_bytes * (1 - 1e-9)
+        if not image.is_direct:
+            credit -= image.layout.num_bytes
+    return list(dict.fromkeys(image.source for image in images if image.layout.num_bytes)) if to_lock else []
+
+
+def _room_in_cgroups() -> list[int]:
+    found = []
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, name = line.split(":", 2)
+            if not controllers:
+                found += _rooms_above(_CGROUPS, name, "memory.max", "memory.current")
+            elif "memory" in controllers.split(","):
+                found += _rooms_above(_CGROUPS / "memory", name, "memory.limit_in_bytes", "memory.usage_in_bytes")
+    return found
+
+
+def _rooms_above(root: Path, name: str, limit_name: str, usage_name: str) -> list[int]:
+    """Room in a group, and in those around it."""
+    rooms = []
+    folder = root / name.lstrip("/")
+    while True:
+        with suppress(OSError, ValueError, KeyError):
+            limit, usage = int((folder / limit_name).read_text()), int((folder / usage_name).read_text())
+            lines = (folder / "memory.stat").read_text().splitlines()
+            stat = {key: int(value) for key, value in (line.split() for line in lines)}
+            rooms.append(limit - usage + stat["inactive_file"] + stat["active_file"])
+        if folder == root or folder.parent == folder:
+            return rooms
+        folder = folder.parent
