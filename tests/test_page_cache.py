@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import logging
 import os
@@ -22,7 +21,7 @@ from group_offload.stores.checkpoint import FileMap
 from . import tiny_models as tiny
 from .simulated import SimulatedDevice, use_simulated_device
 from .test_residence import EditsItsBlocks, NormedModel
-from .test_streams import DIM, Model, assert_at_rest, forward, offload, on_their_way, run
+from .test_streams import DIM, Model, assert_at_rest, forward, from_file, offload, on_their_way, run
 
 MODES: list[dict[str, Any]] = [{}, {"offload_type": "leaf_level", "record_stream": True}]
 any_mode = pytest.mark.parametrize("options", MODES, ids=str)
@@ -42,16 +41,6 @@ def device() -> Iterator[SimulatedDevice]:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
-
-
-def from_file(model: nn.Module, path: Path) -> nn.Module:
-    """The model as a loader leaves it that copies nothing."""
-    if not path.exists():
-        save_file(model.state_dict(), path)
-        os.utime(path, (1e9, 1e9))  # so that a change shows in the time, however soon it comes
-    loaded = copy.deepcopy(model)
-    loaded.load_state_dict(load_file(path), assign=True)
-    return loaded
 
 
 def mappings_of(path: Path) -> list[str]:

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import ast
 import copy
+import os
 import random
 import tempfile
 import textwrap
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from group_offload import OffloadHandle, apply_group_offloading
-from group_offload.runtime import engine, slots, transfer
+from group_offload.runtime import engine, reader, slots, transfer
 from group_offload.runtime.schedule import Schedule
 from group_offload.runtime.transfer import Transfer
 from group_offload.stores.files import SourceFile
@@ -96,6 +101,54 @@ def watch_file_reads(device: SimulatedDevice) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def slow_reads(seconds: float) -> Iterator[None]:
+    read = SourceFile.read
+
+    def slow(self: SourceFile, *args: Any, **kwargs: Any) -> None:
+        time.sleep(seconds)
+        read(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SourceFile, "read", slow)
+        yield
+
+
+@contextmanager
+def late_reads(rng: random.Random) -> Iterator[None]:
+    """Files are read late and in any order, in small pieces with room for few of them, directly or not."""
+    threads = ThreadPoolExecutor(4)
+
+    def submit(task: Callable[..., Any], *args: Any) -> Any:
+        delay = rng.choice([0, 0, 0.001, 0.004])
+
+        def later() -> Any:
+            time.sleep(delay)
+            return task(*args)
+
+        return threads.submit(later)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "pool", lambda: SimpleNamespace(submit=submit))
+        patch.setattr(reader, "num_threads", lambda: rng.choice([1, 2, 3]))
+        patch.setattr(reader, "CHUNK_BYTES", rng.choice([2 * 4096, 3 * 4096, 16 << 20]))
+        if rng.random() < 0.5:
+            patch.setattr("group_offload.stores.ram.available_ram", lambda: 0)
+            patch.setattr(SourceFile, "is_cached", lambda *args: rng.random() < 0.2)
+        yield
+    threads.shutdown()
+
+
+def from_file(model: nn.Module, path: Path) -> nn.Module:
+    """The model as a loader leaves it that copies nothing."""
+    if not path.exists():
+        save_file(model.state_dict(), path)
+        os.utime(path, (1e9, 1e9))  # so that a change shows in the time, however soon it comes
+    loaded = copy.deepcopy(model)
+    loaded.load_state_dict(load_file(path), assign=True)
+    return loaded
+
+
 def offload(model: nn.Module, **options: Any) -> OffloadHandle:
     return apply_group_offloading(model, "cpu", **options)  # what the simulated device stands for
 
@@ -121,12 +174,18 @@ def exercise(seed: int, laziness: Any, options: dict[str, Any], *, num_passes: i
         stack.enter_context(use_simulated_device(device))
         stack.enter_context(watch_file_reads(device))
         folder = stack.enter_context(tempfile.TemporaryDirectory())
+        if options.get("in_checkpoint"):
+            model = from_file(resident, Path(folder) / "model.safetensors")
+            options = {**options, "offload_device": "disk"}
         if options.get("in_files"):
             options = {**options, "offload_to_disk_path": folder}
+        if {"in_files", "in_checkpoint"} & options.keys():
+            stack.enter_context(late_reads(rng))
         if not options.get("is_told_of_edits", True):
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             patch.setattr("group_offload.stores.pinned.tells_writes", lambda: False)
-        options = {name: value for name, value in options.items() if name not in ("in_files", "is_told_of_edits")}
+        ours = ("in_files", "in_checkpoint", "is_told_of_edits")
+        options = {name: value for name, value in options.items() if name not in ours}
         handle = offload(model, **options)
         other_handle = offload(other)
         outputs = []
@@ -229,6 +288,9 @@ OPTIONS: list[dict[str, Any]] = [
     {"in_files": True},
     {"in_files": True, "record_stream": True},
     {"in_files": True, "offload_type": "leaf_level"},
+    {"in_files": True, "use_stream": False},
+    {"in_checkpoint": True},
+    {"in_checkpoint": True, "offload_type": "leaf_level", "record_stream": True},
     {"use_stream": True, "num_blocks_per_group": 3},
     {"is_told_of_edits": False},
     {"is_told_of_edits": False, "record_stream": True, "offload_type": "leaf_level"},
@@ -416,6 +478,73 @@ def test_slots_go_to_another_model_while_copies_to_them_are_on_their_way() -> No
             handle.remove()
 
 
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)
+def test_slots_go_to_another_model_while_files_are_being_read(options: dict[str, Any]) -> None:
+    """The first one's next pass is being read when the other one, in RAM, takes its slots."""
+    device = SimulatedDevice(0, "lazy")
+    one, two = Model([16] * 4), Model([16] * 4)
+    x = torch.randn(2, DIM)
+    expected = [run(one, x), run(two, x)]
+    with (
+        use_simulated_device(device),
+        watch_file_reads(device),
+        slow_reads(0.02),
+        options_for({**options, "in_files": True}) as in_files,
+    ):
+        handles = [offload(one, **in_files), offload(two, **options)]
+        for _ in range(2):
+            outputs = [forward(device, one, x) for _ in range(2)]
+            outputs += [forward(device, two, x) for _ in range(2)]
+            for output, wanted in zip(outputs, [expected[0]] * 2 + [expected[1]] * 2, strict=True):
+                assert torch.equal(device.get(output), wanted)
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("end", ["remove", "change"])
+def test_files_are_being_read_when(end: str) -> None:
+    device = SimulatedDevice(0, "lazy")
+    model = Model([16] * 4)
+    x = torch.randn(2, DIM)
+    with (
+        use_simulated_device(device),
+        watch_file_reads(device),
+        slow_reads(0.02),
+        options_for({"in_files": True}) as options,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(reader, "CHUNK_BYTES", 4096)  # so that the staging memory has another size after the change
+        handle = offload(model, **options)
+        for _ in range(2):
+            forward(device, model, x)
+        if end == "change":
+            model.blocks[2] = Block(400, counts=False)
+            assert device.get(forward(device, model, x)).isfinite().all()
+        handle.remove()
+        device.synchronize()
+        model.alive.clear()
+        assert device.pinned_bytes == 0
+
+
+def test_removed_after_an_interrupt_at_the_end_of_a_pass() -> None:
+    """Copies from staging buffers of pageable RAM are on their way: nobody waited for them."""
+    device = SimulatedDevice(0, "lazy")
+    model = Model([16] * 4)
+    with use_simulated_device(device), pytest.MonkeyPatch.context() as patch:
+        handle = offload(model, low_cpu_mem_usage=True)
+        forward(device, model, torch.randn(2, DIM))
+        patch.setattr(Schedule, "end", raise_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            forward(device, model, torch.randn(2, DIM))
+        assert on_their_way(device) > 0
+        handle.remove()
+        device.synchronize()
+
+
+def raise_interrupt(*args: Any, **kwargs: Any) -> None:
+    raise KeyboardInterrupt
+
+
 class Fork(nn.Module):
     """Its last block computes on another stream, and nothing inside of the pass waits for that."""
 
@@ -469,6 +598,8 @@ def test_removed_right_after_a_forward(options: dict[str, Any]) -> None:
         handle = offload(model, **options)
         x = torch.randn(2, DIM)
         outputs = [forward(device, model, x) for _ in range(3)]
+        assert handle._engine is not None
+        handle._engine.transfer.drain()
         assert on_their_way(device) > 0
         handle.remove()
         assert device.pinned_bytes == 0 and device.allocated_bytes == 0
@@ -489,6 +620,8 @@ def test_cut_into_groups_again_right_after_a_forward(options: dict[str, Any]) ->
         handle = offload(model, **options)
         x = torch.randn(2, DIM)
         outputs = [(forward(device, model, x), run(resident, x)) for _ in range(3)]
+        assert handle._engine is not None
+        handle._engine.transfer.drain()
         assert on_their_way(device) > 0
         large = Block(40, counts=False)
         resident.blocks[2] = copy.deepcopy(large)
@@ -568,17 +701,20 @@ def test_memory_of_the_allocator_is_freed_after_another_stream_used_it() -> None
 
 # ---------------------------------------------------------------- mutations
 
-CALLS = {"wait_event", "synchronize", "record", "record_stream", "finish"}
+CALLS = {"wait_event", "synchronize", "record", "record_stream", "finish", "abandon"}
+WAITS_FOR_THREADS = {"slot.job.wait()", "self.is_over.wait()"}
+NO_ORDER = {("Reader", "_step")}
+"""Waits that only keep a thread from going round in circles."""
 
 
 def find_waits() -> list[tuple[Any, str, int]]:
     """Every statement of the engine that only orders work: (class, method, index of the statement)."""
     found = []
-    for module in (engine, slots, transfer):
+    for module in (engine, slots, transfer, reader):
         for node in ast.parse(Path(module.__file__ or "").read_text()).body:
             if isinstance(node, ast.ClassDef):
                 for method in node.body:
-                    if isinstance(method, ast.FunctionDef):
+                    if isinstance(method, ast.FunctionDef) and (node.name, method.name) not in NO_ORDER:
                         waits = [n for n in ast.walk(method) if is_wait(n)]
                         found += [(getattr(module, node.name), method.name, index) for index in range(len(waits))]
     return found
@@ -589,7 +725,7 @@ def is_wait(node: ast.AST) -> bool:
         isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Call)
         and isinstance(node.value.func, ast.Attribute)
-        and node.value.func.attr in CALLS
+        and (node.value.func.attr in CALLS or ast.unparse(node.value) in WAITS_FOR_THREADS)
     )
 
 
@@ -627,6 +763,10 @@ def everything() -> None:
     test_files_and_pageable_ram_go_through_the_staging_buffers_in_turn()
     test_slots_go_to_another_model_while_copies_to_them_are_on_their_way()
     test_memory_of_the_allocator_is_freed_after_another_stream_used_it()
+    test_slots_go_to_another_model_while_files_are_being_read({})
+    test_removed_after_an_interrupt_at_the_end_of_a_pass()
+    for end in ("remove", "change"):
+        test_files_are_being_read_when(end)
     for options in ({}, {"record_stream": True}):
         test_device_memory_is_the_formula(options)
         test_slots_go_to_another_model_while_a_side_stream_reads_them(options)

@@ -18,6 +18,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import cache, wraps
 from types import ModuleType
@@ -83,42 +84,70 @@ def enable_group_offload(
     Example:
         >>> handles = enable_group_offload(pipe, offload_to_disk_path="/nvme/offload", exclude_modules="vae")
     """
-    models = _models_of(pipeline)
-    excluded = [exclude_modules] if isinstance(exclude_modules, str) else list(exclude_modules or ())
-    special = {name: dict(options) for name, options in (model_options or {}).items()}
-    _check_names(pipeline, models, excluded, special)
-    common: dict[str, Any] = {
-        "onload_device": onload_device,
-        "offload_device": offload_device,
-        "offload_type": offload_type,
-        "num_blocks_per_group": num_blocks_per_group,
-        "non_blocking": non_blocking,
-        "use_stream": use_stream,
-        "record_stream": record_stream,
-        "low_cpu_mem_usage": low_cpu_mem_usage,
-        "offload_to_disk_path": offload_to_disk_path,
-    }
+    plan = plan_pipeline(
+        pipeline,
+        exclude_modules,
+        model_options,
+        onload_device=onload_device,
+        offload_device=offload_device,
+        offload_type=offload_type,
+        num_blocks_per_group=num_blocks_per_group,
+        non_blocking=non_blocking,
+        use_stream=use_stream,
+        record_stream=record_stream,
+        low_cpu_mem_usage=low_cpu_mem_usage,
+        offload_to_disk_path=offload_to_disk_path,
+    )
     handles: dict[str, OffloadHandle] = {}
     by_model: dict[int, OffloadHandle] = {}
     try:
-        for name, model in models.items():
-            if name in excluded:
-                continue
-            if id(model) in by_model:  # one model under two names
-                handles[name] = by_model[id(model)]
-            elif next(model.parameters(), None) is not None or next(model.buffers(), None) is not None:
-                _refuse_unsupported(model)
-                # The name is part of the identity: two models of one class have files of their own in one folder.
-                options = _options_for(common, special.get(name, {}))
-                handles[name] = by_model[id(model)] = offload(model, identity=f"{name}.", **options)
+        for name, (model, options) in plan.offloaded.items():
+            if id(model) not in by_model:  # one model may have two names
+                by_model[id(model)] = offload(model, **options)
+            handles[name] = by_model[id(model)]
     except BaseException:
         for handle in by_model.values():
             handle.remove()
         raise
-    device = OffloadConfig.from_options(onload_device=onload_device).onload_device
-    for name in excluded:
-        models[name].to(device)
+    for model in plan.excluded:
+        model.to(plan.device)
     return handles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelinePlan:
+    """What becomes of the models of a pipeline."""
+
+    offloaded: dict[str, tuple[nn.Module, dict[str, Any]]]
+    """By name: a model, and what `offload` is to be called with."""
+    excluded: tuple[nn.Module, ...]
+    """Those that go to `device` as a whole."""
+    device: torch.device
+
+
+def plan_pipeline(
+    pipeline: Any,
+    exclude_modules: str | Sequence[str] | None,
+    model_options: Mapping[str, Mapping[str, Any]] | None,
+    **common: Any,
+) -> PipelinePlan:
+    """Decide what `enable_group_offload` does. Nothing is touched."""
+    models = _models_of(pipeline)
+    excluded = [exclude_modules] if isinstance(exclude_modules, str) else list(exclude_modules or ())
+    special = {name: dict(options) for name, options in (model_options or {}).items()}
+    _check_names(pipeline, models, excluded, special)
+    offloaded = {}
+    for name, model in models.items():
+        has_weights = next(model.parameters(), None) is not None or next(model.buffers(), None) is not None
+        if name not in excluded and has_weights:
+            refuse_unsupported(model)
+            # The name is part of the identity: two models of one class have files of their own in one folder.
+            offloaded[name] = model, {"identity": f"{name}.", **_options_for(common, special.get(name, {}))}
+    return PipelinePlan(
+        offloaded=offloaded,
+        excluded=tuple(models[name] for name in excluded),
+        device=OffloadConfig.from_options(onload_device=common["onload_device"]).onload_device,
+    )
 
 
 def disable_group_offload(pipeline: Any) -> None:
@@ -167,7 +196,7 @@ def _options_for(common: dict[str, Any], special: dict[str, Any]) -> dict[str, A
     return options
 
 
-def _refuse_unsupported(model: nn.Module) -> None:
+def refuse_unsupported(model: nn.Module) -> None:
     if getattr(model, "_supports_group_offloading", True) is False:
         raise ModuleError(
             f"{type(model).__name__} does not support group offloading: its class says so (_supports_group_offloading is "
@@ -342,7 +371,7 @@ def _apply_trampoline(*args, **kwargs):  # type: ignore[no-untyped-def]
 
 @wraps(apply_group_offloading)
 def _enable_on_model(model: nn.Module, *args: Any, **kwargs: Any) -> OffloadHandle:
-    _refuse_unsupported(model)
+    refuse_unsupported(model)
     return apply_group_offloading(model, *args, **kwargs)
 
 

@@ -66,7 +66,7 @@ def build_groups(
     try:
         views = _find_views(plans, casts)
         if config.rests_in_files:
-            if folder is None:
+            if folder is None and not before:  # what is edited later comes to RAM
                 _refuse_what_is_in_no_file(plans, views)
             _adopt(views, homes, made, lambda checkpoint: False)
             if folder is not None:

@@ -198,7 +198,6 @@ class Engine:
             if not self._is_clean:
                 self._recover()
             self.transfer.abandon()
-            self.transfer.finish()
             self._release_slots()
             for group in self.groups:
                 for part in group.parts:
@@ -298,7 +297,6 @@ class Engine:
 
     def _recover(self) -> None:
         """Put right what an interrupt in the middle of the engine's own code may have left."""
-        self.transfer.abandon()
         self._calls = self._calls[-1:]
         self._bound.clear()
         for group in self.groups:
@@ -602,7 +600,7 @@ class Engine:
         if self._has_lease:
             assert self._lease is not None
             self._has_lease = False
-            self._arena.give_back(self._lease, self._backend.current_stream(), self.transfer.stream)
+            self._arena.give_back(self._lease, self._backend.current_stream())
 
     def _release_slots(self) -> None:
         if self._lease is not None:
@@ -676,8 +674,7 @@ class Engine:
         """Cut the module into groups, for the first time or because it has changed."""
         before = self.groups
         if before:
-            self.transfer.abandon()
-            self.transfer.finish()  # images are about to go
+            self.transfer.abandon()  # images are about to go
             self._release_slots()  # and will have other sizes
         self.groups = build_groups(
             self.root, self.config, self._folder, before, _is_compiled, self.transfer.last_copy.synchronize, casts

@@ -132,6 +132,8 @@ class Reader:
         """Guards everything below, and is notified when a chunk was read or a job came."""
         self._jobs: deque[Job] = deque()
         """Those that have chunks nobody began to read."""
+        self._live: set[Job] = set()
+        """All that are not over."""
         self._reading: deque[_Chunk] = deque()
         """In the order in which they will be enqueued."""
         self._copying: deque[_Chunk] = deque()
@@ -159,6 +161,7 @@ class Reader:
     def submit(self, job: Job) -> None:
         with self._changed:
             self._jobs.append(job)
+            self._live.add(job)
             self._changed.notify_all()
             if not self._is_pumping:
                 self._is_pumping = True
@@ -178,14 +181,13 @@ class Reader:
     def abandon_all(self) -> None:
         """Begin no more reads, and return once none is under way."""
         with self._changed:
-            for job in [*self._jobs, *(chunk.job for chunk in self._reading)]:
-                if not job.is_over.is_set():
-                    self._end(job, None)
+            for job in [*self._live]:
+                self._end(job, None)
             self._changed.notify_all()
         self.drain()
 
     def close(self) -> None:
-        """Give the staging memory back. Nothing may be on its way."""
+        """Give the staging memory back. Nothing may be read."""
         assert not self._is_pumping
         self._unpin()
         self._unpin, self._staging = _nothing, None
@@ -212,9 +214,9 @@ class Reader:
             if self._jobs:
                 chunk = self._jobs[0].chunks[0]
                 if self._find_room(chunk):
+                    pool().submit(self._read, chunk)
                     self._jobs[0].chunks.popleft()
                     self._reading.append(chunk)
-                    pool().submit(self._read, chunk)
                     return True
                 oldest = self._copying[0] if self._copying else None
                 if oldest is None:  # all of it is being read into
@@ -284,10 +286,7 @@ class Reader:
         if job.is_over.is_set():
             return  # its room is free
         assert self._staging is not None and job.target is not None
-        if not job.is_begun:
-            job.is_begun = True
-            for event in job.after:
-                job.stream.wait_event(event)
+        self._begin(job)
         begun = None if job.tracer is None else job.tracer.now(job.stream)
         for read, start in chunk.places():
             begin = start + read.position % BLOCK
@@ -307,8 +306,16 @@ class Reader:
         if not job.num_left:
             self._end(job, None)
 
+    def _begin(self, job: Job) -> None:
+        if not job.is_begun:
+            job.is_begun = True
+            for event in job.after:
+                job.stream.wait_event(event)
+
     def _end(self, job: Job, error: BaseException | None) -> None:
         job.error = error
+        self._live.discard(job)
+        self._begin(job)  # also if it brought nothing: who takes these bytes next waits for this job only
         job.ready.record(job.stream)
         self.last_copy.record(job.stream)
         job.target = None  # the job may be kept longer than the slot
@@ -316,10 +323,10 @@ class Reader:
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
-            for job in [*self._jobs, *(chunk.job for chunk in self._reading)]:
-                if not job.is_over.is_set():
-                    job.error = error
-                    job.is_over.set()
+            for job in self._live:
+                job.error, job.target = error, None
+                job.is_over.set()
+            self._live.clear()
             self._jobs.clear()
             self._changed.wait_for(lambda: all(chunk.is_read for chunk in self._reading))
             self._reading.clear()

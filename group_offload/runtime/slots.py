@@ -187,7 +187,6 @@ class Arena:
         self._owner: Stream | None = None
         self._is_busy = False
         self._idle = backend.new_event()
-        self._copied = backend.new_event()
 
     def lease(self, mine: Lease | None, num_bytes: int, stream: Stream, copy_stream: Stream) -> Lease:
         """`num_bytes` of device memory until `give_back`, free to use on `stream` and on `copy_stream`.
@@ -204,7 +203,7 @@ class Arena:
                     lease = None
                     if memory.numel() == num_bytes:
                         # Whoever had it last may have computed on another stream, and had more copies on their way.
-                        for event in (self._idle, self._copied, *unread):
+                        for event in (self._idle, *unread):
                             stream.wait_event(event)
                         lease = Lease(memory)
                         self._share(memory, copy_stream, stream)
@@ -217,15 +216,14 @@ class Arena:
             self._is_busy = True
             return lease
 
-    def give_back(self, lease: Lease, stream: Stream, copy_stream: Stream) -> None:
-        """End a lease. All compute that uses its memory is enqueued on `stream`, or done; copies on `copy_stream`."""
+    def give_back(self, lease: Lease, stream: Stream) -> None:
+        """End a lease. All compute that uses its memory is enqueued on `stream`, or done."""
         with self._lock:
             assert lease.memory is not None
             if lease is not self._current():
                 self._backend.free(lease.take_back()[0])
                 return
             self._idle.record(stream)
-            self._copied.record(copy_stream)
             if stream != self._owner:
                 self._backend.record_stream(lease.memory, stream)
             self._is_busy = False

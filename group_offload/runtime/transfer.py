@@ -126,8 +126,8 @@ class Transfer:
         slot.job = Job(self._reader, slot.memory, self._reads, stream, self._after, slot.ready, self.tracer)
         self._reader.submit(slot.job)
         if self._copy_stream is None:
-            job, slot.job = slot.job, None
-            job.wait()  # the stream that computes: nothing may come in between
+            slot.job.wait()  # the stream that computes: nothing may come in between
+            slot.job = None
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
         """Copy device bytes that compute has changed, until `after`, back to the host, and wait for them."""
@@ -137,10 +137,11 @@ class Transfer:
         self._num_copies += 1
 
     def finish(self) -> None:
-        """Wait until no copy is on its way, because the memory that copies read from is about to change."""
-        self._reader.drain()
+        """Wait until no copy is on its way, because the memory that copies read from is about to change.
+
+        (Copies of what was read from files read staging memory only.)
+        """
         self.last_copy.synchronize()
-        self._reader.last_copy.synchronize()
 
     def drain(self) -> None:
         """Wait until all that was sent is on its way."""
@@ -186,11 +187,12 @@ class Transfer:
             self._reads.append(Read(at, source, position, num_bytes, direct, self._label))
 
     def close(self) -> None:
-        """Give the staging memory back. Nothing may be on its way (`finish`)."""
+        """Give the staging memory back. Nothing may be read (`abandon`)."""
         self._drop_buffers()
         self._reader.close()
 
     def _drop_buffers(self) -> None:
+        self.last_copy.synchronize()
         _call_all(self._unpin)
         self._staging.clear()
 

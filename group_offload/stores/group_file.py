@@ -105,7 +105,9 @@ class GroupFile(FileImage):
         if ranges is not None:
             return bool(ranges)
         # The system does not tell which pages were written: compare. Slow, and right.
-        fd = self._folder._open_if_it_holds(self.path, encode_header(self.layout, self._group_id), self.layout, self.rest)
+        fd = self._folder._open_if_it_holds(
+            self.path, encode_header(self.layout, self._group_id), self.layout, self.rest
+        )
         if fd is not None:
             os.close(fd)
         return fd is None
