@@ -22,6 +22,7 @@ from .runtime.hooks import HANDLE, Gate
 from .runtime.slots import arenas
 from .runtime.trace import Tracer
 from .stores.base import Tier
+from .stores.files import FileImage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,9 @@ class OffloadStats:
     """Copy commands issued, in both directions."""
     bytes_onloaded: dict[str, int]
     """By tier: "ram", "pageable ram", "file"."""
+    bytes_read: dict[str, int]
+    """What came from files, by how: "locked" in the page cache and copied from there, read through the "page cache", read
+    "direct" from the drive. See `GroupInfo.way`."""
     tensors_brought_back: int
     """Tensors that a forward changed, copied from the device to where they rest."""
     rebuilds: int
@@ -50,7 +54,7 @@ class OffloadStats:
     peak_device_bytes: int
     """Most device memory taken for weights at once. Activations are not in it."""
     host_bytes: int
-    """RAM that the images at rest take, page-locked or not. A file takes none."""
+    """RAM that the images at rest take, page-locked or not. A file takes none, unless it is locked in the page cache."""
     pinned_bytes: int
     """The part of `host_bytes` that is page-locked."""
     staging_bytes: int
@@ -68,6 +72,9 @@ class GroupInfo:
     """Where it rests: "ram", "pageable ram" or "file"."""
     where: str
     """The file's name, or the kind of RAM."""
+    way: str
+    """How a file is read: "locked" in the page cache, through the "page cache", or "direct" where RAM is scarce (what is
+    in the page cache is read from there all the same). Empty for RAM."""
     num_tensors: int
     num_bytes: int
 
@@ -121,10 +128,13 @@ class OffloadHandle:
             worst_stall=max(waits.items(), key=lambda item: item[1], default=None),
             copies=transfer.num_copies,
             bytes_onloaded={tier.value: num_bytes for tier, num_bytes in transfer.bytes_sent.items()},
+            bytes_read=transfer.bytes_read,
             tensors_brought_back=counters.brought_back,
             rebuilds=counters.rebuilds,
             peak_device_bytes=counters.peak_device_bytes,
-            host_bytes=sum(image.layout.num_bytes for image in images) - in_files,
+            host_bytes=sum(
+                image.pinned_bytes if image.tier is Tier.FILE else image.layout.num_bytes for image in images
+            ),
             pinned_bytes=sum(image.pinned_bytes for image in images),
             staging_bytes=transfer.staging_bytes,
             file_bytes=in_files,
@@ -387,6 +397,7 @@ def _describe(group: Group) -> GroupInfo:
         group_id=group.group_id,
         tier=images[0].tier.value if images else Tier.RAM.value,
         where=", ".join(dict.fromkeys(image.where for image in images)) or "nothing to move",
+        way=", ".join(dict.fromkeys(image.way for image in images if isinstance(image, FileImage))),
         num_tensors=sum(len(part.refs) for part in group.parts),
         num_bytes=sum(image.layout.num_bytes for image in images),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,9 @@ def end(handle: OffloadHandle, device: SimulatedDevice, model: nn.Module, reside
     assert device.pinned_bytes == 0 and device.allocated_bytes == 0
     for (name, value), expected in zip(model.state_dict().items(), resident.state_dict().values(), strict=True):
         assert torch.equal(value, expected), name
+    deadline = time.monotonic() + 5
+    while "r--s" in mappings_of(path) and time.monotonic() < deadline:
+        time.sleep(0.001)  # a thread that read the file may still be on its way out
     assert mappings_of(path) in ([], ["rw-p"])  # what the loader made, for what still is a view of it
 
 

@@ -92,9 +92,9 @@ def watch_file_reads(device: SimulatedDevice) -> Iterator[None]:
     """Tell the device of what the file tier writes into host memory behind torch's back."""
     read = SourceFile.read
 
-    def watched(self: SourceFile, area: memoryview, position: int, num_bytes: int, *, direct: bool) -> None:
+    def watched(self: SourceFile, area: memoryview, position: int, num_bytes: int, *, direct: bool) -> bool:
         device.host_access(torch.frombuffer(area, dtype=torch.uint8), write=True)
-        read(self, area, position, num_bytes, direct=direct)
+        return read(self, area, position, num_bytes, direct=direct)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SourceFile, "read", watched)
@@ -105,9 +105,9 @@ def watch_file_reads(device: SimulatedDevice) -> Iterator[None]:
 def slow_reads(seconds: float) -> Iterator[None]:
     read = SourceFile.read
 
-    def slow(self: SourceFile, *args: Any, **kwargs: Any) -> None:
+    def slow(self: SourceFile, *args: Any, **kwargs: Any) -> bool:
         time.sleep(seconds)
-        read(self, *args, **kwargs)
+        return read(self, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SourceFile, "read", slow)

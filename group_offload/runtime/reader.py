@@ -146,6 +146,8 @@ class Reader:
         self._spare: list[Event] = []
         self.last_copy = backend.new_event()
         self.num_copies = 0
+        self.bytes_read = {False: 0, True: 0}
+        """Through the page cache, and past it."""
 
     @property
     def staging_bytes(self) -> int:
@@ -269,7 +271,8 @@ class Reader:
                 area = memory[start : start + blocks_around(read.position, read.num_bytes)]
                 started = time.perf_counter()
                 with _naming(read):
-                    read.source.read(area, read.position, read.num_bytes, direct=read.direct)
+                    is_direct = read.source.read(area, read.position, read.num_bytes, direct=read.direct)
+                self._count(is_direct, read.num_bytes)
                 if job.tracer is not None:
                     job.tracer.read(read.label, started, time.perf_counter(), read.num_bytes)
         except BaseException as error:
@@ -278,6 +281,40 @@ class Reader:
             with self._changed:
                 chunk.is_read = True
                 self._changed.notify_all()
+
+    def read_now(self, target: torch.Tensor, reads: Sequence[Read], tracer: Tracer | None) -> None:
+        """Read into memory that the CPU computes from, with several threads, and return when it is there.
+
+        Raises:
+            GroupFileError: a file could not be read. No thread writes to `target` any more.
+        """
+        num_bytes = sum(read.num_bytes for read in reads)
+        limit = max(MIN_BYTES_PER_THREAD, min(CHUNK_BYTES, -(-num_bytes // num_threads())))
+        tasks = [pool().submit(self._read_straight, target, part, tracer) for part in _parts(reads, limit)]
+        wait(tasks)  # all of them, also if one failed
+        for task in tasks:
+            task.result()
+
+    def _read_straight(self, target: torch.Tensor, reads: Sequence[Read], tracer: Tracer | None) -> None:
+        for read in reads:
+            part = target[read.at : read.at + read.num_bytes]
+            started = time.perf_counter()
+            is_direct = read.direct and not read.source.is_cached(read.position, read.num_bytes)
+            with _naming(read):
+                if is_direct:
+                    size = blocks_around(read.position, read.num_bytes)
+                    blocks = flat_view(map_anonymous(size), 0, size)
+                    is_direct = read.source.read(memory_of(blocks), read.position, read.num_bytes, direct=True)
+                    part.copy_(blocks[read.position % BLOCK :][: read.num_bytes])
+                else:
+                    read.source.read_straight(memory_of(part), read.position)
+            self._count(is_direct, read.num_bytes)
+            if tracer is not None:
+                tracer.read(read.label, started, time.perf_counter(), read.num_bytes)
+
+    def _count(self, is_direct: bool, num_bytes: int) -> None:
+        with self._changed:
+            self.bytes_read[is_direct] += num_bytes
 
     def _enqueue(self, chunk: _Chunk) -> None:
         job = chunk.job
@@ -332,36 +369,6 @@ class Reader:
             self._reading.clear()
             self._is_pumping = False
             self._changed.notify_all()
-
-
-def read_now(target: torch.Tensor, reads: Sequence[Read], tracer: Tracer | None) -> None:
-    """Read into memory that the CPU computes from, with several threads, and return when it is there.
-
-    Raises:
-        GroupFileError: a file could not be read. No thread writes to `target` any more.
-    """
-    num_bytes = sum(read.num_bytes for read in reads)
-    limit = max(MIN_BYTES_PER_THREAD, min(CHUNK_BYTES, -(-num_bytes // num_threads())))
-    tasks = [pool().submit(_read_straight, target, part, tracer) for part in _parts(reads, limit)]
-    wait(tasks)  # all of them, also if one failed
-    for task in tasks:
-        task.result()
-
-
-def _read_straight(target: torch.Tensor, reads: Sequence[Read], tracer: Tracer | None) -> None:
-    for read in reads:
-        part = target[read.at : read.at + read.num_bytes]
-        started = time.perf_counter()
-        with _naming(read):
-            if read.direct and not read.source.is_cached(read.position, read.num_bytes):
-                size = blocks_around(read.position, read.num_bytes)
-                blocks = flat_view(map_anonymous(size), 0, size)
-                read.source.read(memory_of(blocks), read.position, read.num_bytes, direct=True)
-                part.copy_(blocks[read.position % BLOCK :][: read.num_bytes])
-            else:
-                read.source.read_straight(memory_of(part), read.position)
-        if tracer is not None:
-            tracer.read(read.label, started, time.perf_counter(), read.num_bytes)
 
 
 def _parts(reads: Sequence[Read], limit: int) -> Iterator[list[Read]]:

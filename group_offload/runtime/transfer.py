@@ -12,7 +12,7 @@ from torch.profiler import record_function
 from ..device import Backend, Event, HostBackend, Stream, plain_empty
 from ..stores.base import Image, Tier
 from ..stores.files import SourceFile
-from .reader import Job, Read, Reader, read_now
+from .reader import Job, Read, Reader
 from .trace import Tracer
 
 if TYPE_CHECKING:
@@ -53,11 +53,18 @@ class Transfer:
         self.last_copy = backend.new_event()
         self.tracer: Tracer | None = None
         self._num_copies = 0
+        self._bytes_locked = 0
         self.bytes_sent = dict.fromkeys(Tier, 0)
 
     @property
     def num_copies(self) -> int:
         return self._num_copies + self._reader.num_copies
+
+    @property
+    def bytes_read(self) -> dict[str, int]:
+        """What came from files, by how it was read."""
+        through_cache, direct = self._reader.bytes_read[False], self._reader.bytes_read[True]
+        return {"locked": self._bytes_locked, "page cache": through_cache, "direct": direct}
 
     @property
     def staging_bytes(self) -> int:
@@ -106,6 +113,8 @@ class Transfer:
                 image.send(self, at)
                 num_bytes += image.layout.num_bytes
                 self.bytes_sent[image.tier] += image.layout.num_bytes
+                if image.tier is Tier.FILE:
+                    self._bytes_locked += image.pinned_bytes
             self._flush()
             has_failed = False
         finally:  # what was enqueued reads images, and writes to the slot, also if the rest cannot be read
@@ -118,7 +127,7 @@ class Transfer:
         if not self._reads:
             return
         if isinstance(self._backend, HostBackend):
-            read_now(slot.memory, self._reads, self.tracer)
+            self._reader.read_now(slot.memory, self._reads, self.tracer)
             self._num_copies += len(self._reads)
             if self.tracer is not None and begun is not None:
                 self.tracer.copied([name for _, name, _ in images], begun, stream, num_bytes)

@@ -73,8 +73,9 @@ class SourceFile:
         """What the page cache holds, as flat uint8: only to be read while it is locked."""
         self.is_tried = False
         """Whether it was tried to lock it."""
-        self.bytes_direct = self.bytes_cached = 0
-        """Read so far past the page cache, and through it."""
+        self._lock = threading.Lock()
+        self.bytes_cached = 0
+        """Read so far through the page cache."""
         self._fds = _Kept(fd if keeps_open else None)
         self._close_fds = weakref.finalize(self, self._fds.close)
         self._close_fds.atexit = False
@@ -145,11 +146,14 @@ class SourceFile:
         except OSError:
             return False
 
-    def read(self, area: memoryview, position: int, num_bytes: int, *, direct: bool) -> None:
+    def read(self, area: memoryview, position: int, num_bytes: int, *, direct: bool) -> bool:
         """Bring bytes into `area`: byte `position` of the file lands at `position % BLOCK`.
 
         Args:
             area: has room for the whole blocks around those bytes, and is aligned to blocks.
+
+        Returns:
+            Whether they were read past the page cache.
 
         Raises:
             GroupFileError: they cannot be read.
@@ -161,16 +165,16 @@ class SourceFile:
                 torch.frombuffer(area, dtype=torch.uint8, count=num_bytes, offset=inset).copy_(
                     self.bytes[start : start + num_bytes]
                 )
-                return
+                return False
             done = None
             if direct and not self.is_cached(position, num_bytes):
                 done = self._read_direct(fd, area, position, inset + num_bytes)
-            if done is not None:
-                self.bytes_direct += num_bytes
-            else:
+            is_direct = done is not None
+            if done is None:
                 done = inset + self._pread(fd, area[inset : inset + num_bytes], position)
             if done < inset + num_bytes:
                 raise self.lost(position + max(0, done - inset), "it ends there")
+            return is_direct
 
     def read_straight(self, target: memoryview, position: int) -> None:
         """Bring bytes into `target`, through the page cache.
@@ -212,7 +216,8 @@ class SourceFile:
 
     def _pread(self, fd: int, target: memoryview, position: int) -> int:
         try:
-            self.bytes_cached += len(target)
+            with self._lock:
+                self.bytes_cached += len(target)
             return read_part(fd, target, position)
         except OSError as error:
             raise self.lost(position, str(error.strerror)) from error
@@ -341,9 +346,9 @@ class FileImage:
 
     @property
     def way(self) -> str:
-        """How the file is read, for people."""
+        """How the file is read."""
         if self.source.is_locked:
-            return "page cache, locked"
+            return "locked"
         return "direct" if self.is_direct else "page cache"
 
     def check(self) -> None:
