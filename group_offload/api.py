@@ -268,7 +268,8 @@ def apply_group_offloading(
     Args:
         module: any torch module; one that was passed through `torch.compile` is offloaded underneath.
         onload_device: where to compute. Default: the current accelerator, else the CPU.
-        offload_device: "cpu". Weights rest in RAM, or in files with `offload_to_disk_path`.
+        offload_device: "cpu": weights rest in RAM. "disk": they stay in the files that they are views of, as
+            `from_pretrained` leaves them; buffers that are in none rest in RAM.
         offload_type: "block_level" moves whole blocks (the elements of ModuleLists and Sequentials), "leaf_level" single
             layers, which takes the least device memory.
         num_blocks_per_group: blocks that move together. Default 1. Block level only.
@@ -278,9 +279,11 @@ def apply_group_offloading(
         record_stream: take memory for onloaded weights from torch's caching allocator and give it back between groups,
             instead of keeping fixed slots. Needs `use_stream`.
         low_cpu_mem_usage: do not page-lock the weights' RAM: it can then be swapped out, but every copy goes through a
-            page-locked buffers of 64 MiB at most, at the speed of one memory copy. With `offload_to_disk_path` it is always so.
-        offload_to_disk_path: a folder for one safetensors file for each group. Files whose content is exactly that of the
-            weights are used again; no other file is touched. RAM then holds no weights at rest.
+            page-locked buffer of 64 MiB at most, at the speed of one memory copy. Files are not page-locked in the page
+            cache either, but read.
+        offload_to_disk_path: weights rest in files. Those that are views of a file stay there. For all others this is a
+            folder for one safetensors file for each group: files whose content is exactly that of the weights are used
+            again; no other file is touched. RAM then holds no weights at rest.
         block_modules: names of children that are cut into blocks of their own. Default: the module class's
             `_group_offload_block_modules`. Block level only.
         exclude_kwargs: keyword arguments of forwards that are not moved to the device. Default: the module class's
@@ -290,7 +293,8 @@ def apply_group_offloading(
         The handle: what the groups are, statistics, and `remove()`.
 
     Raises:
-        ConfigError: an option is not understood, or contradicts another one.
+        ConfigError: an option is not understood, or contradicts another one; with `offload_device="disk"` and no folder, a
+            parameter is in no file.
         DeviceError: the device does not exist, or has no streams.
         ModuleError: the module has no weights, meta weights, or is offloaded by accelerate.
         StateError: the module, or a part of it, is group-offloaded already.
