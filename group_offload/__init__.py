@@ -23,6 +23,7 @@ from .integrations.diffusers import (
     patch_diffusers,
     unpatch_diffusers,
 )
+from .integrations.opening import from_pretrained
 from .progress import disable_progress_bar, enable_progress_bar
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "enable_group_offload",
     "enable_progress_bar",
     "free_slots",
+    "from_pretrained",
     "patch_diffusers",
     "remove_group_offloading",
     "unpatch_diffusers",

@@ -34,6 +34,7 @@ PUBLIC_NAMES = {
     "enable_group_offload",
     "enable_progress_bar",
     "free_slots",
+    "from_pretrained",
     "patch_diffusers",
     "remove_group_offloading",
     "unpatch_diffusers",
@@ -94,7 +95,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
     new = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, cwd=PACKAGE.parent).stdout)
     assert "group_offload.api" in new
     foreign = {name.partition(".")[0] for name in new} - set(sys.stdlib_module_names)
-    assert foreign <= {"group_offload", "psutil", "tqdm", "torch"}
+    assert foreign <= {"group_offload", "psutil", "tqdm", "torch", "xxhash"}
     assert not [name for name in new if name.startswith(("torch.distributed", "torch._dynamo", "torch._inductor"))]
 
 

@@ -6,20 +6,21 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import nn
 
 from ..config import OffloadConfig
 from ..errors import ConfigError
-from ..layout import ImageLayout, extent_bytes, lay_out, overlapping, span_bytes
+from ..layout import ALIGNMENT, ImageLayout, extent_bytes, lay_out, overlapping, span_bytes
 from ..partition import GroupSpec, TensorRef, partition
 from ..progress import progress_bar
 from ..stores.base import Image, Tier
 from ..stores.checkpoint import Checkpoint, CheckpointImage, FileMap, Place
 from ..stores.folder import Folder
 from ..stores.group_file import GroupFile
-from ..stores.mapping import trim_heap
+from ..stores.mapping import flat_view, map_anonymous, trim_heap
 from ..stores.pinned import SEGMENT_BYTES, RamImage, Segment
 from ..stores.ram import fits
 from .group import Group, Part, fit_for
@@ -268,11 +269,21 @@ def _refuse_what_is_in_no_file(plans: Sequence[_Plan], views: _Views) -> None:
 
 
 def _cast(refs: Sequence[TensorRef], casts: Mapping[int, torch.dtype]) -> None:
-    for ref in refs:
-        dtype = casts.get(id(ref.tensor))
-        if dtype is not None:
-            with torch.inference_mode(False), torch.no_grad():
-                ref.tensor.data = ref.tensor.detach().to(dtype)
+    """Cast tensors, into memory that goes back to the system with the last of them: the C library keeps what it frees."""
+    mine = [(ref.tensor, casts[id(ref.tensor)]) for ref in refs if id(ref.tensor) in casts]
+    sizes = [span_bytes(tensor) // tensor.dtype.itemsize * dtype.itemsize for tensor, dtype in mine]
+    starts = [0, *accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
+    if not starts[-1]:
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        memory = flat_view(map_anonymous(starts[-1]), 0, starts[-1])
+        for (tensor, dtype), start, size in zip(mine, starts, sizes, strict=False):
+            flat = memory[start : start + size].view(dtype)
+            if flat.numel() == tensor.numel():
+                value = flat.as_strided(tensor.shape, tensor.stride(), flat.storage_offset())
+                tensor.data = value.copy_(tensor.detach())
+            else:  # with gaps, or repeats
+                tensor.data = tensor.detach().to(dtype)
 
 
 def _size_after(refs: Sequence[TensorRef], casts: Mapping[int, torch.dtype]) -> int:

@@ -1,0 +1,275 @@
+"""Loading without casting: what a library would cast while it loads stays as it is in the file, until it is placed.
+
+[Note: Postponed casts]
+Weights that come from a file in the dtype that is asked for are views of that file, and take no RAM. A cast makes a copy
+in RAM; a library that casts while it loads ends up with all weights there. So, while it loads, its casts of views of files
+are postponed: it gets another view of the file, in the file's dtype, which says that its dtype is the one asked for. What
+looks at shapes, or makes a view of a view, gets what it wants without a copy. Whatever else is computed with such a
+view is computed with the cast weight, which is made for that moment. So the library goes its own way through its own code
+(names, `_keep_in_fp32_modules`, variants, shards, ties, conversions), and what it asked for each weight is known exactly.
+
+Torch makes parameters of tensors where no mode sees it. They are known by the address of their memory. The views that
+were handed out are known by themselves: another view of the same memory, fresh from the file, was not cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ..stores.checkpoint import FileMap
+
+_T = torch.Tensor
+_CASTS: Mapping[Any, torch.dtype] = {
+    _T.float: torch.float32,
+    _T.double: torch.float64,
+    _T.half: torch.float16,
+    _T.bfloat16: torch.bfloat16,
+}
+_VIEWS = frozenset(
+    {
+        _T.detach,
+        _T.reshape,
+        _T.contiguous,
+        _T.transpose,
+        _T.permute,
+        _T.t,
+        _T.narrow,
+        _T.chunk,
+        _T.split,
+        _T.unbind,
+        _T.squeeze,
+        _T.unsqueeze,
+        _T.flatten,
+        _T.unflatten,
+        _T.requires_grad_,
+        torch.detach,
+        torch.reshape,
+        torch.transpose,
+        torch.permute,
+        torch.narrow,
+        torch.chunk,
+        torch.split,
+        torch.unbind,
+        torch.squeeze,
+        torch.unsqueeze,
+        torch.flatten,
+    }
+)
+"""They move elements or change nothing: the cast of their result is their result of the cast."""
+_QUESTIONS = frozenset(
+    {
+        _T.size,
+        _T.dim,
+        _T.numel,
+        _T.nelement,
+        _T.ndimension,
+        _T.stride,
+        _T.storage_offset,
+        _T.data_ptr,
+        _T.untyped_storage,
+        _T.is_contiguous,
+        _T.is_floating_point,
+        _T.is_complex,
+        _T.is_signed,
+        _T.get_device,
+        _T.__len__,
+        _T.__hash__,
+        _T.data.__set__,  # type: ignore[attr-defined]
+        _T.requires_grad.__set__,  # type: ignore[attr-defined]
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+        torch._has_compatible_shallow_copy_type,
+    }
+)
+"""What can be answered, or done, without the elements."""
+
+_IN_PLACE = frozenset(
+    {
+        "__setitem__",
+        "__set__",
+        *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")),
+    }
+)
+
+
+class PostponedCasts(TorchFunctionMode):
+    """While it is active, this thread's casts of views of files are postponed. See [Note: Postponed casts].
+
+    Use it as a context around the call that loads. Then ask `casts_of` for what is to be cast.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refusal: str | None = None
+        """Why what was loaded is not right: something was written to a weight that only seemed to be cast."""
+        self._files = FileMap()
+        self._handed_out: dict[int, tuple[torch.Tensor, torch.dtype]] = {}
+        """By id, the views that seem to be cast. They are held, so that neither ids nor addresses are used again."""
+        self._asked: dict[int, tuple[torch.dtype, torch.dtype]] = {}
+        """By address: the dtype in the file, and the one that was asked for. They may be the same."""
+
+    def casts_of(self, module: nn.Module) -> dict[str, torch.dtype]:
+        """The parameters and buffers of `module` that are to be cast, by name, and the dtypes that they should have.
+
+        To be asked before anything that was loaded is placed or dropped: weights are known by their address.
+        """
+        found = {}
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            dtype = self._asked_at(tensor)
+            if dtype is not None:
+                found[name] = dtype
+        return found
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._handed_out.clear()  # what was loaded holds its files; nothing else shall
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        is_plain, dtype = _asked_by(func, args, kwargs)
+        if is_plain:
+            source: torch.Tensor = args[0]
+            before = self._seems(source)
+            if before is not None and dtype in (None, before):
+                return source
+            if before is None and dtype is not None:
+                postponed = self._postpone(source, dtype)
+                if postponed is not None:
+                    return postponed
+        mine = [tensor for tensor in _tensors_in((*args, *kwargs.values())) if self._seems(tensor) is not None]
+        if not mine:
+            return func(*args, **kwargs)
+        return self._call_with(mine[0], func, args, kwargs)
+
+    def _call_with(
+        self, first: torch.Tensor, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """A call with views that seem to be cast, of which `first` is one."""
+        dtype = self._seems(first)
+        assert dtype is not None
+        if func == _T.dtype.__get__:  # type: ignore[attr-defined]
+            return dtype
+        if func in (_T.itemsize.__get__, _T.element_size):  # type: ignore[attr-defined]
+            return dtype.itemsize
+        if func == _T.nbytes.__get__:  # type: ignore[attr-defined]
+            return first.numel() * dtype.itemsize
+        name = getattr(func, "__name__", "")
+        if func in _QUESTIONS:
+            return func(*args, **kwargs)
+        if func in _VIEWS or name == "__get__" or _is_view_call(func, args, kwargs):
+            result = func(*args, **kwargs)
+            for tensor in _tensors_in((result,)):
+                self._hand_out(tensor, dtype)
+            return result
+        writes = _writes_to_first(name) and (not args or args[0] is first)  # those of nn.init get keywords only
+        if writes or isinstance(kwargs.get("out"), torch.Tensor):
+            self.refusal = f"{name} writes to a weight"
+        return func(*(self._made(arg) for arg in args), **{key: self._made(value) for key, value in kwargs.items()})
+
+    def _postpone(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """What stands for the cast of `source`; None where it should be made at once."""
+        if (
+            type(source) not in (torch.Tensor, nn.Parameter)
+            or source.device.type != "cpu"
+            or source.requires_grad
+            or not source.is_floating_point()
+            or not dtype.is_floating_point
+            or not source.numel()
+            or not self._is_in_file(source)
+        ):
+            return None
+        if self._asked.setdefault(source.data_ptr(), (source.dtype, dtype)) != (source.dtype, dtype):
+            return source.to(dtype, copy=True)  # the same weight for two places that want different dtypes
+        if dtype == source.dtype:
+            return source
+        view = source.detach()
+        self._hand_out(view, dtype)
+        return view
+
+    def _hand_out(self, view: torch.Tensor, dtype: torch.dtype) -> None:
+        if not view.numel():
+            return
+        if self._asked.setdefault(view.data_ptr(), (view.dtype, dtype)) != (view.dtype, dtype):
+            self.refusal = "one weight was asked for in several dtypes"
+        self._handed_out[id(view)] = (view, dtype)
+
+    def _seems(self, tensor: Any) -> torch.dtype | None:
+        """The dtype that a tensor seems to have and has not; None for any other tensor."""
+        found = self._handed_out.get(id(tensor))
+        if found is not None:
+            return found[1]
+        return self._asked_at(tensor) if type(tensor) is nn.Parameter else None
+
+    def _asked_at(self, tensor: torch.Tensor) -> torch.dtype | None:
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.device.type != "cpu":
+            return None
+        own, asked = self._asked.get(tensor.data_ptr(), (None, None))
+        return asked if own == tensor.dtype != asked else None
+
+    def _made(self, value: Any) -> Any:
+        """`value` with casts in place of the views that stand for them."""
+        if isinstance(value, torch.Tensor):
+            dtype = self._seems(value)
+            return value if dtype is None else value.to(dtype)
+        if type(value) in (list, tuple):
+            return type(value)(self._made(item) for item in value)
+        return value
+
+    def _is_in_file(self, tensor: torch.Tensor) -> bool:
+        if self._files.find(tensor.detach()) is None:
+            self._files = FileMap()  # it may have been mapped since
+            return self._files.find(tensor.detach()) is not None
+        return True
+
+
+def cast_now(module: nn.Module, casts: Mapping[str, torch.dtype], device: torch.device | None = None) -> None:
+    """Make the casts of `module`, one weight after another, and move it to `device`."""
+    tensors = dict((*module.named_parameters(), *module.named_buffers()))
+    for name, dtype in casts.items():
+        with torch.inference_mode(False), torch.no_grad():
+            tensors[name].data = tensors[name].detach().to(dtype).to(device)
+    if device is not None:
+        module.to(device)
+
+
+def _asked_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, torch.dtype | None]:
+    """Whether a call does no more than cast a CPU tensor, and to which dtype. None: it leaves the dtype."""
+    if func in _CASTS and len(args) == 1 and not kwargs:
+        return True, _CASTS[func]
+    if func is not _T.to or kwargs.get("copy") or "other" in kwargs or not args or len(args) > 3:
+        return False, None
+    if len(args) > 1 and isinstance(args[1], torch.Tensor):
+        return False, None
+    rest = {key: value for key, value in kwargs.items() if key != "copy"}
+    device, dtype, _, memory_format = torch._C._nn._parse_to(*args[1:], **rest)
+    return (device is None or device.type == "cpu") and memory_format is None, dtype
+
+
+def _is_view_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Views that some arguments make something else of."""
+    if func is _T.view:
+        return not any(isinstance(arg, torch.dtype) for arg in (*args, *kwargs.values()))
+    if func is _T.__getitem__:
+        keys = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return all(key is None or key is Ellipsis or isinstance(key, (int, slice)) for key in keys)
+    return False
+
+
+def _writes_to_first(name: str) -> bool:
+    return name in _IN_PLACE if name.startswith("__") else name.endswith("_")
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif type(value) in (list, tuple):
+            yield from _tensors_in(value)
