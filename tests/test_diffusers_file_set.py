@@ -47,7 +47,7 @@ def file_name(group_id: str) -> str:
 
 
 def files_in(folder: Path) -> set[str]:
-    return {file.name for file in folder.iterdir()}
+    return {file.name for file in folder.glob("*.safetensors")}
 
 
 def tensors_in(file: Path) -> dict[str, torch.Tensor]:
@@ -105,7 +105,7 @@ def test_everything_is_written_exactly_once(name: str, level: str, device: torch
     model = make()
     apply_group_offloading(model, device, offload_type=level, offload_to_disk_path=tmp_path)
     found: dict[str, torch.Tensor] = {}
-    for file in tmp_path.iterdir():
+    for file in tmp_path.glob("*.safetensors"):
         tensors = tensors_in(file)
         assert not tensors.keys() & found.keys()
         found.update(tensors)

@@ -52,7 +52,7 @@ def contents(folder: Path) -> dict[str, tuple[int, int, bytes]]:
     """Inode, time of change and bytes of every file."""
     return {
         path.name: (path.stat().st_ino, path.stat().st_mtime_ns, path.read_bytes())
-        for path in folder.iterdir()
+        for path in folder.glob("*.safetensors")
         if path.is_file()
     }
 
@@ -81,7 +81,7 @@ def test_names_of_group_files(level: str, tmp_path: Path) -> None:
     model, _ = pair()
     handle = offload_to(tmp_path / "not" / "there" / "yet", model, level)
     run(model, inputs())
-    names = {path.name for path in (tmp_path / "not" / "there" / "yet").iterdir()}
+    names = {path.name for path in (tmp_path / "not" / "there" / "yet").glob("*.safetensors")}
     assert names == {name_of(group.group_id) for group in handle.groups}
     assert {group.where for group in handle.groups} == names
 
@@ -91,7 +91,7 @@ def test_files_are_safetensors(level: str, tmp_path: Path) -> None:
     model, reference = pair()
     offload_to(tmp_path, model, level)
     found = {}
-    for path in tmp_path.iterdir():
+    for path in tmp_path.glob("*.safetensors"):
         found |= {name: value for name, value in load_file(path).items() if not name.startswith("__padding")}
     expected = reference.state_dict()
     assert found.keys() == expected.keys()
@@ -287,7 +287,7 @@ def test_fifo_does_not_block(tmp_path: Path) -> None:
 def test_edit_writes_a_new_file_and_removes_the_old_one(level: str, tmp_path: Path) -> None:
     model, reference = pair()
     handle = offload_to(tmp_path, model, level)
-    num_files = len(list(tmp_path.iterdir()))
+    num_files = len(list(tmp_path.glob("*.safetensors")))
     for _ in range(3):
         before = contents(tmp_path)
         for twin in (model, reference):
@@ -445,7 +445,7 @@ def test_interrupt_while_files_are_written(call: str, tmp_path: Path, monkeypatc
         with pytest.raises(KeyboardInterrupt):
             offload_to(tmp_path, model)
     assert_untouched(model, reference, before)
-    for path in tmp_path.iterdir():  # one that had its name already is whole
+    for path in tmp_path.glob("*.safetensors"):  # one that had its name already is whole
         assert path.suffix == ".safetensors" and load_file(path)
 
 
@@ -474,7 +474,7 @@ def test_write_that_fails_for_a_changed_weight(change: str, tmp_path: Path, monk
         assert_at_rest(model, reference)
     check(model, reference, x)
     names = {name for group in handle.groups for name in group.where.split(", ")}
-    assert names <= {path.name for path in tmp_path.iterdir()}
+    assert names <= {path.name for path in tmp_path.glob("*.safetensors")}
     handle.remove()
     assert_at_rest(model, reference)
 
@@ -629,7 +629,7 @@ def test_two_processes_write_the_same_files(tmp_path: Path, monkeypatch: pytest.
     model, reference = pair()
     handle = offload_to(folder, model)
     check(model, reference, inputs())
-    assert {path.name for path in folder.iterdir()} == {name_of(group.group_id) for group in handle.groups}
+    assert {path.name for path in folder.glob("*.safetensors")} == {name_of(group.group_id) for group in handle.groups}
 
 
 def test_ram_falls_by_the_weights(tmp_path: Path) -> None:

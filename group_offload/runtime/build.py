@@ -102,8 +102,8 @@ def _rest_in_files(
     casts: Mapping[int, torch.dtype],
 ) -> None:
     num_bytes = sum(_size_after(plan.fresh, casts) for plan in plans)
-    folder.prepare(num_bytes)
-    with progress_bar(num_bytes, "Writing group files") as advance:
+    with folder.locked(), progress_bar(num_bytes, "Writing group files") as advance:
+        folder.prepare(num_bytes)
         for plan in plans:
             if plan.fresh or not plan.parts:  # diffusers writes empty groups too
                 kept = len(plan.parts)

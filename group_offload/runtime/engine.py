@@ -31,6 +31,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -43,7 +44,8 @@ from ..layout import overlapping
 from ..partition import NEVER_CALLED
 from ..stores.base import Image, Store, Tier
 from ..stores.files import FileImage, SourceFile
-from ..stores.folder import Folder
+from ..stores.folder import Folder, keep, leave
+from ..stores.group_file import GroupFile
 from ..stores.ram import choose_ways
 from .build import build_groups, first_guess, materialise, size_rings
 from .group import Group, Residence
@@ -58,8 +60,8 @@ MAX_RUN_BYTES = 8 << 20
 """Groups that follow one another are sent together up to this size: small ones cost the host more than the link."""
 MIN_WINDOW_BYTES = 4 << 20
 """Just in time: so much may be on its way, however small the groups are. Less would be all work and no memory saved."""
-MIN_FILE_WINDOW_BYTES = 32 << 20
-"""The same for files: a drive is at full speed only if it has more to read than one small layer."""
+MIN_FILE_WINDOW_BYTES = 128 << 20
+"""The same for files that are read: what is being read is on its way too, and that takes a while."""
 MAX_LOCKING_SECONDS = 1.0
 _DEEP_WINDOW = 4
 """At leaf level, `record_stream` lets this many times the largest layer be on its way: for models that compute bounds."""
@@ -105,7 +107,11 @@ class Engine:
         """Held for the length of a pass."""
         self._backend = config.backend
         self._arena = arena_for(self._backend)
-        self._folder = None if config.offload_to_disk_path is None else Folder(config.offload_to_disk_path)
+        path = config.offload_to_disk_path
+        self._folder = None if path is None else Folder(path, type(root).__name__)
+        self._manifest: list[Path] = []
+        """What says in the folder which files this module needs, if there is one."""
+        weakref.finalize(self, _leave_all, self._manifest).atexit = False
         self.transfer = Transfer(
             self._backend,
             use_stream=config.use_stream,
@@ -139,7 +145,7 @@ class Engine:
         self._seen: dict[nn.Module, _Seen] = {}
         self._to_lock: list[SourceFile] = []
         """Files that are locked in the page cache once they are there."""
-        self._has_files = False
+        self._in_files: list[FileImage] = []
         self._ring_sizes: dict[int, int] = {}
         """For each height of groups: how much memory they take turns in."""
         self._largest = 0
@@ -175,6 +181,10 @@ class Engine:
         return self._largest + self._window(None) + sum(size for height, size in self._ring_sizes.items() if height)
 
     @property
+    def _reads_files(self) -> bool:
+        return any(not image.source.is_locked for image in self._in_files)
+
+    @property
     def is_running(self) -> bool:
         return bool(self._calls)
 
@@ -207,6 +217,9 @@ class Engine:
             for group in self.groups:
                 for part in group.parts:
                     part.image.close(forget=False)
+            for path in self._manifest:
+                keep(path)  # as the files, for whoever comes next
+            _leave_all(self._manifest)
             for module in self._seen:
                 _offloaded.discard(module)
             self._gates, self._watches, self._seen, self.groups = {}, {}, {}, ()
@@ -389,7 +402,7 @@ class Engine:
         compute, which matters where compute, not copies, sets the time: then activations are large, and weights may take
         a third of what those take. With `record_stream` they may from the start.
         """
-        least = max(self._largest, MIN_FILE_WINDOW_BYTES if self._has_files else MIN_WINDOW_BYTES)
+        least = max(self._largest, MIN_FILE_WINDOW_BYTES if self._reads_files else MIN_WINDOW_BYTES)
         if self.config.offload_type is not OffloadType.LEAF_LEVEL:
             return least
         if not self._is_tight:
@@ -630,6 +643,7 @@ class Engine:
             watch.expect_tensors()
         was_edited = [store.take_up_edits(self.transfer.finish) for store in watch.stores]
         if any(was_edited):
+            self._publish_manifest()
             if any(group.is_outdated for group in watch.scope):
                 return None
             for group in watch.scope:
@@ -697,13 +711,21 @@ class Engine:
             max((image.layout.num_bytes for image in images), default=0),
             sum(image.layout.num_bytes for image in in_files),
         )
-        self._has_files = bool(in_files)
+        self._in_files = in_files
+        self._publish_manifest()
         self._install_gates()
         in_use = {part for group in self.groups for part in group.parts}
         for group in before:
             for part in group.parts:
                 if part not in in_use:
                     part.image.close(forget=True)
+
+    def _publish_manifest(self) -> None:
+        images = [part.image for group in self.groups for part in group.parts]
+        entries = [image.entry for image in images if isinstance(image, GroupFile)]
+        if self._folder is not None:
+            found = self._folder.publish_manifest(entries, replaces=self._manifest[0] if self._manifest else None)
+            self._manifest[:] = [] if found is None else [found]
 
     def _install_gates(self) -> None:
         for gate in self._gates.values():
@@ -835,6 +857,11 @@ def _forms(tensors: list[torch.Tensor]) -> tuple[list[int], list[Any], list[Any]
         list(map(torch.Tensor.stride, tensors)),
         list(map(_dtype, tensors)),
     )
+
+
+def _leave_all(paths: list[Path]) -> None:
+    while paths:
+        leave(paths.pop())
 
 
 _values = dict.values

@@ -1,29 +1,32 @@
-"""A folder of group files: whose each one is, and how a new one comes to be."""
+"""A folder of group files: whose each one is, and which of them a model uses or has to write."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
 import shutil
-import stat
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from ..errors import GroupFileError
 from ..layout import ImageLayout
-from .safetensors_file import encode_header, holds, pieces, publish
+from .manifest import Manifest, ManifestEntry, publish_manifest
+from .publish import folder_lock, mark_in_use, open_to_read, publish
+from .safetensors_file import content_of, encode_header, holds, pieces
 
 logger = logging.getLogger("group_offload")
 
 _lock = threading.Lock()
 _num_users: Counter[Path] = Counter()
-"""Images of this process that rest in each file. Models with equal weights share files."""
+"""Images of this process that rest in each file, and models that have each manifest. Models with equal weights share."""
 _written_here: set[Path] = set()
 """Files that this process wrote: it may delete them once their content is out of date."""
 
@@ -33,15 +36,32 @@ def file_name(group_id: str) -> str:
     return f"group_{hashlib.sha256(group_id.encode()).hexdigest()[:16]}.safetensors"
 
 
+@dataclass(frozen=True, slots=True)
+class ProvenFile:
+    """A group file whose every byte was compared with, or written from, what rests there."""
+
+    path: Path
+    fd: int
+    entry: ManifestEntry
+
+
 class Folder:
     """A folder of group files.
+
+    Order of calls, under `locked`: `prepare`, `find_or_write` for each group, `publish_manifest`, `report`. Later, for a
+    group whose weights changed: `find_or_write`, and `publish_manifest` once all are written.
 
     Files are only ever added. One that is found under a group's name is used if every byte is what would be written;
     else it belongs to another model, or to other weights: it is left alone and the next name is tried.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, model_class: str = "") -> None:
+        """
+        Args:
+            model_class: of the model whose groups these are: what people read in listings. Files are used by one class only.
+        """
         self.path = path
+        self.model_class = model_class
         self._num_in_the_way = 0
 
     def report(self) -> None:
@@ -55,24 +75,42 @@ class Folder:
             )
             self._num_in_the_way = 0
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold this around setting a model up: whoever sets up the same one meanwhile waits, and finds its files.
+
+        Not reentrant. Where there are no locks it goes on without: both may write the same files then, which is a waste
+        and no harm.
+        """
+        with suppress(OSError):  # `prepare` says what is wrong
+            self.path.mkdir(parents=True, exist_ok=True)
+        with folder_lock(self.path):
+            yield
+
     def prepare(self, num_bytes: int) -> None:
         """Make the folder and check that files of `num_bytes` in all can be written, before any weight is touched.
+
+        A folder that cannot be written to is accepted if its files may be all that are needed.
 
         Raises:
             GroupFileError: it cannot be made or written to, or holds too little room.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            probe = self.path / f".probe.{os.getpid()}.{os.urandom(4).hex()}.tmp"
-            probe.touch(exist_ok=False)
-            probe.unlink()
+            present = sum(file.lstat().st_size for file in self.path.glob("group_*.safetensors"))
+            try:
+                self._write_probe()
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or present < max(num_bytes, 1):
+                    raise
+                logger.info("%s cannot be written to: its files have to be those that are needed.", self.path)
+                return
+            free = shutil.disk_usage(self.path).free
         except OSError as error:
             raise GroupFileError(
                 f"Cannot write group files to {self.path}: {error.strerror}. Pass a folder that this user can write to as "
                 f"offload_to_disk_path."
             ) from error
-        present = sum(file.lstat().st_size for file in self.path.glob("group_*.safetensors"))
-        free = shutil.disk_usage(self.path).free
         if num_bytes > free + present:  # files that are present may turn out to be ours
             raise GroupFileError(
                 f"{self.path} has {free:,} bytes free, and the group files take {num_bytes:,}. Free some room, or pass "
@@ -86,54 +124,79 @@ class Folder:
         tensors: Sequence[torch.Tensor],
         on_written: Callable[[int], None],
         outdated: Path | None = None,
-    ) -> tuple[Path, int]:
-        """A file that is proven to hold `tensors`, and a descriptor of it.
+    ) -> ProvenFile:
+        """A file that is proven to hold `tensors`, and a descriptor of it that the caller closes.
+
+        It is marked as in use until nobody has the descriptor, or a mapping that was made with it, any more.
 
         `outdated` is a file of this group that holds other values, and is still needed until the new one is durable.
 
         Raises:
             GroupFileError: it cannot be written.
         """
-        header = encode_header(layout, group_id)
+        content = content_of(pieces(layout, tensors))
+        header = encode_header(layout, group_id, self.model_class, content)
         for attempt in range(1000):
             path = self.path / file_name(group_id if attempt == 0 else f"{group_id}@{attempt}")
             if path == outdated:
                 continue
-            fd = self._open_if_it_holds(path, header, layout, tensors)
-            if fd is None and not os.path.lexists(path):
+            fd = _open_if_equal(path, header, layout, tensors)
+            if fd is not None:
+                on_written(layout.num_bytes)
+            elif not os.path.lexists(path):
                 fd = self._write(path, group_id, header, layout, tensors, on_written)
                 if fd is not None:
                     with _lock:
                         _written_here.add(path)
-                    return path, fd
-                fd = self._open_if_it_holds(path, header, layout, tensors)  # another process was quicker
+                else:
+                    fd = _open_if_equal(path, header, layout, tensors)  # another process was quicker
             if fd is not None:
-                on_written(layout.num_bytes)
-                return path, fd
+                return ProvenFile(path, fd, ManifestEntry(group_id, path.name, content, len(header) + layout.num_bytes))
             logger.info("%s is not what group %r rests in: left alone, another name is used.", path, group_id)
             self._num_in_the_way += 1
         raise GroupFileError(
             f"{self.path} holds 1000 files with the names of group {group_id!r}. Empty it, or pass another folder."
         )
 
-    @staticmethod
-    def _open_if_it_holds(
-        path: Path, header: bytes, layout: ImageLayout, tensors: Sequence[torch.Tensor]
+    def open_if_it_holds(
+        self, path: Path, group_id: str, layout: ImageLayout, tensors: Sequence[torch.Tensor]
     ) -> int | None:
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would wait for a writer
-        except OSError:
-            return None
-        try:
-            if stat.S_ISREG(os.fstat(fd).st_mode) and holds(fd, header, pieces(layout, tensors)):
-                return fd
-        except OSError:  # a drive that fails: not a file to rely on
-            pass
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)
-        return None
+        """A descriptor of `path` if that is this group's file and every byte of it is what would be written now."""
+        content = content_of(pieces(layout, tensors))
+        return _open_if_equal(path, encode_header(layout, group_id, self.model_class, content), layout, tensors)
+
+    def publish_manifest(self, entries: Sequence[ManifestEntry], replaces: Path | None = None) -> Path | None:
+        """Write down which files a model needs, once all of them are there. `leave` the manifest when the model goes.
+
+        Args:
+            entries: `ProvenFile.entry` of each of its files.
+            replaces: the manifest that this model has had so far. It is left, and deleted if this process wrote it and no
+                other model of the process has it.
+
+        Returns:
+            The manifest, or `replaces` if none can be written (the log says why; the model works all the same).
+        """
+        manifest = Manifest(self.model_class, tuple(sorted(entries)))
+        published = publish_manifest(self.path, manifest) if entries else None
+        if entries and published is None:
+            return replaces
+        path, is_new = published or (None, False)
+        if path == replaces:
+            return path
+        if path is not None:
+            use(path)
+            if is_new:
+                with _lock:
+                    _written_here.add(path)
+        if replaces is not None:
+            leave(replaces)
+            delete_if_unused(replaces)
+        return path
+
+    def _write_probe(self) -> None:
+        probe = self.path / f".probe.{os.getpid()}.{os.urandom(4).hex()}.tmp"
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666))
+        probe.unlink(missing_ok=True)
 
     def _write(
         self,
@@ -151,6 +214,28 @@ class Folder:
                 f"Cannot write group {group_id!r} ({len(header) + layout.num_bytes:,} bytes) to {path}: {error.strerror}. "
                 f"Free some room or pass another folder as offload_to_disk_path. The weights are still in RAM."
             ) from error
+
+
+def _open_if_equal(path: Path, header: bytes, layout: ImageLayout, tensors: Sequence[torch.Tensor]) -> int | None:
+    """The header has the hash of the data, so what was written for other weights is told without reading its data.
+
+    The data is compared all the same: a header can be right, and a byte behind it not.
+    """
+    try:
+        fd = open_to_read(path)
+    except OSError:
+        return None
+    try:
+        mark_in_use(fd)
+        if holds(fd, header, pieces(layout, tensors)):
+            return fd
+    except OSError:  # a drive that fails: not a file to rely on
+        pass
+    except BaseException:
+        os.close(fd)
+        raise
+    os.close(fd)
+    return None
 
 
 def use(path: Path) -> None:

@@ -16,7 +16,6 @@ from .files import FileImage, Piece, SourceFile
 from .folder import Folder, delete_if_unused, keep, leave, use
 from .mapping import flat_view, map_file
 from .pagemap import written_pages
-from .safetensors_file import encode_header
 
 
 class GroupFile(FileImage):
@@ -83,16 +82,18 @@ class GroupFile(FileImage):
     def _adopt(
         self, tensors: Sequence[torch.Tensor], on_written: Callable[[int], None], outdated: Path | None = None
     ) -> None:
-        self.path, fd = self._folder.find_or_write(self._group_id, self.layout, tensors, on_written, outdated)
+        found = self._folder.find_or_write(self._group_id, self.layout, tensors, on_written, outdated)
+        fd = found.fd
         try:
             size = os.fstat(fd).st_size
             start = size - self.layout.num_bytes
-            self.source = SourceFile(self.path, fd, start, size, keeps_open=False)
+            self.source = SourceFile(found.path, fd, start, size, keeps_open=False)
             self._mapping = map_file(fd, size)
             self._size = size
         finally:
             os.close(fd)
         self.pieces = [Piece(0, start, self.layout.num_bytes)] if self.layout.num_bytes else []
+        self.path, self.entry = found.path, found.entry
         use(self.path)
         self._leave: Callable[[], object] = weakref.finalize(self, leave, self.path)
         self.rest = self.layout.views_by_extent(
@@ -105,9 +106,7 @@ class GroupFile(FileImage):
         if ranges is not None:
             return bool(ranges)
         # The system does not tell which pages were written: compare. Slow, and right.
-        fd = self._folder._open_if_it_holds(
-            self.path, encode_header(self.layout, self._group_id), self.layout, self.rest
-        )
+        fd = self._folder.open_if_it_holds(self.path, self._group_id, self.layout, self.rest)
         if fd is not None:
             os.close(fd)
         return fd is None

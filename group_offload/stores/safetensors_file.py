@@ -1,4 +1,4 @@
-"""Write and prove safetensors files whose data section is one flat image.
+"""The format of group files: safetensors files whose data section is one flat image.
 
 The format is that of https://github.com/huggingface/safetensors: 8 bytes of header length, a JSON header, the data. Any
 reader opens these files. Two liberties that the format leaves are used: the header is padded with spaces so that the
@@ -12,16 +12,24 @@ import json
 import os
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from dataclasses import dataclass
+from functools import cache
 
 import torch
+import xxhash
 
-from ..layout import ImageLayout, extent_bytes
+from ..errors import GroupFileError
+from ..layout import Extent, ImageLayout, TensorSpec, extent_bytes
 from .base import memory_of
-from .reading import read_into
+from .reading import read_into, read_part
+from .strict_json import as_size, as_sizes, as_text, parse
 
 DATA_ALIGNMENT = 4096
-FORMAT_VERSION = "1"
+FORMAT_VERSION = "2"
+_VERSION_KEY = "group_offload.version"
+_MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+_TOO_LARGE = 1 << 63
 _CHUNK_BYTES = 16 << 20
 
 _DTYPE_NAMES = {
@@ -38,16 +46,23 @@ _DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_ITEM_SIZES = {name: dtype.itemsize for dtype, name in _DTYPE_NAMES.items()}
 
 
-def encode_header(layout: ImageLayout, group_id: str) -> bytes:
-    """The bytes before the data section. The same tensors of the same group always give the same header."""
+def encode_header(layout: ImageLayout, group_id: str, model_class: str, content: str) -> bytes:
+    """The bytes before the data section. The same tensors of the same group always give the same header.
+
+    Args:
+        content: what `content_of` gives for the data section.
+    """
     entries: dict[str, object] = {
         "__metadata__": {
             "format": "pt",
-            "group_offload.version": FORMAT_VERSION,
+            _VERSION_KEY: FORMAT_VERSION,
+            "group_offload.model_class": model_class,
             "group_offload.group": group_id,
             "group_offload.codec": "none",
+            "group_offload.content": content,
             "group_offload.tensors": json.dumps(
                 [[s.fqn, str(s.dtype).removeprefix("torch."), s.shape, s.stride, s.offset] for s in layout.specs]
             ),
@@ -83,6 +98,29 @@ def pieces(layout: ImageLayout, tensors: Sequence[torch.Tensor]) -> Iterable[tor
     yield torch.zeros(layout.num_bytes - end, dtype=torch.uint8)
 
 
+def content_of(data: Iterable[torch.Tensor]) -> str:
+    """The hash that stands in the header for the data section: xxh3_128, in hex."""
+    digest = xxhash.xxh3_128()
+    for piece in data:
+        digest.update(memory_of(piece))
+    return digest.hexdigest()
+
+
+def content_of_file(fd: int, start: int, on_read: Callable[[int], None]) -> str:
+    """The same, of what the file holds from byte `start` on.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    digest = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    while num_bytes := read_into(fd, buffer, start):
+        digest.update(buffer[:num_bytes])
+        start += num_bytes
+        on_read(num_bytes)
+    return digest.hexdigest()
+
+
 def holds(fd: int, header: bytes, data: Iterable[torch.Tensor]) -> bool:
     """Whether the file holds exactly `header` and `data`: every byte is compared, nothing is taken on trust."""
     if not _equals(fd, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8)):
@@ -95,62 +133,165 @@ def holds(fd: int, header: bytes, data: Iterable[torch.Tensor]) -> bool:
     return os.fstat(fd).st_size == position
 
 
-def publish(path: Path, header: bytes, data: Iterable[torch.Tensor], on_written: Callable[[int], None]) -> int | None:
-    """Write a file and give it its name once it is durable.
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The JSON header of a safetensors file, as it is there."""
 
-    A crash at any moment leaves either no file of that name or the whole one; a file that is already there is never
-    replaced.
+    raw: bytes
+    """All that is before the data section."""
+    entries: dict[str, object]
+    """By the tensor's name; not checked."""
+    metadata: dict[str, str]
 
-    Returns:
-        A descriptor of the file, or None if the name was taken meanwhile.
+    @property
+    def is_ours(self) -> bool:
+        """Whether it says that it is a group file, of whatever version."""
+        return _VERSION_KEY in self.metadata
+
+    @property
+    def version(self) -> str:
+        return self.metadata[_VERSION_KEY]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupHeader:
+    """What a group file says that it holds."""
+
+    model_class: str
+    group_id: str
+    content: str
+    """xxh3_128 of the data section, in hex."""
+    layout: ImageLayout
+
+
+def read_header(fd: int) -> Header:
+    """Read the header of a file that anybody may have written.
 
     Raises:
-        OSError: the file cannot be written; nothing is left behind.
+        GroupFileError: it is not a safetensors file. The message does not name the file.
+        OSError: it cannot be read.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
-    fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    size = os.fstat(fd).st_size
+    prefix = _read(fd, 0, 8)
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+        raise GroupFileError(f"its header does not end within the file, which has {size:,} bytes")
+    text = _read(fd, 8, length)
+    entries = parse(text)
+    if not isinstance(entries, dict):
+        raise GroupFileError("its header is not an object")
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise GroupFileError("its metadata is not an object")
+    return Header(prefix + text, entries, {key: as_text(value) for key, value in metadata.items()})
+
+
+def check_header(header: Header, file_bytes: int) -> GroupHeader:
+    """What the header of a group file says, after its tensors were checked against its metadata and the file's size.
+
+    The header of a group file follows from its metadata: what differs from that in a single byte is damaged.
+
+    Raises:
+        GroupFileError: the header contradicts itself or the file. The message does not name the file.
+    """
+    data_bytes = file_bytes - len(header.raw)
+    _check_entries(header.entries, data_bytes)
     try:
-        _write_all(fd, memoryview(header))
-        for piece in data:
-            _write_all(fd, memory_of(piece))
-            on_written(piece.numel())
-        os.fsync(fd)
-        if _name_exclusively(temporary, path):
-            _sync_folder(path.parent)
-            return fd
-        os.close(fd)
-        return None
-    except BaseException:
-        os.close(fd)
-        raise
-    finally:
-        temporary.unlink(missing_ok=True)
+        if header.version != FORMAT_VERSION or header.metadata["group_offload.codec"] != "none":
+            raise GroupFileError("another version of this package wrote it")
+        found = GroupHeader(
+            model_class=header.metadata["group_offload.model_class"],
+            group_id=header.metadata["group_offload.group"],
+            content=header.metadata["group_offload.content"],
+            layout=_layout_of(parse(header.metadata["group_offload.tensors"].encode()), data_bytes),
+        )
+    except KeyError as error:
+        raise GroupFileError(f"its metadata has no {error}") from error
+    except UnicodeEncodeError as error:
+        raise GroupFileError("its metadata is no text") from error
+    if encode_header(found.layout, found.group_id, found.model_class, found.content) != header.raw:
+        raise GroupFileError("its metadata and its tensors contradict each other")
+    return found
 
 
-def _name_exclusively(temporary: Path, path: Path) -> bool:
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return False
-    except OSError:
-        # A file system without hard links (exFAT, some network drives): the name is checked, then taken.
-        if path.exists():
-            return False
-        temporary.rename(path)
-    return True
+def _check_entries(entries: dict[str, object], data_bytes: int) -> None:
+    places = []
+    for name, entry in entries.items():
+        if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+            raise GroupFileError(f"its entry {name!r:.80} is not that of a tensor")
+        place = as_sizes(entry["data_offsets"])
+        num_bytes = _ITEM_SIZES.get(as_text(entry["dtype"]), _TOO_LARGE)
+        for n in as_sizes(entry["shape"]):
+            num_bytes = min(num_bytes * n, _TOO_LARGE)  # not more digits with every dimension
+        if entry["dtype"] not in _ITEM_SIZES or len(place) != 2 or place[1] - place[0] != num_bytes:
+            raise GroupFileError(f"the dtype, the shape and the place of {name!r:.80} contradict each other")
+        places.append(place)
+    reach = 0
+    for start, end in sorted(places):
+        if start != reach:
+            raise GroupFileError(
+                f"its tensors {'overlap' if start < reach else 'leave a gap'} at byte {start:,} of the data"
+            )
+        reach = end
+    if reach != data_bytes:
+        what = "was cut off" if data_bytes < reach else "is too long"
+        raise GroupFileError(f"it {what}: it holds {data_bytes:,} bytes of data, and its tensors take {reach:,}")
 
 
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _layout_of(tensors: object, data_bytes: int) -> ImageLayout:
+    """The layout that was written as `group_offload.tensors`: what overlaps there is one extent, as `lay_out` made it."""
+    if not isinstance(tensors, list):
+        raise GroupFileError("its metadata lists no tensors")
+    specs = tuple(_spec_of(item) for item in tensors)
+    ranges = sorted((spec.offset, spec.offset + _span_bytes(spec), i) for i, spec in enumerate(specs))
+    clusters: list[tuple[int, int, list[int]]] = []
+    for start, end, index in ranges:
+        if end > data_bytes:
+            raise GroupFileError(f"by its metadata {specs[index].fqn!r:.80} lies past the end of the data")
+        if start < end and clusters and start < clusters[-1][1]:
+            low, high, members = clusters[-1]
+            clusters[-1] = low, max(high, end), [*members, index]
+        else:
+            clusters.append((start, end, [index]))
+    extents = [Extent(low, high - low, tuple(sorted(members))) for low, high, members in clusters]
+    return ImageLayout(specs, tuple(sorted(extents, key=lambda extent: extent.tensors)), data_bytes)
 
 
-def _write_all(fd: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(fd, data[:_CHUNK_BYTES]) :]
+def _spec_of(item: object) -> TensorSpec:
+    if not isinstance(item, list) or len(item) != 5:
+        raise GroupFileError("its metadata lists something else than tensors")
+    fqn, dtype, shape, stride, offset = item
+    spec = TensorSpec(as_text(fqn), _dtype_of(as_text(dtype)), as_sizes(shape), as_sizes(stride), as_size(offset))
+    if len(spec.shape) != len(spec.stride):
+        raise GroupFileError(
+            f"by its metadata {spec.fqn!r:.80} has {len(spec.shape)} sizes and {len(spec.stride)} strides"
+        )
+    return spec
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    dtype = _all_dtypes().get(name)
+    if dtype is None:
+        raise GroupFileError(f"its metadata has a dtype that this torch does not: {name!r:.40}")
+    return dtype
+
+
+@cache
+def _all_dtypes() -> dict[str, torch.dtype]:
+    return {
+        str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+    }
+
+
+def _span_bytes(spec: TensorSpec) -> int:
+    if 0 in spec.shape:
+        return 0
+    return (sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True)) + 1) * spec.dtype.itemsize
+
+
+def _read(fd: int, position: int, num_bytes: int) -> bytes:
+    data = bytearray(num_bytes)
+    return bytes(data[: read_part(fd, memoryview(data), position)])
 
 
 def _equals(fd: int, position: int, expected: torch.Tensor) -> bool:

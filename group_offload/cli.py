@@ -1,0 +1,252 @@
+"""The command `group-offload`: look at a folder of group files, check it, and remove what nobody needs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.prompt import Confirm
+from rich.table import Table
+from rich.text import Text
+
+from .errors import GroupFileError
+from .stores.publish import folder_lock
+from .stores.survey import Finding, Kind, Survey, open_folder, removable, remove, survey, verify
+
+OK, DAMAGED, FAILED = 0, 1, 2
+"""Exit statuses: argparse's own is 2 too."""
+
+_STYLES = {Kind.DAMAGED: "red", Kind.FOREIGN: "dim", Kind.OUTDATED: "yellow", Kind.TEMPORARY: "yellow"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with `argv`, the process's own arguments by default, and return its exit status."""
+    arguments = _parser().parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+    except GroupFileError as error:
+        _complain(str(error))
+        return FAILED
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="group-offload", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("folder", metavar="DIR", type=Path, help="what was given as offload_to_disk_path")
+        command.set_defaults(run=run)
+        return command
+
+    for name, run, text in (
+        ("inspect", _inspect, "List the files of DIR: what they hold, and which models need them."),
+        ("verify", _verify, "Read all group files of DIR and check them. Exit status 1 if one is damaged."),
+    ):
+        add(name, run, text).add_argument("--json", action="store_true", help="for programs")
+    prune = add("prune", _prune, "Remove group files that no manifest needs, and what processes that died left.")
+    prune.add_argument("--dry-run", action="store_true", help="list them, remove nothing")
+    prune.add_argument("--yes", action="store_true", help="do not ask")
+    return parser
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    with open_folder(arguments.folder) as fd:
+        found = survey(fd)
+    if arguments.json:
+        _print_json(arguments.folder, found)
+        return OK
+    console = _console()
+    if found.findings:
+        console.print(_table_of_files(found.findings))
+    if found.manifests or found.broken_manifests:
+        console.print(_table_of_manifests(found))
+    _say(console, _totals(found))
+    return OK
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    with open_folder(arguments.folder) as fd:
+        found = survey(fd)
+        total = sum(finding.group.layout.num_bytes for finding in found.findings if finding.group is not None)
+        columns = TextColumn("Reading group files"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+        with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
+            task = bar.add_task("", total=total)
+            found = verify(fd, found, lambda num_bytes: bar.update(task, advance=num_bytes))
+    is_good = not found.damaged and not found.broken_manifests
+    if arguments.json:
+        _print_json(arguments.folder, found)
+        return OK if is_good else DAMAGED
+    console = _console()
+    if not is_good:
+        table = _table("Damaged", "file", "what is wrong", "what to do")
+        for finding in found.damaged:
+            table.add_row(_text(finding.name), _text(finding.problem), _text(finding.remedy))
+        for name, problem in found.broken_manifests.items():
+            table.add_row(
+                _text(name), _text(problem), _text("Delete it: the next set-up of its model writes it again.")
+            )
+        console.print(table)
+    num_good = sum(finding.kind is Kind.GROUP for finding in found.findings)
+    num_bad = len(found.damaged) + len(found.broken_manifests)
+    _say(console, f"{num_good} group files are whole, {num_bad} files are damaged.")
+    return OK if is_good else DAMAGED
+
+
+def _prune(arguments: argparse.Namespace) -> int:
+    console = _console()
+    with open_folder(arguments.folder) as fd:
+        with folder_lock(arguments.folder):
+            candidates = removable(survey(fd))
+        if not candidates:
+            _say(console, "Nothing to remove.")
+            return OK
+        console.print(_table_of_files(candidates))
+        total = decimal(sum(finding.num_bytes for finding in candidates))
+        if arguments.dry_run:
+            _say(console, f"{len(candidates)} files, {total}, would be removed. Those in use would be left.")
+            return OK
+        if not arguments.yes:
+            if not sys.stdin.isatty():
+                raise GroupFileError(
+                    "Nobody can be asked, since this is not a terminal. Pass --yes to remove these files."
+                )
+            if not Confirm.ask(f"Remove {len(candidates)} files, {total}?", console=console, default=False):
+                return OK
+        # Not held while somebody thinks: so it is looked again at what is needed.
+        with folder_lock(arguments.folder):
+            agreed = {finding.name for finding in candidates}
+            return _remove(console, [finding for finding in removable(survey(fd)) if finding.name in agreed], fd)
+
+
+def _remove(console: Console, findings: Sequence[Finding], folder_fd: int) -> int:
+    num_removed = num_bytes = num_in_use = num_failed = 0
+    for finding in findings:
+        try:
+            if remove(finding, folder_fd):
+                num_removed += 1
+                num_bytes += finding.num_bytes
+            else:
+                num_in_use += 1
+                _say(console, f"{_printable(finding.name)} is in use and was left.")
+        except FileNotFoundError:
+            pass  # its process was quicker
+        except OSError as error:
+            num_failed += 1
+            _complain(f"Cannot remove {_printable(finding.name)}: {error.strerror or error}.")
+    _say(console, f"Removed {num_removed} files, {decimal(num_bytes)}; {num_in_use} in use were left.")
+    return FAILED if num_failed else OK
+
+
+def _table_of_files(findings: Sequence[Finding]) -> Table:
+    table = _table("Files", "file", "model", "group", "tensors", "size", "manifest", "format")
+    for finding in findings:
+        group = finding.group
+        kind = "" if finding.kind is Kind.GROUP else str(finding.kind)
+        table.add_row(
+            _text(finding.name),
+            _text(group.model_class if group else kind),
+            _text(group.group_id if group else ""),
+            str(len(group.layout.specs)) if group else "",
+            decimal(finding.num_bytes),
+            "\n".join(map(_short, finding.manifests)),
+            _text(finding.version if group is None or not kind else f"{finding.version} ({kind})"),
+            style=_STYLES.get(finding.kind),
+        )
+    return table
+
+
+def _table_of_manifests(found: Survey) -> Table:
+    table = _table("Manifests", "manifest", "short", "model", "groups", "size")
+    for name, manifest in found.manifests.items():
+        size, groups = decimal(manifest.num_bytes), str(len(manifest.entries))
+        table.add_row(_text(name), _short(name), _text(manifest.model_class), groups, size)
+    for name, problem in found.broken_manifests.items():
+        table.add_row(_text(name), _short(name), _text(f"damaged: {problem}"), "", "", style="red")
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        is_number = column in ("tensors", "size", "groups")
+        table.add_column(column, overflow="fold", justify="right" if is_number else "left")
+    return table
+
+
+def _totals(found: Survey) -> str:
+    groups = [finding for finding in found.findings if finding.kind is Kind.GROUP]
+    unneeded = [finding for finding in found.findings if finding.is_ours and not finding.manifests]
+    return (
+        f"{len(groups)} group files, {decimal(sum(finding.num_bytes for finding in groups))}, of "
+        f"{len(found.manifests)} models. {len(unneeded)} files, "
+        f"{decimal(sum(finding.num_bytes for finding in unneeded))}, are needed by none. {len(found.damaged)} are damaged."
+    )
+
+
+def _print_json(folder: Path, found: Survey) -> None:
+    files = [
+        {
+            "file": finding.name,
+            "kind": str(finding.kind),
+            "num_bytes": finding.num_bytes,
+            "format_version": finding.version or None,
+            "model_class": finding.group.model_class if finding.group else None,
+            "group": finding.group.group_id if finding.group else None,
+            "content": finding.group.content if finding.group else None,
+            "num_tensors": len(finding.group.layout.specs) if finding.group else None,
+            "manifests": list(finding.manifests),
+            "problem": finding.problem or None,
+            "remedy": finding.remedy or None,
+        }
+        for finding in found.findings
+    ]
+    manifests = [
+        {"file": name, "model_class": manifest.model_class, "num_groups": len(manifest.entries), "problem": None}
+        for name, manifest in found.manifests.items()
+    ]
+    manifests += [
+        {"file": name, "model_class": None, "num_groups": None, "problem": problem}
+        for name, problem in found.broken_manifests.items()
+    ]
+    print(json.dumps({"folder": str(folder), "files": files, "manifests": manifests}, indent=2))
+
+
+def _short(manifest: str) -> str:
+    return manifest.removesuffix(".json").rpartition("_")[2][:8]
+
+
+def _text(value: str) -> Text:
+    return Text(_printable(value))
+
+
+def _printable(value: str) -> str:
+    """Names and headers may hold anything, escape sequences for terminals too."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in value)
+
+
+def _console() -> Console:
+    """What is not a terminal gets lines as long as they are."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=240)
+
+
+def _say(console: Console, message: str) -> None:
+    console.print(Text(message), soft_wrap=True)
+
+
+def _complain(message: str) -> None:
+    Console(stderr=True).print(Text(f"group-offload: {_printable(message)}"), soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

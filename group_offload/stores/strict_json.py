@@ -1,0 +1,66 @@
+"""JSON that somebody else may have written: nothing but objects, lists, strings, whole numbers, true, false and null."""
+
+from __future__ import annotations
+
+import json
+
+from ..errors import GroupFileError
+
+_MAX_SIZE = 1 << 63
+
+
+def parse(text: bytes) -> object:
+    """Parse UTF-8 text. Takes memory in proportion to its length, whatever is in it.
+
+    Raises:
+        GroupFileError: it is no JSON, names a key twice, nests too deeply, or has fractions, NaN or Infinity.
+    """
+    try:
+        return json.loads(
+            text.decode("utf-8"), object_pairs_hook=_without_repeats, parse_float=_refuse, parse_constant=_refuse
+        )
+    except RecursionError:
+        raise GroupFileError("its JSON nests too deeply") from None
+    except ValueError as error:
+        raise GroupFileError(f"its JSON cannot be read: {error}") from error
+
+
+def as_text(value: object) -> str:
+    """
+    Raises:
+        GroupFileError: `value` is not a string.
+    """
+    if not isinstance(value, str):
+        raise GroupFileError(f"it has a {type(value).__name__} where a text belongs")
+    return value
+
+
+def as_size(value: object) -> int:
+    """
+    Raises:
+        GroupFileError: `value` is not a whole number of 64 bits that can count bytes.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MAX_SIZE:
+        raise GroupFileError("it has something else where a size belongs")
+    return value
+
+
+def as_sizes(value: object) -> tuple[int, ...]:
+    """
+    Raises:
+        GroupFileError: `value` is not a list of sizes.
+    """
+    if not isinstance(value, list):
+        raise GroupFileError("it has something else where a list of sizes belongs")
+    return tuple(as_size(item) for item in value)
+
+
+def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
+def _refuse(text: str) -> object:
+    raise ValueError(f"{text[:20]} is no whole number")
