@@ -258,6 +258,8 @@ def apply_group_offloading(
     offload_to_disk_path: str | os.PathLike[str] | None = None,
     block_modules: list[str] | None = None,
     exclude_kwargs: list[str] | None = None,
+    *,
+    verify_files: bool = False,
 ) -> OffloadHandle:
     """Keep the weights of `module` in RAM or in files, and onload them group by group while it runs.
 
@@ -288,6 +290,8 @@ def apply_group_offloading(
             `_group_offload_block_modules`. Block level only.
         exclude_kwargs: keyword arguments of forwards that are not moved to the device. Default: the module class's
             `_skip_keys`.
+        verify_files: compare the hash of what is read from a file, each time, with that of what was written, or was read
+            the first time. It takes a core's time (some 10 GB/s), and files are not page-locked in the page cache then.
 
     Returns:
         The handle: what the groups are, statistics, and `remove()`.
@@ -318,6 +322,7 @@ def apply_group_offloading(
         offload_to_disk_path=offload_to_disk_path,
         block_modules=block_modules,
         exclude_kwargs=exclude_kwargs,
+        verify_files=verify_files,
     )
 
 

@@ -43,6 +43,7 @@ class OffloadConfig:
     """Weights stay in the files that they were loaded from, or are written to new ones."""
     offload_to_disk_path: Path | None
     """For files that have to be written."""
+    verify_files: bool
     block_modules: tuple[str, ...] | None
     exclude_kwargs: tuple[str, ...]
     identity: str
@@ -73,6 +74,7 @@ class OffloadConfig:
         record_stream: bool = False,
         low_cpu_mem_usage: bool = False,
         offload_to_disk_path: str | os.PathLike[str] | None = None,
+        verify_files: bool = False,
         block_modules: list[str] | tuple[str, ...] | None = None,
         exclude_kwargs: list[str] | tuple[str, ...] | None = None,
         identity: str = "",
@@ -90,6 +92,7 @@ class OffloadConfig:
             "use_stream": backend.has_streams if use_stream is None else use_stream,
             "record_stream": record_stream,
             "low_cpu_mem_usage": low_cpu_mem_usage,
+            "verify_files": verify_files,
         }
         for name, value in flags.items():
             if not isinstance(value, bool):

@@ -6,6 +6,7 @@ import copy
 import errno
 import hashlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,7 +21,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from group_offload import GroupFileError
+from group_offload import GroupFileError, apply_group_offloading
+from group_offload.stores.checkpoint import FileMap
 
 from .common import (
     LEVELS,
@@ -656,3 +658,48 @@ def test_ram_falls_by_the_weights(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     fell, stayed, came_back = map(float, done.stdout.split())
     assert fell > 180 and stayed > 140 and abs(came_back) < 40
+
+
+# ---------------------------------------------------------------- bits that flip
+
+
+def flip_a_bit(path: Path, position: int) -> None:
+    """As a drive does it: the file's time of change stays."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(position)
+        (byte,) = file.read(1)
+        file.seek(position)
+        file.write(bytes([byte ^ 4]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@every_level
+@pytest.mark.parametrize("tier", ["groups", "checkpoint"])
+def test_verification_finds_flipped_bits(level: str, tier: str, tmp_path: Path) -> None:
+    model, reference = pair()
+    options: dict[str, Any] = {"verify_files": True, "offload_type": level}
+    if tier == "groups":
+        options["offload_to_disk_path"] = tmp_path
+    else:
+        save_file(model.state_dict(), tmp_path / "model.safetensors")
+        model.load_state_dict(load_file(tmp_path / "model.safetensors"), assign=True)
+        options["offload_device"] = "disk"
+    handle = apply_group_offloading(model, "cpu", **options)
+    check(model, reference, inputs(), passes=2)
+    if tier == "groups":
+        path = tmp_path / next(group.where for group in handle.groups if re.match("blocks[_.]1", group.group_id))
+        position = 4096 + 100
+    else:
+        place = FileMap().find(model.blocks[1].up.weight.detach())
+        assert place is not None
+        path, position = Path(place.path), place.position + place.num_bytes // 2
+    for _ in range(2):
+        flip_a_bit(path, position)
+        for _ in range(2):
+            with pytest.raises(GroupFileError, match="XXH3") as caught:
+                run(model, inputs())
+            assert path.name in str(caught.value) and "Group 'blocks" in str(caught.value)
+        flip_a_bit(path, position)
+        check(model, reference, inputs(), passes=2)
+    handle.remove()

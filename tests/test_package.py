@@ -48,6 +48,7 @@ LAYERS = (
     {"runtime"},
     {"api"},
     {"integrations"},
+    {"cli"},
 )
 """A module may import from its own layer and from those before it."""
 

@@ -62,6 +62,8 @@ def enable_group_offload(
     offload_to_disk_path: str | os.PathLike[str] | None = None,
     exclude_modules: str | Sequence[str] | None = None,
     model_options: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    verify_files: bool = False,
 ) -> dict[str, OffloadHandle]:
     """Offload all models of a diffusers pipeline.
 
@@ -72,6 +74,7 @@ def enable_group_offload(
         exclude_modules: names of models that are moved to the device as a whole instead.
         model_options: for single models, options that differ: `{"vae": {"offload_type": "leaf_level"}}`. All options of
             `apply_group_offloading` can be given.
+        verify_files: as in `apply_group_offloading`.
 
     Returns:
         The handle of each offloaded model, by its name in the pipeline.
@@ -97,6 +100,7 @@ def enable_group_offload(
         record_stream=record_stream,
         low_cpu_mem_usage=low_cpu_mem_usage,
         offload_to_disk_path=offload_to_disk_path,
+        verify_files=verify_files,
     )
     handles: dict[str, OffloadHandle] = {}
     by_model: dict[int, OffloadHandle] = {}

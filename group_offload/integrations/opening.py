@@ -67,6 +67,7 @@ def from_pretrained(
     offload_to_disk_path: str | os.PathLike[str] | None = None,
     block_modules: list[str] | None = None,
     exclude_kwargs: list[str] | None = None,
+    verify_files: bool = False,
     exclude_modules: str | Sequence[str] | None = None,
     model_options: Mapping[str, Mapping[str, Any]] | None = None,
     **loader_options: Any,
@@ -84,7 +85,7 @@ def from_pretrained(
             `AutoPipelineForText2Image` too).
         pretrained_model_name_or_path: a folder, or a name on the Hugging Face hub.
         onload_device, offload_device, offload_type, num_blocks_per_group, non_blocking, use_stream, record_stream,
-            low_cpu_mem_usage, offload_to_disk_path: as in `apply_group_offloading`. The libraries' own option
+            low_cpu_mem_usage, offload_to_disk_path, verify_files: as in `apply_group_offloading`. The libraries' own option
             `low_cpu_mem_usage` cannot be given: loading always takes little memory.
         block_modules, exclude_kwargs: as in `apply_group_offloading`; models only.
         exclude_modules, model_options: as in `enable_group_offload`; pipelines only.
@@ -115,6 +116,7 @@ def from_pretrained(
         "record_stream": record_stream,
         "low_cpu_mem_usage": low_cpu_mem_usage,
         "offload_to_disk_path": offload_to_disk_path,
+        "verify_files": verify_files,
     }
     for_models: dict[str, Any] = {"block_modules": block_modules, "exclude_kwargs": exclude_kwargs}
     for_pipelines: dict[str, Any] = {"exclude_modules": exclude_modules, "model_options": model_options}

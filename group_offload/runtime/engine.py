@@ -705,7 +705,10 @@ class Engine:
         in_files: list[FileImage] = [
             image for image in images if isinstance(image, FileImage) and image.tier is Tier.FILE
         ]
-        self._to_lock = choose_ways(in_files, may_lock=self._backend.has_streams and not self.config.low_cpu_mem_usage)
+        for image in in_files:
+            image.is_verified = self.config.verify_files
+        may_lock = self._backend.has_streams and not self.config.low_cpu_mem_usage and not self.config.verify_files
+        self._to_lock = choose_ways(in_files, may_lock=may_lock)
         self._lock_files([source for source in self._to_lock if source.seems_cached()])
         self.transfer.prepare_for(
             max((image.layout.num_bytes for image in images), default=0),

@@ -19,7 +19,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -29,7 +29,7 @@ import torch
 from ..device import Backend, Event, Stream
 from ..errors import GroupFileError
 from ..stores.base import memory_of
-from ..stores.files import SourceFile
+from ..stores.files import Proof, SourceFile
 from ..stores.mapping import flat_view, map_anonymous
 from ..stores.pinned import unlock
 from ..stores.reading import BLOCK, MIN_BYTES_PER_THREAD, blocks_around, num_threads, pool
@@ -52,6 +52,7 @@ class Read:
     num_bytes: int
     direct: bool
     label: str
+    proof: Proof | None = None
 
 
 class Job:
@@ -123,10 +124,19 @@ class _Chunk:
             start += blocks_around(read.position, read.num_bytes)
 
 
+_readers: weakref.WeakSet[Reader] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for reader in [*_readers]:
+        reader.forget()
+
+
 class Reader:
     """Brings bytes of files to slots of one device. Jobs come from one thread at a time."""
 
     def __init__(self, backend: Backend) -> None:
+        _readers.add(self)
         self._backend = backend
         self._changed = threading.Condition()
         """Guards everything below, and is notified when a chunk was read or a job came."""
@@ -165,9 +175,13 @@ class Reader:
             self._jobs.append(job)
             self._live.add(job)
             self._changed.notify_all()
-            if not self._is_pumping:
-                self._is_pumping = True
-                pumps().submit(self._pump)
+            if self._is_pumping:
+                return
+            self._is_pumping = True
+        try:
+            pumps().submit(self._pump)
+        except RuntimeError:  # no more threads, or the interpreter is about to exit
+            self._pump()
 
     def abandon(self, job: Job) -> None:
         with self._changed:
@@ -187,6 +201,16 @@ class Reader:
                 self._end(job, None)
             self._changed.notify_all()
         self.drain()
+
+    def forget(self) -> None:
+        """In a child process, which has none of the parent's threads: forget what they were at, and whatever they hold."""
+        self._changed = threading.Condition()
+        for job in self._live:
+            job.is_over = threading.Event()
+            job.error, job.target = RuntimeError("This process was forked while the file was read."), None
+            job.is_over.set()
+        self._live, self._jobs, self._reading = set(), deque(), deque()
+        self._is_pumping = False
 
     def close(self) -> None:
         """Give the staging memory back. Nothing may be read."""
@@ -216,9 +240,9 @@ class Reader:
             if self._jobs:
                 chunk = self._jobs[0].chunks[0]
                 if self._find_room(chunk):
-                    pool().submit(self._read, chunk)
                     self._jobs[0].chunks.popleft()
                     self._reading.append(chunk)
+                    _on_pool(self._read, chunk)
                     return True
                 oldest = self._copying[0] if self._copying else None
                 if oldest is None:  # all of it is being read into
@@ -290,10 +314,12 @@ class Reader:
         """
         num_bytes = sum(read.num_bytes for read in reads)
         limit = max(MIN_BYTES_PER_THREAD, min(CHUNK_BYTES, -(-num_bytes // num_threads())))
-        tasks = [pool().submit(self._read_straight, target, part, tracer) for part in _parts(reads, limit)]
+        tasks = [_on_pool(self._read_straight, target, part, tracer) for part in _parts(reads, limit)]
         wait(tasks)  # all of them, also if one failed
         for task in tasks:
             task.result()
+        for read in reads:
+            _prove(read, target[read.at : read.at + read.num_bytes])
 
     def _read_straight(self, target: torch.Tensor, reads: Sequence[Read], tracer: Tracer | None) -> None:
         for read in reads:
@@ -324,6 +350,13 @@ class Reader:
             return  # its room is free
         assert self._staging is not None and job.target is not None
         self._begin(job)
+        try:
+            for read, start in chunk.places():
+                begin = start + read.position % BLOCK
+                _prove(read, self._staging[begin : begin + read.num_bytes])
+        except GroupFileError as error:
+            self._end(job, error)
+            return
         begun = None if job.tracer is None else job.tracer.now(job.stream)
         for read, start in chunk.places():
             begin = start + read.position % BLOCK
@@ -391,6 +424,34 @@ def _parts(reads: Sequence[Read], limit: int) -> Iterator[list[Read]]:
         yield batch
 
 
+def _on_pool(task: Callable[..., None], *args: object) -> Future[None]:
+    """Run a task on the pool; here and now if it has no thread and gets none."""
+    once = threading.Lock()
+    result: Future[None] = Future()
+
+    def run() -> None:
+        if not once.acquire(blocking=False):
+            return  # the pool took it, although it said that it could not
+        try:
+            task(*args)
+        except BaseException as error:
+            result.set_exception(error)
+        else:
+            result.set_result(None)
+
+    try:
+        pool().submit(run)
+    except RuntimeError:  # no more threads, or the interpreter is about to exit
+        run()
+    return result
+
+
+def _prove(read: Read, data: torch.Tensor) -> None:
+    if read.proof is not None:
+        with _naming(read):
+            read.proof.update(memory_of(data))
+
+
 @contextmanager
 def _naming(read: Read) -> Iterator[None]:
     """Tell in an error which group could not be read."""
@@ -409,3 +470,6 @@ def pumps() -> ThreadPoolExecutor:
 
 def _nothing() -> None:
     pass
+
+
+os.register_at_fork(after_in_child=_forget_all)

@@ -11,7 +11,7 @@ from torch.profiler import record_function
 
 from ..device import Backend, Event, HostBackend, Stream, plain_empty
 from ..stores.base import Image, Tier
-from ..stores.files import SourceFile
+from ..stores.files import Proof, SourceFile
 from .reader import Job, Read, Reader
 from .trace import Tracer
 
@@ -184,16 +184,19 @@ class Transfer:
             self._enqueue(at + start, buffer, 0, size)
             sent.record(self._stream)
 
-    def read(self, at: int, source: SourceFile, position: int, num_bytes: int, *, direct: bool) -> None:
+    def read(
+        self, at: int, source: SourceFile, position: int, num_bytes: int, *, direct: bool, proof: Proof | None
+    ) -> None:
         last = self._reads[-1] if self._reads else None
         if (
             last is not None
             and last.source is source
+            and last.proof is proof
             and (last.position + last.num_bytes, last.at + last.num_bytes, last.direct) == (position, at, direct)
         ):
             last.num_bytes += num_bytes  # what lies side by side is read in one
         else:
-            self._reads.append(Read(at, source, position, num_bytes, direct, self._label))
+            self._reads.append(Read(at, source, position, num_bytes, direct, self._label, proof))
 
     def close(self) -> None:
         """Give the staging memory back. Nothing may be read (`abandon`)."""

@@ -12,7 +12,7 @@ import torch
 from ..layout import ImageLayout
 
 if TYPE_CHECKING:
-    from .files import SourceFile
+    from .files import Proof, SourceFile
 
 
 class Tier(Enum):
@@ -35,10 +35,14 @@ class Mover(Protocol):
     def stage(self, at: int, num_bytes: int, fill: Callable[[torch.Tensor, int], None]) -> None:
         """Bring bytes over in chunks: `fill(chunk, start)` writes image bytes from `start` on into `chunk`."""
 
-    def read(self, at: int, source: SourceFile, position: int, num_bytes: int, *, direct: bool) -> None:
+    def read(
+        self, at: int, source: SourceFile, position: int, num_bytes: int, *, direct: bool, proof: Proof | None
+    ) -> None:
         """Bring bytes of a file over, from `position` on: they are read later, by other threads.
 
-        `direct`: what is not in the page cache is read past it.
+        Args:
+            direct: what is not in the page cache is read past it.
+            proof: is shown what was read, in the order of these calls.
         """
 
 

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import xxhash
 
 from ..device import Backend
 from ..errors import GroupFileError
@@ -73,9 +74,8 @@ class SourceFile:
         """What the page cache holds, as flat uint8: only to be read while it is locked."""
         self.is_tried = False
         """Whether it was tried to lock it."""
-        self._lock = threading.Lock()
         self.bytes_cached = 0
-        """Read so far through the page cache."""
+        """Read so far through the page cache. Not exact: threads that read do not wait for each other to count."""
         self._fds = _Kept(fd if keeps_open else None)
         self._close_fds = weakref.finalize(self, self._fds.close)
         self._close_fds.atexit = False
@@ -172,8 +172,11 @@ class SourceFile:
             is_direct = done is not None
             if done is None:
                 done = inset + self._pread(fd, area[inset : inset + num_bytes], position)
+            if is_direct and done < inset + num_bytes:  # cut short: by a signal, or because the file ends there
+                done = max(done, inset)
+                done += self._pread(fd, area[done : inset + num_bytes], position + done - inset)
             if done < inset + num_bytes:
-                raise self.lost(position + max(0, done - inset), "it ends there")
+                raise self.lost(position + done - inset, "it ends there")
             return is_direct
 
     def read_straight(self, target: memoryview, position: int) -> None:
@@ -216,8 +219,7 @@ class SourceFile:
 
     def _pread(self, fd: int, target: memoryview, position: int) -> int:
         try:
-            with self._lock:
-                self.bytes_cached += len(target)
+            self.bytes_cached += len(target)
             return read_part(fd, target, position)
         except OSError as error:
             raise self.lost(position, str(error.strerror)) from error
@@ -320,6 +322,33 @@ class Piece:
     num_bytes: int
 
 
+class Proof:
+    """Checks that an image is read as it was before: with the hash of its bytes, in the order of its pieces."""
+
+    def __init__(self, image: FileImage) -> None:
+        self._image = image
+        self._hash = xxhash.xxh3_128()
+        self._num_left = sum(piece.num_bytes for piece in image.pieces)
+
+    def update(self, data: memoryview) -> None:
+        """
+        Raises:
+            GroupFileError: this was the last of it, and it is not what it was.
+        """
+        self._hash.update(data)
+        self._num_left -= len(data)
+        if self._num_left:
+            return
+        found = self._hash.hexdigest()
+        if self._image.content is None:
+            self._image.content = found
+        elif self._image.content != found:
+            raise self._image.source.lost(
+                self._image.pieces[0].position,
+                f"its content was not what it should be (XXH3 {found}, not {self._image.content}): the drive, or memory, fails",
+            )
+
+
 class FileImage:
     """An image whose bytes are pieces of a file. At rest its tensors are views of a private mapping of that file.
 
@@ -334,8 +363,15 @@ class FileImage:
     source: SourceFile
     pieces: Sequence[Piece]
 
-    def __init__(self, layout: ImageLayout) -> None:
+    def __init__(self, layout: ImageLayout, content: str | None = None) -> None:
+        """
+        Args:
+            content: the XXH3 hash (128 bits, hexadecimal) of what the pieces hold, if that is known.
+        """
         self.layout = layout
+        self.content = content
+        self.is_verified = False
+        """Each time that it is read its content is compared with what was written, or read the first time."""
         self.tier = Tier.FILE
         self.is_direct = False
         """Parts that are not in the page cache are read past it."""
@@ -356,8 +392,10 @@ class FileImage:
 
     def send(self, mover: Mover, at: int) -> None:
         source = self.source
+        proof = Proof(self) if self.is_verified else None
         for piece in self.pieces:
             if source.is_locked:
                 mover.copy(at + piece.offset, source.bytes, source.offset_of(piece.position), piece.num_bytes)
             else:
-                mover.read(at + piece.offset, source, piece.position, piece.num_bytes, direct=self.is_direct)
+                where = at + piece.offset, source, piece.position, piece.num_bytes
+                mover.read(*where, direct=self.is_direct, proof=proof)

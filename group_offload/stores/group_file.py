@@ -93,7 +93,7 @@ class GroupFile(FileImage):
         finally:
             os.close(fd)
         self.pieces = [Piece(0, start, self.layout.num_bytes)] if self.layout.num_bytes else []
-        self.path, self.entry = found.path, found.entry
+        self.path, self.entry, self.content = found.path, found.entry, found.entry.content
         use(self.path)
         self._leave: Callable[[], object] = weakref.finalize(self, leave, self.path)
         self.rest = self.layout.views_by_extent(

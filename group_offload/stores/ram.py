@@ -55,8 +55,11 @@ def choose_ways(images: Sequence[FileImage], *, may_lock: bool) -> list[SourceFi
 
 def _room_in_cgroups() -> list[int]:
     found = []
+    lines: list[str] = []
     with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    for line in lines:
+        with suppress(ValueError):
             _, controllers, name = line.split(":", 2)
             if not controllers:
                 found += _rooms_above(_CGROUPS, name, "memory.max", "memory.current")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 
@@ -98,9 +99,16 @@ def refuses_direct(error: OSError) -> bool:
     return error.errno in _NOT_DIRECT
 
 
-@cache
+_said: set[int] = set()
+_said_lock = threading.Lock()
+
+
 def say_that_not_direct(code: int) -> None:
     """Log, once a process, that files are read through the page cache although RAM is scarce."""
+    with _said_lock:
+        if code in _said:
+            return
+        _said.add(code)
     logger.warning("Direct reads are not possible here (%s): files are read through the page cache.", os.strerror(code))
 
 
