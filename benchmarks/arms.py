@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +30,37 @@ class Arm:
     """While it computes, as many bytes as the weights have are copied to the device, for nothing."""
     is_slow: bool = False
     """Few steps are enough: each takes seconds."""
+    ram_limit_bytes: int | None = None
+    """The process gets so much RAM, what it has in the page cache included, and finds nothing there."""
 
     @property
     def needs_streams(self) -> bool:
         return bool(self.options.get("use_stream"))
 
     @property
+    def reads_files(self) -> bool:
+        """Weights rest in files."""
+        return self.on_disk or self.options.get("offload_device") == "disk"
+
+    def limited(self, ram: str) -> Arm:
+        """The same with so much RAM. The model comes from a checkpoint then: made in RAM it would not fit.
+
+        Raises:
+            ValueError: `ram` is no size.
+        """
+        return replace(
+            self,
+            name=f"{self.name} @{ram}",
+            ram_limit_bytes=parse_size(ram),
+            is_from_checkpoint=True,
+            is_slow=True,
+        )
+
+    @property
     def is_basic(self) -> bool:
         """Worth the time for every model. The others show something only where the model is large."""
         is_pageable = bool(self.options.get("low_cpu_mem_usage"))
-        return not (self.on_disk or self.is_from_checkpoint or self.is_slow or is_pageable or self.copies_beside)
+        return not (self.reads_files or self.is_from_checkpoint or self.is_slow or is_pageable or self.copies_beside)
 
     def missing(self) -> str | None:
         """The package that this arm needs and that is not here."""
@@ -73,6 +94,17 @@ def _arms() -> Iterator[Arm]:
         yield Arm(
             name=f"{engine} {kind}{suffix}, from_pretrained", engine=engine, options=options, is_from_checkpoint=True
         )
+    in_files = {"offload_device": "disk"}
+    for kind, options in cuts:
+        options = {**options, **in_files}
+        yield Arm(name=f"ours {kind}, checkpoint", engine="ours", options=options, is_from_checkpoint=True)
+    for kind, options in cuts:
+        yield Arm(
+            name=f"ours {kind}, checkpoint, not locked",
+            engine="ours",
+            options={**options, **in_files, "low_cpu_mem_usage": True},
+            is_from_checkpoint=True,
+        )
     for engine, suffix, ahead in engines:
         for kind, options in cuts:
             yield Arm(name=f"{engine} {kind}{suffix}, disk", engine=engine, options={**options, **ahead}, on_disk=True)
@@ -89,16 +121,34 @@ def _arms() -> Iterator[Arm]:
         for kind, options in cuts:
             without = {**options, "use_stream": False}
             yield Arm(name=f"{engine} {kind}, no stream", engine=engine, options=without, is_slow=True)
+    # Resident without being made: on the CPU it needs no RAM but the page cache's.
+    yield Arm(name="resident, from_pretrained", engine="resident", is_from_checkpoint=True, is_slow=True)
     yield Arm(name="accelerate cpu_offload", engine="accelerate", is_slow=True)
 
 
 ARMS = {arm.name: arm for arm in _arms()}
 
 
+def parse_size(text: str) -> int:
+    """ "12GiB", "500MiB" or "4096" in bytes.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    for number, unit in enumerate(("KiB", "MiB", "GiB"), 1):
+        if text.endswith(unit):
+            return int(float(text.removesuffix(unit)) * (1 << 10 * number))
+    return int(text)
+
+
 def apply_function(engine: str) -> Callable[[nn.Module, torch.device, dict[str, Any]], Any]:
     """What sets an arm up: returns a handle, or None."""
     if engine == "resident":
-        return lambda model, device, options: None
+
+        def move(model: nn.Module, device: torch.device, options: dict[str, Any]) -> None:
+            model.to(device)  # where it is, but for one that comes from a checkpoint
+
+        return move
     if engine == "diffusers":
         from diffusers.hooks import apply_group_offloading as theirs
 

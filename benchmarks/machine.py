@@ -10,6 +10,7 @@ import os
 import re
 import resource
 import statistics
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -95,6 +96,12 @@ def fix_algorithms() -> None:
 # ------------------------------------------------------------------------------------------------ memory
 
 
+def start_device(device: torch.device) -> None:
+    """What every process that uses the device has to do: one tiny kernel."""
+    torch.ones(1, device=device).add_(1)
+    synchronize(device)
+
+
 def synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
@@ -115,6 +122,42 @@ def device_peak(device: torch.device) -> int | None:
 def device_reserved(device: torch.device) -> int | None:
     """The most that torch's allocator had taken from the device."""
     return None if device.type == "cpu" else torch.accelerator.max_memory_reserved(device)
+
+
+_TOUCH = """
+import mmap, sys
+from pathlib import Path
+Path("/proc/self/oom_score_adj").write_text("1000")
+wanted, zeros, held = int(sys.argv[1]), bytes(1 << 26), []
+def available():
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) << 10
+while len(held) << 30 < wanted and (len(held) << 30) + available() < wanted:
+    held.append(mmap.mmap(-1, 1 << 30))
+    for _ in range(16):
+        held[-1].write(zeros)
+"""
+
+
+def grow_ram(wanted: int, timeout: float = 90) -> dict[str, Any]:
+    """Some virtual machines get their RAM when it is used: use it once, so that programs see how much there is."""
+    before = psutil.virtual_memory()
+    status: int | str = 0
+    start = time.perf_counter()
+    if before.available < wanted:
+        try:
+            status = subprocess.run([sys.executable, "-S", "-c", _TOUCH, str(wanted)], timeout=timeout).returncode
+        except subprocess.TimeoutExpired:
+            status = f"stopped after {timeout:.0f} s"
+    after = psutil.virtual_memory()
+    return {
+        "total_before_bytes": before.total,
+        "available_before_bytes": before.available,
+        "total_bytes": after.total,
+        "available_bytes": after.available,
+        "touching_s": time.perf_counter() - start,
+        "touching_status": status,
+    }
 
 
 def used_ram() -> int:

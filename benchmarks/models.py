@@ -384,6 +384,8 @@ MODELS: dict[str, Model] = {
     "unet-sd15": UNet(),
     "vae-decode": VaeDecode(),
     "t5-xxl": T5Encoder(),
+    # For machines without an accelerator: large to read, little to compute.
+    "flux-6gib": Flux(name="flux-6gib", num_double=12, num_single=62, num_heads=12, num_tokens=16, num_text_tokens=16),
 }
 SMALL: dict[str, Model] = {
     "flux": Flux(
@@ -417,6 +419,7 @@ SMALL: dict[str, Model] = {
         name="small-t5-xxl", num_layers=3, d_model=64, d_ff=128, num_heads=4, d_kv=16, vocab_size=100, num_tokens=16
     ),
 }
+SMALL["flux-6gib"] = SMALL["flux"]
 NAMES = (*MODELS, "small")
 
 
@@ -492,20 +495,30 @@ def fill(
     float32_names: tuple[str, ...] = (),
 ) -> None:
     """Replace the meta weights of `module` by random ones: norms' scales close to 1, all others close to 0."""
-    staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=device.type != "cpu")
-    generator = torch.Generator(device)
+    # Page-locked memory is never given back to the system: who needs none takes none.
+    staging = None if resident else torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=device.type != "cpu")
     owners: dict[nn.Parameter, list[str]] = {}  # tied weights have several names
     for name, weight in module.named_parameters(remove_duplicate=False):
         owners.setdefault(weight, []).append(name)
     for index, (weight, names) in enumerate(owners.items()):
-        own = torch.float32 if set(names[0].split(".")) & set(float32_names) else dtype
-        values = torch.empty(weight.shape, dtype=own, device=device)
-        is_scale = weight.ndim == 1 and names[0].endswith("weight")  # of a norm
-        values.normal_(float(is_scale), 0.02, generator=generator.manual_seed(SEED + index))
-        parameter = nn.Parameter(values if resident else _to_ram(values, staging), requires_grad=False)
+        values = random_values(weight.shape, own_dtype(names[0], dtype, float32_names), names[0], index, device)
+        parameter = nn.Parameter(values if staging is None else _to_ram(values, staging), requires_grad=False)
         for name in names:
             owner, _, last = name.rpartition(".")
             module.get_submodule(owner).register_parameter(last, parameter)
+
+
+def random_values(shape: torch.Size, dtype: torch.dtype, name: str, number: int, device: torch.device) -> torch.Tensor:
+    """The values of one weight. `number` is its place among those of its model: each has a seed of its own."""
+    values = torch.empty(shape, dtype=dtype, device=device)
+    is_scale = len(shape) == 1 and name.endswith("weight")  # of a norm
+    generator = torch.Generator(device).manual_seed(SEED + number)
+    return values.normal_(float(is_scale), 0.02, generator=generator)
+
+
+def own_dtype(name: str, dtype: torch.dtype, float32_names: tuple[str, ...]) -> torch.dtype:
+    """The dtype of a weight in a model that is asked for in `dtype`."""
+    return torch.float32 if set(name.split(".")) & set(float32_names) else dtype
 
 
 def _to_ram(values: torch.Tensor, staging: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@
     python benchmarks/weights.py --tokens 16384      the same model where compute, not copies, sets the time
     python benchmarks/weights.py --model wan14b      other models: see --help
     python benchmarks/weights.py --small             tiny models, on the CPU too: does it run?
+    python benchmarks/weights.py --ram 12GiB         with so much RAM, and from the drive
     python benchmarks/weights.py --table FILE.json   a result as a Markdown table
 
 Each arm runs in a process of its own, one after another, with the same random weights and inputs. Results are written
@@ -13,8 +14,14 @@ Before a process makes its weights it runs the model with one block of each kind
 one) resident on the device, with the inputs that are measured later: torch and CUDA load kernels when they are first used.
 What the first step takes beyond the later ones is then what the engine learns in it.
 
-Arms with "from_pretrained" load the model from a checkpoint, which the run saves once and reads before each of them, so
-that it is in the page cache. Their set-up time is that of the offloading alone, as in all arms; loading is `load_s`.
+Arms with "from_pretrained" or "checkpoint" load the model from a checkpoint, which the run saves once and reads before each
+of them, so that it is in the page cache. Their set-up time is that of the offloading alone, as in all arms; loading is
+`load_s`. Those with "from_pretrained" then offload to RAM, those with "checkpoint" leave the weights in its files.
+
+An arm whose name ends in "@12GiB" (or all, with --ram 12GiB) gets so much RAM: its process runs in a control group that
+counts what it has in the page cache, too. The model comes from the checkpoint, and the page cache is empty before it is
+loaded, and again before it is set up. What the drive gives is measured in the same run, before those arms and after them:
+a plain reader of the same files (`disk.py`), with 4 and with 8 threads; the best counts.
 
 After the timed steps one more runs under torch's profiler, which counts how often the host waits for the device and how
 often memory is taken from the driver or given back to it.
@@ -27,6 +34,7 @@ import datetime
 import gc
 import json
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -37,8 +45,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import torch
-from arms import ARMS, ROOT, Arm, apply_function
+from arms import ARMS, ROOT, Arm, apply_function, parse_size
+from disk import cached_bytes, drop_page_cache, files_in, read_all, size_of, transferred
+from limits import MemoryGroup
 from machine import (
     GIB,
     CopiesBeside,
@@ -48,20 +59,24 @@ from machine import (
     device_reserved,
     fix_algorithms,
     forget_device_peak,
+    grow_ram,
     measure_machine,
     process_memory,
     sha256,
+    start_device,
     synchronize,
     used_ram,
 )
 from models import NAMES, SEED, Model, find, make_inputs, make_model, warm_up
-from processes import Child, Relay, say, serve
+from processes import Child, Relay, anonymous_bytes, say, serve, tell_measured, tell_so_far
 from tables import count, gib, markdown, seconds
 from torch import nn
 
-READ_BYTES = 64 << 20
 MAX_IN_A_ROW = 5
 """Steps that are timed together, with no wait between them."""
+SLOW_SECONDS = 3
+"""Steps that take longer are not timed together."""
+MAX_TRACE_BYTES = 16 << 20
 
 
 # ------------------------------------------------------------------------------------------------ one arm: the child
@@ -75,36 +90,55 @@ def run_arm(
     num_steps: int,
     folder: str | None,
     checkpoint: str | None,
+    trace: str | None,
     is_profiled: bool,
     begin: Callable[[], None],
 ) -> dict[str, Any]:
     """Set the arm up and run it; `begin` is called before anything is measured. Times are seconds, sizes are bytes."""
     used_before = used_ram()
+    start_device(device)
+    anonymous_started = anonymous_bytes()
     apply = apply_function(arm.engine)
     warm_up(model, device)
     inputs = make_inputs(model, device)
     start = time.perf_counter()
     if arm.is_from_checkpoint:
         assert checkpoint is not None
-        module = _load(model, Path(checkpoint))
+        module = load(model, Path(checkpoint))
     else:
         module = make_model(model, device, resident=arm.engine == "resident")
-    load = time.perf_counter() - start
+    load_s = time.perf_counter() - start
     weights = {name: weight.numel() * weight.element_size() for name, weight in module.named_parameters()}
     num_bytes, num_parameters = sum(weights.values()), sum(weight.numel() for weight in module.parameters())
     forget_device_peak(device)
+    anonymous_before = anonymous_bytes()
     begin()
 
+    transferred_before = transferred()
     start = time.perf_counter()
     handle = apply(module, device, {**arm.options, **({"offload_to_disk_path": folder} if folder else {})})
     synchronize(device)
     setup = time.perf_counter() - start
+    transferred_after = transferred()
     setup_device_peak = device_peak(device)
     forget_device_peak(device)
     say(f"{num_bytes / GIB:.2f} GiB of weights set up in {setup:.1f} s")
+    result: dict[str, Any] = {
+        "setup_s": setup,
+        "load_s": load_s if arm.is_from_checkpoint else None,
+        **{f"setup_{name}": transferred_after[name] - transferred_before[name] for name in transferred_after},
+        "anonymous_started_bytes": anonymous_started,
+        "anonymous_before_bytes": anonymous_before,
+        "anonymous_setup_bytes": anonymous_bytes(),
+        "weight_bytes": num_bytes,
+        "used_weight_bytes": sum(size for name, size in weights.items() if model.is_used(name)),
+        "num_parameters": num_parameters,
+    }
+    tell_so_far(result)
 
     copy_beside = CopiesBeside(num_bytes, device) if arm.copies_beside else None
     times: list[float] = []
+    reads = [_reads(handle)]
     outputs: list[torch.Tensor] = []  # looked at later: nothing happens between two steps
     for _ in range(1 + num_steps):
         start = time.perf_counter()
@@ -113,70 +147,96 @@ def run_arm(
         outputs.append(model.call(module, inputs))
         synchronize(device)
         times.append(time.perf_counter() - start)
-    # As in a pipeline's loop: nobody waits between two steps.
-    num_in_a_row = min(num_steps, MAX_IN_A_ROW)
-    start = time.perf_counter()
-    for _ in range(num_in_a_row):
-        if copy_beside is not None:
-            copy_beside()
-        output = model.call(module, inputs)
-    synchronize(device)
-    in_a_row = (time.perf_counter() - start) / num_in_a_row
-    outputs.append(output)
+        if times[-1] >= SLOW_SECONDS:
+            tell_so_far({"first_step_s": times[0], "steps_s": times[1:]})
+        reads.append(_reads(handle))
+    if statistics.median(times[1:]) < SLOW_SECONDS:
+        # As in a pipeline's loop: nobody waits between two steps.
+        num_in_a_row = min(num_steps, MAX_IN_A_ROW)
+        start = time.perf_counter()
+        for _ in range(num_in_a_row):
+            if copy_beside is not None:
+                copy_beside()
+            output = model.call(module, inputs)
+        synchronize(device)
+        result["in_a_row_s"] = (time.perf_counter() - start) / num_in_a_row
+        outputs.append(output)
     say(f"first step {times[0]:.3f} s, then {statistics.median(times[1:]):.3f} s")
 
     peak = device_peak(device)
-    result: dict[str, Any] = {
-        "setup_s": setup,
-        "load_s": load if arm.is_from_checkpoint else None,
+    result |= {
         "first_step_s": times[0],
         "steps_s": times[1:],
         "step_s": statistics.median(times[1:]),
         "step_min_s": min(times[1:]),
         "step_max_s": max(times[1:]),
-        "in_a_row_s": in_a_row,
+        "first_step_reads": _difference(reads[0], reads[1]),
+        # Of the last one: earlier ones may still fill the page cache.
+        "step_reads": _difference(reads[-2], reads[-1]),
         "device_peak_bytes": peak,
         "device_peak_run_bytes": None if peak is None else max(peak, setup_device_peak or 0),
         "device_reserved_bytes": device_reserved(device),
+        "anonymous_after_bytes": anonymous_bytes(),
         **process_memory(),
         "ram_used_bytes": used_ram() - used_before,
-        "weight_bytes": num_bytes,
-        "used_weight_bytes": sum(size for name, size in weights.items() if model.is_used(name)),
-        "num_parameters": num_parameters,
     }
+    tell_so_far(result)
+    tell_measured()
     if handle is not None:
         result["stats"] = asdict(handle.stats())
         result["num_groups"] = len(handle.groups)
+        result["largest_group_bytes"] = max(group.num_bytes for group in handle.groups)
+        result["ways"] = _ways(handle)
     hashes = [sha256(output) for output in outputs]
     if not torch.isfinite(outputs[-1]).all():
         raise RuntimeError("The output is not finite: its hash would show nothing.")
     result |= {"output_sha256": hashes[-1], "is_same_every_step": len(set(hashes)) == 1}
+    tell_so_far(result)
+    if trace is not None and handle is not None:
+        result["trace"] = _record(handle, lambda: model.call(module, inputs), device, Path(trace))
     if is_profiled:
         result |= count_driver_calls(lambda: model.call(module, inputs), device)
     return result
 
 
-def _load(model: Model, checkpoint: Path) -> nn.Module:
-    for file in sorted(checkpoint.iterdir()):
-        with file.open("rb", buffering=0) as opened:
-            while opened.read(READ_BYTES):
-                pass
+def _reads(handle: Any) -> dict[str, int]:
+    """Bytes that came from files so far: by how, if the engine tells, and from the drive, if the kernel tells."""
+    by_way = getattr(handle.stats(), "bytes_read", None) if handle is not None else None
+    drive = transferred().get("read_bytes")
+    return {**(by_way or {}), **({} if drive is None else {"drive": drive})}
+
+
+def _difference(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+    return {name: after[name] - before.get(name, 0) for name in after}
+
+
+def _ways(handle: Any) -> dict[str, int]:
+    """Bytes of the groups by how their files are read."""
+    ways: dict[str, int] = {}
+    for group in handle.groups:
+        way = getattr(group, "way", "") or group.tier
+        ways[way] = ways.get(way, 0) + group.num_bytes
+    return ways
+
+
+def _record(handle: Any, step: Callable[[], object], device: torch.device, path: Path) -> str:
+    """Record one step's timeline. Returns the file's name, or why there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with handle.trace(path):
+        step()
+        synchronize(device)
+    size = path.stat().st_size
+    if size > MAX_TRACE_BYTES:
+        path.unlink()
+        return f"none: it had {size:,} bytes"
+    return path.name
+
+
+def load(model: Model, checkpoint: Path) -> nn.Module:
     with torch.device("meta"):
         kind: Any = type(model.build())
     module: nn.Module = kind.from_pretrained(checkpoint, dtype=model.dtype)
     return module.eval().requires_grad_(False)
-
-
-def save(model: Model, device: torch.device, checkpoint: Path) -> dict[str, Any]:
-    """Write the model as `save_pretrained` does. It is on the drive when this returns: nothing is written later."""
-    module: Any = make_model(model, device, resident=False)
-    start = time.perf_counter()
-    module.save_pretrained(checkpoint)
-    for file in checkpoint.iterdir():
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
-    say(f"checkpoint saved in {time.perf_counter() - start:.1f} s")
-    return {}
 
 
 @torch.no_grad()
@@ -185,14 +245,16 @@ def work(job: dict[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
     fix_algorithms()
     device, model = torch.device(job["device"]), find(**job["model"])
     if job["arm"] is None:
-        return save(model, device, Path(job["checkpoint"]))
+        checkpoints.save(model, device, Path(job["checkpoint"]), job["shard_bytes"])
+        return {}
     result = run_arm(
-        ARMS[job["arm"]],
+        Arm(**job["arm"]),
         model,
         device=device,
         num_steps=job["num_steps"],
         folder=job["folder"],
         checkpoint=job["checkpoint"],
+        trace=job["trace"],
         is_profiled=job["is_profiled"],
         begin=begin,
     )
@@ -232,34 +294,137 @@ def run(arms: Sequence[Arm], options: argparse.Namespace) -> Path | None:
         "arms": {},
     }
     path: Path | None = None
-    runnable = [arm for arm in arms if options.device != "cpu" or not arm.needs_streams]
-    relay = Relay(__file__, timeout=options.timeout, budget=options.budget)
+    for arm in arms:
+        missing = arm.missing()
+        if missing is not None:
+            report["arms"][arm.name] = {**asdict(arm), "error": f"not run: {missing} is not installed"}
+    runnable = [
+        arm for arm in arms if arm.name not in report["arms"] and (options.device != "cpu" or not arm.needs_streams)
+    ]
+    if options.touch_ram:
+        report["ram"] = grow_ram(options.touch_ram)
     with ExitStack() as stack:
-        checkpoint: Path | None = None
+        groups = _Groups(stack)
+        first = groups.of(runnable[0]) if runnable else None
+        relay = Relay(__file__, timeout=options.timeout, budget=options.budget, group=first)
+        disk: _Disk | None = None
         for number, arm in enumerate(runnable, 1):
             say(f"{number}/{len(runnable)} {arm.name}", relay.elapsed)
-            missing = arm.missing()
-            result: dict[str, Any] = {}
-            if missing is not None:
-                result = {"error": f"not run: {missing} is not installed"}
-            elif arm.is_from_checkpoint and checkpoint is None:
-                checkpoint = stack.enter_context(_checkpoint(options))
-                if not (checkpoint / "config.json").exists():
-                    result = Child(__file__).run(_job(options, sizes, arm=None, checkpoint=checkpoint), options.timeout)
-            if not result:
-                with _folder(arm, options.disk) as folder:
-                    job = _job(options, sizes, arm=arm, checkpoint=checkpoint, folder=folder)
-                    job["measures_machine"] = report["machine"] is None
-                    result = relay.run(job, is_last=number == len(runnable))
+            if arm.is_from_checkpoint and disk is None:
+                disk = _Disk(stack.enter_context(_checkpoint(options)), may_drop_all=not options.small)
+                report["disk"] = disk.facts
+                if not (disk.folder / "config.json").exists():
+                    job = _job(options, sizes, arm=None, checkpoint=disk.folder)
+                    failed = Child(__file__).run(job, options.timeout).get("error")
+                    if failed is not None:
+                        raise SystemExit(f"The checkpoint could not be saved: {failed}")
+            before = None
+            if disk is not None and arm.is_from_checkpoint:
+                is_limited = arm.ram_limit_bytes is not None
+                disk.prepare(is_limited=is_limited, is_measured=not options.no_raw)
+                before = disk.drop if is_limited else None
+            next_arm = runnable[number] if number < len(runnable) else None
+            with _folder(arm, options.disk) as folder:
+                job = _job(options, sizes, arm=arm, checkpoint=disk and disk.folder, folder=folder)
+                job["measures_machine"] = report["machine"] is None
+                result = relay.run(
+                    job, is_last=next_arm is None, next_group=next_arm and groups.of(next_arm), before=before
+                )
             report["machine"] = result.pop("machine", None) or report["machine"]
-            report["arms"][arm.name] = {**asdict(arm), **result}
+            report["arms"][arm.name] = {**asdict(arm), **groups.end(arm), **result}
+            if before is not None and disk is not None:
+                report["arms"][arm.name] |= disk.dropped
             if "error" in result:
                 say(result["error"])
             if report["machine"] is not None:
                 path = _write(report, options.output)
-    relay.end()
+        relay.end()
+        if disk is not None and any(arm.ram_limit_bytes for arm in runnable) and not options.no_raw:
+            disk.measure_drive("after")
+            path = _write(report, options.output) if report["machine"] is not None else path
     say("done", relay.elapsed)
     return path
+
+
+class _Groups:
+    """The control groups of arms with a limit, each made before its process and removed after it."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._made: dict[str, MemoryGroup] = {}
+        self._errors: dict[str, str] = {}
+
+    def of(self, arm: Arm) -> MemoryGroup | None:
+        """None if the arm has no limit, or none can be set here: it is run without one then, and the report says so."""
+        if arm.ram_limit_bytes is None:
+            return None
+        try:
+            group = self._made[arm.name] = MemoryGroup(arm.ram_limit_bytes)
+        except OSError as error:
+            self._errors[arm.name] = str(error)
+            say(f"no limit of RAM: {error}")
+            return None
+        self._stack.callback(group.remove)
+        return group
+
+    def end(self, arm: Arm) -> dict[str, str]:
+        group = self._made.pop(arm.name, None)
+        if group is not None:
+            group.remove()
+        return {"group_error": self._errors[arm.name]} if arm.name in self._errors else {}
+
+
+class _Disk:
+    """The checkpoint, in the page cache or not, and what a plain reader gets of it."""
+
+    def __init__(self, folder: Path, *, may_drop_all: bool) -> None:
+        self.folder = folder
+        self._may_drop_all = may_drop_all
+        self.facts: dict[str, Any] = {"raw": []}
+        """`raw`: what was read how, with how many threads: seconds, bytes a second."""
+        self.dropped: dict[str, Any] = {}
+        """How the page cache was dropped before the last arm with a limit, and what was left of the checkpoint in it."""
+
+    def prepare(self, *, is_limited: bool, is_measured: bool) -> None:
+        """Before an arm's process loads the model."""
+        if is_limited:
+            if is_measured and not any(each["how"] == "direct" for each in self.facts["raw"]):
+                self.measure_drive("before")
+            self._drop()
+            return
+        self._read("page cache, first", _num_threads())
+        if is_measured and not any(each["how"] == "page cache" for each in self.facts["raw"]):
+            self._measure("page cache", _num_threads())
+
+    def drop(self) -> None:
+        """Before an arm with a limit is set up."""
+        self.dropped = {"dropped_by": self._drop(), "bytes_not_dropped": cached_bytes(files_in(self.folder))}
+
+    def measure_drive(self, when: str) -> None:
+        self._drop()
+        for num_threads in (4, 8):
+            try:
+                self._measure("direct", num_threads, when)
+            except OSError as error:
+                self.facts["direct_error"] = str(error)
+                self._drop()
+                self._measure("buffered", num_threads, when)
+
+    def _measure(self, how: str, num_threads: int, when: str = "") -> None:
+        took = self._read(how, num_threads)
+        rate = size_of(files_in(self.folder)) / took
+        self.facts["raw"].append({"how": how, "when": when, "threads": num_threads, "s": took, "bytes_per_s": rate})
+        say(f"plain reader, {how}, {num_threads} threads: {rate / 1e9:.2f} GB/s")
+
+    def _drop(self) -> str:
+        return drop_page_cache(files_in(self.folder), may_drop_all=self._may_drop_all)
+
+    def _read(self, how: str, num_threads: int) -> float:
+        return read_all(files_in(self.folder), num_threads, direct=how == "direct")
+
+
+def _num_threads() -> int:
+    return min(16, max(4, os.cpu_count() or 1))
 
 
 def _job(
@@ -272,15 +437,23 @@ def _job(
 ) -> dict[str, Any]:
     """What a child is sent. Without an arm it saves the checkpoint."""
     return {
-        "arm": arm and arm.name,
+        "arm": arm and asdict(arm),
         "model": sizes,
         "device": options.device,
         "num_steps": min(options.steps, options.slow_steps) if arm and arm.is_slow else options.steps,
         "folder": folder,
         "checkpoint": checkpoint and str(checkpoint),
+        "shard_bytes": options.shard_size,
+        "trace": _trace_file(options, arm),
         "is_profiled": not options.no_profile,
         "measures_machine": False,
     }
+
+
+def _trace_file(options: argparse.Namespace, arm: Arm | None) -> str | None:
+    if options.trace is None or arm is None or arm.engine != "ours":
+        return None
+    return str(options.trace.resolve() / f"trace-{re.sub('[^A-Za-z0-9]+', '-', arm.name)}.json")
 
 
 @contextmanager
@@ -319,23 +492,35 @@ def render_table(report: Mapping[str, Any]) -> str:
     """A report of this benchmark as Markdown: what was measured where, then one row for each arm."""
     arms = report["arms"]
     reference = arms.get("resident", {}).get("output_sha256")
+    if reference is None:
+        reference = arms.get("resident, from_pretrained", {}).get("output_sha256")
     floor = copy_floor(report)
-    columns = {
+    columns: dict[str, Callable[[Mapping[str, Any]], str]] = {
         "step": lambda arm: f"{seconds(arm['step_s'])} s",
         "(min to max)": lambda arm: f"{seconds(arm['step_min_s'])} to {seconds(arm['step_max_s'])}",
         "in a row": lambda arm: f"{seconds(arm['in_a_row_s'])} s" if "in_a_row_s" in arm else "",
         "x floor": lambda arm: f"{arm['step_s'] / floor:.2f}" if floor and arm["engine"] != "resident" else "",
+        "x raw": lambda arm: _share_of_raw(arm, report),
+        "from the drive": lambda arm: gib(arm["step_reads"].get("drive")) if arm.get("ram_limit_bytes") else "",
         "first step": lambda arm: f"{seconds(arm['first_step_s'])} s",
         "first / later": lambda arm: f"{arm['first_step_s'] / arm['step_s']:.2f}",
         "set-up": lambda arm: f"{arm['setup_s']:.1f} s",
+        "written": lambda arm: gib(arm.get("setup_write_bytes")) if is_in_files else "",
         "device peak": lambda arm: gib(arm["device_peak_bytes"]),
         "reserved": lambda arm: gib(arm.get("device_reserved_bytes")),
         "RSS": lambda arm: gib(arm["rss_bytes"]),
         "RSS peak": lambda arm: gib(arm["rss_peak_bytes"]),
+        "anonymous": lambda arm: _anonymous(arm) if is_in_files else "",
+        "RSS + cache": lambda arm: gib(arm.get("group_peak_bytes")),
         "waits": lambda arm: count(arm.get("host_synchronisations")),
         "allocations": lambda arm: count(arm.get("device_allocations")),
         "bit-equal": lambda arm: _verdict(arm, reference),
     }
+    done = [arm for arm in arms.values() if "step_s" in arm]
+    is_in_files = any("step_reads" in arm and (arm["on_disk"] or arm["is_from_checkpoint"]) for arm in done)
+    for name in ("x raw", "from the drive", "written", "anonymous", "RSS + cache"):
+        if not any(columns[name](arm) for arm in done):
+            del columns[name]
     rows: list[tuple[str, ...]] = [("", *columns)]
     for name, arm in arms.items():
         is_done = "step_s" in arm
@@ -371,9 +556,26 @@ def _facts(report: Mapping[str, Any]) -> Iterator[str]:
         )
     if any(arm.get("host_synchronisations") is not None for arm in done):
         yield "Waits of the host for the device and allocations (and releases) by the driver are those of one later step."
-    if any(arm["on_disk"] for arm in done):
+    raw = _raw(report, is_limited=True)
+    limited = [arm for arm in done if arm.get("ram_limit_bytes")]
+    if limited and raw is not None:
+        yield (
+            f"Arms with @ had so much RAM, the page cache that they fill included, and found it empty. A plain reader of the "
+            f"same files got {raw / 1e9:.2f} GB/s from the drive in this run (the best of several), so reading all of them "
+            f"once takes {num_bytes / raw:.2f} s; *x raw* is that time over the step."
+        )
+    if limited:
+        failed = sorted({arm["group_error"] for arm in limited if "group_error" in arm})
+        yield from (f"**Without a limit of RAM**: {error}." for error in failed)
+    warm = _raw(report, is_limited=False)
+    if warm is not None and any(_reads_files(arm) and not arm.get("ram_limit_bytes") for arm in done):
+        yield (
+            f"From the page cache a plain reader got {warm / 1e9:.1f} GB/s: that is what *x raw* of the other arms in files "
+            f"is about."
+        )
+    if any(arm["on_disk"] and not arm.get("ram_limit_bytes") for arm in done):
         yield "Files had just been written when they were read: they were in the page cache."
-    if any(arm.get("is_from_checkpoint") for arm in done):
+    if any(arm.get("is_from_checkpoint") and not arm.get("ram_limit_bytes") for arm in done):
         yield "The checkpoint of from_pretrained was in the page cache, too."
 
 
@@ -386,6 +588,28 @@ def copy_floor(report: Mapping[str, Any]) -> float | None:
     return float(done.get("used_weight_bytes", done["weight_bytes"]) / bandwidth)
 
 
+def _raw(report: Mapping[str, Any], *, is_limited: bool) -> float | None:
+    """Bytes a second that the plain reader got: from the drive, or from the page cache."""
+    hows = ("direct", "buffered") if is_limited else ("page cache",)
+    found = [each["bytes_per_s"] for each in report.get("disk", {}).get("raw", ()) if each["how"] in hows]
+    return max(found, default=None)
+
+
+def _reads_files(arm: Mapping[str, Any]) -> bool:
+    return bool(arm["on_disk"] or arm["options"].get("offload_device") == "disk")
+
+
+def _share_of_raw(arm: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+    raw = _raw(report, is_limited=bool(arm.get("ram_limit_bytes")))
+    return f"{arm['used_weight_bytes'] / raw / arm['step_s']:.2f}" if raw and _reads_files(arm) else ""
+
+
+def _anonymous(arm: Mapping[str, Any]) -> str:
+    """The most anonymous memory from set-up on, beyond what the process had once the device was started."""
+    peak, start = arm.get("anonymous_peak_bytes"), arm.get("anonymous_started_bytes")
+    return "" if peak is None or start is None else f"+{gib(max(0, peak - start))}"
+
+
 def _verdict(arm: Mapping[str, Any], reference: str | None) -> str:
     if reference is None:
         return "not compared"
@@ -395,15 +619,15 @@ def _verdict(arm: Mapping[str, Any], reference: str | None) -> str:
 # ------------------------------------------------------------------------------------------------ command line
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=NAMES, default="flux", help="default flux; small is the small flux")
     parser.add_argument(
         "--arms",
         nargs="+",
         metavar="ARM",
-        help="only these: whole names, or 'ours', 'diffusers' (default: all for a large model, else those from "
-        "page-locked RAM)",
+        help="only these: whole names, or 'ours', 'diffusers', each with ' @12GiB' behind it if its RAM is to be limited "
+        "(default: all for a large model, else those from page-locked RAM)",
     )
     parser.add_argument("--list", action="store_true", help="print the names of the arms")
     parser.add_argument("--small", action="store_true", help="a tiny model of the same kind")
@@ -424,6 +648,23 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=Path,
         metavar="FOLDER",
         help="the checkpoint of the from_pretrained arms: used if it is there, else written and kept",
+    )
+    parser.add_argument(
+        "--shard-size",
+        type=parse_size,
+        metavar="SIZE",
+        help="of the checkpoint's files (default: save_pretrained's, 10 GB)",
+    )
+    parser.add_argument("--ram", metavar="SIZE", help="so much for each arm's process, like 12GiB; from the drive")
+    parser.add_argument("--no-raw", action="store_true", help="do not measure what a plain reader of the files gets")
+    parser.add_argument(
+        "--touch-ram",
+        type=parse_size,
+        metavar="SIZE",
+        help="first use RAM until so much is available: some virtual machines get it only then",
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="FOLDER", help="for a timeline of one more step of each of our arms"
     )
     parser.add_argument("--timeout", type=float, default=150, help="seconds for each arm (default 150)")
     parser.add_argument("--budget", type=float, default=1800, help="seconds for all of them (default 1800)")
@@ -450,22 +691,33 @@ def _sizes(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _chosen(names: Sequence[str] | None, model: Model) -> list[Arm]:
-    if names is None:
-        return [arm for arm in ARMS.values() if model.has_all_arms or arm.is_basic]
-    unknown = [name for name in names if name not in ARMS and not any(arm.engine == name for arm in ARMS.values())]
-    if unknown:
-        raise SystemExit(f"No arm {unknown}. Arms: {', '.join(map(repr, ARMS))}.")
-    # In the order given: a run that is cut short has the first ones. The name of an engine that is an arm's too
-    # ("resident") is the arm's.
-    chosen = [
-        arm for name in names for arm in ARMS.values() if arm.name == name or (arm.engine == name and name not in ARMS)
-    ]
-    return list({arm.name: arm for arm in chosen}.values())
+def choose(names: Sequence[str] | None, model: Model, ram: str | None = None) -> list[Arm]:
+    """The arms with these names, those of an engine, or all that say something about `model`.
+
+    Args:
+        names: " @12GiB" behind a name limits that arm's RAM.
+        ram: the limit of all others.
+    """
+    chosen: dict[str, Arm] = {}
+    # In the order given: a run that is cut short has the first ones.
+    for whole in names or [arm.name for arm in ARMS.values() if model.has_all_arms or arm.is_basic]:
+        name, _, limit = whole.partition(" @")
+        # The name of an engine that is an arm's too ("resident") is the arm's.
+        found = [ARMS[name]] if name in ARMS else [arm for arm in ARMS.values() if arm.engine == name]
+        if not found:
+            raise SystemExit(f"No arm {name!r}. Arms: {', '.join(map(repr, ARMS))}.")
+        for arm in found:
+            size = limit or ram
+            try:
+                arm = arm.limited(size) if size and arm.engine != "resident" else arm
+            except ValueError:
+                raise SystemExit(f"{whole!r}: {size!r} is no size like 12GiB.") from None
+            chosen.setdefault(arm.name, arm)
+    return list(chosen.values())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _parse(arguments)
+    options = parse(arguments)
     if options.child:
         child_main()
         return
@@ -479,7 +731,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model = find(**_sizes(options))
     except ValueError as error:
         raise SystemExit(str(error)) from None
-    path = run(_chosen(options.arms, model), options)
+    path = run(choose(options.arms, model, options.ram), options)
     if path is None:
         raise SystemExit("No arm gave a result.")
     print(render_table(json.loads(path.read_text())))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+FILES = sorted((ROOT / "benchmarks" / "results").glob("files-*.json"))
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("weights-*.json"))
 
 
@@ -28,8 +29,8 @@ def run(script: str, *arguments: str | Path) -> str:
     return done.stdout
 
 
-def measure(folder: Path, model: str, *arms: str) -> dict[str, Any]:
-    arguments = ("--model", model, "--small", "--device", "cpu", "--steps", "2", "--slow-steps", "1")
+def measure(folder: Path, model: str, *arms: str, options: tuple[str | Path, ...] = ()) -> dict[str, Any]:
+    arguments = ("--model", model, "--small", "--device", "cpu", "--steps", "2", "--slow-steps", "1", *options)
     table = run("benchmarks/weights.py", *arguments, "--output", folder, "--disk", folder, "--arms", *arms)
     assert table.count("| yes") == len(arms), table
     (file,) = folder.glob("weights-*.json")
@@ -62,6 +63,60 @@ def test_checkpoint_files_and_peers(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
+def test_files_with_little_ram_and_a_timeline(tmp_path: Path) -> None:
+    limited = "ours block, checkpoint @1GiB"
+    report = measure(
+        tmp_path,
+        "flux",
+        "resident",
+        "ours leaf, checkpoint, not locked",
+        limited,
+        options=("--trace", tmp_path / "traces", "--shard-size", "500KiB"),
+    )
+    assert {each["how"] for each in report["disk"]["raw"]} >= {"page cache"}
+    for name in ("ours leaf, checkpoint, not locked", limited):
+        arm = report["arms"][name]
+        assert arm["setup_write_bytes"] == 0
+        assert sum(arm["ways"].values()) >= arm["weight_bytes"]
+        assert arm["anonymous_peak_bytes"] >= arm["anonymous_started_bytes"] > 0
+        picture = tmp_path / "trace.svg"
+        run("docs/images/draw_trace.py", tmp_path / "traces" / arm["trace"], "--output", picture)
+        assert "file reads" in picture.read_text()
+    arm = report["arms"][limited]
+    assert "group_error" in arm or 0 < arm["group_peak_bytes"] <= arm["group_limit_bytes"] == 1 << 30
+
+
+def test_reading_is_compared(tmp_path: Path) -> None:
+    run("benchmarks/files.py", "--small", "--repeats", "1", "--ways", "ours", "--disk", tmp_path, "--output", tmp_path)
+    (file,) = tmp_path.glob("*.json")
+    report = json.loads(file.read_text())
+    assert all("error" not in arm for arm in report["arms"].values())
+    assert len({arm["output_sha256"] for arm in report["arms"].values()}) == 1
+    way = report["reading"]["ways"]["ours"]
+    assert len(way["cold"]["passes_s"]) == len(way["warm"]["passes_s"]) == 1
+    assert sum(way["warm"]["reads"][0].values()) == report["arms"]["resident, from_pretrained"]["weight_bytes"]
+
+
+def test_timelines_are_drawn(tmp_path: Path) -> None:
+    """Lanes, a part of the time, and slices too narrow to be seen."""
+    lanes = ["file reads", "file reads 2", "H2D", "compute", "stalls"]
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": lane}}
+        for tid, lane in enumerate(lanes)
+    ]
+    for number in range(2000):
+        for tid in range(len(lanes)):
+            events.append({"ph": "X", "tid": tid, "name": "g", "ts": number * 1e3, "dur": 900, "args": {"bytes": 1000}})
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    whole, part = tmp_path / "whole.svg", tmp_path / "part.svg"
+    run("docs/images/draw_trace.py", tmp_path / "trace.json", "--output", whole)
+    run("docs/images/draw_trace.py", tmp_path / "trace.json", "--start", "1", "--seconds", "0.01", "--output", part)
+    assert "2 s · file reads busy 90% · H2D busy 90% · compute busy 90% · stalls busy 90%" in whole.read_text()
+    assert len(whole.read_text()) < 1 << 20
+    assert part.read_text().count("<rect") == 1 + 10 * len(lanes)
+    assert ">8 ms<" in part.read_text()
+
+
 def test_pipeline_runs(tmp_path: Path) -> None:
     tables = run(
         "benchmarks/pipeline.py",
@@ -78,6 +133,14 @@ def test_pipeline_runs(tmp_path: Path) -> None:
 def test_committed_results_are_rendered(file: Path) -> None:
     table = run("benchmarks/weights.py", "--table", file)
     for name in json.loads(file.read_text())["arms"]:
+        assert f"| {name} " in table
+
+
+@pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
+def test_committed_results_of_files_are_rendered(file: Path) -> None:
+    table = run("benchmarks/files.py", "--table", file)
+    report = json.loads(file.read_text())
+    for name in (*report["arms"], *report["reading"]["ways"]):
         assert f"| {name} " in table
 
 

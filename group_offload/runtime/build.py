@@ -21,6 +21,7 @@ from ..stores.checkpoint import Checkpoint, CheckpointImage, FileMap, Place
 from ..stores.folder import Folder
 from ..stores.group_file import GroupFile
 from ..stores.mapping import flat_view, map_anonymous, trim_heap
+from ..stores.pagemap import tells_writes
 from ..stores.pinned import SEGMENT_BYTES, RamImage, Segment
 from ..stores.ram import fits
 from .group import Group, Part, fit_for
@@ -238,7 +239,7 @@ def _adopt_for_ram(
     num_bytes = sum(place.num_bytes for users in views.values() for _, mine in users for _, place in mine)
     may_lock = config.backend.has_streams and not config.low_cpu_mem_usage
     has_room = fits(num_bytes)
-    if may_lock and not has_room:
+    if num_bytes and may_lock and not has_room:
         logger.warning(
             "%d bytes of weights are views of files, which is more than the RAM that is available: they are read from there "
             "each time they are needed, at the speed of the drive.",
@@ -259,7 +260,17 @@ def _adopt_for_ram(
 
 def _refuse_what_is_in_no_file(plans: Sequence[_Plan], views: _Views) -> None:
     in_files = {id(ref.tensor) for users in views.values() for _, mine in users for ref, _ in mine}
-    others = [ref for plan in plans for ref in plan.fresh if not ref.is_buffer and id(ref.tensor) not in in_files]
+    others = [
+        ref
+        for plan in plans
+        for ref in plan.fresh
+        if not ref.is_buffer and ref.tensor.numel() and id(ref.tensor) not in in_files
+    ]
+    if others and not tells_writes():
+        raise ConfigError(
+            "offload_device='disk' needs a system that tells which pages of a file were written to (/proc/self/pagemap), and "
+            "this one does not. Pass offload_to_disk_path for files of their own, or offload_device='cpu'."
+        )
     if others:
         raise ConfigError(
             f"offload_device='disk' leaves weights in the files that they were loaded from, and {len(others)} parameters are "

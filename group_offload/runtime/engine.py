@@ -39,7 +39,7 @@ import torch
 from torch import nn
 
 from ..config import OffloadConfig, OffloadType
-from ..errors import StateError
+from ..errors import GroupFileError, StateError
 from ..layout import overlapping
 from ..partition import NEVER_CALLED
 from ..stores.base import Image, Store, Tier
@@ -338,7 +338,8 @@ class Engine:
                 group.take_up_edits(self.transfer)
             if group.slot is not None and not group.is_current:
                 self._drop(group)
-        if group.slot is None:
+        was_ahead = group.slot is not None
+        if not was_ahead:
             self.counters.stalls += 1
             self._is_behind = True
             self._onload_now(group)
@@ -350,8 +351,7 @@ class Engine:
         if slot.waited_on is None:
             self.stalls.arrive(slot, group, stream)
         if slot.job is not None:
-            slot.job.wait()  # for the drive, not for the device
-            slot.job = None
+            slot = self._wait_for_files(group, slot, was_ahead)
         # Also if it is bound already: this call may compute on another stream. (A torch stream is not unequal to None.)
         if slot.waited_on is None or slot.waited_on != stream:
             stream.wait_event(slot.ready)
@@ -364,6 +364,27 @@ class Engine:
         self._calls[-1].append(group)
         if self.tracer is not None:
             self.tracer.compute_begins(group, stream)
+
+    def _wait_for_files(self, group: Group, slot: Slot, was_ahead: bool) -> Slot:
+        """Wait for the drive, not for the device. What could not be read ahead, earlier, is tried again now.
+
+        Returns:
+            The slot that holds the group.
+        """
+        assert slot.job is not None
+        try:
+            slot.job.wait()
+        except GroupFileError:
+            if not was_ahead:
+                raise
+            self._free(slot)
+            self._onload_now(group)
+            assert group.slot is not None
+            slot = group.slot
+            if slot.job is not None:
+                slot.job.wait()
+        slot.job = None
+        return slot
 
     def _let_go(self, group: Group) -> None:
         group.holds -= 1

@@ -20,7 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -182,6 +182,16 @@ class Reader:
             pumps().submit(self._pump)
         except RuntimeError:  # no more threads, or the interpreter is about to exit
             self._pump()
+
+    def begin_all(self) -> None:
+        """Let copies that do not come from here also wait for all that jobs so far have to wait for.
+
+        A job's slot may have taken the place of a larger one, and what is copied now the rest of that.
+        """
+        if self._live:
+            with self._changed:
+                for job in self._live:
+                    self._begin(job)
 
     def abandon(self, job: Job) -> None:
         with self._changed:
@@ -393,8 +403,10 @@ class Reader:
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
-            for job in self._live:
-                job.error, job.target = error, None
+            for job in [*self._live]:
+                with suppress(Exception):  # it may be the device that fails
+                    self._end(job, error)
+                job.error = error
                 job.is_over.set()
             self._live.clear()
             self._jobs.clear()

@@ -210,6 +210,7 @@ class Transfer:
 
     def _wait_for_room(self) -> None:
         """Let what is enqueued from now on come after the last use of what the slot takes the place of."""
+        self._reader.begin_all()
         for event in self._after:
             self._stream.wait_event(event)
         self._after = ()

@@ -90,7 +90,7 @@ def open_direct(fd: int) -> int | None:
     try:
         return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
     except OSError as error:
-        say_that_not_direct(error.errno)
+        say_that_not_direct(error.errno or 0)
         return None
 
 
