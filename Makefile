@@ -1,5 +1,7 @@
 # `make demo` and `make test` make the environment first if it is missing. PYTHON is the Python that it is made with.
 PYTHON ?= python3
+# Tests that run at the same time. With a GPU: make test JOBS=0 ARGS="-m gpu"
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -30,7 +32,7 @@ demo: $(READY)
 	$(BIN)/python -m examples.demo $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -65,7 +65,7 @@ class MemoryGroup:
             OSError: none can be made here. It says what was tried.
         """
         self.limit_bytes = limit_bytes
-        reasons = []
+        reasons: list[str] = []
         for version, parent in (*_parents_version_2(reasons), *_parents_version_1(reasons)):
             try:
                 self._make(version, parent)

@@ -141,8 +141,12 @@ def test_a_group_outside_of_what_is_mounted(cgroups: Cgroups) -> None:
 # ---------------------------------------------------------------- how files are read
 
 
+class Source:
+    def avoid_readahead(self) -> None: ...
+
+
 def images(*sizes: int) -> list[Any]:
-    return [SimpleNamespace(layout=SimpleNamespace(num_bytes=size), is_direct=None, source=object()) for size in sizes]
+    return [SimpleNamespace(layout=SimpleNamespace(num_bytes=size), is_direct=None, source=Source()) for size in sizes]
 
 
 @pytest.fixture

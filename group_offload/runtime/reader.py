@@ -399,6 +399,7 @@ class Reader:
         job.ready.record(job.stream)
         self.last_copy.record(job.stream)
         job.target = None  # the job may be kept longer than the slot
+        job.chunks.clear()  # these refer to the job: files would stay mapped until the garbage collector comes
         job.is_over.set()
 
     def _fail(self, error: BaseException) -> None:

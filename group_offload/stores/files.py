@@ -125,6 +125,12 @@ class SourceFile:
         self._unlock = finalizer
         return True
 
+    def avoid_readahead(self) -> None:
+        """Let the kernel read what is asked for and no more: what is beside it is read past the page cache."""
+        if self._fds.fd is not None:
+            with suppress(OSError):
+                os.posix_fadvise(self._fds.fd, 0, 0, os.POSIX_FADV_RANDOM)
+
     def offset_of(self, position: int) -> int:
         """Where in `bytes` a byte of the file is."""
         return position - self._start

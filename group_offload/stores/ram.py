@@ -48,7 +48,9 @@ def choose_ways(images: Sequence[FileImage], *, may_lock: bool) -> list[SourceFi
     for image in images:
         credit += share * image.layout.num_bytes
         image.is_direct = not to_lock and credit < image.layout.num_bytes * (1 - 1e-9)
-        if not image.is_direct:
+        if image.is_direct:
+            image.source.avoid_readahead()
+        else:
             credit -= image.layout.num_bytes
     return list(dict.fromkeys(image.source for image in images if image.layout.num_bytes)) if to_lock else []
 
