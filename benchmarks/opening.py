@@ -318,7 +318,7 @@ def render_table(report: Mapping[str, Any]) -> str:
         "anonymous, peak": lambda arm: gib(arm["anonymous_peak_bytes"]),
         "anonymous, after": lambda arm: gib(arm["anonymous_after_bytes"]),
         "RSS, peak": lambda arm: gib(arm["rss_peak_bytes"]),
-        "written": lambda arm: gib(arm["written_bytes"]),
+        "group files": lambda arm: gib(arm["written_bytes"]),
         "time": lambda arm: f"{arm['open_s']:.2f} s",
         "weights bit-equal": lambda arm: _verdict(arm, by_dtype.get(arm["dtype"])),
     }
