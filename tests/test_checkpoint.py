@@ -120,6 +120,11 @@ def anonymous_bytes() -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
 
+@pytest.fixture(autouse=True)
+def _inputs_are_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny, "device", lambda: torch.device("cpu"))
+
+
 # ---------------------------------------------------------------- models of libraries
 
 

@@ -59,7 +59,8 @@ from .transfer import Transfer
 MAX_RUN_BYTES = 8 << 20
 """Groups that follow one another are sent together up to this size: small ones cost the host more than the link."""
 MIN_WINDOW_BYTES = 4 << 20
-"""Just in time: so much may be on its way, however small the groups are. Less would be all work and no memory saved."""
+"""Just in time: so much may be on its way, however small the groups are, or an eighth of all. Less would be all work and no
+memory saved."""
 MIN_FILE_WINDOW_BYTES = 128 << 20
 """The same for files that are read: what is being read is on its way too, and that takes a while."""
 MAX_LOCKING_SECONDS = 1.0
@@ -150,6 +151,7 @@ class Engine:
         """For each height of groups: how much memory they take turns in."""
         self._largest = 0
         """The size of the largest group inside of whose modules no other one is needed."""
+        self._total_bytes = 0
         self._window_bytes = 0
         """Just in time: how much may be on its way."""
         self._activations: dict[nn.Module, _Activations] = {}
@@ -423,7 +425,8 @@ class Engine:
         compute, which matters where compute, not copies, sets the time: then activations are large, and weights may take
         a third of what those take. With `record_stream` they may from the start.
         """
-        least = max(self._largest, MIN_FILE_WINDOW_BYTES if self._reads_files else MIN_WINDOW_BYTES)
+        worth_it = MIN_FILE_WINDOW_BYTES if self._reads_files else MIN_WINDOW_BYTES
+        least = max(self._largest, min(worth_it, self._total_bytes // 8))
         if self.config.offload_type is not OffloadType.LEAF_LEVEL:
             return least
         if not self._is_tight:
@@ -716,6 +719,7 @@ class Engine:
         )
         self._ring_sizes = size_rings(self.groups, self.config)
         self._largest = max((group.num_bytes for group in self.groups if not group.height), default=0)
+        self._total_bytes = sum(group.num_bytes for group in self.groups)
         self._activations = {}
         self._schedule = Schedule(first_guess(self.groups))
         images = [part.image for group in self.groups for part in group.parts]
