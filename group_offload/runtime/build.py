@@ -237,7 +237,7 @@ def _adopt_for_ram(
 ) -> None:
     """Let weights rest in the files that they are views of, page-locked in the page cache if RAM has room for them."""
     num_bytes = sum(place.num_bytes for users in views.values() for _, mine in users for _, place in mine)
-    may_lock = config.backend.has_streams and not config.low_cpu_mem_usage
+    may_lock = config.backend.has_streams and not config.low_cpu_mem_usage and not config.verify_files
     has_room = fits(num_bytes)
     if num_bytes and may_lock and not has_room:
         logger.warning(

@@ -64,6 +64,7 @@ memory saved."""
 MIN_FILE_WINDOW_BYTES = 128 << 20
 """The same for files that are read: what is being read is on its way too, and that takes a while."""
 MAX_LOCKING_SECONDS = 1.0
+"""After this long no more files are page-locked before the next pass: 27 GB of them take a second."""
 _DEEP_WINDOW = 4
 """At leaf level, `record_stream` lets this many times the largest layer be on its way: for models that compute bounds."""
 _NUM_WEIGHED = 64
@@ -701,7 +702,7 @@ class Engine:
             if time.perf_counter() - begun > MAX_LOCKING_SECONDS:
                 break
             self._to_lock.remove(source)
-            if source.seems_cached():  # else RAM is not as plentiful as it seemed
+            if not source.is_locked and source.seems_cached():  # else RAM is not as plentiful as it seemed
                 source.lock(self._backend, self.transfer.last_copy.synchronize)
 
     def _rebuild(self) -> None:
