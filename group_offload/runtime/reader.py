@@ -360,17 +360,21 @@ class Reader:
             return  # its room is free
         assert self._staging is not None and job.target is not None
         self._begin(job)
-        starts = [(read, start + read.position % BLOCK) for read, start in chunk.places()]
-        landed = [(read, self._staging[start : start + read.num_bytes]) for read, start in starts]
         try:
-            for read, data in landed:
-                _prove(read, data)
+            for read, start in chunk.places():
+                begin = start + read.position % BLOCK
+                _prove(read, self._staging[begin : begin + read.num_bytes])
         except GroupFileError as error:
             self._end(job, error)
             return
         begun = None if job.tracer is None else job.tracer.now(job.stream)
-        for read, data in landed:
-            self._backend.copy(job.target[read.at : read.at + read.num_bytes], data, job.stream)
+        for read, start in chunk.places():
+            begin = start + read.position % BLOCK
+            self._backend.copy(
+                job.target[read.at : read.at + read.num_bytes],
+                self._staging[begin : begin + read.num_bytes],
+                job.stream,
+            )
             self.num_copies += 1
         chunk.sent = self._spare.pop() if self._spare else self._backend.new_event()
         chunk.sent.record(job.stream)

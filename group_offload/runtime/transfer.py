@@ -83,13 +83,14 @@ class Transfer:
         """What copies run on: a stream of their own, or the one that computes."""
         return self._copy_stream if self._copy_stream is not None else self._backend.current_stream()
 
-    def send(self, images: Sequence[tuple[int, str, Image]], slot: Slot, after: Sequence[Event]) -> None:
+    def send(
+        self, images: Sequence[tuple[int, str, Image]], slot: Slot, after: Sequence[Event], names: list[str]
+    ) -> None:
         """Bring images to their offsets in `slot` once all of `after` is reached, and record `ready` behind the last copy.
 
         Images come with the names of their groups. If `slot.job` is set then, that is still to happen: see `Job.wait`.
         """
         if torch._C._autograd._profiler_enabled():
-            names = dict.fromkeys(name for _, name, _ in images)
             with record_function(f"group_offload.onload {' '.join(names)}"):
                 self._send(images, slot, after)
         else:
