@@ -291,7 +291,7 @@ def apply_group_offloading(
         exclude_kwargs: keyword arguments of forwards that are not moved to the device. Default: the module class's
             `_skip_keys`.
         verify_files: compare the hash of what is read from a file, each time, with that of what was written, or was read
-            the first time. It takes a core's time (some 10 GB/s), and files are not page-locked in the page cache then.
+            the first time. It takes a core's time, and files are not page-locked in the page cache then.
 
     Returns:
         The handle: what the groups are, statistics, and `remove()`.

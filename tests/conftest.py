@@ -33,7 +33,6 @@ def _fixed_seeds() -> None:
 def _tiny_groups_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models of most tests are smaller than what is worth taking in turns: here it is worth it all the same."""
     monkeypatch.setattr("group_offload.runtime.engine.MIN_WINDOW_BYTES", 0)
-    monkeypatch.setattr("group_offload.runtime.engine.MIN_FILE_WINDOW_BYTES", 0)
 
 
 @pytest.fixture(autouse=True)

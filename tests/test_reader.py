@@ -500,6 +500,30 @@ def test_direct_reads_that_are_refused(
     assert len(told) == 1 and os.strerror(code) in told[0]
 
 
+@every_tier
+@every_device
+@pytest.mark.parametrize("is_scarce", [False, True])
+def test_a_system_without_reads_at_a_position(
+    is_scarce: bool,
+    where: str,
+    tier: str,
+    tmp_path: Path,
+    preadv: Preadv,
+    request: pytest.FixtureRequest,
+    warnings_of_reads: list[str],
+) -> None:
+    """The last rung of the ladder: seek and read, with several threads at once all the same."""
+    if is_scarce:
+        request.getfixturevalue("scarce_ram")
+    with Rig(where, tier, tmp_path) as rig:
+        preadv.fail(errno.ENOSYS, 0, 10**9)
+        rig.check(3)
+        rig.settle()
+        assert preadv.num_faults > 0 and rig.handle.stats().bytes_read["direct"] == 0
+    told = [message for message in warnings_of_reads if "Reads at a position" in message]
+    assert len(told) == 1 and os.strerror(errno.ENOSYS) in told[0]
+
+
 @every_device
 def test_files_that_cannot_be_opened_for_direct_reads(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scarce_ram: None, warnings_of_reads: list[str]
@@ -785,23 +809,21 @@ def test_figures(where: str, tier: str, tmp_path: Path) -> None:
             # What a slot still holds is not brought again; of the next pass there is what there is room for.
             least = number * file_bytes - (number - 1) * stats.peak_device_bytes
             assert least <= num_bytes <= number * file_bytes + stats.peak_device_bytes
-            if tier == "folder":
-                assert num_read == num_bytes
-            else:  # images are padded, so that tensors begin where kernels want them to
-                assert 0.9 * num_bytes < num_read <= num_bytes
+            # Images in a checkpoint are padded, so that tensors begin where kernels want them to.
+            assert (0.9 if tier == "checkpoint" else 1) * num_bytes <= num_read <= num_bytes + stats.staging_bytes
             if where == "cpu" and number == 1:
                 assert num_bytes == file_bytes
             assert stats.bytes_onloaded["ram"] == stats.bytes_onloaded["pageable ram"] == 0
             assert stats.pinned_bytes == 0 and stats.host_bytes == 0 and stats.file_bytes == file_bytes
-            limit = min(reading.num_threads(), 1 - -file_bytes // SMALL_CHUNK) * SMALL_CHUNK
+            limit = min(reader.NUM_FRAMES, 1 - -file_bytes // SMALL_CHUNK) * SMALL_CHUNK
             assert stats.staging_bytes == (limit if where == "simulated" else 0)
 
 
 @every_tier
 def test_staging_memory_is_a_formula(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many chunks as threads read, or fewer for a small model."""
-    for threads, widths in ((1, WIDTHS), (2, WIDTHS), (4, WIDTHS), (16, [8]), (16, WIDTHS)):
-        monkeypatch.setattr(reader, "num_threads", lambda threads=threads: threads)
+    """A fixed number of chunks, or fewer for a small model."""
+    for frames, widths in ((1, WIDTHS), (2, WIDTHS), (4, WIDTHS), (18, [8]), (18, WIDTHS)):
+        monkeypatch.setattr(reader, "NUM_FRAMES", frames)
         with Rig("simulated", tier, tmp_path, widths) as rig:
             for path in rig.paths():
                 path.rename(path.with_suffix(".gone"))
@@ -809,7 +831,7 @@ def test_staging_memory_is_a_formula(tier: str, tmp_path: Path, monkeypatch: pyt
             file_bytes = sum(group.num_bytes for group in rig.handle.groups)
             rig.check(3)
             rig.settle()
-            expected = min(threads, 1 - -file_bytes // SMALL_CHUNK) * SMALL_CHUNK
+            expected = min(frames, 1 - -file_bytes // SMALL_CHUNK) * SMALL_CHUNK
             assert rig.handle.stats().staging_bytes == rig.device.pinned_bytes == expected
 
 
@@ -1188,20 +1210,19 @@ sys.exit(0 if status == 0 else 5)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize(("where", "kind"), [("cpu", "io"), ("simulated", "pump")])
-def test_no_more_threads_can_be_started(where: str, kind: str, tmp_path: Path) -> None:
+@every_device
+def test_no_more_threads_can_be_started(where: str, tmp_path: Path) -> None:
     """A process at its limit: the forward is right or raises, and does not hang; nor does remove(). Later it works again."""
     done = run_python(
         _IN_A_CHILD
         + """
 from group_offload.stores import reading
-kind = sys.argv[3]
 rig.settle()
-{"io": reading.pool, "pump": reader.pumps}[kind].cache_clear()  # a new one, with no threads yet
+reading.pool.cache_clear()  # a new one, with no threads yet
 start = threading.Thread.start
 is_full = True
 def refuse(thread):
-    if is_full and thread.name.startswith(f"group_offload-{kind}"):
+    if is_full and thread.name.startswith("group_offload-io"):
         raise RuntimeError("can't start new thread")
     start(thread)
 threading.Thread.start = refuse
@@ -1225,6 +1246,5 @@ except BaseException:
 """,
         where,
         tmp_path,
-        kind,
     )
     assert done.returncode == 0, done.stderr[-2500:]

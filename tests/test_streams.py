@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from group_offload import GroupFileError, OffloadHandle, apply_group_offloading
-from group_offload.runtime import engine, reader, slots, transfer
+from group_offload.runtime import engine, reader, slots, staging, transfer
 from group_offload.runtime.schedule import Schedule
 from group_offload.runtime.transfer import Transfer
 from group_offload.stores.files import SourceFile
@@ -116,6 +116,14 @@ def slow_reads(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
+def many_frames() -> Iterator[None]:
+    """The staging memory has room for all that is on its way, although the model is small."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "CHUNK_BYTES", 4096)
+        yield
+
+
+@contextmanager
 def late_reads(rng: random.Random) -> Iterator[None]:
     """Files are read late and in any order, in small pieces with room for few of them, directly or not."""
     threads = ThreadPoolExecutor(4)
@@ -132,6 +140,7 @@ def late_reads(rng: random.Random) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reader, "pool", lambda: SimpleNamespace(submit=submit))
         patch.setattr(reader, "num_threads", lambda: rng.choice([1, 2, 3]))
+        patch.setattr(reader, "NUM_FRAMES", rng.choice([1, 2, 5]))
         patch.setattr(reader, "CHUNK_BYTES", rng.choice([2 * 4096, 3 * 4096, 16 << 20]))
         if rng.random() < 0.5:
             patch.setattr("group_offload.stores.ram.available_ram", lambda: 0)
@@ -502,6 +511,68 @@ def test_slots_go_to_another_model_while_files_are_being_read(options: dict[str,
             handle.remove()
 
 
+def test_what_was_read_ahead_in_vain_is_given_up() -> None:
+    """Whatever the order is, it holds no frame for longer than until something else is expected sooner."""
+    device = SimulatedDevice(0, "random")
+    model = Model([16] * 8)
+    resident = copy.deepcopy(model)
+    x = torch.randn(2, DIM)
+    rng = random.Random(0)
+    with use_simulated_device(device), watch_file_reads(device), options_for({"in_files": True}) as options:
+        handle = offload(model, **options)
+        engine = handle._engine
+        assert engine is not None
+        for number in range(8):
+            model.route = resident.route = rng.sample(range(8), 5)
+            output, expected = forward(device, model, x), run(resident, x)
+            if number % 2:
+                with torch.no_grad():
+                    for twin in (model, resident):
+                        twin.shift.add_(1)
+            assert torch.equal(device.get(output), expected)
+            engine.transfer.drain()
+            jobs = {ahead.job for ahead in engine._ahead.values()}
+            assert set(engine.transfer._reader._announced) <= jobs and not engine.transfer._reader._submitted
+        model.alive.clear()
+        handle.remove()
+        assert device.pinned_bytes == 0
+
+
+@pytest.mark.parametrize("where", ["checkpoint", "folder"])
+def test_an_edit_of_what_is_read_ahead(where: str) -> None:
+    """The old bytes lie in the staging memory, for a group that has no slot yet."""
+    device = SimulatedDevice(0, "random")
+    model: Any = Model([16] * 6)
+    resident = copy.deepcopy(model)
+    x = torch.randn(2, DIM)
+    with (
+        use_simulated_device(device),
+        watch_file_reads(device),
+        many_frames(),
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        options: dict[str, Any] = {"offload_to_disk_path": folder}
+        if where == "checkpoint":
+            model, options = from_file(resident, Path(folder) / "model.safetensors"), {"offload_device": "disk"}
+        handle = offload(model, **options)
+        engine = handle._engine
+        assert engine is not None
+        for _ in range(3 if where == "folder" else 1):  # what was edited once has left the checkpoint
+            for _ in range(2):  # the first one learns the order
+                assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+            engine.transfer.drain()
+            ahead = {index for index in range(6) for group in engine._ahead if f"blocks_{index}" in group.group_id}
+            assert ahead
+            with torch.no_grad():
+                for index in ahead:
+                    for twin in (model, resident):
+                        for weight in twin.blocks[index].parameters():
+                            weight.data.mul_(1.5)
+            assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+        model.alive.clear()
+        handle.remove()
+
+
 @pytest.mark.parametrize("end", ["remove", "change"])
 def test_files_are_being_read_when(end: str) -> None:
     device = SimulatedDevice(0, "lazy")
@@ -566,18 +637,21 @@ def test_what_rests_in_ram_does_not_overtake_what_is_read() -> None:
 
 
 def test_what_could_not_be_read_ahead_is_read_again() -> None:
-    """One read in four fails, but none two times in a row: so no forward does."""
+    """One read in four fails, but none of the same bytes two times in a row: so no forward does."""
     device = SimulatedDevice(0, "lazy")
     model = Model([16] * 6)
     resident = copy.deepcopy(model)
-    read, num_reads, failed = SourceFile.read, 0, False
+    read, num_reads = SourceFile.read, 0
+    failed: set[Any] = set()
 
     def failing(self: SourceFile, *args: Any, **kwargs: Any) -> bool:
-        nonlocal num_reads, failed
+        nonlocal num_reads
         num_reads += 1
-        failed = num_reads % 4 == 0 and not failed
-        if failed:
+        place = self.path, args[1]
+        if num_reads % 4 == 0 and place not in failed:
+            failed.add(place)
             raise GroupFileError("the drive had a moment of weakness")
+        failed.discard(place)
         time.sleep(0.01)
         return read(self, *args, **kwargs)
 
@@ -655,7 +729,7 @@ def test_removed_right_after_a_forward(options: dict[str, Any]) -> None:
     device = SimulatedDevice(0, "lazy")
     model = Model([16] * 4)
     resident = copy.deepcopy(model)
-    with use_simulated_device(device), watch_file_reads(device), options_for(options) as options:
+    with use_simulated_device(device), watch_file_reads(device), many_frames(), options_for(options) as options:
         handle = offload(model, **options)
         x = torch.randn(2, DIM)
         outputs = [forward(device, model, x) for _ in range(3)]
@@ -677,7 +751,7 @@ def test_cut_into_groups_again_right_after_a_forward(options: dict[str, Any]) ->
     device = SimulatedDevice(0, "lazy")
     model = Model([16] * 4)
     resident = copy.deepcopy(model)
-    with use_simulated_device(device), watch_file_reads(device), options_for(options) as options:
+    with use_simulated_device(device), watch_file_reads(device), many_frames(), options_for(options) as options:
         handle = offload(model, **options)
         x = torch.randn(2, DIM)
         outputs = [(forward(device, model, x), run(resident, x)) for _ in range(3)]
@@ -764,14 +838,14 @@ def test_memory_of_the_allocator_is_freed_after_another_stream_used_it() -> None
 
 CALLS = {"wait_event", "synchronize", "record", "record_stream", "finish", "abandon", "begin_all"}
 WAITS_FOR_THREADS = {"slot.job.wait()", "self.is_over.wait()"}
-NO_ORDER = {("Reader", "_step")}
+NO_ORDER = {("Reader", "_next")}
 """Waits that only keep a thread from going round in circles."""
 
 
 def find_waits() -> list[tuple[Any, str, int]]:
     """Every statement of the engine that only orders work: (class, method, index of the statement)."""
     found = []
-    for module in (engine, slots, transfer, reader):
+    for module in (engine, slots, transfer, reader, staging):
         for node in ast.parse(Path(module.__file__ or "").read_text()).body:
             if isinstance(node, ast.ClassDef):
                 for method in node.body:
@@ -828,6 +902,7 @@ def everything() -> None:
     test_removed_after_an_interrupt_at_the_end_of_a_pass()
     test_what_rests_in_ram_does_not_overtake_what_is_read()
     test_what_could_not_be_read_ahead_is_read_again()
+    test_what_was_read_ahead_in_vain_is_given_up()
     for end in ("remove", "change"):
         test_files_are_being_read_when(end)
     for options in ({}, {"record_stream": True}):

@@ -27,9 +27,9 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
@@ -50,6 +50,7 @@ from ..stores.ram import choose_ways
 from .build import build_groups, first_guess, materialise, size_rings
 from .group import Group, Residence
 from .hooks import Gate, moved
+from .reader import Job
 from .schedule import Schedule
 from .slots import Lease, Ring, Slot, arena_for
 from .stalls import Stalls
@@ -61,10 +62,8 @@ MAX_RUN_BYTES = 8 << 20
 MIN_WINDOW_BYTES = 4 << 20
 """Just in time: so much may be on its way, however small the groups are, or an eighth of all. Less would be all work and no
 memory saved."""
-MIN_FILE_WINDOW_BYTES = 128 << 20
-"""The same for files that are read: what is being read is on its way too, and that takes a while."""
 MAX_LOCKING_SECONDS = 1.0
-"""After this long no more files are page-locked before the next pass: 27 GB of them take a second."""
+"""After this long no more files are page-locked before the next pass."""
 _DEEP_WINDOW = 4
 """At leaf level, `record_stream` lets this many times the largest layer be on its way: for models that compute bounds."""
 _NUM_WEIGHED = 64
@@ -148,6 +147,10 @@ class Engine:
         self._to_lock: list[SourceFile] = []
         """Files that are locked in the page cache once they are there."""
         self._in_files: list[FileImage] = []
+        self._reads_files = False
+        """Some of them are not locked."""
+        self._ahead: dict[Group, _Ahead] = {}
+        """What is read before there is a slot for it."""
         self._ring_sizes: dict[int, int] = {}
         """For each height of groups: how much memory they take turns in."""
         self._largest = 0
@@ -184,10 +187,6 @@ class Engine:
         return self._largest + self._window(None) + sum(size for height, size in self._ring_sizes.items() if height)
 
     @property
-    def _reads_files(self) -> bool:
-        return any(not image.source.is_locked for image in self._in_files)
-
-    @property
     def is_running(self) -> bool:
         return bool(self._calls)
 
@@ -210,7 +209,7 @@ class Engine:
                 )
             if not self._is_clean:
                 self._recover()
-            self.transfer.abandon()
+            self._abandon_reads()
             self._release_slots()
             for group in self.groups:
                 for part in group.parts:
@@ -324,6 +323,7 @@ class Engine:
             self._backend.record_stream(slot.memory, self.transfer.stream)  # where a copy to it may be on its way
         self._give_lease_back()
         self._release_slots()
+        self._abandon_reads()
         self._is_clean = True
 
     def _hold(self, group: Group) -> None:
@@ -341,8 +341,8 @@ class Engine:
                 group.take_up_edits(self.transfer)
             if group.slot is not None and not group.is_current:
                 self._drop(group)
-        was_ahead = group.slot is not None
-        if not was_ahead:
+        was_ahead = group.slot is not None or group in self._ahead
+        if group.slot is None:
             self.counters.stalls += 1
             self._is_behind = True
             self._onload_now(group)
@@ -417,6 +417,10 @@ class Engine:
         if not group.is_current:
             self._drop(group)
 
+    def _abandon_reads(self) -> None:
+        self._ahead.clear()
+        self.transfer.abandon()
+
     # ---------------------------------------------------------------- how far ahead
 
     def _window(self, top: nn.Module | None) -> int:
@@ -426,8 +430,7 @@ class Engine:
         compute, which matters where compute, not copies, sets the time: then activations are large, and weights may take
         a third of what those take. With `record_stream` they may from the start.
         """
-        worth_it = MIN_FILE_WINDOW_BYTES if self._reads_files else MIN_WINDOW_BYTES
-        least = max(self._largest, min(worth_it, self._total_bytes // 8))
+        least = max(self._largest, min(MIN_WINDOW_BYTES, self._total_bytes // 8))
         if self.config.offload_type is not OffloadType.LEAF_LEVEL:
             return least
         if not self._is_tight:
@@ -446,44 +449,99 @@ class Engine:
     # ---------------------------------------------------------------- slots
 
     def _prefetch(self) -> None:
-        """Start the images that come next, as far as there is room, or room in what is needed later."""
+        """Start the images that come next, as far as there is room, or room in what is needed later.
+
+        What is read from files is read further ahead, as far as the staging memory reaches.
+        """
         if not self.config.use_stream:
             return
         has_room = self._next_bytes is not None and self._has_room_for(self._next_bytes)
-        if self._is_just_in_time and not self._is_behind and not has_room:
+        if self._is_just_in_time and not self._is_behind and not has_room and not self._may_read_ahead():
             return
         self._is_behind = False
         self._next_bytes = None
         self._blockers = set()
-        full: set[int] = set()
-        soon: set[Group] = set()
+        walk = _Walk()
         run: list[Group] = []
         run_bytes = 0
         left = _LOOK_BEYOND
         for group in self._schedule.upcoming(wraps=self._wraps):
-            if group in soon:
+            if group in walk.soon:
                 continue
-            if group.slot is None and group.height not in full:
-                if run and (
-                    group.height != run[0].height or run_bytes + group.num_bytes > self._run_limit(group.height)
-                ):
-                    if not self._onload_ahead(run, run_bytes, soon):
-                        full.add(run[0].height)
+            if group.slot is None:
+                ahead = self._ahead.get(group)
+                fits = run and group.height == run[0].height and run_bytes + group.num_bytes <= self._run_limit(run[0])
+                if run and (ahead is not None or not fits):
+                    self._start_run(run, walk)
                     run, run_bytes = [], 0
-                if group.height not in full:
-                    run.append(group)
-                    run_bytes += group.num_bytes
-            soon.add(group)
-            if 0 in full:
+                if ahead is not None and ahead.run[0] is group and ahead.is_good:
+                    self._start_run(ahead.run, walk)
+                    walk.soon.update(ahead.run)
+                    continue
+                run.append(group)
+                run_bytes += group.num_bytes
+            walk.soon.add(group)
+            if 0 in walk.full and not self._may_read_ahead():
                 left -= 1
                 if not left:
                     break
         if run:
-            self._onload_ahead(run, run_bytes, soon)
+            self._start_run(run, walk)
 
-    def _run_limit(self, height: int) -> int:
-        is_loose = self._is_just_in_time and not height
-        room = 2 * self._window_bytes if is_loose else self._ring_sizes[height]
+    def _may_read_ahead(self) -> bool:
+        return self._reads_files and self.transfer.has_room_ahead
+
+    def _start_run(self, run: list[Group], walk: _Walk) -> None:
+        """Start to onload `run`; where no slot is free, to read it."""
+        height = run[0].height
+        if height not in walk.full:
+            if self._onload_ahead(run, sum(group.num_bytes for group in run), walk.soon):
+                return
+            walk.full.add(height)
+        if self._reads_files:
+            self._read_ahead(run, walk)
+
+    def _read_ahead(self, run: list[Group], walk: _Walk) -> None:
+        ahead = self._ahead.get(run[0])
+        if ahead is not None and ahead.run == run and ahead.is_good:
+            walk.met.add(ahead)
+            return
+        self._give_up_ahead(run)
+        while not self.transfer.has_room_ahead:
+            stale = next((ahead for ahead in reversed(self._ahead.values()) if ahead not in walk.met), None)
+            if stale is None:
+                return
+            self._give_up_ahead(stale.run)  # it was expected sooner than it is now
+        job = self.transfer.read_ahead(_images_of(run))
+        if job is not None:
+            ahead = _Ahead(run, job)
+            walk.met.add(ahead)
+            self._ahead.update(dict.fromkeys(run, ahead))
+
+    def _take_ahead(self, run: list[Group]) -> Job | None:
+        """What was read of `run` so far. What is of no use for it, but has some of its groups, is given up."""
+        ahead = self._ahead.get(run[0])
+        if ahead is not None and ahead.run == run and ahead.is_good:
+            self._forget_ahead(ahead)
+            return ahead.job
+        self._give_up_ahead(run)
+        return None
+
+    def _give_up_ahead(self, run: list[Group]) -> None:
+        """Forget what was read of any group of `run`."""
+        for group in run:
+            ahead = self._ahead.get(group)
+            if ahead is not None:
+                self._forget_ahead(ahead)
+                ahead.job.abandon()
+
+    def _forget_ahead(self, ahead: _Ahead) -> None:
+        for group in ahead.run:
+            del self._ahead[group]
+
+    def _run_limit(self, group: Group) -> int:
+        is_loose = self._is_just_in_time and not group.height
+        room = 2 * self._window_bytes if is_loose else self._ring_sizes[group.height]
         return min(MAX_RUN_BYTES, room // 8)
 
     def _onload_ahead(self, run: list[Group], num_bytes: int, soon: set[Group]) -> bool:
@@ -536,18 +594,18 @@ class Engine:
         for old in evicted:
             self._evict(old)
         self.stalls.collect(slot)
-        images: list[tuple[int, str, Image]] = []
+        job = self._take_ahead(run)
+        images = _images_of(run)
         offset = 0
         for group in run:
-            group.slot, group.offset = slot, offset
-            images += group.images_at(offset)
+            group.was_sent(slot, offset)
             offset += group.num_bytes
         slot.groups = run
         slot.unused = set(run)
         slot.waited_on = slot.last_stream = None
         self.counters.onloads += len(run)
         # If it raises, so does the pass, and the next one starts from nothing.
-        self.transfer.send(images, slot, after, [group.group_id for group in run])
+        self.transfer.send(images, slot, after, job=job)
 
     def _drop(self, group: Group) -> None:
         """Take the group out of its slot, whose content is out of date."""
@@ -704,6 +762,7 @@ class Engine:
             self._to_lock.remove(source)
             if not source.is_locked and source.seems_cached():  # else RAM is not as plentiful as it seemed
                 source.lock(self._backend, self.transfer.last_copy.synchronize)
+        self._reads_files = any(not image.source.is_locked for image in self._in_files)
 
     def _rebuild(self) -> None:
         self.counters.rebuilds += 1
@@ -713,7 +772,7 @@ class Engine:
         """Cut the module into groups, for the first time or because it has changed."""
         before = self.groups
         if before:
-            self.transfer.abandon()  # images are about to go
+            self._abandon_reads()  # images are about to go
             self._release_slots()  # and will have other sizes
         self.groups = build_groups(
             self.root, self.config, self._folder, before, _is_compiled, self.transfer.last_copy.synchronize, casts
@@ -735,12 +794,12 @@ class Engine:
             image.is_verified = self.config.verify_files
         may_lock = self._backend.has_streams and not self.config.low_cpu_mem_usage and not self.config.verify_files
         self._to_lock = choose_ways(in_files, may_lock=may_lock)
+        self._in_files = in_files
         self._lock_files([source for source in self._to_lock if source.seems_cached()])
         self.transfer.prepare_for(
             max((image.layout.num_bytes for image in images), default=0),
             sum(image.layout.num_bytes for image in in_files),
         )
-        self._in_files = in_files
         self._publish_manifest()
         self._install_gates()
         in_use = {part for group in self.groups for part in group.parts}
@@ -775,6 +834,36 @@ class Engine:
         _offloaded.difference_update(self._seen)
         self._seen = {module: _Seen.of(module) for module in self.root.modules()}
         _offloaded.update(self._seen)
+
+
+class _Walk:
+    """What was found out so far on a walk through what comes next."""
+
+    def __init__(self) -> None:
+        self.soon: set[Group] = set()
+        """What comes next, up to here."""
+        self.full: set[int] = set()
+        """The heights of groups for which there is no room."""
+        self.met: set[_Ahead] = set()
+        """What is read already, and rightly so."""
+
+
+class _Ahead:
+    """A run of groups that is read from files before there is a slot for it."""
+
+    def __init__(self, run: list[Group], job: Job) -> None:
+        self.run = run
+        self.job = job
+        self._generations = _generations_of(run)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether what was read is what would be read now."""
+        return self._generations == _generations_of(self.run) and all(group.slot is None for group in self.run)
+
+
+def _generations_of(run: list[Group]) -> list[tuple[int, bool]]:
+    return [(part.image.generation, part.image.is_outdated) for group in run for part in group.parts]
 
 
 class _Activations:
@@ -886,6 +975,12 @@ def _forms(tensors: list[torch.Tensor]) -> tuple[list[int], list[Any], list[Any]
         list(map(torch.Tensor.stride, tensors)),
         list(map(_dtype, tensors)),
     )
+
+
+def _images_of(run: Sequence[Group]) -> list[tuple[int, str, Image]]:
+    """Where in a slot for `run` each image goes, the name of its group, and the image."""
+    starts = accumulate((group.num_bytes for group in run), initial=0)
+    return [image for group, start in zip(run, starts, strict=False) for image in group.images_at(start)]
 
 
 def _leave_all(paths: list[Path]) -> None:

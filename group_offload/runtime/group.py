@@ -245,11 +245,13 @@ class Group:
 
     def images_at(self, offset: int) -> list[tuple[int, str, Image]]:
         """Where in a slot each image goes if the group's bytes begin at `offset`, the group's name, and the image."""
-        found: list[tuple[int, str, Image]] = []
+        return [(offset + part.offset, self.group_id, part.image) for part in self.parts]
+
+    def was_sent(self, slot: Slot, offset: int) -> None:
+        """The images, as they are now, are on their way to byte `offset` of `slot`."""
+        self.slot, self.offset = slot, offset
         for part in self.parts:
             part.sent_generation = part.image.generation
-            found.append((offset + part.offset, self.group_id, part.image))
-        return found
 
     def _views_of(self, slot: Slot) -> list[torch.Tensor]:
         known = slot.views.get(self)

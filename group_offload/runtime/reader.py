@@ -1,12 +1,16 @@
 """Reads files ahead of compute, with several threads, and sends what was read on to the device.
 
 [Note: The life of a chunk]
-What a slot needs from files is one *job*, cut into chunks. A chunk gets room in the staging memory, a ring that is
+What a slot needs from files is one *job*, cut into chunks. A chunk gets a frame of the staging memory, which is
 page-locked once; a thread of the pool reads it there; then its copy to the slot is enqueued, and once that copy is done
-its room is free again. Chunks are read side by side and in any order, and enqueued in the order of their jobs: so the
+the frame is free again. Chunks are read side by side and in any order, and enqueued in the order of their jobs: so the
 drive, the link to the device and compute are all busy at once, and the first groups that are needed come first.
 
-One thread for each reader, the pump, does all of this but the reading. It is there as long as there is something to do.
+A job may be *announced* before there is a slot for it: it is read as far as there are frames, and sent when it is
+submitted with its slot. So the drive, which is slower than the link, works on while slots are held by what compute needs
+now. What is needed sooner takes frames from what was announced; that is read again then.
+
+Workers run on the pool as long as they find something to do. Whoever has read a chunk enqueues all that can be enqueued.
 Compute has to wait for the slot's *ready* event, which is recorded only when the job's last copy was enqueued: whoever
 launches compute waits for that first (`Job.wait`). It waits for the drive then, never for the device.
 """
@@ -19,10 +23,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 
@@ -31,15 +34,16 @@ from ..errors import GroupFileError
 from ..stores.base import memory_of
 from ..stores.files import Proof, SourceFile
 from ..stores.mapping import flat_view, map_anonymous
-from ..stores.pinned import unlock
 from ..stores.reading import BLOCK, MIN_BYTES_PER_THREAD, blocks_around, num_threads, pool
+from .staging import Staging
 from .trace import Tracer
 
-CHUNK_BYTES = 16 << 20
-"""Large enough for the drive and the link to be at full speed, small enough for both to be busy with one group."""
+CHUNK_BYTES = 6 << 20
+"""Large enough for the drive and the link to be at full speed, small enough for all threads to be busy with one group."""
+NUM_FRAMES = 18
+"""Two more than threads: while some are copied from, all threads can read."""
 _MAX_READS_PER_CHUNK = 64
 """Small pieces are read one after another by one thread: that many, at most."""
-_MAX_PUMPS = 64
 
 
 @dataclass(slots=True)
@@ -56,36 +60,26 @@ class Read:
 
 
 class Job:
-    """All that one slot needs from files."""
+    """All that one slot needs from files. Guarded by its reader's lock."""
 
-    def __init__(
-        self,
-        reader: Reader,
-        target: torch.Tensor,
-        reads: Sequence[Read],
-        stream: Stream,
-        after: Sequence[Event],
-        ready: Event,
-        tracer: Tracer | None,
-    ) -> None:
-        """
-        Args:
-            target: the slot's memory.
-            stream: what copies run on, once all of `after` is reached.
-            ready: recorded behind the last copy.
-        """
-        self.target: torch.Tensor | None = target
-        self.stream = stream
-        self.after = after
-        self.ready = ready
+    def __init__(self, reader: Reader, reads: Sequence[Read], tracer: Tracer | None) -> None:
         self.tracer = tracer
-        self.chunks = deque(_Chunk(part, self) for part in _parts(reads, CHUNK_BYTES))
+        self.chunks = deque(_Chunk(part) for part in _parts(_in_order_of_files(reads), CHUNK_BYTES))
+        """Nobody has begun to read these."""
+        self.begun: deque[_Chunk] = deque()
+        """In frames: being read, or read."""
         self.num_left = len(self.chunks)
         """Chunks that were not enqueued yet."""
-        self.is_begun = False
+        self.target: torch.Tensor | None = None
+        """The slot's memory, once there is one."""
+        self.stream: Stream
+        self.after: Sequence[Event] = ()
+        self.ready: Event
+        self.has_waited = False
+        """For all of `after`."""
         self.is_over = threading.Event()
         self.error: BaseException | None = None
-        self._reader = reader
+        self._reader = weakref.ref(reader)
 
     def wait(self) -> None:
         """Return once `ready` is recorded.
@@ -99,29 +93,42 @@ class Job:
 
     def abandon(self) -> None:
         """Enqueue nothing more. What was enqueued before is behind `ready`."""
-        self._reader.abandon(self)
+        reader = self._reader()
+        if reader is not None:
+            reader.abandon(self)
 
 
 class _Chunk:
-    """Pieces of files that are read by one thread, one after another, to one place in the staging memory."""
+    """Pieces of files that are read by one thread, one after another, into one frame."""
 
-    def __init__(self, reads: list[Read], job: Job) -> None:
-        self.reads = reads
-        self.job = job
-        self.num_bytes = sum(blocks_around(read.position, read.num_bytes) for read in reads)
+    def __init__(self, reads: list[Read]) -> None:
+        self.spans: list[tuple[Read, list[Read]]] = []
+        """What is read at once, and the reads that are in it: several, if they lie next to each other in a file."""
         self.start = 0
-        """Where in the staging memory."""
+        """Of the frame, in the staging memory."""
         self.is_read = False
         self.error: BaseException | None = None
-        self.sent: Event | None = None
-        """Reached once its copies are done; None as long as none is enqueued."""
+        self.num_bytes = sum(read.num_bytes for read in reads)
+        for read in reads:
+            last = self.spans[-1] if self.spans else None
+            if last is not None and _is_next_to(last[0], read):
+                last[0].num_bytes = read.position + read.num_bytes - last[0].position
+                last[1].append(read)
+            else:
+                self.spans.append((replace(read), [read]))
 
-    def places(self) -> Iterator[tuple[Read, int]]:
-        """Each read, and where in the staging memory its blocks begin."""
+    def places(self) -> Iterator[tuple[Read, int, list[Read]]]:
+        """What is read at once, where in the staging memory its blocks begin, and the reads that are in it."""
         start = self.start
-        for read in self.reads:
-            yield read, start
-            start += blocks_around(read.position, read.num_bytes)
+        for span, reads in self.spans:
+            yield span, start, reads
+            start += blocks_around(span.position, span.num_bytes)
+
+    def pieces(self) -> Iterator[tuple[Read, int]]:
+        """Each read, and where in the staging memory its bytes begin."""
+        for span, start, reads in self.places():
+            for read in reads:
+                yield read, start + span.position % BLOCK + read.position - span.position
 
 
 _readers: weakref.WeakSet[Reader] = weakref.WeakSet()
@@ -139,182 +146,211 @@ class Reader:
         _readers.add(self)
         self._backend = backend
         self._changed = threading.Condition()
-        """Guards everything below, and is notified when a chunk was read or a job came."""
-        self._jobs: deque[Job] = deque()
-        """Those that have chunks nobody began to read."""
-        self._live: set[Job] = set()
-        """All that are not over."""
-        self._reading: deque[_Chunk] = deque()
-        """In the order in which they will be enqueued."""
-        self._copying: deque[_Chunk] = deque()
-        """Enqueued: their room is free once `sent` is reached."""
-        self._is_pumping = False
-        self._staging_limit = 0
-        self._staging: torch.Tensor | None = None
-        self._head = 0
-        self._unpin: Callable[[], object] = _nothing
-        self._spare: list[Event] = []
-        self.last_copy = backend.new_event()
+        """Guards everything below and all jobs, and is notified when a worker ends."""
+        self._submitted: deque[Job] = deque()
+        """Those that are not over, in the order in which they are copied."""
+        self._announced: list[Job] = []
+        """Those that have no slot yet, in the order in which they will be needed."""
+        self._num_workers = 0
+        self._num_starting = 0
+        """Of these, how many have not yet looked for something to do."""
+        self._is_waiting = False
+        """One of them waits for a copy to free a frame."""
+        self._staging = Staging(backend)
         self.num_copies = 0
         self.bytes_read = {False: 0, True: 0}
         """Through the page cache, and past it."""
 
     @property
     def staging_bytes(self) -> int:
-        return 0 if self._staging is None else self._staging.numel()
+        return self._staging.num_bytes
+
+    @property
+    def has_room_ahead(self) -> bool:
+        """Whether another job may be announced: those that are do not take all frames."""
+        return sum(len(job.chunks) + len(job.begun) for job in self._announced) < self._staging.num_frames
 
     def prepare_for(self, file_bytes: int) -> None:
-        """Size the staging memory for images of so many bytes in all. At rest only."""
-        limit = min(num_threads(), 1 + -(-file_bytes // CHUNK_BYTES)) * CHUNK_BYTES
-        if limit != self._staging_limit:
-            self.close()
-            self._staging_limit = limit
+        """Size the staging memory for images of so many bytes in all. Nothing may be read."""
+        assert not self._num_workers
+        self._staging.resize(min(NUM_FRAMES, 1 + -(-file_bytes // CHUNK_BYTES)), CHUNK_BYTES)
 
-    def submit(self, job: Job) -> None:
+    def announce(self, reads: Sequence[Read], tracer: Tracer | None) -> Job:
+        """Begin to read what will be needed. Neither the device nor compute notices before it is submitted."""
+        job = Job(self, reads, tracer)
         with self._changed:
-            self._jobs.append(job)
-            self._live.add(job)
-            self._changed.notify_all()
-            if self._is_pumping:
-                return
-            self._is_pumping = True
-        try:
-            pumps().submit(self._pump)
-        except RuntimeError:  # no more threads, or the interpreter is about to exit
-            self._pump()
+            self._announced.append(job)
+            num_more = self._hire()
+        self._start(num_more)
+        return job
+
+    def submit(self, job: Job, target: torch.Tensor, stream: Stream, after: Sequence[Event], ready: Event) -> None:
+        """Send a job to its slot, behind all that were submitted before.
+
+        Args:
+            target: the slot's memory.
+            stream: what copies run on, once all of `after` is reached.
+            ready: recorded behind the last copy.
+        """
+        with self._changed:
+            if job in self._announced:
+                self._announced.remove(job)
+            job.target, job.stream, job.after, job.ready = target, stream, after, ready
+            self._submitted.append(job)
+            self._send_what_is_read()
+            num_more = self._hire()
+        self._start(num_more)
 
     def begin_all(self) -> None:
         """Let copies that do not come from here also wait for all that jobs so far have to wait for.
 
         A job's slot may have taken the place of a larger one, and what is copied now the rest of that.
         """
-        if self._live:
+        if self._submitted:
             with self._changed:
-                for job in self._live:
+                for job in self._submitted:
                     self._begin(job)
 
     def abandon(self, job: Job) -> None:
         with self._changed:
             if not job.is_over.is_set():
                 self._end(job, None)
-                self._changed.notify_all()
+            num_more = self._hire()
+        self._start(num_more)
 
     def drain(self) -> None:
-        """Return once no job is left and nothing is read."""
+        """Return once all that was submitted is on its way, and nothing is read."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_pumping)
+            self._changed.wait_for(lambda: not self._num_workers)
 
     def abandon_all(self) -> None:
         """Begin no more reads, and return once none is under way."""
         with self._changed:
-            for job in [*self._live]:
+            for job in [*self._submitted, *self._announced]:
                 self._end(job, None)
-            self._changed.notify_all()
         self.drain()
 
     def forget(self) -> None:
         """In a child process, which has none of the parent's threads: forget what they were at, and whatever they hold."""
         self._changed = threading.Condition()
-        for job in self._live:
+        for job in [*self._submitted, *self._announced]:
             job.is_over = threading.Event()
             job.error, job.target = RuntimeError("This process was forked while the file was read."), None
             job.is_over.set()
-        self._live, self._jobs, self._reading = set(), deque(), deque()
-        self._is_pumping = False
+        self._submitted, self._announced = deque(), []
+        self._num_workers = self._num_starting = 0
+        self._is_waiting = False
+        self._staging.forget()
 
     def close(self) -> None:
         """Give the staging memory back. Nothing may be read."""
-        assert not self._is_pumping
-        self._unpin()
-        self._unpin, self._staging = _nothing, None
-        self._head = 0
-        self._copying.clear()
+        assert not self._num_workers
+        self._staging.close()
 
-    # ---------------------------------------------------------------- the pump
+    # ---------------------------------------------------------------- workers
 
-    def _pump(self) -> None:
+    def _hire(self) -> int:
+        """How many workers more have something to do now. Call `_start` with that, without the lock."""
+        num_unread = self._num_unread()
+        num = self._staging.num_free
+        if not num and not self._is_waiting and (self._staging.oldest_sent is not None or not self._num_workers):
+            num = 1  # to wait for a frame, or to take one
+        num = min(num_unread, num) - self._num_starting
+        num = max(0, min(num, num_threads() - self._num_workers))
+        self._num_workers += num
+        self._num_starting += num
+        return num
+
+    def _start(self, num_workers: int) -> None:
+        for _ in range(num_workers):
+            _on_pool(self._work)
+
+    def _num_unread(self) -> int:
+        return sum(len(job.chunks) for job in (*self._submitted, *self._announced))
+
+    def _work(self) -> None:
+        with self._changed:
+            self._num_starting -= 1
         try:
-            while self._step():
-                pass
+            while (found := self._next()) is not None:
+                self._read(*found)
         except BaseException as error:  # nobody else would tell those who wait
             self._fail(error)
-
-    def _step(self) -> bool:
-        """Do one thing, or wait until there is one. False if all is done."""
-        with self._changed:
-            if self._reading and self._reading[0].is_read:
-                self._enqueue(self._reading.popleft())
-                return True
-            while self._jobs and (self._jobs[0].is_over.is_set() or not self._jobs[0].chunks):
-                self._jobs.popleft()
-            if self._jobs:
-                chunk = self._jobs[0].chunks[0]
-                if self._find_room(chunk):
-                    self._jobs[0].chunks.popleft()
-                    self._reading.append(chunk)
-                    _on_pool(self._read, chunk)
-                    return True
-                oldest = self._copying[0] if self._copying else None
-                if oldest is None:  # all of it is being read into
-                    self._changed.wait()
-                    return True
-            elif self._reading:
-                self._changed.wait()
-                return True
-            else:
-                self._is_pumping = False
+        finally:
+            with self._changed:
+                self._num_workers -= 1
                 self._changed.notify_all()
-                return False
-        assert oldest.sent is not None
-        oldest.sent.synchronize()  # as long as the link takes for a chunk
-        return True
 
-    def _find_room(self, chunk: _Chunk) -> bool:
-        if self._staging is None:
-            memory = flat_view(map_anonymous(self._staging_limit), 0, self._staging_limit)
-            unpin = self._backend.pin(memory)
-            if unpin is not None:
-                # A model that is dropped without remove() must not leave its pages locked.
-                finalizer = weakref.finalize(self, unlock, self.last_copy.synchronize, unpin, memory)
-                finalizer.atexit = False
-                self._unpin = finalizer
-            self._staging = memory
-        while self._copying:
-            sent = self._copying[0].sent
-            assert sent is not None
-            if not sent.query():
-                break
-            self._spare.append(sent)
-            self._copying.popleft()
-        start = self._head if self._head + chunk.num_bytes <= self._staging.numel() else 0
-        end = start + chunk.num_bytes
-        if any(c.start < end and start < c.start + c.num_bytes for c in (*self._copying, *self._reading)):
-            return False
-        chunk.start, self._head = start, end
-        return True
+    def _next(self) -> tuple[Job, _Chunk] | None:
+        """What the calling worker reads next, in a frame of its own; None if there is nothing for it."""
+        while True:
+            with self._changed:
+                self._send_what_is_read()
+                found = self._begin_chunk()
+                oldest = self._staging.oldest_sent
+                if found is None and (oldest is None or self._is_waiting or not self._num_unread()):
+                    return None
+                if found is None:
+                    self._is_waiting = True
+                num_more = self._hire()
+            self._start(num_more)
+            if found is not None:
+                return found
+            assert oldest is not None
+            try:
+                oldest.synchronize()  # as long as the link takes for a chunk
+            finally:
+                with self._changed:
+                    self._is_waiting = False
 
-    def _read(self, chunk: _Chunk) -> None:
+    def _begin_chunk(self) -> tuple[Job, _Chunk] | None:
+        """Give the first chunk that nobody has begun to read a frame; None if there is no such chunk, or no frame."""
+        jobs = [*self._submitted, *self._announced]
+        for index, job in enumerate(jobs):
+            if job.chunks:
+                start = self._staging.take()
+                if start is None:
+                    start = self._take_back(jobs[index + 1 :])
+                if start is None:
+                    return None
+                chunk = job.chunks.popleft()
+                chunk.start = start
+                job.begun.append(chunk)
+                return job, chunk
+        return None
+
+    def _take_back(self, jobs: Sequence[Job]) -> int | None:
+        """The frame of what is needed last of all in `jobs`, which is read again later."""
+        for job in reversed(jobs):
+            if job.begun and job.begun[-1].is_read:
+                chunk = job.begun.pop()
+                chunk.is_read, chunk.error = False, None
+                job.chunks.appendleft(chunk)
+                return chunk.start
+        return None
+
+    def _read(self, job: Job, chunk: _Chunk) -> None:
         """Read a chunk, on a thread of the pool."""
-        job = chunk.job
         try:
-            assert self._staging is not None
-            memory = memory_of(self._staging)
-            for read, start in chunk.places():
+            assert self._staging.memory is not None
+            memory = memory_of(self._staging.memory)
+            for span, start, reads in chunk.places():
                 if job.is_over.is_set():
                     break
-                area = memory[start : start + blocks_around(read.position, read.num_bytes)]
+                area = memory[start : start + blocks_around(span.position, span.num_bytes)]
                 started = time.perf_counter()
-                with _naming(read):
-                    is_direct = read.source.read(area, read.position, read.num_bytes, direct=read.direct)
-                self._count(is_direct, read.num_bytes)
+                with _naming(*reads):
+                    is_direct = span.source.read(area, span.position, span.num_bytes, direct=span.direct)
+                self._count(is_direct, span.num_bytes)
                 if job.tracer is not None:
-                    job.tracer.read(read.label, started, time.perf_counter(), read.num_bytes)
+                    job.tracer.read(span.label, started, time.perf_counter(), span.num_bytes)
         except BaseException as error:
             chunk.error = error
         finally:
             with self._changed:
                 chunk.is_read = True
-                self._changed.notify_all()
+                if job.is_over.is_set():
+                    self._staging.give_back(chunk.start)
 
     def read_now(self, target: torch.Tensor, reads: Sequence[Read], tracer: Tracer | None) -> None:
         """Read into memory that the CPU computes from, with several threads, and return when it is there.
@@ -352,69 +388,88 @@ class Reader:
         with self._changed:
             self.bytes_read[is_direct] += num_bytes
 
-    def _enqueue(self, chunk: _Chunk) -> None:
-        job = chunk.job
-        if chunk.error is not None and not job.is_over.is_set():
-            self._end(job, chunk.error)
-        if job.is_over.is_set():
-            return  # its room is free
-        assert self._staging is not None and job.target is not None
-        self._begin(job)
+    # ---------------------------------------------------------------- copies
+
+    def _send_what_is_read(self) -> None:
+        while self._submitted:
+            job = self._submitted[0]
+            if not (job.begun and job.begun[0].is_read):
+                return
+            chunk = job.begun[0]
+            if chunk.error is None:
+                self._send(job, chunk)
+            else:
+                self._end(job, chunk.error)
+
+    def _send(self, job: Job, chunk: _Chunk) -> None:
+        memory = self._staging.memory
+        assert memory is not None and job.target is not None
         try:
-            for read, start in chunk.places():
-                begin = start + read.position % BLOCK
-                _prove(read, self._staging[begin : begin + read.num_bytes])
+            for read, start in chunk.pieces():
+                _prove(read, memory[start : start + read.num_bytes])
         except GroupFileError as error:
             self._end(job, error)
             return
+        self._begin(job)
         begun = None if job.tracer is None else job.tracer.now(job.stream)
-        for read, start in chunk.places():
-            begin = start + read.position % BLOCK
-            self._backend.copy(
-                job.target[read.at : read.at + read.num_bytes],
-                self._staging[begin : begin + read.num_bytes],
-                job.stream,
-            )
-            self.num_copies += 1
-        chunk.sent = self._spare.pop() if self._spare else self._backend.new_event()
-        chunk.sent.record(job.stream)
-        self._copying.append(chunk)
+        job.begun.popleft()
+        try:
+            for read, start in chunk.pieces():
+                target = job.target[read.at : read.at + read.num_bytes]
+                self._backend.copy(target, memory[start : start + read.num_bytes], job.stream)
+                self.num_copies += 1
+        finally:
+            self._staging.give_back_after(chunk.start, job.stream)
         if job.tracer is not None and begun is not None:
-            names, num_bytes = [read.label for read in chunk.reads], sum(read.num_bytes for read in chunk.reads)
-            job.tracer.copied(names, begun, job.stream, num_bytes)
+            job.tracer.copied([read.label for read, _ in chunk.pieces()], begun, job.stream, chunk.num_bytes)
         job.num_left -= 1
         if not job.num_left:
             self._end(job, None)
 
     def _begin(self, job: Job) -> None:
-        if not job.is_begun:
-            job.is_begun = True
+        if not job.has_waited:
+            job.has_waited = True
             for event in job.after:
                 job.stream.wait_event(event)
 
     def _end(self, job: Job, error: BaseException | None) -> None:
         job.error = error
-        self._live.discard(job)
-        self._begin(job)  # also if it brought nothing: who takes these bytes next waits for this job only
-        job.ready.record(job.stream)
-        self.last_copy.record(job.stream)
+        for chunk in job.begun:
+            if chunk.is_read:
+                self._staging.give_back(chunk.start)
+        if job in self._announced:
+            self._announced.remove(job)
+        elif job in self._submitted:  # not in the middle of a call that was interrupted
+            self._submitted.remove(job)
+            self._begin(job)  # also if it brought nothing: who takes these bytes next waits for this job only
+            job.ready.record(job.stream)
+            self._staging.last_copy.record(job.stream)
         job.target = None  # the job may be kept longer than the slot
-        job.chunks.clear()  # these refer to the job: files would stay mapped until the garbage collector comes
+        job.chunks.clear()  # the job may be kept: files need not stay mapped
+        job.begun.clear()
         job.is_over.set()
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
-            for job in [*self._live]:
+            for job in [*self._submitted, *self._announced]:
                 with suppress(Exception):  # it may be the device that fails
                     self._end(job, error)
                 job.error = error
                 job.is_over.set()
-            self._live.clear()
-            self._jobs.clear()
-            self._changed.wait_for(lambda: all(chunk.is_read for chunk in self._reading))
-            self._reading.clear()
-            self._is_pumping = False
-            self._changed.notify_all()
+            self._submitted.clear()
+            self._announced.clear()
+
+
+def _in_order_of_files(reads: Sequence[Read]) -> list[Read]:
+    """What lies next to each other in a file comes one after the other. The first files come first."""
+    turns = {source: turn for turn, source in enumerate(dict.fromkeys(read.source for read in reads))}
+    return sorted(reads, key=lambda read: (turns[read.source], read.position))
+
+
+def _is_next_to(span: Read, read: Read) -> bool:
+    """Whether one system call may read both, and no more than is read for each."""
+    gap = read.position - span.position - span.num_bytes
+    return read.source is span.source and read.direct == span.direct and 0 <= gap < BLOCK
 
 
 def _parts(reads: Sequence[Read], limit: int) -> Iterator[list[Read]]:
@@ -466,23 +521,13 @@ def _prove(read: Read, data: torch.Tensor) -> None:
 
 
 @contextmanager
-def _naming(read: Read) -> Iterator[None]:
-    """Tell in an error which group could not be read."""
+def _naming(*reads: Read) -> Iterator[None]:
+    """Tell in an error which groups could not be read."""
     try:
         yield
     except GroupFileError as error:
-        raise GroupFileError(f"Group {read.label!r} cannot be onloaded. {error}") from error
-
-
-@cache
-def pumps() -> ThreadPoolExecutor:
-    """The threads of all readers of the process that have something to do."""
-    os.register_at_fork(after_in_child=pumps.cache_clear)
-    return ThreadPoolExecutor(_MAX_PUMPS, thread_name_prefix="group_offload-pump")
-
-
-def _nothing() -> None:
-    pass
+        names = ", ".join(map(repr, dict.fromkeys(read.label for read in reads)))
+        raise GroupFileError(f"Group {names} cannot be onloaded. {error}") from error
 
 
 os.register_at_fork(after_in_child=_forget_all)

@@ -45,9 +45,8 @@ class Transfer:
         self._target: torch.Tensor
         self._after: Sequence[Event] = ()
         """What copies that are enqueued now still have to wait for."""
-        self._reads: list[Read] = []
+        self._collector = _Collector()
         """What the images being sent need from files."""
-        self._label = ""
         self._pending: tuple[int, torch.Tensor, int, int] | None = None
         """A copy (at, memory, start, bytes) that the next one may be joined to."""
         self.last_copy = backend.new_event()
@@ -83,24 +82,48 @@ class Transfer:
         """What copies run on: a stream of their own, or the one that computes."""
         return self._copy_stream if self._copy_stream is not None else self._backend.current_stream()
 
+    @property
+    def has_room_ahead(self) -> bool:
+        """Whether more may be read ahead of slots."""
+        return self._reader.has_room_ahead
+
+    def read_ahead(self, images: Sequence[tuple[int, str, Image]]) -> Job | None:
+        """Begin to read what `send` will need of the files that images rest in; None if that is nothing."""
+        if isinstance(self._backend, HostBackend):
+            return None
+        collector = _Collector()
+        for at, collector.label, image in images:
+            image.send(collector, at)
+        return self._reader.announce(collector.reads, self.tracer) if collector.reads else None
+
     def send(
-        self, images: Sequence[tuple[int, str, Image]], slot: Slot, after: Sequence[Event], names: list[str]
+        self,
+        images: Sequence[tuple[int, str, Image]],
+        slot: Slot,
+        after: Sequence[Event],
+        *,
+        job: Job | None = None,
     ) -> None:
         """Bring images to their offsets in `slot` once all of `after` is reached, and record `ready` behind the last copy.
 
         Images come with the names of their groups. If `slot.job` is set then, that is still to happen: see `Job.wait`.
+
+        Args:
+            job: what `read_ahead` gave for these images, and was not submitted yet.
         """
         if torch._C._autograd._profiler_enabled():
-            with record_function(f"group_offload.onload {' '.join(names)}"):
-                self._send(images, slot, after)
+            with record_function(f"group_offload.onload {' '.join(dict.fromkeys(name for _, name, _ in images))}"):
+                self._send(images, slot, after, job)
         else:
-            self._send(images, slot, after)
+            self._send(images, slot, after, job)
 
-    def _send(self, images: Sequence[tuple[int, str, Image]], slot: Slot, after: Sequence[Event]) -> None:
+    def _send(
+        self, images: Sequence[tuple[int, str, Image]], slot: Slot, after: Sequence[Event], job: Job | None
+    ) -> None:
         stream = self._stream = self.stream
         self._target = slot.memory
         self._pending = None  # of a call that broke off
-        self._reads = []
+        self._collector = _Collector()
         self._after = after
         begun = None
         if self.tracer is not None:
@@ -109,7 +132,7 @@ class Transfer:
         num_bytes = 0
         has_failed = True
         try:
-            for at, self._label, image in images:
+            for at, self._collector.label, image in images:
                 image.send(self, at)
                 num_bytes += image.layout.num_bytes
                 self.bytes_sent[image.tier] += image.layout.num_bytes
@@ -118,22 +141,23 @@ class Transfer:
             self._flush()
             has_failed = False
         finally:  # what was enqueued reads images, and writes to the slot, also if the rest cannot be read
-            if has_failed or not self._reads:
+            if has_failed or not self._collector.reads:
                 if self.tracer is not None and begun is not None:
                     self.tracer.copied([name for _, name, _ in images], begun, stream, num_bytes)
                 slot.ready.record(stream)
             self.last_copy.record(stream)
             del self._target  # it would keep the memory
-        if not self._reads:
+        reads = self._collector.reads
+        if not reads:
             return
         if isinstance(self._backend, HostBackend):
-            self._reader.read_now(slot.memory, self._reads, self.tracer)
-            self._num_copies += len(self._reads)
+            self._reader.read_now(slot.memory, reads, self.tracer)
+            self._num_copies += len(reads)
             if self.tracer is not None and begun is not None:
                 self.tracer.copied([name for _, name, _ in images], begun, stream, num_bytes)
             return
-        slot.job = Job(self._reader, slot.memory, self._reads, stream, self._after, slot.ready, self.tracer)
-        self._reader.submit(slot.job)
+        slot.job = job or Job(self._reader, reads, self.tracer)
+        self._reader.submit(slot.job, slot.memory, stream, self._after, slot.ready)
         if self._copy_stream is None:
             slot.job.wait()  # the stream that computes: nothing may come in between
             slot.job = None
@@ -187,16 +211,7 @@ class Transfer:
     def read(
         self, at: int, source: SourceFile, position: int, num_bytes: int, *, direct: bool, proof: Proof | None
     ) -> None:
-        last = self._reads[-1] if self._reads else None
-        if (
-            last is not None
-            and last.source is source
-            and last.proof is proof
-            and (last.position + last.num_bytes, last.at + last.num_bytes, last.direct) == (position, at, direct)
-        ):
-            last.num_bytes += num_bytes  # what lies side by side is read in one
-        else:
-            self._reads.append(Read(at, source, position, num_bytes, direct, self._label, proof))
+        self._collector.read(at, source, position, num_bytes, direct=direct, proof=proof)
 
     def close(self) -> None:
         """Give the staging memory back. Nothing may be read (`abandon`)."""
@@ -240,6 +255,35 @@ class Transfer:
             return self._staging[-1]
         self._turn = (self._turn + 1) % NUM_STAGING_BUFFERS
         return self._staging[self._turn]
+
+
+class _Collector:
+    """A mover that moves nothing, but remembers what has to be read."""
+
+    def __init__(self) -> None:
+        self.reads: list[Read] = []
+        self.label = ""
+        """The name of the group that is asked now."""
+
+    def copy(self, at: int, memory: torch.Tensor, start: int, num_bytes: int) -> None:
+        pass
+
+    def stage(self, at: int, num_bytes: int, fill: Callable[[torch.Tensor, int], None]) -> None:
+        pass
+
+    def read(
+        self, at: int, source: SourceFile, position: int, num_bytes: int, *, direct: bool, proof: Proof | None
+    ) -> None:
+        last = self.reads[-1] if self.reads else None
+        if (
+            last is not None
+            and last.source is source
+            and last.proof is proof
+            and (last.position + last.num_bytes, last.at + last.num_bytes, last.direct) == (position, at, direct)
+        ):
+            last.num_bytes += num_bytes  # what lies side by side is read in one
+        else:
+            self.reads.append(Read(at, source, position, num_bytes, direct, self.label, proof))
 
 
 def _call_all(calls: list[Callable[[], None]]) -> None:

@@ -72,8 +72,6 @@ class SourceFile:
         size = end - self._start if start < end else 0
         self.bytes = flat_view(map_page_cache(fd, self._start, size) if size else None, 0, size)
         """What the page cache holds, as flat uint8: only to be read while it is locked."""
-        self.is_tried = False
-        """Whether it was tried to lock it."""
         self.bytes_cached = 0
         """Read so far through the page cache. Not exact: threads that read do not wait for each other to count."""
         self._fds = _Kept(fd if keeps_open else None)
@@ -111,7 +109,6 @@ class SourceFile:
 
         `wait` returns once no copy is on its way: before that the pages stay locked.
         """
-        self.is_tried = True
         with suppress(OSError), self._open() as fd:
             if fd is not None:  # in long runs, not page by page
                 os.posix_fadvise(fd, self._start, self.num_bytes, os.POSIX_FADV_WILLNEED)
@@ -369,13 +366,10 @@ class FileImage:
     source: SourceFile
     pieces: Sequence[Piece]
 
-    def __init__(self, layout: ImageLayout, content: str | None = None) -> None:
-        """
-        Args:
-            content: the XXH3 hash (128 bits, hexadecimal) of what the pieces hold, if that is known.
-        """
+    def __init__(self, layout: ImageLayout) -> None:
         self.layout = layout
-        self.content = content
+        self.content: str | None = None
+        """The XXH3 hash (128 bits, hexadecimal) of what the pieces hold, if that is known."""
         self.is_verified = False
         """Each time that it is read its content is compared with what was written, or read the first time."""
         self.tier = Tier.FILE

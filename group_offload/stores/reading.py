@@ -18,8 +18,8 @@ MIN_BYTES_PER_THREAD = 1 << 20
 BLOCK = 4096
 """Direct reads begin and end at multiples of this, in the file and in memory: no drive asks for more."""
 _MAX_BYTES_PER_CALL = 16 << 20
-_NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT, errno.ENOSYS, errno.ENOTTY}
-"""What file systems, and odd memory, say to direct reads that they do not have."""
+_REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT, errno.ENOSYS, errno.ENOTTY}
+"""What file systems, sandboxes and odd memory say to a way of reading that they do not have."""
 
 
 def read_into(fd: int, target: memoryview, position: int) -> int:
@@ -49,11 +49,32 @@ def read_into(fd: int, target: memoryview, position: int) -> int:
 def read_part(fd: int, target: memoryview, position: int) -> int:
     """`read_into` by the calling thread alone."""
     done = 0
-    while done < len(target):
-        count = os.preadv(fd, [target[done : done + _MAX_BYTES_PER_CALL]], position + done)
-        if count == 0:
-            break
-        done += count
+    try:
+        while done < len(target):
+            count = os.preadv(fd, [target[done : done + _MAX_BYTES_PER_CALL]], position + done)
+            if count == 0:
+                break
+            done += count
+    except OSError as error:
+        if error.errno not in _REFUSALS:
+            raise
+        _say_once(
+            error.errno or 0, "Reads at a position are not possible here (%s): files are read one seek at a time."
+        )
+        done += _read_plainly(fd, target[done:], position + done)
+    return done
+
+
+def _read_plainly(fd: int, target: memoryview, position: int) -> int:
+    """Without `preadv`, for what does not have it: a descriptor with a position of its own."""
+    done = 0
+    with open(f"/proc/self/fd/{fd}", "rb", buffering=0) as file:
+        file.seek(position)
+        while done < len(target):
+            count = file.readinto(target[done : done + _MAX_BYTES_PER_CALL])
+            if not count:
+                break
+            done += count
     return done
 
 
@@ -96,20 +117,25 @@ def open_direct(fd: int) -> int | None:
 
 def refuses_direct(error: OSError) -> bool:
     """Whether a direct read failed because it was direct."""
-    return error.errno in _NOT_DIRECT
-
-
-_said: set[int] = set()
-_said_lock = threading.Lock()
+    return error.errno in _REFUSALS
 
 
 def say_that_not_direct(code: int) -> None:
-    """Log, once a process, that files are read through the page cache although RAM is scarce."""
+    """Log that files are read through the page cache although RAM is scarce."""
+    _say_once(code, "Direct reads are not possible here (%s): files are read through the page cache.")
+
+
+_said: set[tuple[int, str]] = set()
+_said_lock = threading.Lock()
+
+
+def _say_once(code: int, message: str) -> None:
+    """Log `message`, once a process, with what the system said."""
     with _said_lock:
-        if code in _said:
+        if (code, message) in _said:
             return
-        _said.add(code)
-    logger.warning("Direct reads are not possible here (%s): files are read through the page cache.", os.strerror(code))
+        _said.add((code, message))
+    logger.warning(message, os.strerror(code))
 
 
 def num_threads() -> int:
