@@ -29,8 +29,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
-from operator import attrgetter
+from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -42,7 +41,7 @@ from ..config import OffloadConfig, OffloadType
 from ..errors import GroupFileError, StateError
 from ..layout import overlapping
 from ..partition import NEVER_CALLED
-from ..stores.base import Image, Store, Tier
+from ..stores.base import Image, Tier
 from ..stores.files import FileImage, SourceFile
 from ..stores.folder import Folder, keep, leave
 from ..stores.group_file import GroupFile
@@ -50,12 +49,15 @@ from ..stores.ram import choose_ways
 from .build import build_groups, first_guess, materialise, size_rings
 from .group import Group, Residence
 from .hooks import Gate, moved
+from .lookahead import Ahead, Walk
 from .reader import Job
 from .schedule import Schedule
 from .slots import Lease, Ring, Slot, arena_for
 from .stalls import Stalls
 from .trace import Tracer
 from .transfer import Transfer
+from .watch import Seen, Watch
+from .weighing import Weighing
 
 MAX_RUN_BYTES = 8 << 20
 """Groups that follow one another are sent together up to this size: small ones cost the host more than the link."""
@@ -66,8 +68,6 @@ MAX_LOCKING_SECONDS = 1.0
 """After this long no more files are page-locked before the next pass."""
 _DEEP_WINDOW = 4
 """At leaf level, `record_stream` lets this many times the largest layer be on its way: for models that compute bounds."""
-_NUM_WEIGHED = 64
-"""Calls of a first pass at which device memory is looked at: each takes 0.1 ms."""
 _LOOK_BEYOND = 16
 """Once there is no room for a group inside of whose modules nothing else is needed, this many more are looked at."""
 
@@ -142,14 +142,14 @@ class Engine:
         self._is_just_in_time = config.record_stream or (is_leaf_level and config.use_stream)
         self._is_tight = is_leaf_level and not config.record_stream
         self._gates: dict[nn.Module, Gate] = {}
-        self._watches: dict[nn.Module, _Watch] = {}
-        self._seen: dict[nn.Module, _Seen] = {}
+        self._watches: dict[nn.Module, Watch] = {}
+        self._seen: dict[nn.Module, Seen] = {}
         self._to_lock: list[SourceFile] = []
         """Files that are locked in the page cache once they are there."""
         self._in_files: list[FileImage] = []
         self._reads_files = False
         """Some of them are not locked."""
-        self._ahead: dict[Group, _Ahead] = {}
+        self._ahead: dict[Group, Ahead] = {}
         """What is read before there is a slot for it."""
         self._ring_sizes: dict[int, int] = {}
         """For each height of groups: how much memory they take turns in."""
@@ -158,13 +158,13 @@ class Engine:
         self._total_bytes = 0
         self._window_bytes = 0
         """Just in time: how much may be on its way."""
-        self._activations: dict[nn.Module, _Activations] = {}
+        self._activations: dict[nn.Module, Weighing] = {}
         """For each kind of pass, what activations take."""
         self._is_stable = False
         self._wraps = False
         """The next pass's first images are started in this one."""
         self._schedule = Schedule(())
-        self._weighed = _Activations()
+        self._weighed = Weighing()
         self._bytes_ahead = 0
         """Just in time: in slots with groups that no call has needed yet."""
         self._next_bytes: int | None = 0
@@ -285,7 +285,7 @@ class Engine:
         self._take_lease()
         if self._is_just_in_time:
             self._window_bytes = self._window(gate.module)
-            weighed = self._activations.setdefault(gate.module, _Activations())
+            weighed = self._activations.setdefault(gate.module, Weighing())
             weighed.begin(self._other_bytes() if self._is_tight else 0)
             self._weighed = weighed
         self._schedule.begin(gate.module, watch.scope)
@@ -461,7 +461,7 @@ class Engine:
         self._is_behind = False
         self._next_bytes = None
         self._blockers = set()
-        walk = _Walk()
+        walk = Walk()
         run: list[Group] = []
         run_bytes = 0
         left = _LOOK_BEYOND
@@ -491,7 +491,7 @@ class Engine:
     def _may_read_ahead(self) -> bool:
         return self._reads_files and self.transfer.has_room_ahead
 
-    def _start_run(self, run: list[Group], walk: _Walk) -> None:
+    def _start_run(self, run: list[Group], walk: Walk) -> None:
         """Start to onload `run`; where no slot is free, to read it."""
         height = run[0].height
         if height not in walk.full:
@@ -501,7 +501,7 @@ class Engine:
         if self._reads_files:
             self._read_ahead(run, walk)
 
-    def _read_ahead(self, run: list[Group], walk: _Walk) -> None:
+    def _read_ahead(self, run: list[Group], walk: Walk) -> None:
         ahead = self._ahead.get(run[0])
         if ahead is not None and ahead.run == run and ahead.is_good:
             walk.met.add(ahead)
@@ -514,7 +514,7 @@ class Engine:
             self._give_up_ahead(stale.run)  # it was expected sooner than it is now
         job = self.transfer.read_ahead(_images_of(run))
         if job is not None:
-            ahead = _Ahead(run, job)
+            ahead = Ahead(run, job)
             walk.met.add(ahead)
             self._ahead.update(dict.fromkeys(run, ahead))
 
@@ -535,7 +535,7 @@ class Engine:
                 self._forget_ahead(ahead)
                 ahead.job.abandon()
 
-    def _forget_ahead(self, ahead: _Ahead) -> None:
+    def _forget_ahead(self, ahead: Ahead) -> None:
         for group in ahead.run:
             del self._ahead[group]
 
@@ -709,7 +709,7 @@ class Engine:
 
     # ---------------------------------------------------------------- changes
 
-    def _notice_changes(self, top: nn.Module) -> _Watch | None:
+    def _notice_changes(self, top: nn.Module) -> Watch | None:
         """Take up what happened to the weights under `top` since they were left at rest.
 
         Returns:
@@ -717,7 +717,7 @@ class Engine:
         """
         watch = self._watches.get(top)
         if watch is None:
-            watch = self._watches[top] = _Watch(top, self._gates, self._seen)
+            watch = self._watches[top] = Watch(top, self._gates, self._seen)
         if not watch.has_same_modules():
             return None
         if not watch.has_same_tensors():
@@ -832,149 +832,8 @@ class Engine:
             gate.install()
         self._watches = {}
         _offloaded.difference_update(self._seen)
-        self._seen = {module: _Seen.of(module) for module in self.root.modules()}
+        self._seen = {module: Seen.of(module) for module in self.root.modules()}
         _offloaded.update(self._seen)
-
-
-class _Walk:
-    """What was found out so far on a walk through what comes next."""
-
-    def __init__(self) -> None:
-        self.soon: set[Group] = set()
-        """What comes next, up to here."""
-        self.full: set[int] = set()
-        """The heights of groups for which there is no room."""
-        self.met: set[_Ahead] = set()
-        """What is read already, and rightly so."""
-
-
-class _Ahead:
-    """A run of groups that is read from files before there is a slot for it."""
-
-    def __init__(self, run: list[Group], job: Job) -> None:
-        self.run = run
-        self.job = job
-        self._generations = _generations_of(run)
-
-    @property
-    def is_good(self) -> bool:
-        """Whether what was read is what would be read now."""
-        return self._generations == _generations_of(self.run) and all(group.slot is None for group in self.run)
-
-
-def _generations_of(run: list[Group]) -> list[tuple[int, bool]]:
-    return [(part.image.generation, part.image.is_outdated) for group in run for part in group.parts]
-
-
-class _Activations:
-    """What a kind of pass takes on the device besides weights, between the calls of modules.
-
-    Asking takes its time: so the first pass is asked at some calls, and later ones where it was most.
-    """
-
-    def __init__(self) -> None:
-        self.most = 0
-        self._before = 0
-        self._where: nn.Module | None = None
-        self._now = 0
-        self._num_calls = 0
-
-    def begin(self, other_bytes: int) -> None:
-        """A pass begins, and `other_bytes` are in use that are not its own."""
-        if self._now:
-            self.most = self._now
-        self._before, self._now, self._num_calls = other_bytes, 0, 0
-
-    def is_due(self, module: nn.Module, is_learning: bool, num_modules: int) -> bool:
-        if not is_learning:
-            return module is self._where
-        self._num_calls += 1
-        return self._num_calls % (1 + num_modules // _NUM_WEIGHED) == 0
-
-    def note(self, module: nn.Module, other_bytes: int) -> None:
-        if other_bytes - self._before > self._now:
-            self._now, self._where = other_bytes - self._before, module
-
-
-@dataclass(slots=True, eq=False)
-class _Seen:
-    """What a module consisted of when it was cut into groups."""
-
-    children: tuple[nn.Module, ...]
-    tables: tuple[dict[str, Any], ...]
-    ids: tuple[tuple[int, ...], ...]
-    names: dict[str, Any]
-    call: Any
-
-    @classmethod
-    def of(cls, module: nn.Module) -> _Seen:
-        tables: tuple[dict[str, Any], ...] = (module._modules, module._parameters, module._buffers)
-        return cls(
-            children=tuple(child for child in module._modules.values() if child is not None),
-            tables=tables,
-            ids=tuple(tuple(map(id, table.values())) for table in tables),
-            names=module.__dict__,
-            call=module.__dict__.get("_compiled_call_impl"),
-        )
-
-
-class _Watch:
-    """What calls of one module and of those inside it can need, and whether modules and weights still are what they were.
-
-    It is asked at the beginning of every pass, about every module and weight: so all that C code can loop over is flat.
-    """
-
-    def __init__(self, top: nn.Module, gates: dict[nn.Module, Gate], seen: dict[nn.Module, _Seen]) -> None:
-        scope: dict[Group, None] = {}
-        inside: dict[nn.Module, None] = {}
-        pending = [top]
-        while pending:
-            module = pending.pop()
-            if module in inside:
-                continue
-            inside[module] = None
-            gate = gates.get(module)
-            if gate is not None:
-                scope.update(dict.fromkeys(gate.groups))
-            pending.extend(seen[module].children)
-        before = [seen[module] for module in inside]
-        self._tables = [table for each in before for table in each.tables]
-        self._sizes = [len(ids) for each in before for ids in each.ids]
-        self._members = [member for each in before for ids in each.ids for member in ids]
-        self._names = [each.names for each in before]
-        self._calls = [each.call for each in before]
-        self.scope = set(scope)
-        self._parts = [part for group in scope for part in group.parts]
-        self.stores: tuple[Store, ...] = tuple(dict.fromkeys(part.image.store for part in self._parts))
-        self._tensors = [ref.tensor for part in self._parts for ref in part.refs]
-        self._wrapped = [part for part in self._parts if any(ref.path for ref in part.refs)]
-        self.expect_tensors()
-
-    def has_same_modules(self) -> bool:
-        return (
-            list(map(len, self._tables)) == self._sizes
-            and list(map(id, chain.from_iterable(map(_values, self._tables)))) == self._members
-            and all(
-                names.get("_compiled_call_impl") is call for names, call in zip(self._names, self._calls, strict=True)
-            )
-        )
-
-    def has_same_tensors(self) -> bool:
-        """Whether every tensor is the view that it was bound to."""
-        return _forms(self._tensors) == self._expected and all(all(part.as_left()) for part in self._wrapped)
-
-    def expect_tensors(self) -> None:
-        """Take the places where tensors rest now for those where they belong."""
-        self._expected = _forms([view for part in self._parts for view in part.rest])
-
-
-def _forms(tensors: list[torch.Tensor]) -> tuple[list[int], list[Any], list[Any], list[Any]]:
-    return (
-        list(map(torch.Tensor.data_ptr, tensors)),
-        list(map(_shape, tensors)),
-        list(map(torch.Tensor.stride, tensors)),
-        list(map(_dtype, tensors)),
-    )
 
 
 def _images_of(run: Sequence[Group]) -> list[tuple[int, str, Image]]:
@@ -986,10 +845,6 @@ def _images_of(run: Sequence[Group]) -> list[tuple[int, str, Image]]:
 def _leave_all(paths: list[Path]) -> None:
     while paths:
         leave(paths.pop())
-
-
-_values = dict.values
-_shape, _dtype = attrgetter("shape"), attrgetter("dtype")
 
 
 def _is_free(slot: Slot) -> bool:

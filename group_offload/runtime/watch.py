@@ -1,0 +1,99 @@
+"""Whether a module still is what it was when it was cut into groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..stores.base import Store
+from .group import Group
+from .hooks import Gate
+
+_values = dict.values
+_shape, _dtype = attrgetter("shape"), attrgetter("dtype")
+
+
+@dataclass(slots=True, eq=False)
+class Seen:
+    """What a module consisted of when it was cut into groups."""
+
+    children: tuple[nn.Module, ...]
+    tables: tuple[dict[str, Any], ...]
+    ids: tuple[tuple[int, ...], ...]
+    names: dict[str, Any]
+    call: Any
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Seen:
+        tables: tuple[dict[str, Any], ...] = (module._modules, module._parameters, module._buffers)
+        return cls(
+            children=tuple(child for child in module._modules.values() if child is not None),
+            tables=tables,
+            ids=tuple(tuple(map(id, table.values())) for table in tables),
+            names=module.__dict__,
+            call=module.__dict__.get("_compiled_call_impl"),
+        )
+
+
+class Watch:
+    """What calls of one module and of those inside it can need, and whether modules and weights still are what they were.
+
+    It is asked at the beginning of every pass, about every module and weight: so all that C code can loop over is flat.
+    """
+
+    def __init__(self, top: nn.Module, gates: dict[nn.Module, Gate], seen: dict[nn.Module, Seen]) -> None:
+        scope: dict[Group, None] = {}
+        inside: dict[nn.Module, None] = {}
+        pending = [top]
+        while pending:
+            module = pending.pop()
+            if module in inside:
+                continue
+            inside[module] = None
+            gate = gates.get(module)
+            if gate is not None:
+                scope.update(dict.fromkeys(gate.groups))
+            pending.extend(seen[module].children)
+        before = [seen[module] for module in inside]
+        self._tables = [table for each in before for table in each.tables]
+        self._sizes = [len(ids) for each in before for ids in each.ids]
+        self._members = [member for each in before for ids in each.ids for member in ids]
+        self._names = [each.names for each in before]
+        self._calls = [each.call for each in before]
+        self.scope = set(scope)
+        self._parts = [part for group in scope for part in group.parts]
+        self.stores: tuple[Store, ...] = tuple(dict.fromkeys(part.image.store for part in self._parts))
+        self._tensors = [ref.tensor for part in self._parts for ref in part.refs]
+        self._wrapped = [part for part in self._parts if any(ref.path for ref in part.refs)]
+        self.expect_tensors()
+
+    def has_same_modules(self) -> bool:
+        return (
+            list(map(len, self._tables)) == self._sizes
+            and list(map(id, chain.from_iterable(map(_values, self._tables)))) == self._members
+            and all(
+                names.get("_compiled_call_impl") is call for names, call in zip(self._names, self._calls, strict=True)
+            )
+        )
+
+    def has_same_tensors(self) -> bool:
+        """Whether every tensor is the view that it was bound to."""
+        return _forms(self._tensors) == self._expected and all(all(part.as_left()) for part in self._wrapped)
+
+    def expect_tensors(self) -> None:
+        """Take the places where tensors rest now for those where they belong."""
+        self._expected = _forms([view for part in self._parts for view in part.rest])
+
+
+def _forms(tensors: list[torch.Tensor]) -> tuple[list[int], list[Any], list[Any], list[Any]]:
+    return (
+        list(map(torch.Tensor.data_ptr, tensors)),
+        list(map(_shape, tensors)),
+        list(map(torch.Tensor.stride, tensors)),
+        list(map(_dtype, tensors)),
+    )
