@@ -249,7 +249,7 @@ def _adopt_for_ram(
     def accept(checkpoint: Checkpoint) -> bool | None:
         if not may_lock or not has_room:
             return False
-        if checkpoint.lock(config.backend, wait):
+        if checkpoint.lock(None, config.backend, wait):
             return True
         logger.info("The device refuses to page-lock %s in the page cache: it is copied to RAM.", checkpoint.path)
         checkpoint.release()

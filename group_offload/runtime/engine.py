@@ -144,8 +144,8 @@ class Engine:
         self._gates: dict[nn.Module, Gate] = {}
         self._watches: dict[nn.Module, Watch] = {}
         self._seen: dict[nn.Module, Seen] = {}
-        self._to_lock: list[SourceFile] = []
-        """Files that are locked in the page cache once they are there."""
+        self._to_lock: dict[SourceFile, list[FileImage]] = {}
+        """Images in files that are locked in the page cache once they are there."""
         self._in_files: list[FileImage] = []
         self._reads_files = False
         """Some of them are not locked."""
@@ -281,7 +281,7 @@ class Engine:
             if watch is None:
                 raise StateError(f"{type(self.root).__name__} was changed by another thread while a forward began.")
         if self._to_lock:
-            self._lock_files([source for source in self._to_lock if source.bytes_cached >= source.num_bytes])
+            self._lock_files(was_read=True)
         self._take_lease()
         if self._is_just_in_time:
             self._window_bytes = self._window(gate.module)
@@ -753,16 +753,25 @@ class Engine:
                 group.absorb_replaced()
         return True
 
-    def _lock_files(self, sources: list[SourceFile]) -> None:
-        """Lock files that were read in full, for as long as a pass can do without."""
+    def _lock_files(self, *, was_read: bool) -> None:
+        """Lock what is in the page cache, for as long as a pass can do without.
+
+        Args:
+            was_read: it should be there by now. What is not will not be locked: RAM is not as plentiful as it seemed.
+        """
         begun = time.perf_counter()
-        for source in sources:
+        for source, images in [*self._to_lock.items()]:
+            pieces = [piece for image in images for piece in image.pieces]
+            if was_read and source.bytes_cached < sum(piece.num_bytes for piece in pieces):
+                continue
             if time.perf_counter() - begun > MAX_LOCKING_SECONDS:
                 break
-            self._to_lock.remove(source)
-            if not source.is_locked and source.seems_cached():  # else RAM is not as plentiful as it seemed
-                source.lock(self._backend, self.transfer.last_copy.synchronize)
-        self._reads_files = any(not image.source.is_locked for image in self._in_files)
+            if source.seems_cached(pieces):
+                source.lock(pieces, self._backend, self.transfer.last_copy.synchronize)
+                del self._to_lock[source]
+            elif was_read:
+                del self._to_lock[source]
+        self._reads_files = any(not image.is_locked for image in self._in_files)
 
     def _rebuild(self) -> None:
         self.counters.rebuilds += 1
@@ -788,14 +797,18 @@ class Engine:
         is_async = all(image.tier is not Tier.PAGEABLE for image in images)
         self._wraps = self._is_stable and is_async and self.config.use_stream
         in_files: list[FileImage] = [
-            image for image in images if isinstance(image, FileImage) and image.tier is Tier.FILE
+            image
+            for image in images
+            if isinstance(image, FileImage) and image.tier is Tier.FILE and image.layout.num_bytes
         ]
         for image in in_files:
             image.is_verified = self.config.verify_files
         may_lock = self._backend.has_streams and not self.config.low_cpu_mem_usage and not self.config.verify_files
-        self._to_lock = choose_ways(in_files, may_lock=may_lock)
+        self._to_lock = {}
+        for image in choose_ways(in_files, may_lock=may_lock):
+            self._to_lock.setdefault(image.source, []).append(image)
         self._in_files = in_files
-        self._lock_files([source for source in self._to_lock if source.seems_cached()])
+        self._lock_files(was_read=False)
         self.transfer.prepare_for(
             max((image.layout.num_bytes for image in images), default=0),
             sum(image.layout.num_bytes for image in in_files),

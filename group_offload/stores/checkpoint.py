@@ -20,7 +20,7 @@ import torch
 
 from ..layout import ALIGNMENT, as_bytes, lay_out_at, span_bytes
 from .base import Mover, Tier
-from .files import FileImage, Piece, SourceFile
+from .files import FileImage, Piece, SourceFile, merged
 from .mapping import forget_writes
 from .pagemap import PAGE, SLOW_SCAN_SECONDS, tells_writes, written_pages
 
@@ -193,17 +193,6 @@ def _arrange(places: Sequence[Place]) -> tuple[list[int], list[Piece], int]:
         pieces[-1] = replace(last, num_bytes=size)
         end = last.offset + size
     return offsets, pieces, -(-end // ALIGNMENT) * ALIGNMENT
-
-
-def merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The union of `ranges`, as ranges that neither overlap nor touch."""
-    found: list[tuple[int, int]] = []
-    for start, end in sorted(ranges):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((start, end))
-    return found
 
 
 def _fill_from(value: torch.Tensor, chunk: torch.Tensor, start: int) -> None:

@@ -77,16 +77,15 @@ class SourceFile:
         self._fds = _Kept(fd if keeps_open else None)
         self._close_fds = weakref.finalize(self, self._fds.close)
         self._close_fds.atexit = False
-        self._unlock: Callable[[], object] | None = None
+        self._locked: dict[tuple[int, int], Callable[[], object]] = {}
+        """What unlocks each page-locked range of `bytes`."""
+        self.num_lockings = 0
+        """Goes up when other ranges are locked."""
         self._num_images = 0
 
     @property
     def num_bytes(self) -> int:
         return self.bytes.numel()
-
-    @property
-    def is_locked(self) -> bool:
-        return self._unlock is not None
 
     def hold(self) -> None:
         """One more image lies here."""
@@ -99,28 +98,54 @@ class SourceFile:
             self.release()
 
     def release(self) -> None:
-        if self._unlock is not None:
-            self._unlock()
-            self._unlock = None
+        self._unlock_all_but(())
         self._close_fds()
 
-    def lock(self, backend: Backend, wait: Callable[[], None]) -> bool:
-        """Page-lock it in the page cache; what is not there is read from the drive first.
+    def lock(self, pieces: Sequence[Piece] | None, backend: Backend, wait: Callable[[], None]) -> bool:
+        """Page-lock the pages of `pieces`, or all, in the page cache, and no others. What is not there is read first.
 
         `wait` returns once no copy is on its way: before that the pages stay locked.
+
+        Returns:
+            False if the device refuses: then none is locked.
         """
-        with suppress(OSError), self._open() as fd:
-            if fd is not None:  # in long runs, not page by page
-                os.posix_fadvise(fd, self._start, self.num_bytes, os.POSIX_FADV_WILLNEED)
-        unpin = backend.pin(self.bytes, read_only=True)
-        if unpin is None:
-            return False
-        # A module that is dropped without remove() must not leave its pages locked. At interpreter exit the driver is
-        # gone already and the pages go with the process.
-        finalizer = weakref.finalize(self, unlock, wait, unpin, self.bytes)
-        finalizer.atexit = False
-        self._unlock = finalizer
+        wanted = [(0, self.num_bytes)] if pieces is None else self._pages_of(pieces)
+        self._unlock_all_but(wanted)
+        for start, end in wanted:
+            if (start, end) in self._locked or start == end:
+                continue
+            with suppress(OSError), self._open() as fd:
+                if fd is not None:  # in long runs, not page by page
+                    os.posix_fadvise(fd, self._start + start, end - start, os.POSIX_FADV_WILLNEED)
+            unpin = backend.pin(self.bytes[start:end], read_only=True)
+            if unpin is None:
+                self._unlock_all_but(())
+                return False
+            # A module that is dropped without remove() must not leave its pages locked. At interpreter exit the driver
+            # is gone already and the pages go with the process.
+            finalizer = weakref.finalize(self, unlock, wait, unpin, self.bytes)
+            finalizer.atexit = False
+            self._locked[start, end] = finalizer
+            self.num_lockings += 1
         return True
+
+    def is_locked(self, pieces: Sequence[Piece]) -> bool:
+        """Whether the pages of all `pieces` are locked, each in one run."""
+        return bool(self._locked) and all(
+            any(start <= first and last <= end for start, end in self._locked)
+            for first, last in (self._pages_of([piece])[0] for piece in pieces if piece.num_bytes)
+        )
+
+    def _pages_of(self, pieces: Sequence[Piece]) -> list[tuple[int, int]]:
+        """The whole pages around `pieces`, as ranges of `bytes` that neither overlap nor touch."""
+        starts = [self.offset_of(piece.position) // PAGE * PAGE for piece in pieces]
+        ends = [-(-(self.offset_of(piece.position) + piece.num_bytes) // PAGE) * PAGE for piece in pieces]
+        return merged([(start, min(end, self.num_bytes)) for start, end in zip(starts, ends, strict=True)])
+
+    def _unlock_all_but(self, wanted: Sequence[tuple[int, int]]) -> None:
+        for found in self._locked.keys() - set(wanted):
+            self._locked.pop(found)()
+            self.num_lockings += 1
 
     def avoid_readahead(self) -> None:
         """Let the kernel read what is asked for and no more: what is beside it is read past the page cache."""
@@ -132,13 +157,17 @@ class SourceFile:
         """Where in `bytes` a byte of the file is."""
         return position - self._start
 
-    def seems_cached(self) -> bool:
-        """Whether all of it is in the page cache, as far as a few samples tell."""
-        step = max(_SAMPLE_BYTES, self.num_bytes // _NUM_SAMPLES)
-        return all(
-            self.is_cached(self._start + start, min(_SAMPLE_BYTES, self.num_bytes - start))
-            for start in range(0, self.num_bytes, step)
-        )
+    def seems_cached(self, pieces: Sequence[Piece]) -> bool:
+        """Whether all of `pieces` is in the page cache, as far as a few samples tell."""
+        step = max(_SAMPLE_BYTES, sum(piece.num_bytes for piece in pieces) // _NUM_SAMPLES)
+        ahead = 0
+        for piece in pieces:
+            while ahead < piece.num_bytes:
+                if not self.is_cached(piece.position + ahead, min(_SAMPLE_BYTES, piece.num_bytes - ahead)):
+                    return False
+                ahead += step
+            ahead -= piece.num_bytes
+        return True
 
     def is_cached(self, position: int, num_bytes: int) -> bool:
         """Whether all of these bytes are in the page cache."""
@@ -316,6 +345,17 @@ class _Kept:
             self.fd = self._direct = None
 
 
+def merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The union of `ranges`, as ranges that neither overlap nor touch."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Bytes of a file that belong together, and go to `offset` in the image."""
@@ -375,15 +415,26 @@ class FileImage:
         self.tier = Tier.FILE
         self.is_direct = False
         """Parts that are not in the page cache are read past it."""
+        self._is_locked = False
+        self._asked: tuple[SourceFile, int] | None = None
+        """When that was found out."""
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether it is page-locked in the page cache: nothing is read then, but copied from there."""
+        asked = self.source, self.source.num_lockings
+        if asked != self._asked:
+            self._is_locked, self._asked = self.source.is_locked(self.pieces), asked
+        return self._is_locked
 
     @property
     def pinned_bytes(self) -> int:
-        return self.layout.num_bytes if self.source.is_locked else 0
+        return self.layout.num_bytes if self.is_locked else 0
 
     @property
     def way(self) -> str:
         """How the file is read."""
-        if self.source.is_locked:
+        if self.is_locked:
             return "locked"
         return "direct" if self.is_direct else "page cache"
 
@@ -393,8 +444,9 @@ class FileImage:
     def send(self, mover: Mover, at: int) -> None:
         source = self.source
         proof = Proof(self) if self.is_verified else None
+        is_locked = self.is_locked
         for piece in self.pieces:
-            if source.is_locked:
+            if is_locked:
                 mover.copy(at + piece.offset, source.bytes, source.offset_of(piece.position), piece.num_bytes)
             else:
                 where = at + piece.offset, source, piece.position, piece.num_bytes

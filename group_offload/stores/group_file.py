@@ -57,9 +57,7 @@ class GroupFile(FileImage):
         self._adopt(self.rest, lambda num_bytes: None, outdated=path)  # the edited pages go with the old `rest`
         self.generation += 1
         leave_it()
-        if source.is_locked:
-            wait()
-            source.release()
+        source.release()
         if is_there:
             delete_if_unused(path)
         return True

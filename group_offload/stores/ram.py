@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from .files import FileImage, SourceFile
+from .files import FileImage
 
 _CGROUPS = Path("/sys/fs/cgroup")
 LOCKED_SHARE = 0.5
@@ -30,11 +30,11 @@ def fits(num_bytes: int) -> bool:
     return num_bytes + _RESERVE_BYTES <= available_ram()
 
 
-def choose_ways(images: Sequence[FileImage], *, may_lock: bool) -> list[SourceFile]:
+def choose_ways(images: Sequence[FileImage], *, may_lock: bool) -> list[FileImage]:
     """Decide how each image is read. See [Note: Ways to read a file].
 
     Returns:
-        The files to lock, once they are in the page cache: all, if half of the RAM that is available is enough for them
+        The images to lock, once they are in the page cache: all, if half of the RAM that is available is enough for them
         (the other half stays with everybody else); else none.
     """
     num_bytes = sum(image.layout.num_bytes for image in images)
@@ -52,7 +52,7 @@ def choose_ways(images: Sequence[FileImage], *, may_lock: bool) -> list[SourceFi
             image.source.avoid_readahead()
         else:
             credit -= image.layout.num_bytes
-    return list(dict.fromkeys(image.source for image in images if image.layout.num_bytes)) if to_lock else []
+    return [image for image in images if image.layout.num_bytes] if to_lock else []
 
 
 def _room_in_cgroups() -> list[int]:
