@@ -16,6 +16,7 @@ from torch import nn
 
 from .config import OffloadConfig
 from .errors import ConfigError, ModuleError, StateError
+from .report import OffloadPlan
 from .runtime.engine import Engine, is_offloaded
 from .runtime.group import Group
 from .runtime.hooks import HANDLE, Gate
@@ -53,6 +54,8 @@ class OffloadStats:
     """Times that the module was cut into groups again, because its modules or the form of its weights changed."""
     peak_device_bytes: int
     """Most device memory taken for weights at once. Activations are not in it."""
+    resident_bytes: int
+    """Device memory of groups that stay there between passes, now. See `vram_budget`."""
     host_bytes: int
     """RAM that the images at rest take, page-locked or not. A file takes none, unless it is locked in the page cache."""
     pinned_bytes: int
@@ -132,6 +135,7 @@ class OffloadHandle:
             tensors_brought_back=counters.brought_back,
             rebuilds=counters.rebuilds,
             peak_device_bytes=counters.peak_device_bytes,
+            resident_bytes=counters.resident_bytes,
             host_bytes=sum(
                 image.pinned_bytes if image.tier is Tier.FILE else image.layout.num_bytes for image in images
             ),
@@ -139,6 +143,20 @@ class OffloadHandle:
             staging_bytes=transfer.staging_bytes,
             file_bytes=in_files,
         )
+
+    @property
+    def plan(self) -> OffloadPlan:
+        """Where each group rests and why, what a forward is predicted to take, and what more memory would bring.
+
+        With a budget it is what is carried out; without one, a prediction of how things are. How long groups compute is
+        known after the first forwards. The first time on a machine its speeds are measured, which takes a second or two.
+
+        Example:
+            >>> print(handle.plan)
+        """
+        engine = self._live
+        with engine.lock:
+            return OffloadPlan(type(self.module).__name__, engine.current_plan())
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
@@ -260,6 +278,8 @@ def apply_group_offloading(
     exclude_kwargs: list[str] | None = None,
     *,
     verify_files: bool = False,
+    vram_budget: int | str | None = None,
+    ram_budget: int | str | None = None,
 ) -> OffloadHandle:
     """Keep the weights of `module` in RAM or in files, and onload them group by group while it runs.
 
@@ -293,6 +313,13 @@ def apply_group_offloading(
         verify_files: compare the hash of what is read from a file, each time, with that of what was written, or was read
             the first time. It takes a core's time, and files are not page-locked in the page cache then.
 
+        vram_budget: device memory for the whole process: bytes, "8GiB", "80%" of what the device has, or "auto", which is what
+            is free. Groups stay on the device as far as slots and activations leave room, which the first forward
+            measures; if memory runs out all the same, they are given up and the forward runs again.
+        ram_budget: RAM for the whole process, in the same forms. Weights that rest in files are page-locked in the page
+            cache up to that, the others are read from the drive each time they are needed. What is in no file is in RAM
+            anyway: for that, give offload_to_disk_path. If the device is the CPU: for all it takes.
+
     Returns:
         The handle: what the groups are, statistics, and `remove()`.
 
@@ -323,6 +350,8 @@ def apply_group_offloading(
         block_modules=block_modules,
         exclude_kwargs=exclude_kwargs,
         verify_files=verify_files,
+        vram_budget=vram_budget,
+        ram_budget=ram_budget,
     )
 
 

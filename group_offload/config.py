@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .budgets import Budget, parse_budget, total_ram
 from .device import Backend, backend_for, default_device
 from .errors import ConfigError, DeviceError
 
@@ -44,6 +45,12 @@ class OffloadConfig:
     offload_to_disk_path: Path | None
     """For files that have to be written."""
     verify_files: bool
+    vram_budget: Budget | None
+    """Device memory for the whole process."""
+    ram_budget: Budget | None
+    """RAM for the whole process."""
+    ram_share: int | None
+    """RAM for weights, where several modules share a budget."""
     block_modules: tuple[str, ...] | None
     exclude_kwargs: tuple[str, ...]
     identity: str
@@ -55,6 +62,10 @@ class OffloadConfig:
 
     was_stream_asked_for: bool
     """`use_stream=True` was given: copies overlap with compute even where the module then fits on the device as a whole."""
+
+    @property
+    def has_budgets(self) -> bool:
+        return self.vram_budget is not None or self.ram_budget is not None
 
     @property
     def num_slots(self) -> int:
@@ -75,6 +86,9 @@ class OffloadConfig:
         low_cpu_mem_usage: bool = False,
         offload_to_disk_path: str | os.PathLike[str] | None = None,
         verify_files: bool = False,
+        vram_budget: int | str | None = None,
+        ram_budget: int | str | None = None,
+        ram_share: int | None = None,
         block_modules: list[str] | tuple[str, ...] | None = None,
         exclude_kwargs: list[str] | tuple[str, ...] | None = None,
         identity: str = "",
@@ -105,6 +119,11 @@ class OffloadConfig:
             raise ConfigError(
                 "record_stream=True contradicts use_stream=False: pass use_stream=True, or drop record_stream."
             )
+        if vram_budget is not None and not backend.has_streams:
+            raise ConfigError(
+                f"vram_budget={vram_budget!r}: {str(device)!r} has no memory of its own. Pass ram_budget, or another "
+                f"onload_device."
+            )
         kind = _as_offload_type(offload_type)
         if kind is OffloadType.LEAF_LEVEL:
             if num_blocks_per_group not in (None, 1):
@@ -122,6 +141,9 @@ class OffloadConfig:
             num_blocks_per_group=_as_count(1 if num_blocks_per_group is None else num_blocks_per_group),
             rests_in_files=is_disk or offload_to_disk_path is not None,
             offload_to_disk_path=None if offload_to_disk_path is None else _as_path(offload_to_disk_path),
+            vram_budget=parse_budget(vram_budget, "vram_budget", backend.total_bytes()),
+            ram_budget=parse_budget(ram_budget, "ram_budget", total_ram()),
+            ram_share=ram_share,
             block_modules=None if block_modules is None else _as_names(block_modules, "block_modules"),
             exclude_kwargs=_as_names(exclude_kwargs or (), "exclude_kwargs"),
             identity=identity,

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import psutil
 import torch
 
 from .errors import DeviceError
@@ -61,6 +62,20 @@ class Backend(Protocol):
 
     def bytes_in_use(self) -> int:
         """Device memory in use by this process: weights, activations, everything. Takes some time to find out."""
+
+    def peak_bytes_in_use(self) -> int:
+        """The most that `bytes_in_use` has been since `reset_peak`."""
+
+    def reset_peak(self) -> None: ...
+
+    def total_bytes(self) -> int:
+        """The device's memory."""
+
+    def free_bytes(self) -> int:
+        """What this process could take of it, or has taken and uses no more."""
+
+    def release_unused(self) -> None:
+        """Give memory that was freed back to the device, so that it can be had in pieces of other sizes."""
 
     def free(self, memory: torch.Tensor) -> None:
         """Give memory from `empty` back. Its owner stream, and streams marked by `record_stream`, may still use it."""
@@ -134,6 +149,21 @@ class HostBackend:
     def bytes_in_use(self) -> int:
         return 0
 
+    def peak_bytes_in_use(self) -> int:
+        return 0
+
+    def reset_peak(self) -> None:
+        pass
+
+    def total_bytes(self) -> int:
+        return int(psutil.virtual_memory().total)
+
+    def free_bytes(self) -> int:
+        return int(psutil.virtual_memory().available)
+
+    def release_unused(self) -> None:
+        pass
+
     def free(self, memory: torch.Tensor) -> None:
         pass
 
@@ -177,7 +207,28 @@ class AcceleratorBackend:
             return plain_empty(num_bytes, self.device)
 
     def bytes_in_use(self) -> int:
-        return int(getattr(torch, self.device.type).memory_allocated(self.device))
+        return int(self._runtime.memory_allocated(self.device))
+
+    def peak_bytes_in_use(self) -> int:
+        return int(self._runtime.max_memory_allocated(self.device))
+
+    def reset_peak(self) -> None:
+        self._runtime.reset_peak_memory_stats(self.device)
+
+    def total_bytes(self) -> int:
+        return int(self._runtime.get_device_properties(self.device).total_memory)
+
+    def free_bytes(self) -> int:
+        free, _ = self._runtime.mem_get_info(self.device)
+        kept = self._runtime.memory_reserved(self.device) - self._runtime.memory_allocated(self.device)
+        return int(free + kept)
+
+    def release_unused(self) -> None:
+        self._runtime.empty_cache()
+
+    @property
+    def _runtime(self) -> Any:
+        return getattr(torch, self.device.type)
 
     def free(self, memory: torch.Tensor) -> None:
         pass  # torch's caching allocator takes it back when the last reference goes, in the order of its stream

@@ -11,6 +11,8 @@ os.environ["GROUP_OFFLOAD_PROGRESS_BAR"] = "0"
 import pytest
 import torch
 
+from group_offload.speeds import MachineSpeeds
+
 torch.set_num_threads(2)
 
 
@@ -33,6 +35,25 @@ def _fixed_seeds() -> None:
 def _tiny_groups_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models of most tests are smaller than what is worth taking in turns: here it is worth it all the same."""
     monkeypatch.setattr("group_offload.runtime.engine.MIN_WINDOW_BYTES", 0)
+
+
+SPEEDS = MachineSpeeds(
+    h2d=50 * 10**9,
+    drive=2 * 10**9,
+    cached=20 * 10**9,
+    is_direct=True,
+    problem="",
+    device="",
+    driver="",
+    filesystem="",
+    measured_at="",
+)
+
+
+@pytest.fixture(autouse=True)
+def _speeds_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is measured behind a test's back, and nothing written to the user's folders."""
+    monkeypatch.setattr("group_offload.runtime.engine.known_speeds", lambda *args, **options: SPEEDS)
 
 
 @pytest.fixture(autouse=True)

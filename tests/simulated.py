@@ -170,10 +170,13 @@ class _Block(_Region):
 class Meter:
     now: int = 0
     peak: int = 0
+    whole: Meter | None = None
 
     def add(self, num_bytes: int) -> None:
         self.now += num_bytes
         self.peak = max(self.peak, self.now)
+        if self.whole is not None:
+            self.whole.add(num_bytes)
 
 
 @dataclass(slots=True, eq=False)
@@ -250,8 +253,10 @@ class SimulatedDevice:
         self.copied_bytes = 0
         self.num_host_waits = 0  # times that the host asked for a point that was not reached yet
         self.pinned_bytes = 0
-        self.memory = Meter()  # from `empty`
-        self.activations = Meter()  # made by ops and `put`
+        self.capacity = 1 << 40  # more than that is out of memory
+        self.total = Meter()
+        self.memory = Meter(whole=self.total)  # from `empty`
+        self.activations = Meter(whole=self.total)  # made by ops and `put`
         self.log: list[tuple[str, str]] = []  # (stream, label) of the work that ran, in order
         self.errors: list[AssertionError] = []  # raised so far: finalizers and threads swallow them
         self._random = random.Random(seed)
@@ -271,7 +276,22 @@ class SimulatedDevice:
         self._released: deque[_Block] = deque()  # filled by the garbage collector, at any moment
 
     def bytes_in_use(self) -> int:
-        return self.memory.now + self.activations.now
+        return self.total.now
+
+    def peak_bytes_in_use(self) -> int:
+        return self.total.peak
+
+    def reset_peak(self) -> None:
+        self.total.peak = self.total.now
+
+    def total_bytes(self) -> int:
+        return self.capacity
+
+    def free_bytes(self) -> int:
+        return self.capacity - self.total.now
+
+    def release_unused(self) -> None:
+        pass
 
     @property
     def allocated_bytes(self) -> int:
@@ -628,6 +648,8 @@ class SimulatedDevice:
     def _allocate(self, num_bytes: int, stream: SimulatedStream, meter: Meter) -> torch.Tensor:
         if num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
+        if self.total.now + num_bytes > self.capacity:
+            raise torch.OutOfMemoryError(f"The simulated device has no room for {num_bytes} bytes.")
         fitting = [block for block in self._cached if block.owner is stream and block.end - block.start >= num_bytes]
         if fitting:
             block = min(fitting, key=lambda block: block.end - block.start)

@@ -38,6 +38,7 @@ from ..api import (
 )
 from ..config import OffloadConfig, OffloadType
 from ..errors import ConfigError, ModuleError, StateError
+from .sharing import shares_of
 
 logger = logging.getLogger("group_offload")
 
@@ -64,6 +65,8 @@ def enable_group_offload(
     model_options: Mapping[str, Mapping[str, Any]] | None = None,
     *,
     verify_files: bool = False,
+    vram_budget: int | str | None = None,
+    ram_budget: int | str | None = None,
 ) -> dict[str, OffloadHandle]:
     """Offload all models of a diffusers pipeline.
 
@@ -75,6 +78,8 @@ def enable_group_offload(
         model_options: for single models, options that differ: `{"vae": {"offload_type": "leaf_level"}}`. All options of
             `apply_group_offloading` can be given.
         verify_files: as in `apply_group_offloading`.
+        vram_budget, ram_budget: for the whole process, in the forms that `apply_group_offloading` takes. Models run one after
+            another: each may fill the device, and RAM is shared out by how often a model runs for an image.
 
     Returns:
         The handle of each offloaded model, by its name in the pipeline.
@@ -101,6 +106,8 @@ def enable_group_offload(
         low_cpu_mem_usage=low_cpu_mem_usage,
         offload_to_disk_path=offload_to_disk_path,
         verify_files=verify_files,
+        vram_budget=vram_budget,
+        ram_budget=ram_budget,
     )
     handles: dict[str, OffloadHandle] = {}
     by_model: dict[int, OffloadHandle] = {}
@@ -147,6 +154,11 @@ def plan_pipeline(
             refuse_unsupported(model)
             # The name is part of the identity: two models of one class have files of their own in one folder.
             offloaded[name] = model, {"identity": f"{name}.", **_options_for(common, special.get(name, {}))}
+    if common.get("ram_budget") is not None:
+        sharing = {name: model for name, (model, _) in offloaded.items() if "ram_budget" not in special.get(name, {})}
+        has_folder = common["offload_to_disk_path"] is not None
+        for name, share in shares_of(sharing, common["ram_budget"], has_folder=has_folder).items():
+            offloaded[name][1]["ram_share"] = share
     return PipelinePlan(
         offloaded=offloaded,
         excluded=tuple(models[name] for name in excluded),

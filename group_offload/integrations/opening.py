@@ -68,6 +68,8 @@ def from_pretrained(
     block_modules: list[str] | None = None,
     exclude_kwargs: list[str] | None = None,
     verify_files: bool = False,
+    vram_budget: int | str | None = None,
+    ram_budget: int | str | None = None,
     exclude_modules: str | Sequence[str] | None = None,
     model_options: Mapping[str, Mapping[str, Any]] | None = None,
     **loader_options: Any,
@@ -85,8 +87,9 @@ def from_pretrained(
             `AutoPipelineForText2Image` too).
         pretrained_model_name_or_path: a folder, or a name on the Hugging Face hub.
         onload_device, offload_device, offload_type, num_blocks_per_group, non_blocking, use_stream, record_stream,
-            low_cpu_mem_usage, offload_to_disk_path, verify_files: as in `apply_group_offloading`. The libraries' own option
-            `low_cpu_mem_usage` cannot be given: loading always takes little memory.
+            low_cpu_mem_usage, offload_to_disk_path, verify_files, vram_budget, ram_budget: as in `apply_group_offloading`, and
+            for a pipeline as in `enable_group_offload`. The libraries' own option `low_cpu_mem_usage` cannot be given:
+            loading always takes little memory.
         block_modules, exclude_kwargs: as in `apply_group_offloading`; models only.
         exclude_modules, model_options: as in `enable_group_offload`; pipelines only.
         loader_options: all others, for the library's loader: `dtype` (or `torch_dtype`; for pipelines a dict too),
@@ -117,6 +120,8 @@ def from_pretrained(
         "low_cpu_mem_usage": low_cpu_mem_usage,
         "offload_to_disk_path": offload_to_disk_path,
         "verify_files": verify_files,
+        "vram_budget": vram_budget,
+        "ram_budget": ram_budget,
     }
     for_models: dict[str, Any] = {"block_modules": block_modules, "exclude_kwargs": exclude_kwargs}
     for_pipelines: dict[str, Any] = {"exclude_modules": exclude_modules, "model_options": model_options}

@@ -67,8 +67,8 @@ def build_groups(
     made: list[Part] = []
     try:
         views = _find_views(plans, casts)
-        if config.rests_in_files:
-            if folder is None and not before:  # what is edited later comes to RAM
+        if config.rests_in_files or config.has_budgets:
+            if config.rests_in_files and folder is None and not before:  # what is edited later comes to RAM
                 _refuse_what_is_in_no_file(plans, views)
             _adopt(views, homes, made, lambda checkpoint: False)
             if folder is not None:

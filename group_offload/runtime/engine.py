@@ -24,6 +24,7 @@ activations at their peak are not there at the same time.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -31,33 +32,42 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from tempfile import gettempdir
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..budgets import AUTO, describe_bytes
 from ..config import OffloadConfig, OffloadType
-from ..errors import GroupFileError, StateError
+from ..errors import ConfigError, GroupFileError, StateError
 from ..layout import overlapping
 from ..partition import NEVER_CALLED
+from ..planner import Place, Plan, Speeds
+from ..speeds import known_speeds
 from ..stores.base import Image, Tier
 from ..stores.files import FileImage, SourceFile
 from ..stores.folder import Folder, keep, leave
 from ..stores.group_file import GroupFile
 from ..stores.ram import choose_ways
+from .attempt import Attempt
+from .budgeting import Budgeter, Kind, ram_for_weights
 from .build import build_groups, first_guess, materialise, size_rings
 from .group import Group, Residence
 from .hooks import Gate, moved
 from .lookahead import Ahead, Walk
-from .reader import Job
+from .reader import NUM_FRAMES, SMALL_CHUNK_BYTES, Job
 from .schedule import Schedule
 from .slots import Lease, Ring, Slot, arena_for
 from .stalls import Stalls
+from .stopwatch import Stopwatch
 from .trace import Tracer
 from .transfer import Transfer
 from .watch import Seen, Watch
 from .weighing import Weighing
+
+logger = logging.getLogger("group_offload")
 
 MAX_RUN_BYTES = 8 << 20
 """Groups that follow one another are sent together up to this size: small ones cost the host more than the link."""
@@ -70,6 +80,15 @@ _DEEP_WINDOW = 4
 """At leaf level, `record_stream` lets this many times the largest layer be on its way: for models that compute bounds."""
 _LOOK_BEYOND = 16
 """Once there is no room for a group inside of whose modules nothing else is needed, this many more are looked at."""
+
+STAGING_BYTES = NUM_FRAMES * SMALL_CHUNK_BYTES
+"""What files take of a RAM budget, besides weights."""
+HOST_ACTIVATIONS_SHARE = 0.2
+"""Of a RAM budget, where the CPU computes: so much is for activations, which nobody can measure there."""
+_UNKNOWN_DRIVE = 10**9
+"""Bytes per second, where a drive could not be measured."""
+_AUTO_SHARE = 0.95
+"""Of the device memory that is there to take, if the budget is "auto"."""
 
 _offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -90,7 +109,9 @@ class Counters:
     rebuilds: int = 0
     device_bytes: int = 0
     loose_bytes: int = 0
-    """The part of it that is in no ring."""
+    """The part of it that is in no ring, and for one run of groups only."""
+    resident_bytes: int = 0
+    """The part of it that stays between passes."""
     peak_device_bytes: int = 0
 
 
@@ -121,6 +142,12 @@ class Engine:
         )
         self._skip_inputs = frozenset(config.exclude_kwargs)
         self.stalls = Stalls(self._backend)
+        self._stopwatch = Stopwatch(self._backend)
+        self._budgeter = Budgeter(self._backend, self._measure_speeds, config.num_slots)
+        self._kind: Kind | None = None
+        """Of the last pass."""
+        self._brought_back_before = 0
+        """When it began."""
         self.tracer: Tracer | None = None
         self._calls: list[list[Group]] = []
         """The gated calls in progress, outermost first: the groups that each of them holds."""
@@ -135,8 +162,14 @@ class Engine:
         """The groups for whose bytes the next image waits."""
         self._lease: Lease | None = None
         """The slots of this engine: kept between passes, unless another module's pass takes the memory."""
+        self._kept: list[Slot] = []
+        """Of groups that stay on the device, while the lease is exchanged for one of another size."""
         self._has_lease = False
         """In a pass."""
+        self._residents: frozenset[Group] = frozenset()
+        """Groups that are to stay on the device between passes."""
+        self._resident_room = 0
+        """Device memory that they may take."""
         # At leaf level least memory counts, and layers are small enough for torch's allocator to fit them in anywhere.
         is_leaf_level = config.offload_type is OffloadType.LEAF_LEVEL
         self._is_just_in_time = config.record_stream or (is_leaf_level and config.use_stream)
@@ -184,11 +217,17 @@ class Engine:
         """Device memory that a pass takes for weights, at most."""
         if not self._is_just_in_time:
             return sum(self._ring_sizes.values())
-        return self._largest + self._window(None) + sum(size for height, size in self._ring_sizes.items() if height)
+        outer = sum(size for height, size in self._ring_sizes.items() if height)
+        return self._largest + self._window(None) + outer
 
     @property
     def is_running(self) -> bool:
         return bool(self._calls)
+
+    @property
+    def has_budget(self) -> bool:
+        """For the device."""
+        return self._budgeter.vram is not None
 
     def refresh(self) -> None:
         """Take up what was changed since the last pass now, not at the next one."""
@@ -211,14 +250,9 @@ class Engine:
                 self._recover()
             self._abandon_reads()
             self._release_slots()
-            for group in self.groups:
-                for part in group.parts:
-                    materialise(part)
             for gate in self._gates.values():
                 gate.uninstall()
-            for group in self.groups:
-                for part in group.parts:
-                    part.image.close(forget=False)
+            self._undo()
             for path in self._manifest:
                 keep(path)  # as the files, for whoever comes next
             _leave_all(self._manifest)
@@ -227,13 +261,21 @@ class Engine:
             self._gates, self._watches, self._seen, self.groups = {}, {}, {}, ()
             self.transfer.close()
 
+    def _undo(self) -> None:
+        for group in self.groups:
+            for part in group.parts:
+                materialise(part)
+        for group in self.groups:
+            for part in group.parts:
+                part.image.close(forget=False)
+
     # ---------------------------------------------------------------- calls
 
-    def enter(self, gate: Gate) -> None:
+    def enter(self, gate: Gate, args: Any, kwargs: Any) -> None:
         """Make the weights that `gate`'s call needs ready. The lock is held; `leave` follows, whatever happens."""
         self._calls.append([])
         if len(self._calls) == 1:
-            self._begin(gate)
+            self._begin(gate, Kind.of(gate.module, args, kwargs))
         now = self._gates.get(gate.module)  # another one, if the module was just cut into groups again
         for group in () if now is None else now.groups:
             self._hold(group)
@@ -268,7 +310,7 @@ class Engine:
 
     # ---------------------------------------------------------------- a pass
 
-    def _begin(self, gate: Gate) -> None:
+    def _begin(self, gate: Gate, kind: Kind) -> None:
         self.counters.passes += 1
         self._has_failed = False
         if not self._is_clean:
@@ -280,15 +322,23 @@ class Engine:
             watch = self._notice_changes(gate.module)
             if watch is None:
                 raise StateError(f"{type(self.root).__name__} was changed by another thread while a forward began.")
+        self._kind = kind
+        self._brought_back_before = self.counters.brought_back
+        self._note_times()
+        if self.config.has_budgets:
+            self._replan(kind)
         if self._to_lock:
             self._lock_files(was_read=True)
         self._take_lease()
+        self._keep_within_budgets(kind)
         if self._is_just_in_time:
             self._window_bytes = self._window(gate.module)
             weighed = self._activations.setdefault(gate.module, Weighing())
             weighed.begin(self._other_bytes() if self._is_tight else 0)
             self._weighed = weighed
         self._schedule.begin(gate.module, watch.scope)
+        if self._budgeter.is_timed(kind):
+            self._stopwatch.begin(kind, self._backend.current_stream())
         self._is_behind = True
         self._prefetch()
 
@@ -297,6 +347,8 @@ class Engine:
             self._unbind(group)
         self._schedule.end(completed=not self._has_failed)
         stream = self._backend.current_stream()
+        self._stopwatch.end(stream, completed=not self._has_failed)
+        self._budgeter.stop(self.counters.device_bytes, completed=not self._has_failed)
         for slot in self._slots():
             if slot.last_stream is not None and slot.last_stream != stream:
                 stream.wait_event(slot.last_use)  # the end of the pass is the end of what other streams did in it
@@ -351,6 +403,7 @@ class Engine:
         stream = self._backend.current_stream()
         if self.tracer is not None:
             self.tracer.compute_arrives(group, stream)
+        arrived = self._stopwatch.arrive(stream)
         if slot.waited_on is None:
             self.stalls.arrive(slot, group, stream)
         if slot.job is not None:
@@ -359,6 +412,7 @@ class Engine:
         if slot.waited_on is None or slot.waited_on != stream:
             stream.wait_event(slot.ready)
             slot.waited_on = stream
+        self._stopwatch.waited(arrived, stream)
         if group.residence is Residence.AT_REST:
             group.onload()
             self._bound[group] = None
@@ -367,6 +421,7 @@ class Engine:
         self._calls[-1].append(group)
         if self.tracer is not None:
             self.tracer.compute_begins(group, stream)
+        self._stopwatch.start(group, stream)
 
     def _wait_for_files(self, group: Group, slot: Slot, was_ahead: bool) -> Slot:
         """Wait for the drive, not for the device. What could not be read ahead, earlier, is tried again now.
@@ -404,11 +459,12 @@ class Engine:
             self.tracer.compute_ends(group, stream)
         if group.holds:
             return
+        self._stopwatch.stop(group, stream)
         if group in self._blockers:
             self._is_behind = True
         if not self._schedule.expects(group):
             self._unbind(group)
-            if not slot.is_fixed and not slot.unused and not slot.is_held:
+            if not slot.is_fixed and not slot.is_resident and not slot.unused and not slot.is_held:
                 self._free(slot)
 
     def _unbind(self, group: Group) -> None:
@@ -420,6 +476,139 @@ class Engine:
     def _abandon_reads(self) -> None:
         self._ahead.clear()
         self.transfer.abandon()
+
+    # ---------------------------------------------------------------- budgets
+
+    @property
+    def _may_lock(self) -> bool:
+        return self._backend.has_streams and not self.config.low_cpu_mem_usage and not self.config.verify_files
+
+    def _measure_speeds(self) -> Speeds:
+        path = next((image.source.path for image in self._in_files), None)
+        if path is None:  # nothing will be read
+            return Speeds(h2d=known_speeds(self._backend, Path(gettempdir()), max_drive_bytes=0).h2d, drive=1)
+        found = known_speeds(self._backend, path)
+        return Speeds(h2d=found.h2d, drive=found.drive or _UNKNOWN_DRIVE)
+
+    def _plan_first(self) -> None:
+        """Decide what the budgets are, for weights alone, and share files out between RAM and the drive.
+
+        Raises:
+            ConfigError: a budget is too small.
+        """
+        config = self.config
+        images = [part.image for group in self.groups for part in group.parts]
+        in_ram = sum(image.layout.num_bytes for image in images if not isinstance(image, FileImage))
+        vram, ram = config.vram_budget, config.ram_share
+        if vram is AUTO:
+            vram = int((self._backend.bytes_in_use() + self._backend.free_bytes()) * _AUTO_SHARE)
+        if ram is None and (self._in_files or config.ram_budget is not None):
+            ram = ram_for_weights(config.ram_budget, in_ram, STAGING_BYTES if self._in_files else 0)
+        if not self._backend.has_streams and ram is not None:
+            # The device is RAM: what rests there is in its way already, and the rest is for what comes from files.
+            vram, ram = int((ram - in_ram) * (1 - HOST_ACTIVATIONS_SHARE)), in_ram
+        outer = sum(group.num_bytes for group in self.groups if group.height)
+        if ram is not None:
+            ram = max(0, ram - outer)  # these rest in RAM, whatever the plan
+        plan = self._budgeter.begin(
+            self.groups,
+            first_guess(self.groups),
+            vram=vram,
+            ram_bytes=ram,
+            outer_bytes=sum(size for height, size in self._ring_sizes.items() if height),
+            staging_bytes=STAGING_BYTES,
+        )
+        if plan is not None and self._backend.has_streams:
+            self._share_out_files()
+
+    def current_plan(self) -> Plan | None:
+        """The plan that is carried out, with what is known by now; without budgets, what they would say of how things are.
+
+        None if the module has no weights that take turns.
+        """
+        self._note_times()
+        if not self.config.has_budgets:
+            self._budgeter.describe(self.groups, self._schedule.order, outer_bytes=0, staging_bytes=STAGING_BYTES)
+        return self._budgeter.plan
+
+    def _note_times(self) -> None:
+        for timed, by_group, rest in self._stopwatch.results():
+            assert isinstance(timed, Kind)
+            self._budgeter.note_times(timed, by_group, rest)
+
+    def _share_out_files(self) -> None:
+        """Lock the files of groups that rest in RAM, once they are in the page cache, and no others."""
+        in_ram = self._budgeter.at(Place.RAM)
+        wanted: dict[SourceFile, list[FileImage]] = {image.source: [] for image in self._in_files}
+        for group in self.groups:
+            for image in (part.image for part in group.parts):
+                if isinstance(image, FileImage) and image.layout.num_bytes:
+                    image.is_direct = group not in in_ram and not group.height
+                    if not image.is_direct:
+                        wanted[image.source].append(image)
+        self._to_lock = {}
+        for source, images in wanted.items():
+            source.avoid_readahead()
+            locked = [image for image in images if image.is_locked]
+            if self._may_lock and len(locked) < len(images):
+                self._to_lock[source] = images
+                source.bytes_cached = 0
+            if any(image.is_locked for image in self._in_files if image.source is source and image not in images):
+                pieces = [piece for image in locked for piece in image.pieces]
+                source.lock(pieces, self._backend, self.transfer.last_copy.synchronize)
+        self._reads_files = any(not image.is_locked for image in self._in_files)
+
+    def _replan(self, kind: Kind) -> None:
+        """Make the plan again if more is known by now, and carry it out."""
+        lease = self._lease
+        mine = 0
+        if lease is not None and lease.memory is not None:
+            mine = lease.memory.numel() + sum(slot.memory.numel() for slot in lease.loose)
+        others = max(0, self._backend.bytes_in_use() - mine - self._arena.others_bytes(lease))
+        if self._budgeter.before_pass(kind, self._schedule.order_of(kind.top), others) is not None:
+            self._reside(self._budgeter.at(Place.DEVICE))
+            if self._backend.has_streams:
+                self._share_out_files()
+
+    def _keep_within_budgets(self, kind: Kind) -> None:
+        """The slots are there: what is left of the budget is for groups that stay."""
+        if self._budgeter.vram is None:
+            return
+        others = max(0, self._other_bytes())
+        self._give_up_residents(self._budgeter.room_for_residents(kind, others))
+        if self._budgeter.start(kind, others, self.counters.device_bytes):
+            self._resident_room = min(self._resident_room, self.counters.resident_bytes)
+
+    def make_room(self, attempt: Attempt, error: torch.OutOfMemoryError) -> None:
+        """Device memory ran out in a forward, which has ended: give up all that stays there, so that it can run again.
+
+        Raises:
+            OutOfMemoryError: nothing stays there, or the forward cannot be run again. The next one has more room.
+        """
+        given_up = self.counters.resident_bytes
+        if self._lease is not None and self._lease.memory is not None:
+            self._give_up_residents(0)
+        if self._kind is not None:
+            self._budgeter.forget(self._kind)
+        self._backend.release_unused()
+        vram = self._budgeter.vram
+        if not given_up or vram is None:
+            raise torch.OutOfMemoryError(
+                f"{error} No group of {type(self.root).__name__} stays on the device that could be given up: a smaller "
+                f"input, offload_type='leaf_level', or attention slicing needs less."
+            ) from error
+        what = attempt.why_not_again()
+        if what is not None or self.counters.brought_back != self._brought_back_before:
+            raise torch.OutOfMemoryError(
+                f"{error} Groups that stayed on the device took {describe_bytes(given_up)} and were given up, but this forward "
+                f"cannot be run again by itself: {what or 'it has changed weights or buffers'}. Call it again; with "
+                f"vram_budget={describe_bytes(vram - given_up)!r} it would have had that room."
+            ) from error
+        logger.warning(
+            "Device memory ran out in a forward of %s: %s of groups that stayed there were given up, and it runs again.",
+            type(self.root).__name__,
+            describe_bytes(given_up),
+        )
 
     # ---------------------------------------------------------------- how far ahead
 
@@ -469,11 +658,15 @@ class Engine:
             if group in walk.soon:
                 continue
             if group.slot is None:
+                resides = self._has_room_to_reside(group)
                 ahead = self._ahead.get(group)
                 fits = run and group.height == run[0].height and run_bytes + group.num_bytes <= self._run_limit(run[0])
-                if run and (ahead is not None or not fits):
+                if run and (ahead is not None or resides or not fits):
                     self._start_run(run, walk)
                     run, run_bytes = [], 0
+                if resides:
+                    self._send([group], self._resident_slot(group), [])
+                    continue
                 if ahead is not None and ahead.run[0] is group and ahead.is_good:
                     self._start_run(ahead.run, walk)
                     walk.soon.update(ahead.run)
@@ -541,7 +734,7 @@ class Engine:
 
     def _run_limit(self, group: Group) -> int:
         is_loose = self._is_just_in_time and not group.height
-        room = 2 * self._window_bytes if is_loose else self._ring_sizes[group.height]
+        room = 2 * self._window_bytes if is_loose else self._ring_sizes.get(group.height, 0)
         return min(MAX_RUN_BYTES, room // 8)
 
     def _onload_ahead(self, run: list[Group], num_bytes: int, soon: set[Group]) -> bool:
@@ -563,7 +756,7 @@ class Engine:
 
     def _onload_just_in_time(self, run: list[Group], num_bytes: int, may_evict: Callable[[Slot], bool]) -> bool:
         assert self._lease is not None
-        for slot in [slot for slot in self._lease.loose if slot.unused]:
+        for slot in [slot for slot in self._lease.loose if slot.unused and not slot.is_resident]:
             if may_evict(slot):  # nobody needs it any more
                 self._free(slot)
         if not self._has_room_for(num_bytes):
@@ -585,6 +778,9 @@ class Engine:
         return not self._is_tight or self.counters.loose_bytes + num_bytes <= self._window_bytes * 3 // 2
 
     def _onload_now(self, group: Group) -> None:
+        if self._has_room_to_reside(group):
+            self._send([group], self._resident_slot(group), [])
+            return
         ring = self._rings().get(group.height)
         found = None if ring is None else ring.place(group.num_bytes, _is_free, restart=not self.config.use_stream)
         self._send([group], *(found or (self._loose_slot(group.num_bytes), [])))
@@ -644,7 +840,10 @@ class Engine:
         self.stalls.retire(slot)
         self._next_bytes = self._next_bytes or 0
         self._lease.loose.remove(slot)
-        self.counters.loose_bytes -= slot.memory.numel()
+        if slot.is_resident:
+            self.counters.resident_bytes -= slot.memory.numel()
+        else:
+            self.counters.loose_bytes -= slot.memory.numel()
         self._count_device_bytes(-slot.memory.numel())
         self._backend.free(slot.memory)
 
@@ -654,14 +853,36 @@ class Engine:
         It belongs to the stream that computes, so that it is free again, for activations too, once compute has come to
         where it is given back: nobody has to wait, and nothing is held longer than needed.
         """
+        slot = self._new_slot(num_bytes)
+        self.counters.loose_bytes += num_bytes
+        return slot
+
+    def _new_slot(self, num_bytes: int) -> Slot:
         assert self._lease is not None
         stream = self._backend.current_stream()
         slot = Slot(self._backend.empty(num_bytes), self.stalls.new_event, start=0, owner=stream)
         slot.last_use.record(stream)  # of whatever was in that memory before
         self._lease.loose.append(slot)
-        self.counters.loose_bytes += num_bytes
         self._count_device_bytes(num_bytes)
         return slot
+
+    def _resident_slot(self, group: Group) -> Slot:
+        slot = self._new_slot(group.num_bytes)
+        slot.is_resident = True
+        self.counters.resident_bytes += group.num_bytes
+        return slot
+
+    def _has_room_to_reside(self, group: Group) -> bool:
+        return group in self._residents and self.counters.resident_bytes + group.num_bytes <= self._resident_room
+
+    def _give_up_residents(self, room: int) -> None:
+        """Free device memory of groups that stay there, until they take no more than `room`. Those in use stay."""
+        self._resident_room = room
+        for slot in reversed(self._slots()):
+            if self.counters.resident_bytes <= room:
+                break
+            if slot.is_resident and not slot.is_held:
+                self._free(slot)
 
     def _slots(self) -> list[Slot]:
         if self._lease is None:
@@ -680,11 +901,14 @@ class Engine:
         self._has_lease = True
         assert lease.memory is not None
         if lease is not before:
+            lease.loose, self._kept = self._kept, []
             start = 0
             for height, num_bytes in sizes.items():
                 lease.rings[height] = Ring(lease.memory[start : start + num_bytes], self._backend)
                 start += num_bytes
-        self.counters.device_bytes = self.counters.loose_bytes = sum(slot.memory.numel() for slot in lease.loose)
+        self.counters.loose_bytes = sum(slot.memory.numel() for slot in lease.loose if not slot.is_resident)
+        self.counters.resident_bytes = sum(slot.memory.numel() for slot in lease.loose if slot.is_resident)
+        self.counters.device_bytes = self.counters.loose_bytes + self.counters.resident_bytes
         self._bytes_ahead = sum(slot.num_bytes_ahead for slot in lease.loose)
         self._count_device_bytes(sum(sizes.values()))
         for slot in self._slots():
@@ -702,6 +926,26 @@ class Engine:
         if self._lease is not None:
             self._arena.release(self._lease)
             self._lease = None
+
+    def _reside(self, residents: frozenset[Group]) -> None:
+        """Let these groups stay on the device, and no others; what streams takes turns in the memory that it needs.
+
+        Between passes. What is on the device already stays there, if it is to.
+        """
+        self._residents = residents
+        streamed = [group for group in self.groups if group not in residents]
+        self._largest = max((group.num_bytes for group in streamed if not group.height), default=0)
+        sizes = size_rings(streamed, self.config)
+        lease = self._lease
+        if lease is not None and lease.memory is not None:
+            for slot in [slot for slot in lease.loose if slot.is_resident]:
+                if not residents.issuperset(slot.groups):
+                    self._free(slot)
+            if sizes != self._ring_sizes:
+                self._kept = [slot for slot in lease.loose if slot.is_resident]
+                lease.loose = [slot for slot in lease.loose if not slot.is_resident]
+                self._release_slots()
+        self._ring_sizes = sizes
 
     def _count_device_bytes(self, num_bytes: int) -> None:
         self.counters.device_bytes += num_bytes
@@ -786,8 +1030,7 @@ class Engine:
         self.groups = build_groups(
             self.root, self.config, self._folder, before, _is_compiled, self.transfer.last_copy.synchronize, casts
         )
-        self._ring_sizes = size_rings(self.groups, self.config)
-        self._largest = max((group.num_bytes for group in self.groups if not group.height), default=0)
+        self._reside(frozenset())
         self._total_bytes = sum(group.num_bytes for group in self.groups)
         self._activations = {}
         self._schedule = Schedule(first_guess(self.groups))
@@ -803,15 +1046,23 @@ class Engine:
         ]
         for image in in_files:
             image.is_verified = self.config.verify_files
-        may_lock = self._backend.has_streams and not self.config.low_cpu_mem_usage and not self.config.verify_files
-        self._to_lock = {}
-        for image in choose_ways(in_files, may_lock=may_lock):
-            self._to_lock.setdefault(image.source, []).append(image)
         self._in_files = in_files
+        self._to_lock = {}
+        if self.config.has_budgets:
+            try:
+                self._plan_first()
+            except ConfigError:
+                if not before:  # nothing was said to anybody yet: all is as it was
+                    self._undo()
+                raise
+        if not self.config.has_budgets or not self._backend.has_streams:
+            for image in choose_ways(in_files, may_lock=self._may_lock):
+                self._to_lock.setdefault(image.source, []).append(image)
         self._lock_files(was_read=False)
         self.transfer.prepare_for(
             max((image.layout.num_bytes for image in images), default=0),
             sum(image.layout.num_bytes for image in in_files),
+            is_scarce=any(image.is_direct for image in in_files),
         )
         self._publish_manifest()
         self._install_gates()

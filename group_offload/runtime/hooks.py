@@ -24,6 +24,8 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
+from .attempt import Attempt
+
 if TYPE_CHECKING:
     from .engine import Engine
     from .group import Group
@@ -80,24 +82,34 @@ class Gate:
             with self._engine.lock:
                 if self.was_bypassed:  # by this thread, and then interrupted
                     self.leave_bypassed()
+                if self._engine.is_running or not self._engine.has_budget:
+                    return self._run(compiler, args, kwargs)
+                attempt = Attempt(self.module, args, kwargs)
                 try:
-                    self._engine.enter(self)
-                    args, kwargs = self._engine.move_inputs(args, kwargs)
-                    call = self._compiled or self.module._call_impl
-                    if self.groups and torch._C._autograd._profiler_enabled():
-                        call = partial(_call_in_range, call, self.groups[-1].group_id)
-                    set_eval_frame(compiler)
-                    try:
-                        return call(*args, **kwargs)
-                    finally:
-                        set_eval_frame(None)
-                except BaseException:
-                    self._engine.fail()
-                    raise
-                finally:
-                    self._engine.leave()
+                    return self._run(compiler, args, kwargs)
+                except torch.OutOfMemoryError as error:
+                    self._engine.make_room(attempt, error)
+                return self._run(compiler, args, kwargs)
         finally:
             set_eval_frame(compiler)
+
+    def _run(self, compiler: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            self._engine.enter(self, args, kwargs)
+            args, kwargs = self._engine.move_inputs(args, kwargs)
+            call = self._compiled or self.module._call_impl
+            if self.groups and torch._C._autograd._profiler_enabled():
+                call = partial(_call_in_range, call, self.groups[-1].group_id)
+            set_eval_frame(compiler)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                set_eval_frame(None)
+        except BaseException:
+            self._engine.fail()
+            raise
+        finally:
+            self._engine.leave()
 
     def __deepcopy__(self, memo: object) -> None:
         return None
@@ -115,7 +127,7 @@ class Gate:
             self.module._compiled_call_impl = self  # from the next call on the gate is around it again
             self._engine.lock.acquire()
             self.was_bypassed = True
-            self._engine.enter(self)
+            self._engine.enter(self, args, kwargs)
             return self._engine.move_inputs(args, kwargs)
         finally:
             set_eval_frame(compiler)

@@ -38,8 +38,10 @@ from ..stores.reading import BLOCK, MIN_BYTES_PER_THREAD, blocks_around, num_thr
 from .staging import Staging
 from .trace import Tracer
 
-CHUNK_BYTES = 6 << 20
-"""Large enough for the drive and the link to be at full speed, small enough for all threads to be busy with one group."""
+CHUNK_BYTES = 16 << 20
+"""Large enough for Python's part to be small, small enough for all threads to be busy with one group."""
+SMALL_CHUNK_BYTES = 6 << 20
+"""Where RAM is scarce: then the drive takes so long that Python's part does not matter."""
 NUM_FRAMES = 18
 """Two more than threads: while some are copied from, all threads can read."""
 _MAX_READS_PER_CHUNK = 64
@@ -64,7 +66,7 @@ class Job:
 
     def __init__(self, reader: Reader, reads: Sequence[Read], tracer: Tracer | None) -> None:
         self.tracer = tracer
-        self.chunks = deque(_Chunk(part) for part in _parts(_in_order_of_files(reads), CHUNK_BYTES))
+        self.chunks = deque(_Chunk(part) for part in _parts(_in_order_of_files(reads), reader.chunk_bytes))
         """Nobody has begun to read these."""
         self.begun: deque[_Chunk] = deque()
         """In frames: being read, or read."""
@@ -170,10 +172,19 @@ class Reader:
         """Whether another job may be announced: those that are do not take all frames."""
         return sum(len(job.chunks) + len(job.begun) for job in self._announced) < self._staging.num_frames
 
-    def prepare_for(self, file_bytes: int) -> None:
-        """Size the staging memory for images of so many bytes in all. Nothing may be read."""
+    @property
+    def chunk_bytes(self) -> int:
+        return self._staging.frame_bytes
+
+    def prepare_for(self, file_bytes: int, *, is_scarce: bool) -> None:
+        """Size the staging memory for images of so many bytes in all. Nothing may be read.
+
+        Args:
+            is_scarce: RAM is.
+        """
         assert not self._num_workers
-        self._staging.resize(min(NUM_FRAMES, 1 + -(-file_bytes // CHUNK_BYTES)), CHUNK_BYTES)
+        chunk_bytes = min(CHUNK_BYTES, SMALL_CHUNK_BYTES) if is_scarce else CHUNK_BYTES
+        self._staging.resize(min(NUM_FRAMES, 1 + -(-file_bytes // chunk_bytes)), chunk_bytes)
 
     def announce(self, reads: Sequence[Read], tracer: Tracer | None) -> Job:
         """Begin to read what will be needed. Neither the device nor compute notices before it is submitted."""
@@ -332,8 +343,7 @@ class Reader:
     def _read(self, job: Job, chunk: _Chunk) -> None:
         """Read a chunk, on a thread of the pool."""
         try:
-            assert self._staging.memory is not None
-            memory = memory_of(self._staging.memory)
+            memory = self._staging.view
             for span, start, reads in chunk.places():
                 if job.is_over.is_set():
                     break

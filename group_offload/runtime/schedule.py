@@ -52,6 +52,15 @@ class Schedule:
         self._seen = []
 
     @property
+    def order(self) -> tuple[Group, ...]:
+        """Of the last pass, or a guess."""
+        return self._order or self._first_guess
+
+    def order_of(self, key: Hashable) -> tuple[Group, ...]:
+        """The order in which passes of this key need groups, as far as is known."""
+        return self._learnt.get(key, self._first_guess)
+
+    @property
     def is_learning(self) -> bool:
         """The first pass of its kind: what is foreseen gets better with each call."""
         return self._analogy is not None

@@ -36,6 +36,7 @@ class Slot:
         "arrived",
         "groups",
         "is_fixed",
+        "is_resident",
         "job",
         "last_stream",
         "last_use",
@@ -58,6 +59,8 @@ class Slot:
         self.owner = owner
         """The stream whose memory was taken for one run of groups; None for a slot of a ring."""
         self.is_fixed = owner is None
+        self.is_resident = False
+        """Given up only if memory runs short."""
         self.ready = new_event()
         self.job: Job | None = None
         """What has yet to be read from files for it: until that is over, `ready` tells nothing."""
@@ -233,6 +236,15 @@ class Arena:
         with self._lock:
             if lease is self._current() and lease.memory is not None:
                 self._backend.free(lease.take_back()[0])
+
+    def others_bytes(self, mine: Lease | None) -> int:
+        """Memory that the next lease takes back from another module."""
+        with self._lock:
+            lease = self._current()
+            if lease is None or lease is mine or self._is_busy:
+                return 0
+            assert lease.memory is not None
+            return lease.memory.numel() + sum(slot.memory.numel() for slot in lease.loose)
 
     def release_idle(self) -> None:
         """Give the memory back to the device, unless a module is running in it."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from ..device import Backend, Event, Stream
+from ..stores.base import memory_of
 from ..stores.mapping import flat_view, map_anonymous
 from ..stores.pinned import unlock
 
@@ -21,9 +22,11 @@ class Staging:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._frame_bytes = 0
+        self.frame_bytes = 0
         self.num_frames = 0
         self.memory: torch.Tensor | None = None
+        self.view = memoryview(b"")
+        """The same, for system calls."""
         self._free: list[int] = []
         """Where free frames begin."""
         self._sent: deque[tuple[Event, int]] = deque()
@@ -44,9 +47,9 @@ class Staging:
 
     def resize(self, num_frames: int, frame_bytes: int) -> None:
         """Nothing may be in a frame, or be read into one."""
-        if (num_frames, frame_bytes) != (self.num_frames, self._frame_bytes):
+        if (num_frames, frame_bytes) != (self.num_frames, self.frame_bytes):
             self.close()
-            self.num_frames, self._frame_bytes = num_frames, frame_bytes
+            self.num_frames, self.frame_bytes = num_frames, frame_bytes
 
     @property
     def num_free(self) -> int:
@@ -83,12 +86,12 @@ class Staging:
     def close(self) -> None:
         """Give the memory back. No frame may be in use, but for copies that are on their way."""
         self._unpin()
-        self._unpin, self.memory = _nothing, None
+        self._unpin, self.memory, self.view = _nothing, None, memoryview(b"")
         self._free.clear()
         self._sent.clear()
 
     def _allocate(self) -> None:
-        num_bytes = self.num_frames * self._frame_bytes
+        num_bytes = self.num_frames * self.frame_bytes
         memory = flat_view(map_anonymous(num_bytes), 0, num_bytes)
         unpin = self._backend.pin(memory)
         if unpin is not None:
@@ -96,11 +99,11 @@ class Staging:
             finalizer = weakref.finalize(self, unlock, self.last_copy.synchronize, unpin, memory)
             finalizer.atexit = False
             self._unpin = finalizer
-        self.memory = memory
+        self.memory, self.view = memory, memory_of(memory)
         self._free = self._starts()
 
     def _starts(self) -> list[int]:
-        return [frame * self._frame_bytes for frame in reversed(range(self.num_frames))]
+        return [frame * self.frame_bytes for frame in reversed(range(self.num_frames))]
 
 
 def _nothing() -> None:

@@ -69,13 +69,13 @@ class Transfer:
     def staging_bytes(self) -> int:
         return sum(buffer.numel() for buffer, _ in self._staging) + self._reader.staging_bytes
 
-    def prepare_for(self, largest_image: int, file_bytes: int) -> None:
-        """Size the staging memory: for one image, and for so many bytes in files. At rest only."""
+    def prepare_for(self, largest_image: int, file_bytes: int, *, is_scarce: bool) -> None:
+        """Size the staging memory: for one image, and for so many bytes in files (RAM may be scarce). At rest only."""
         size = max(1, min(MAX_STAGING_BYTES, largest_image))
         if size != self._staging_size:
             self._drop_buffers()
             self._staging_size = size
-        self._reader.prepare_for(file_bytes)
+        self._reader.prepare_for(file_bytes, is_scarce=is_scarce)
 
     @property
     def stream(self) -> Stream:

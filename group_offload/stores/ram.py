@@ -13,6 +13,8 @@ from .files import FileImage
 _CGROUPS = Path("/sys/fs/cgroup")
 LOCKED_SHARE = 0.5
 """Of the RAM that is available, so much is locked without anybody asking for it."""
+_MAX_LIBRARY_BYTES = 512 << 20
+"""Pages of files that a process has touched, but for weights: code. More than this is not code."""
 _RESERVE_BYTES = 1 << 30
 """Left alone, whoever asks: the process itself and the system have to live too."""
 
@@ -23,6 +25,16 @@ def available_ram() -> int:
     The system's own estimate, or less if a control group that the process is in (a container) is nearer to its limit.
     """
     return max(0, min([int(psutil.virtual_memory().available), *_room_in_cgroups()]))
+
+
+def ram_in_use() -> int:
+    """RAM that this process takes, without what the page cache could give up (weights that are views of files)."""
+    found = {}
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name in ("RssAnon", "RssShmem", "RssFile"):
+            found[name] = int(value.split()[0]) << 10
+    return found.get("RssAnon", 0) + found.get("RssShmem", 0) + min(found.get("RssFile", 0), _MAX_LIBRARY_BYTES)
 
 
 def fits(num_bytes: int) -> bool:

@@ -1,0 +1,58 @@
+"""One RAM budget for all models of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from ..budgets import Budget, parse_budget, total_ram
+from ..planner import ComponentLoad, share_ram
+from ..runtime.budgeting import ram_for_weights
+from ..runtime.engine import STAGING_BYTES
+from ..stores.checkpoint import FileMap
+
+NUM_STEPS = 28
+"""How often a denoiser runs for one image or video, while encoders and decoders run once."""
+_DENOISERS = ("transformer", "unet", "controlnet", "prior", "decoder_unet")
+
+
+def shares_of(models: Mapping[str, nn.Module], budget: int | str | None, *, has_folder: bool) -> dict[str, int]:
+    """RAM for the weights of each model, by its name in the pipeline.
+
+    Models run one after another, and what is read from the drive is read each time one runs: so RAM goes first to those
+    that run most often for their size.
+
+    Args:
+        budget: for the whole process, as the user gave it.
+        has_folder: weights that are in no file get one.
+
+    Raises:
+        ConfigError: it is not understood, or too small.
+    """
+    parsed: Budget | None = parse_budget(budget, "ram_budget", total_ram())
+    distinct: dict[int, str] = {}
+    for name, model in models.items():
+        distinct.setdefault(id(model), name)
+    loads, in_ram = [], 0
+    for name in distinct.values():
+        total, anonymous = _bytes_of(models[name])
+        in_ram += anonymous
+        must = 0 if has_folder else anonymous
+        uses = NUM_STEPS if name.startswith(_DENOISERS) else 1
+        loads.append(ComponentLoad(num_bytes=total, uses=uses, must_bytes=must))
+    ram = ram_for_weights(parsed, in_ram, STAGING_BYTES * len(loads))
+    shares = share_ram(loads, ram)
+    by_model = dict(zip(distinct, shares, strict=True))
+    return {name: by_model[id(model)] for name, model in models.items()}
+
+
+def _bytes_of(model: nn.Module) -> tuple[int, int]:
+    """All weights, and those that are no views of a file."""
+    files = FileMap()
+    total = anonymous = 0
+    for tensor in {id(each): each for each in (*model.parameters(), *model.buffers())}.values():
+        total += tensor.nbytes
+        if tensor.device.type == "cpu" and files.find(tensor.detach()) is None:
+            anonymous += tensor.nbytes
+    return total, anonymous

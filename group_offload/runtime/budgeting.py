@@ -1,0 +1,337 @@
+"""From budgets and measurements to which groups stay on the device, and which files are page-locked in RAM.
+
+[Note: How a plan comes to be]
+When a module is offloaded, files are shared out between RAM and the drive. Nothing stays on the device yet: how much
+room activations need is not known. The first pass of a kind (a part of the model, with inputs of certain shapes) measures
+that. From then on groups stay on the device, as many as fit beside it. The first three passes also measure how long each
+group computes. The plan is made again with that, and carried out if it is 3% faster.
+
+Inputs of other shapes get room in proportion to their size, until they were measured too. If something needs more than
+was foreseen, groups are given up: before the pass if it can be foreseen, else when the device's memory runs out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ..budgets import Auto, Budget, auto_ram, describe_bytes
+from ..device import Backend
+from ..errors import ConfigError
+from ..planner import Budgets, Place, Plan, PlannedGroup, Problem, Speeds, make_plan, simulate, smallest_device_bytes
+from ..stores.files import FileImage
+from ..stores.ram import LOCKED_SHARE, available_ram, ram_in_use
+from .group import Group
+
+logger = logging.getLogger("group_offload")
+
+MIN_GAIN = 0.03
+"""A plan that is made again is carried out if it is faster by this share."""
+NUM_TIMED = 3
+"""Passes of a kind whose compute is measured."""
+MARGIN_BYTES = 16 << 20
+"""Of device memory: the allocator rounds up."""
+MARGIN_RAM_BYTES = 64 << 20
+"""Of a RAM budget, for what Python and torch will still take."""
+_STEPS = 64
+"""Room on the device counts in steps of this share of all weights: a plan is not made again for less."""
+
+EVERYTHING_ELSE = "everything else"
+"""What is computed between groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Passes that need as much memory, and take as long, as each other."""
+
+    top: Hashable
+    shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    with_grad: bool
+
+    @classmethod
+    def of(cls, top: Hashable, args: Any, kwargs: Any) -> Kind:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        return cls(top, shapes, torch.is_grad_enabled())
+
+    @property
+    def num_elements(self) -> int:
+        return sum(torch.Size(shape).numel() for shape, _ in self.shapes)
+
+
+class _Measured:
+    """What is known about a kind of pass."""
+
+    def __init__(self) -> None:
+        self.activation_bytes: int | None = None
+        """Device memory besides weights, beyond what was in use before the pass."""
+        self.num_timed = 0
+
+
+class Budgeter:
+    """Keeps a module within its budgets. Owned by an engine, and used under its lock."""
+
+    def __init__(self, backend: Backend, speeds: Callable[[], Speeds], num_slots: int) -> None:
+        """
+        Args:
+            speeds: asked when they are needed first.
+        """
+        self._backend = backend
+        self.vram: int | None = None
+        """Device memory for the whole process; None for no budget."""
+        self.ram_bytes: int | None = None
+        """RAM for weights: what is in no file, and what is page-locked."""
+        self._speeds = cache(speeds)
+        self._num_slots = num_slots
+        self._staging_bytes = 0
+        self.plan: Plan | None = None
+        self.groups: tuple[Group, ...] = ()
+        """Those that are planned."""
+        self.outer_bytes = 0
+        self._measured: dict[Kind, _Measured] = {}
+        self._seconds: dict[str, float] = {}
+        """By group: how long it computes in a pass."""
+        self._order: tuple[Group, ...] = ()
+        self._for: tuple[int | None, int] | None = None
+        """What the plan was made for: room on the device, and how many passes had been timed."""
+        self._num_timed = 0
+        self._kind: Kind | None = None
+        self._others = 0
+        self._weights = 0
+        self._peak = 0
+        self._is_measuring = False
+
+    # ---------------------------------------------------------------- plans
+
+    def begin(
+        self,
+        groups: Sequence[Group],
+        order: Sequence[Group],
+        *,
+        vram: int | None,
+        ram_bytes: int | None,
+        outer_bytes: int,
+        staging_bytes: int,
+    ) -> Plan | None:
+        """The module was cut into groups: what rests where, before anything is measured.
+
+        Args:
+            vram: device memory for the whole process; None for no budget.
+            ram_bytes: for weights; None for no limit.
+            outer_bytes: device memory for groups that are needed around others.
+
+        Raises:
+            ConfigError: a budget is too small.
+        """
+        self.groups = tuple(group for group in groups if group.num_bytes and not group.height)
+        self._order = tuple(order)
+        self.vram = vram
+        self.ram_bytes, self.outer_bytes, self._staging_bytes = ram_bytes, outer_bytes, staging_bytes
+        self._measured, self._seconds = {}, {}
+        self._num_timed = 0
+        self.plan = self._for = None
+        if not self.groups:
+            return None
+        problem = self._problem(None)
+        least = smallest_device_bytes(problem)
+        if self.vram is not None and self.vram < least + outer_bytes:
+            raise ConfigError(
+                f"vram_budget is {describe_bytes(self.vram)}, and the weights alone take turns in "
+                f"{describe_bytes(least + outer_bytes, round_up=True)}. Give it that and what activations need, or make the "
+                f"groups smaller: offload_type='leaf_level'."
+            )
+        # Half of the device is a guess, which the first pass puts right before anything stays there.
+        room = None if self.vram is None else max(least, self.vram // 2)
+        self.plan = make_plan(self._problem(room))
+        return self.plan
+
+    def describe(
+        self, groups: Sequence[Group], order: Sequence[Group], *, outer_bytes: int, staging_bytes: int
+    ) -> None:
+        """There is no budget: let the plan say how things are."""
+        self.groups = tuple(group for group in groups if group.num_bytes and not group.height)
+        self._order = tuple(order)
+        self.outer_bytes, self._staging_bytes = outer_bytes, staging_bytes
+        self.plan = None
+        if self.groups:
+            problem = self._problem(None)
+            places = [Place.FILE if _is_read(group) else Place.RAM for group in self.groups]
+            places.append(Place.FILE)  # everything else
+            self.plan = replace(make_plan(problem), places=tuple(places), prediction=simulate(problem, places))
+
+    def before_pass(self, kind: Kind, order: Sequence[Group], others: int) -> Plan | None:
+        """A pass of `kind` begins, and `others` is the device memory that is not this module's weights.
+
+        Returns:
+            Another plan, if the one there is does not fit, or is slower.
+        """
+        self._kind = kind
+        self._order = tuple(order) or self._order
+        room = self._room(kind, others)
+        asked = None if room is None else room // self._step * self._step, self._num_timed
+        if asked == self._for or not self.groups:
+            return None
+        if room is not None and self._measured_like(kind) is None:
+            return None  # the first pass of all measures
+        self._for = asked
+        problem = self._problem(None if room is None else max(room, smallest_device_bytes(self._problem(None))))
+        plan = make_plan(problem)
+        before = self.plan
+        if before is not None and (room is None or before.device_bytes <= room):
+            expected = simulate(problem, before.places).step_seconds
+            if plan.places != before.places and plan.prediction.step_seconds > expected * (1 - MIN_GAIN):
+                # Not worth it: but what is known about the plan that stays is newer.
+                plan = replace(before, problem=problem, prediction=simulate(problem, before.places))
+        self.plan = plan
+        return None if before is not None and plan.places == before.places else plan
+
+    def room_for_residents(self, kind: Kind, others: int) -> int:
+        """Device memory that groups may stay in during this pass."""
+        room = self._room(kind, others)
+        if room is None or self.plan is None or self._measured_like(kind) is None:
+            return 0
+        return max(0, room - self.plan.slot_bytes)
+
+    def _room(self, kind: Kind, others: int) -> int | None:
+        """Device memory for weights."""
+        if self.vram is None:
+            return None
+        return max(0, self.vram - others - self._activation_bytes(kind) - MARGIN_BYTES - self.outer_bytes)
+
+    @property
+    def _step(self) -> int:
+        return max(1, sum(group.num_bytes for group in self.groups) // _STEPS)
+
+    def _problem(self, room: int | None) -> Problem:
+        seconds = self._seconds
+        index = {group: number for number, group in enumerate(self.groups)}
+        planned = [
+            PlannedGroup(
+                name=group.group_id,
+                num_bytes=group.num_bytes,
+                compute_seconds=seconds.get(group.group_id, 0.0),
+                is_in_file=any(isinstance(part.image, FileImage) for part in group.parts),
+                may_reside=group.is_stable,
+            )
+            for group in self.groups
+        ]
+        order = [index[group] for group in self._order if group in index]
+        order.append(len(planned))
+        rest = seconds.get(EVERYTHING_ELSE, 0.0)
+        planned.append(PlannedGroup(name=EVERYTHING_ELSE, num_bytes=0, compute_seconds=rest, is_in_file=True))
+        return Problem(
+            groups=tuple(planned),
+            order=tuple(order),
+            speeds=self._speeds(),
+            budgets=Budgets(device_bytes=room, ram_bytes=self.ram_bytes),
+            num_slots=self._num_slots,
+            staging_bytes=self._staging_bytes,
+        )
+
+    def at(self, place: Place) -> frozenset[Group]:
+        """The groups that the plan puts there."""
+        if self.plan is None:
+            return frozenset()
+        places = zip(self.groups, self.plan.places, strict=False)  # the plan may have what is no group
+        return frozenset(group for group, found in places if found is place)
+
+    # ---------------------------------------------------------------- what passes teach
+
+    def is_timed(self, kind: Kind) -> bool:
+        """Whether the compute of this pass is to be measured."""
+        return self._measured.setdefault(kind, _Measured()).num_timed < NUM_TIMED
+
+    def start(self, kind: Kind, others: int, weights: int) -> bool:
+        """A pass computes from here on.
+
+        Returns:
+            Whether its activations are measured for the first time: then nothing new may come to stay on the device.
+        """
+        self._others, self._weights = others, weights
+        self._is_measuring = self._measured.setdefault(kind, _Measured()).activation_bytes is None
+        if self._is_measuring:
+            self._backend.reset_peak()
+        self._peak = self._backend.peak_bytes_in_use()
+        return self._is_measuring
+
+    def stop(self, weights: int, *, completed: bool) -> None:
+        """The pass ends, with so much device memory in weights."""
+        kind, self._kind = self._kind, None
+        if kind is None or not completed or self.vram is None:
+            return
+        measured = self._measured[kind]
+        peak = self._backend.peak_bytes_in_use()
+        if self._is_measuring:
+            measured.activation_bytes = max(0, peak - self._others - self._weights)
+        elif peak > self._peak:
+            assert measured.activation_bytes is not None
+            measured.activation_bytes = max(measured.activation_bytes, peak - self._others - weights)
+        if peak > self._peak and peak > self.vram:
+            logger.warning(
+                "A forward took %d bytes of device memory, which is more than vram_budget (%d): activations need %d of them.",
+                peak,
+                self.vram,
+                measured.activation_bytes,
+            )
+
+    def forget(self, kind: Kind) -> None:
+        """A pass of this kind ran out of device memory: what was measured is not enough."""
+        self._measured.pop(kind, None)
+
+    def note_times(self, kind: Kind, by_group: dict[Group, float], rest: float) -> None:
+        """So long did groups compute, and everything else, in a pass of this kind."""
+        self._measured.setdefault(kind, _Measured()).num_timed += 1
+        self._num_timed += 1
+        for name, seconds in [*((group.group_id, s) for group, s in by_group.items()), (EVERYTHING_ELSE, rest)]:
+            self._seconds[name] = min(seconds, self._seconds.get(name, seconds))
+
+    def _activation_bytes(self, kind: Kind) -> int:
+        like = self._measured_like(kind)
+        if like is None:
+            return 0
+        known, num_bytes = like
+        if known == kind:
+            return num_bytes
+        return int(num_bytes * max(1.0, kind.num_elements / max(1, known.num_elements)) * 1.1)
+
+    def _measured_like(self, kind: Kind) -> tuple[Kind, int] | None:
+        """A kind that was measured: this one, or that with the largest inputs."""
+        found = self._measured.get(kind)
+        if found is not None and found.activation_bytes is not None:
+            return kind, found.activation_bytes
+        known = [(other, m.activation_bytes) for other, m in self._measured.items() if m.activation_bytes is not None]
+        return max(known, key=lambda entry: entry[0].num_elements, default=None)
+
+
+def _is_read(group: Group) -> bool:
+    return any(isinstance(part.image, FileImage) and not part.image.is_locked for part in group.parts)
+
+
+def ram_for_weights(budget: Budget | None, in_ram: int, staging_bytes: int) -> int:
+    """What a process may take of RAM for weights, `in_ram` of which it has taken already.
+
+    Args:
+        budget: for the whole process; None: as much as files are page-locked without anybody asking for it.
+        staging_bytes: are still to be taken from it.
+
+    Raises:
+        ConfigError: the process takes more already, without any weights.
+    """
+    if budget is None:
+        return in_ram + int(available_ram() * LOCKED_SHARE)
+    if isinstance(budget, Auto):
+        return in_ram + max(0, auto_ram() - staging_bytes)
+    others = max(0, ram_in_use() - in_ram) + staging_bytes + MARGIN_RAM_BYTES
+    if budget < others:
+        raise ConfigError(
+            f"ram_budget is {describe_bytes(budget)}, and this process needs {describe_bytes(others, round_up=True)} without "
+            f"any weights: Python, torch, the device's driver and {describe_bytes(staging_bytes)} to read files into. Give "
+            f"it that at least."
+        )
+    return budget - others

@@ -1,0 +1,309 @@
+"""Budgets under a running model: what stays on the device, what is page-locked, and that neither is ever exceeded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from group_offload import ConfigError, OffloadHandle, api, apply_group_offloading
+
+from .conftest import SPEEDS
+from .simulated import SimulatedDevice, use_simulated_device
+from .test_streams import DIM, Model, forward, from_file, run, watch_file_reads
+
+WIDTHS = [64] * 6
+MODES: list[dict[str, Any]] = [{}, {"record_stream": True}, {"offload_type": "leaf_level"}]
+
+every_mode = pytest.mark.parametrize("options", MODES, ids=str)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
+    monkeypatch.setattr("group_offload.runtime.budgeting.MARGIN_BYTES", 0)
+    slow = replace(SPEEDS, h2d=2, drive=1)  # a simulated second is one thing that ran
+    monkeypatch.setattr("group_offload.runtime.engine.known_speeds", lambda *args, **options: slow)
+    device = SimulatedDevice(0, "random")
+    with use_simulated_device(device), watch_file_reads(device):
+        yield device
+
+
+def weight_bytes(handle: OffloadHandle) -> int:
+    return sum(group.num_bytes for group in handle.groups)
+
+
+def check(device: SimulatedDevice, model: Model, resident: Model, batch: int = 2) -> None:
+    x = torch.randn(batch, DIM)
+    output = forward(device, model, x)
+    model.alive.clear()
+    assert torch.equal(device.get(output), run(resident, x))
+    resident.alive.clear()
+
+
+def offload(model: Any, **options: Any) -> OffloadHandle:
+    return api.offload(model, onload_device="cpu", **options)
+
+
+def offloaded(resident: Model, **options: Any) -> tuple[Model, OffloadHandle]:
+    model = copy.deepcopy(resident)
+    return model, offload(model, **options)
+
+
+def needed(device: SimulatedDevice, resident: Model, **options: Any) -> tuple[int, int]:
+    """Bytes of weights, and the device's peak without a budget."""
+    model, handle = offloaded(resident, **options)
+    num_bytes = weight_bytes(handle)
+    for _ in range(2):
+        check(device, model, resident)
+    peak = device.peak_bytes_in_use()
+    handle.remove()
+    device.synchronize()
+    device.reset_peak()
+    return num_bytes, peak
+
+
+@every_mode
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.75, 1.0])
+def test_a_budget_for_the_device(share: float, options: dict[str, Any], device: SimulatedDevice) -> None:
+    """Never more than that, never less sent than it allows, and the same bits."""
+    resident = Model(WIDTHS).eval()
+    num_bytes, peak = needed(device, resident, **options)
+    budget = peak + int(share * num_bytes)
+    model, handle = offloaded(resident, vram_budget=budget, **options)
+    sent = []
+    for _ in range(6):
+        before = handle.stats().bytes_onloaded["ram"]
+        check(device, model, resident)
+        assert device.peak_bytes_in_use() <= budget
+        sent.append(handle.stats().bytes_onloaded["ram"] - before)
+    resident_bytes = handle.stats().resident_bytes
+    outer = num_bytes - sum(group.num_bytes for group in handle.plan.details.problem.groups)
+    assert sent[-1] <= num_bytes - outer - resident_bytes
+    # Memory that is taken just in time may count twice: among activations, and as slots.
+    largest = max(group.num_bytes for group in handle.groups)
+    assert resident_bytes >= min(num_bytes - outer, share * num_bytes - largest * (4 if options else 1))
+    handle.remove()
+    assert device.pinned_bytes == 0 and device.allocated_bytes == 0
+
+
+@pytest.mark.parametrize("tier", ["checkpoint", "folder"])
+@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}], ids=str)
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_a_budget_for_ram(
+    share: float, options: dict[str, Any], tier: str, device: SimulatedDevice, tmp_path: Path
+) -> None:
+    """So much of the files is page-locked, after they were read once, and the rest is read past the page cache."""
+    resident = Model([1000] * 8).eval()
+    model, options = place(resident, tier, tmp_path, options)
+    num_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
+    num_bytes += num_bytes // 10  # images begin where kernels want them to
+    handle = offload(model, **options, ram_budget="1GiB", ram_share=int(share * num_bytes))
+    outer = num_bytes // 10
+    for _ in range(4):
+        check(device, model, resident)
+        # A small image may lie in a page that is locked for its neighbour.
+        assert handle.stats().pinned_bytes <= share * num_bytes + 1024 or share == 0
+    pinned = handle.stats().pinned_bytes
+    largest = max(group.num_bytes for group in handle.groups)
+    assert pinned >= min(share * num_bytes - largest - outer, weight_bytes(handle))
+    ways = {group.way for group in handle.groups if group.num_bytes >= largest // 2}
+    assert ways == {0.0: {"direct"}, 0.4: {"direct", "locked"}, 1.0: {"locked"}}[share]
+    before = handle.stats()
+    check(device, model, resident)
+    handle._engine.transfer.drain()  # type: ignore[union-attr]
+    after = handle.stats()
+    read = sum(after.bytes_read[way] - before.bytes_read[way] for way in ("direct", "page cache"))
+    assert read <= (1 - share) * num_bytes + after.staging_bytes if share < 1 else read == 0
+    handle.remove()
+    assert device.pinned_bytes == 0 and device.allocated_bytes == 0
+
+
+def place(resident: Model, tier: str, folder: Path, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    if tier == "checkpoint":
+        return from_file(resident, folder / "model.safetensors"), {**options, "offload_device": "disk"}
+    return copy.deepcopy(resident), {**options, "offload_to_disk_path": folder}
+
+
+@pytest.mark.parametrize("tier", ["checkpoint", "folder"])
+def test_both_budgets(tier: str, device: SimulatedDevice, tmp_path: Path) -> None:
+    """Three tiers at once; groups move between them when the first pass has told what activations need."""
+    resident = Model([1000] * 10).eval()
+    model, options = place(resident, tier, tmp_path, {})
+    num_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
+    handle = offload(model, **options, vram_budget=num_bytes // 2, ram_budget="1GiB", ram_share=num_bytes // 4)
+    for number in range(8):
+        check(device, model, resident, batch=2 if number < 6 else 3)
+        assert device.peak_bytes_in_use() <= num_bytes // 2
+        assert handle.stats().pinned_bytes <= num_bytes // 4 + 10 * 256
+    stats = handle.stats()
+    assert stats.resident_bytes > num_bytes // 8 and stats.pinned_bytes > num_bytes // 8
+    plan = handle.plan
+    places = {place.value for place in plan.details.places}
+    assert places == {"device", "ram", "file"}
+    assert "bounds a pass" in str(plan) and "One GiB more of VRAM" in str(plan) and "One GiB more of RAM" in str(plan)
+    state = resident.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    handle.remove()
+    assert device.pinned_bytes == 0
+
+
+@every_mode
+def test_an_edit_of_what_stays_on_the_device(options: dict[str, Any], device: SimulatedDevice) -> None:
+    resident = Model(WIDTHS).eval()
+    num_bytes, peak = needed(device, resident, **options)
+    model, handle = offloaded(resident, vram_budget=peak + num_bytes, **options)
+    for _ in range(4):
+        check(device, model, resident)
+    assert handle.stats().resident_bytes > 0
+    for edit in (lambda t: t.data.mul_(0.5), lambda t: t.detach().add_(0.1)):
+        with torch.no_grad():
+            for twin in (model, resident):
+                edit(twin.blocks[2].up.weight)
+                edit(twin.blocks[5].gain)
+        for _ in range(2):
+            check(device, model, resident)
+    for twin in (model, resident):
+        torch.manual_seed(1)
+        twin.blocks[1] = copy.deepcopy(twin.blocks[3])
+    for _ in range(4):
+        check(device, model, resident)
+    handle.remove()
+    check_at_rest(model, resident)
+
+
+def check_at_rest(model: Model, resident: Model) -> None:
+    state = resident.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_larger_inputs_are_foreseen(device: SimulatedDevice) -> None:
+    """Activations grow with the inputs: groups are given up before the forward, and come back after it."""
+    resident = Model(WIDTHS).eval()
+    num_bytes, peak = needed(device, resident)
+    budget = peak + num_bytes // 2
+    model, handle = offloaded(resident, vram_budget=budget)
+    for batch, passes in ((2, 4), (8, 3), (2, 3)):
+        for _ in range(passes):
+            check(device, model, resident, batch=batch)
+            assert device.peak_bytes_in_use() <= budget
+    assert handle.stats().resident_bytes > 0
+    handle.remove()
+
+
+@every_mode
+def test_memory_runs_out(options: dict[str, Any], device: SimulatedDevice, caplog: pytest.LogCaptureFixture) -> None:
+    """Somebody else takes device memory. The forward is run again without what stayed there, and is right."""
+    resident = Model(WIDTHS).eval()
+    num_bytes, peak = needed(device, resident, **options)
+    model, handle = offloaded(resident, vram_budget=peak + num_bytes, **options)
+    for _ in range(4):
+        check(device, model, resident)
+    taken = device.empty(num_bytes)
+    device.capacity = device.total.now + 2 * DIM * 4  # room for the input, and no more
+    for name in ("_replan", "_keep_within_budgets"):  # it would be foreseen
+        setattr(handle._engine, name, lambda kind: None)
+    check(device, model, resident)
+    assert "runs again" in caplog.text and handle.stats().resident_bytes == 0
+    for name in ("_replan", "_keep_within_budgets"):
+        delattr(handle._engine, name)
+    for _ in range(3):
+        check(device, model, resident)
+    device.free(taken)
+    device.capacity = 1 << 40
+    handle.remove()
+    check_at_rest(model, resident)
+
+
+def test_memory_runs_out_where_nothing_can_be_given_up(device: SimulatedDevice) -> None:
+    resident = Model(WIDTHS).eval()
+    num_bytes, peak = needed(device, resident)
+    model, handle = offloaded(resident, vram_budget=peak)
+    for _ in range(2):
+        check(device, model, resident)
+    device.capacity = device.total.now + 1
+    with pytest.raises(torch.OutOfMemoryError, match="No group of Model stays on the device"):
+        check(device, model, resident)
+    device.capacity = 1 << 40
+    model.alive.clear()
+    check(device, model, resident)
+    handle.remove()
+
+
+def test_a_forward_that_cannot_run_again(device: SimulatedDevice) -> None:
+    """The error names the budget that would have worked; the next forward has the room."""
+    resident = Model(WIDTHS).eval()
+    num_bytes, peak = needed(device, resident)
+    model, handle = offloaded(resident, vram_budget=peak + num_bytes)
+    for _ in range(4):
+        check(device, model, resident)
+    model.train()
+    taken = device.empty(num_bytes)
+    device.capacity = device.total.now + 2 * DIM * 4  # room for the input, and no more
+    for name in ("_replan", "_keep_within_budgets"):  # it would be foreseen
+        setattr(handle._engine, name, lambda kind: None)
+    with pytest.raises(torch.OutOfMemoryError, match="training mode.*vram_budget="):
+        check(device, model, resident)
+    model.alive.clear()
+    check(device, model, resident)
+    device.free(taken)
+    handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vram_budget": 1000}, "vram_budget is 1000 B.*weights alone take turns in"),
+        ({"vram_budget": "-1GiB"}, "vram_budget='-1GiB'"),
+        ({"vram_budget": 0}, "vram_budget=0"),
+        ({"vram_budget": "lots"}, "vram_budget='lots'.*'8GiB'"),
+        ({"ram_budget": "1KiB"}, "ram_budget is 1 KiB.*without any weights"),
+        ({"ram_budget": "120%"}, "ram_budget='120%'"),
+        ({"vram_budget": True}, "vram_budget=True"),
+        ({"ram_budget": "4GiB", "ram_share": 0}, "RAM budget for weights is 0 bytes.*that have no file"),
+    ],
+    ids=str,
+)
+def test_bad_budgets(options: dict[str, Any], message: str, device: SimulatedDevice) -> None:
+    """A clear error, and the module is as it was."""
+    resident = Model(WIDTHS).eval()
+    model = copy.deepcopy(resident)
+    before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ConfigError, match=message):
+        offload(model, **options)
+    assert device.pinned_bytes == 0
+    check_at_rest(model, resident)
+    assert set(before) == set(model.state_dict())
+    offload(model).remove()
+
+
+def test_a_budget_larger_than_the_device(device: SimulatedDevice, caplog: pytest.LogCaptureFixture) -> None:
+    device.capacity = 1 << 30
+    model = Model(WIDTHS).eval()
+    handle = offload(model, vram_budget="4GiB")
+    assert handle.config.vram_budget == 1 << 30 and "more than there is" in caplog.text
+    handle.remove()
+
+
+def test_the_cpu_has_no_memory_of_its_own() -> None:
+    with pytest.raises(ConfigError, match="has no memory of its own. Pass ram_budget"):
+        apply_group_offloading(Model(WIDTHS), "cpu", vram_budget="1GiB")
+
+
+def test_two_models_in_turn(device: SimulatedDevice) -> None:
+    """Device memory goes to whoever runs; the budget holds for both together."""
+    residents = [Model(WIDTHS).eval(), Model([48] * 9).eval()]
+    needs = [needed(device, resident) for resident in residents]
+    budget = max(peak + num_bytes // 2 for num_bytes, peak in needs)
+    twins = [offloaded(resident, vram_budget=budget) for resident in residents]
+    for number in range(12):
+        which = number // 3 % 2
+        check(device, twins[which][0], residents[which])
+        assert device.peak_bytes_in_use() <= budget
+    for _, handle in twins:
+        handle.remove()
+    assert device.allocated_bytes == 0
