@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,10 @@ class Arm:
     """Few steps are enough: each takes seconds."""
     ram_limit_bytes: int | None = None
     """The process gets so much RAM, what it has in the page cache included, and finds nothing there."""
+    vram: str = ""
+    """`vram_budget`; with "%", a share of the weights."""
+    ram: str = ""
+    """`ram_budget`."""
 
     @property
     def needs_streams(self) -> bool:
@@ -55,6 +59,28 @@ class Arm:
             is_from_checkpoint=True,
             is_slow=True,
         )
+
+    @property
+    def has_budget(self) -> bool:
+        return bool(self.vram or self.ram)
+
+    def budgeted(self, budgets: Sequence[str]) -> Arm:
+        """The same with budgets: "vram=25%", "ram=auto".
+
+        Raises:
+            ValueError: none of these.
+        """
+        found = dict(budget.split("=", 1) for budget in budgets)
+        if unknown := set(found) - {"vram", "ram"}:
+            raise ValueError(f"{sorted(unknown)}")
+        return replace(self, name=" ".join([self.name, *budgets]), **found)
+
+    def budgets(self, weight_bytes: int) -> dict[str, Any]:
+        """What this package is called with."""
+        vram: Any = self.vram
+        if vram.endswith("%"):
+            vram = int(weight_bytes * float(vram.removesuffix("%")) / 100)
+        return {**({"vram_budget": vram} if vram else {}), **({"ram_budget": self.ram} if self.ram else {})}
 
     @property
     def is_basic(self) -> bool:

@@ -18,6 +18,10 @@ Arms with "from_pretrained" or "checkpoint" load the model from a checkpoint, wh
 of them, so that it is in the page cache. Their set-up time is that of the offloading alone, as in all arms; loading is
 `load_s`. Those with "from_pretrained" then offload to RAM, those with "checkpoint" leave the weights in its files.
 
+With " vram=25%" (of the weights; or "vram=8GiB") or " ram=auto" behind an arm's name this package gets budgets. The first
+steps then are not timed: they measure, and fill what is to stay. *predicted* is what the plan says, *x limit* the step over
+the longest of: the resident model's step, bytes sent over what the link gives, bytes read over what the drive gives.
+
 An arm whose name ends in "@12GiB" (or all, with --ram 12GiB) gets so much RAM: its process runs in a control group that
 counts what it has in the page cache, too. The model comes from the checkpoint, and the page cache is empty before it is
 loaded, and again before it is set up. What the drive gives is measured in the same run, before those arms and after them:
@@ -77,6 +81,8 @@ MAX_IN_A_ROW = 5
 SLOW_SECONDS = 3
 """Steps that take longer are not timed together."""
 MAX_TRACE_BYTES = 16 << 20
+SETTLING_STEPS = 5
+"""With a budget: the first passes measure, and fill what is to stay."""
 FROM_DRIVE = ("direct", "buffered")
 """How the plain reader may have read the drive; the second only where the first is refused."""
 
@@ -118,7 +124,8 @@ def run_arm(
 
     transferred_before = transferred()
     start = time.perf_counter()
-    handle = apply(module, device, {**arm.options, **({"offload_to_disk_path": folder} if folder else {})})
+    options = {**arm.options, **({"offload_to_disk_path": folder} if folder else {}), **arm.budgets(num_bytes)}
+    handle = apply(module, device, options)
     synchronize(device)
     setup = time.perf_counter() - start
     transferred_after = transferred()
@@ -142,13 +149,15 @@ def run_arm(
     times: list[float] = []
     reads = [_reads(handle)]
     outputs: list[torch.Tensor] = []  # looked at later: nothing happens between two steps
-    for _ in range(1 + num_steps):
+    settling: list[float] = []
+    for number in range(1 + num_steps + (SETTLING_STEPS if arm.has_budget else 0)):
         start = time.perf_counter()
         if copy_beside is not None:
             copy_beside()
         outputs.append(model.call(module, inputs))
         synchronize(device)
-        times.append(time.perf_counter() - start)
+        is_settling = arm.has_budget and 0 < number <= SETTLING_STEPS
+        (settling if is_settling else times).append(time.perf_counter() - start)
         if times[-1] >= SLOW_SECONDS:
             tell_so_far({"first_step_s": times[0], "steps_s": times[1:]})
         reads.append(_reads(handle))
@@ -168,6 +177,7 @@ def run_arm(
     peak = device_peak(device)
     result |= {
         "first_step_s": times[0],
+        "settling_s": settling,
         "steps_s": times[1:],
         "step_s": statistics.median(times[1:]),
         "step_min_s": min(times[1:]),
@@ -189,6 +199,8 @@ def run_arm(
         result["num_groups"] = len(handle.groups)
         result["largest_group_bytes"] = max(group.num_bytes for group in handle.groups)
         result["ways"] = _ways(handle)
+        if arm.has_budget:
+            result |= _plan(handle, options)
     hashes = [sha256(output) for output in outputs]
     if not torch.isfinite(outputs[-1]).all():
         raise RuntimeError("The output is not finite: its hash would show nothing.")
@@ -219,6 +231,22 @@ def _ways(handle: Any) -> dict[str, int]:
         way = getattr(group, "way", "") or group.tier
         ways[way] = ways.get(way, 0) + group.num_bytes
     return ways
+
+
+def _plan(handle: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the budgets came to."""
+    plan = handle.plan
+    prediction = plan.details.prediction
+    return {
+        "vram_budget": options.get("vram_budget"),
+        "ram_budget": options.get("ram_budget"),
+        "predicted_s": plan.step_seconds,
+        "plan": str(plan),
+        "speeds": asdict(plan.details.problem.speeds),
+        "h2d_bytes": prediction.h2d_bytes,
+        "drive_bytes": prediction.drive_bytes,
+        "compute_s": prediction.compute_seconds,
+    }
 
 
 def _record(handle: Any, step: Callable[[], object], device: torch.device, path: Path) -> str:
@@ -507,6 +535,11 @@ def render_table(report: Mapping[str, Any]) -> str:
         "x floor": lambda arm: f"{arm['step_s'] / floor:.2f}" if floor and arm["engine"] != "resident" else "",
         "x raw": lambda arm: _share_of_raw(arm, report),
         "from the drive": lambda arm: gib(arm["step_reads"].get("drive")) if arm.get("ram_limit_bytes") else "",
+        "predicted": lambda arm: f"{seconds(arm['predicted_s'])} s" if "predicted_s" in arm else "",
+        "x limit": lambda arm: _share_of_limit(arm, report),
+        "budget": lambda arm: (
+            gib(arm["vram_budget"]) if isinstance(arm.get("vram_budget"), int) else arm.get("vram", "")
+        ),
         "first step": lambda arm: f"{seconds(arm['first_step_s'])} s",
         "first / later": lambda arm: f"{arm['first_step_s'] / arm['step_s']:.2f}",
         "set-up": lambda arm: f"{arm['setup_s']:.1f} s",
@@ -523,7 +556,7 @@ def render_table(report: Mapping[str, Any]) -> str:
     }
     done = [arm for arm in arms.values() if "step_s" in arm]
     is_in_files = any("step_reads" in arm and (arm["on_disk"] or arm["is_from_checkpoint"]) for arm in done)
-    for name in ("x raw", "from the drive", "written", "anonymous", "RSS + cache"):
+    for name in ("x raw", "from the drive", "predicted", "x limit", "budget", "written", "anonymous", "RSS + cache"):
         if not any(columns[name](arm) for arm in done):
             del columns[name]
     rows: list[tuple[str, ...]] = [("", *columns)]
@@ -607,6 +640,21 @@ def _reads_files(arm: Mapping[str, Any]) -> bool:
 def _share_of_raw(arm: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     raw = _raw(report, is_limited=bool(arm.get("ram_limit_bytes")))
     return f"{arm['used_weight_bytes'] / raw / arm['step_s']:.2f}" if raw and _reads_files(arm) else ""
+
+
+def _share_of_limit(arm: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+    """The step over the longest of: compute, what is sent over the link, what is read over the drive's raw speed."""
+    resident = report["arms"].get("resident", {}).get("step_s")
+    if "predicted_s" not in arm or resident is None:
+        return ""
+    link = next((a["machine"]["pinned_h2d_bytes_per_s"] for a in [report] if "machine" in a), None)
+    raw = [run["bytes_per_s"] for run in report.get("disk", {}).get("raw", []) if run["how"] in FROM_DRIVE]
+    limits = [resident]
+    if link:
+        limits.append(arm["h2d_bytes"] / link)
+    if raw and arm["drive_bytes"]:
+        limits.append(arm["drive_bytes"] / max(raw))
+    return f"{arm['step_s'] / max(limits):.2f}"
 
 
 def _anonymous(arm: Mapping[str, Any]) -> str:
@@ -700,12 +748,13 @@ def choose(names: Sequence[str] | None, model: Model, ram: str | None = None) ->
     """The arms with these names, those of an engine, or all that say something about `model`.
 
     Args:
-        names: " @12GiB" behind a name limits that arm's RAM.
+        names: " @12GiB" behind a name limits that arm's RAM; behind that, " vram=25%" and " ram=auto" are budgets.
         ram: the limit of all others.
     """
     chosen: dict[str, Arm] = {}
     # In the order given: a run that is cut short has the first ones.
     for whole in names or [arm.name for arm in ARMS.values() if model.has_all_arms or arm.is_basic]:
+        whole, *budgets = re.split(r" (?=v?ram=)", whole)
         name, _, limit = whole.partition(" @")
         # The name of an engine that is an arm's too ("resident") is the arm's.
         found = [ARMS[name]] if name in ARMS else [arm for arm in ARMS.values() if arm.engine == name]
@@ -715,6 +764,7 @@ def choose(names: Sequence[str] | None, model: Model, ram: str | None = None) ->
             size = limit or ram
             try:
                 arm = arm.limited(size) if size and arm.engine != "resident" else arm
+                arm = arm.budgeted(budgets) if budgets else arm
             except ValueError:
                 raise SystemExit(f"{whole!r}: {size!r} is no size like 12GiB.") from None
             chosen.setdefault(arm.name, arm)
