@@ -25,6 +25,7 @@ from .integrations.diffusers import (
 )
 from .integrations.opening import from_pretrained
 from .progress import disable_progress_bar, enable_progress_bar
+from .report import OffloadPlan
 
 __all__ = [
     "ConfigError",
@@ -35,6 +36,7 @@ __all__ = [
     "ModuleError",
     "OffloadConfig",
     "OffloadHandle",
+    "OffloadPlan",
     "OffloadStats",
     "OffloadType",
     "StateError",

@@ -1,4 +1,4 @@
-"""The command `group-offload`: look at a folder of group files, check it, and remove what nobody needs."""
+"""The command `group-offload`: plan what rests where, measure this machine, look after folders of group files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from rich.prompt import Confirm
 from rich.table import Table
 from rich.text import Text
 
-from .errors import GroupFileError
+from .cli_plan import add_commands
+from .errors import GroupFileError, GroupOffloadError
 from .stores.publish import folder_lock
 from .stores.survey import Finding, Kind, Survey, open_folder, removable, remove, survey, verify
 
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         status: int = arguments.run(arguments)
-    except GroupFileError as error:
+    except GroupOffloadError as error:
         _complain(str(error))
         return FAILED
     except KeyboardInterrupt:
@@ -56,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     prune = add("prune", _prune, "Remove group files that no manifest needs, and what processes that died left.")
     prune.add_argument("--dry-run", action="store_true", help="list them, remove nothing")
     prune.add_argument("--yes", action="store_true", help="do not ask")
+    add_commands(commands)
     return parser
 
 

@@ -19,12 +19,14 @@ thing at a time and in order of use: the drive reads, the link copies to the dev
 from __future__ import annotations
 
 import math
+import random
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from heapq import nlargest, nsmallest
 from itertools import accumulate, groupby, product
+from operator import itemgetter
 
 from .errors import ConfigError
 
@@ -38,7 +40,7 @@ _AS_FAST = 1.001
 """Plans this near to the fastest are as good, and something else decides between them."""
 _NEAR_ENOUGH = 1.005
 """A plan this near to its limit is not improved any further."""
-_FULL_EFFORT = 90_000
+_FULL_EFFORT = 80_000
 """Uses that are simulated for one plan, at most: a few hundred plans of 57 groups, ten of 2,000."""
 _MAX_THRESHOLDS = 6
 """Numbers of groups that are resident whatever is spread over the rest."""
@@ -215,14 +217,18 @@ class Plan:
         return f"{self.prediction.bound} bounds a pass: it takes {step:.4g} s, {distance}; {self._busy()}."
 
     def gain_from(self, *, device_bytes: int = 0, ram_bytes: int = 0) -> float:
-        """Seconds that a pass would be faster with that much more of each budget. A budget that is None stays so."""
-        more = replace(
-            self.problem.budgets,
-            device_bytes=_plus(self.problem.budgets.device_bytes, device_bytes),
-            ram_bytes=_plus(self.problem.budgets.ram_bytes, ram_bytes),
-        )
-        better = make_plan(replace(self.problem, budgets=more))
-        return max(0.0, self.prediction.step_seconds - better.prediction.step_seconds)
+        """Seconds that a pass would be faster with that much more of each budget.
+
+        Without a budget for the device, more than what this plan takes there; without one for RAM there is no more to give.
+        """
+        given = self.problem.budgets
+        device, ram = given.device_bytes, given.ram_bytes
+        if device_bytes:
+            device = (self.device_bytes if device is None else device) + device_bytes
+        if ram is not None:
+            ram += ram_bytes
+        more = replace(self.problem, budgets=Budgets(device_bytes=device, ram_bytes=ram))
+        return max(0.0, self.prediction.step_seconds - make_plan(more).prediction.step_seconds)
 
     def _busy(self) -> str:
         p = self.prediction
@@ -233,15 +239,17 @@ class Plan:
 def make_plan(problem: Problem) -> Plan:
     """The fastest placement within the budgets that the search finds.
 
-    It is the best by the model where there are few placements (7 groups on 3 tiers, 11 on 2). Of plans within 0.1% the
+    It is the best by the model where there are few placements (up to 8 groups on 3 tiers, 12 on 2). Of plans within 0.1% the
     one that sends least is taken, then that which reads least from the drive, then that with least on the device.
 
     Raises:
         ConfigError: a budget that no placement fits; names the smallest that works.
     """
     _check_budgets(problem)
-    search = _search(problem)
-    if not any(group.compute_seconds for group in problem.groups):
+    if any(group.compute_seconds for group in problem.groups):
+        search = _search(problem, _FULL_EFFORT)
+    else:
+        search = _search(problem, _FULL_EFFORT // 2)
         _spread_unknown(problem, search)
     return _plan(problem, search.best.places, search.effort)
 
@@ -270,10 +278,6 @@ def smallest_device_bytes(problem: Problem) -> int:
 def smallest_ram_bytes(problem: Problem) -> int:
     """The smallest budget that works for RAM: the groups that have no file."""
     return sum(group.num_bytes for group in problem.groups if not group.is_in_file)
-
-
-def _plus(budget: int | None, more: int) -> int | None:
-    return None if budget is None else budget + more
 
 
 def _gib(num_bytes: int) -> str:
@@ -322,6 +326,8 @@ class _Load:
     """Resident groups and slots."""
     in_ram: int
     """Of groups that have a file."""
+    not_resident: int
+    """Of groups that are used, whether they are sent each time or all fit in the slots."""
     h2d: int
     drive: int
 
@@ -362,11 +368,12 @@ class _Case:
         in_ram = sum(
             [sizes[index] for index in streamed if places[index] is not file and self.groups[index].is_in_file]
         )
-        if sum([sizes[index] for index in streamed if sent[index]]) <= in_slots:
-            return _Load(in_slots, resident + in_slots, in_ram, 0, 0)
+        not_resident = sum([sizes[index] for index in streamed if sent[index]])
+        if not_resident <= in_slots:
+            return _Load(in_slots, resident + in_slots, in_ram, not_resident, 0, 0)
         h2d = sum([sizes[index] * sent[index] for index in streamed])
         drive = sum([sizes[index] * sent[index] for index in streamed if places[index] is file])
-        return _Load(in_slots, resident + in_slots, in_ram, h2d, drive)
+        return _Load(in_slots, resident + in_slots, in_ram, not_resident, h2d, drive)
 
     def fits(self, load: _Load) -> bool:
         return load.in_ram <= self.ram_room and (not self.has_residents or load.device <= self.device_budget)
@@ -576,8 +583,8 @@ class _Found:
 
     places: list[Place]
     run: _Run
-    taste: tuple[int, int, int, int]
-    """Bytes sent, read, on the device and in RAM: less is better where plans are as fast."""
+    taste: tuple[int, ...]
+    """Bytes sent, read, not resident, on the device and in RAM: less is better where plans are as fast."""
 
 
 @dataclass(slots=True)
@@ -601,7 +608,7 @@ class _Search:
 
     def look(self) -> None:
         """Count what it takes to make a placement and to add up its bytes, in uses that are simulated in that time."""
-        self.effort += len(self.case.groups)
+        self.effort += 2 * len(self.case.groups)
 
     def consider(self, places: list[Place]) -> bool:
         """Take a placement if it is within the budgets and better than the best so far."""
@@ -611,7 +618,7 @@ class _Search:
         run = _run(case, places, load)
         self.effort += run.num_simulated
         self.fastest = min(self.fastest, run.step)
-        taste = (load.h2d, load.drive, load.device, load.in_ram)
+        taste = (load.h2d, load.drive, load.not_resident, load.device, load.in_ram)
         if self.found and run.step > self.fastest * _AS_FAST:
             return False
         if self.found and self.best.run.step <= self.fastest * _AS_FAST and taste >= self.best.taste:
@@ -620,7 +627,7 @@ class _Search:
         return True
 
 
-def _search(problem: Problem, max_effort: int = _FULL_EFFORT) -> _Search:
+def _search(problem: Problem, max_effort: int) -> _Search:
     case = _Case(problem)
     search = _Search(case, max_effort)
     near_enough = _lower_bound(case) * _NEAR_ENOUGH
@@ -629,10 +636,11 @@ def _search(problem: Problem, max_effort: int = _FULL_EFFORT) -> _Search:
         search.consider(places)
         if search.is_over or search.fastest <= near_enough:
             break
-    if _num_placements(case) * len(case.uses) * _MIN_PASSES <= max_effort:
+    if _num_placements(case) * len(case.uses) <= _FULL_EFFORT:
         _try_all(search)
-    else:
-        _improve(search, near_enough)
+        return search
+    _improve(search, near_enough)
+    _start_again(search, near_enough)
     return search
 
 
@@ -679,12 +687,20 @@ def _num_placements(case: _Case) -> int:
 
 
 def _try_all(search: _Search) -> None:
+    """Look at every placement. Those with the lowest limits come first: few of the others have to be simulated then."""
     case = search.case
-    places = case.at_first()
+    fitting = []
     for chosen in product(*(case.choices(index) for index in case.used)):
+        places = case.at_first()
         for index, place in zip(case.used, chosen, strict=True):
             places[index] = place
-        search.consider(list(places))
+        load = case.load(places)
+        if case.fits(load):
+            fitting.append((case.limit(load), places))
+    for limit, places in sorted(fitting, key=itemgetter(0)):
+        if limit > search.fastest * _AS_FAST:
+            return
+        search.consider(places)
 
 
 def _candidates(case: _Case) -> Iterator[list[Place]]:
@@ -704,7 +720,7 @@ def _first_residents(case: _Case) -> Iterator[list[int]]:
     if not case.has_residents:
         return
     able = [index for index in case.used if case.groups[index].may_reside]
-    for ranks in (case.sizes, case.num_sent):
+    for ranks in (case.num_sent, case.sizes):
         ranked = sorted(able, key=lambda index: (-ranks[index], -case.sizes[index]))
         steps = [n for n in range(1, len(ranked)) if ranks[ranked[n]] < ranks[ranked[n - 1]]]
         num_fitting = bisect_right(
@@ -795,6 +811,36 @@ def _improve(search: _Search, near_enough: float) -> None:
             return
 
 
+def _start_again(search: _Search, near_enough: float) -> None:
+    """Improve placements that are filled in any order, while effort is left: few large groups fit in odd ways only."""
+    case, shuffled = search.case, list(search.case.used)
+    any_order = random.Random(0)
+    while search.fastest > near_enough and not search.is_over:
+        any_order.shuffle(shuffled)
+        start = _Search(case, search.max_effort, search.effort)
+        start.look()
+        start.consider(_fill_in_order(case, shuffled))
+        _improve(start, near_enough)
+        search.effort = start.effort
+        search.consider(start.best.places)
+
+
+def _fill_in_order(case: _Case, indices: Sequence[int]) -> list[Place]:
+    places = case.at_first()
+    room = case.device_budget - case.load(places).device
+    for index in indices:
+        if Place.DEVICE in case.choices(index) and case.sizes[index] <= room:
+            places[index] = Place.DEVICE
+            room -= case.sizes[index]
+    room_in_ram = case.ram_room
+    for index in indices:
+        if places[index] is Place.FILE and case.sizes[index] <= room_in_ram:
+            places[index] = Place.RAM
+            room_in_ram -= case.sizes[index]
+    _top_up(case, places)
+    return places
+
+
 def _neighbours(search: _Search) -> Iterator[list[Place]]:
     """Placements next to the best one, those first that help where compute waits longest; none if effort is used up."""
     case, best = search.case, search.best
@@ -849,7 +895,7 @@ def _spread_unknown(problem: Problem, search: _Search) -> None:
     if not seconds:
         return
     groups = tuple(replace(group, compute_seconds=group.num_bytes * seconds) for group in problem.groups)
-    even = _search(replace(problem, groups=groups))
+    even = _search(replace(problem, groups=groups), _FULL_EFFORT // 2)
     search.effort += even.effort
     places = even.best.places
     run = _run(search.case, places, search.case.load(places))

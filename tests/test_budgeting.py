@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,8 @@ from group_offload import ConfigError, OffloadHandle, api, apply_group_offloadin
 
 from .conftest import SPEEDS
 from .simulated import SimulatedDevice, use_simulated_device
-from .test_streams import DIM, Model, forward, from_file, run, watch_file_reads
+from .test_files import run_python
+from .test_streams import DIM, Model, exercise, forward, from_file, run, watch_file_reads
 
 WIDTHS = [64] * 6
 MODES: list[dict[str, Any]] = [{}, {"record_stream": True}, {"offload_type": "leaf_level"}]
@@ -307,3 +310,91 @@ def test_two_models_in_turn(device: SimulatedDevice) -> None:
     for _, handle in twins:
         handle.remove()
     assert device.allocated_bytes == 0
+
+
+def test_ram_that_others_need(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Page-locked files are given up, a part at a time, and read instead."""
+    resident = Model([1000] * 8).eval()
+    model, options = place(resident, "checkpoint", tmp_path, {})
+    handle = offload(model, **options, ram_budget="1GiB", ram_share=1 << 20)
+    for _ in range(3):
+        check(device, model, resident)
+    before = handle.stats().pinned_bytes
+    assert before > 0
+    monkeypatch.setattr("group_offload.runtime.engine.available_ram", lambda: 1000)
+    monkeypatch.setattr("group_offload.runtime.engine._RELIEF_SECONDS", 0)
+    pinned = [before]
+    for _ in range(3):
+        check(device, model, resident)
+        pinned.append(handle.stats().pinned_bytes)
+    assert pinned == sorted(pinned, reverse=True) and 0 < pinned[1] < before and pinned[3] < pinned[1]
+    assert "RAM runs short" in caplog.text
+    handle.remove()
+    assert device.pinned_bytes == 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_budgets_whatever_happens(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routes that change, exceptions, edits, two streams, two models that take turns."""
+    monkeypatch.setattr("group_offload.runtime.budgeting.MARGIN_BYTES", 0)
+    slow = replace(SPEEDS, h2d=2, drive=1)
+    monkeypatch.setattr("group_offload.runtime.engine.known_speeds", lambda *args, **options: slow)
+    rng = random.Random(seed)
+    options = {
+        **rng.choice(MODES),
+        "vram_budget": rng.choice([20_000, 40_000, 1 << 20]),
+        **rng.choice([{}, {"in_files": True}, {"in_checkpoint": True}]),
+    }
+    exercise(seed, rng.choice(["random", "lazy", "eager"]), options, num_passes=8)
+
+
+_FOUR_GIB = """
+import json, struct, sys, torch
+from torch import nn
+from safetensors.torch import load_file
+from group_offload import apply_group_offloading
+torch.set_num_threads(2)
+path, budget = sys.argv[1], sys.argv[2]
+with torch.device("meta"):
+    model = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(64)])
+names = list(model.state_dict())
+size = 4096 * 4096 * 4
+header = {n: {"dtype": "F32", "shape": [4096, 4096], "data_offsets": [i * size, (i + 1) * size]} for i, n in enumerate(names)}
+text = json.dumps(header).encode()
+text += b" " * (-len(text) % 8)
+with open(path, "wb") as file:
+    file.write(struct.pack("<Q", len(text)) + text)
+    for index in range(64):  # a diagonal, and holes: the file takes little of the drive
+        file.seek(8 + len(text) + index * size)
+        file.write(torch.eye(1, 4096).mul(1.5 - index % 2).numpy().tobytes())
+    file.truncate(8 + len(text) + 64 * size)
+model.load_state_dict(load_file(path), assign=True)
+model.requires_grad_(False)
+wrapped = nn.Module()
+wrapped.layers = nn.ModuleList(model)
+def forward(x):
+    for layer in wrapped.layers:
+        x = layer(x)
+    return x
+wrapped.forward = forward
+handle = apply_group_offloading(wrapped, "cpu", offload_device="disk", ram_budget=budget)
+x = torch.ones(1, 4096)
+for _ in range(3):
+    y = wrapped(x)
+expected = torch.ones(())
+for index in range(64):
+    expected = expected * (1.5 - index % 2)
+assert y[0, 0].item() == expected.item() and y.count_nonzero() == 1
+peak = next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith("VmHWM"))
+print(json.dumps({"peak": peak, "resident": handle.stats().resident_bytes}))
+"""
+
+
+def test_four_gib_in_one(tmp_path: Path) -> None:
+    """The CPU computes: RSS stays within the budget, and what room there is keeps weights between forwards."""
+    done = run_python(_FOUR_GIB, str(tmp_path / "model.safetensors"), "1GiB")
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["peak"] <= 1 << 30 and found["resident"] >= 64 << 20

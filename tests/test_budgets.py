@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from group_offload import ConfigError, budgets
@@ -99,12 +99,14 @@ def test_more_than_there_is(value: Any, caplog: pytest.LogCaptureFixture) -> Non
     assert parse_budget("8GiB", "vram_budget", 8 * GIB) == 8 * GIB and not caplog.messages
 
 
+@settings(deadline=None)
 @given(st.integers(1, 10**6), st.sampled_from(sorted(UNITS)), st.booleans(), st.sampled_from(["", " "]))
 def test_whole_numbers_of_units(number: int, unit: str, is_lower: bool, space: str) -> None:
     text = f"{number}{space}{unit}"
     assert parse_budget(text.lower() if is_lower else text, "x", LARGE) == number * UNITS[unit]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 1 << 50))
 def test_what_is_described_is_understood(num_bytes: int) -> None:
     found = parse_budget(describe_bytes(num_bytes), "x", LARGE)
@@ -113,12 +115,14 @@ def test_what_is_described_is_understood(num_bytes: int) -> None:
     assert isinstance(enough, int) and num_bytes <= enough <= num_bytes * 1.01 + 1
 
 
+@settings(deadline=None)
 @given(st.integers(1, 1 << 50), st.decimals("0.001", "100", places=3))
 def test_shares(total: int, percent: Any) -> None:
     found = parse_budget(f"{percent}%", "x", total)
     assert isinstance(found, int) and max(1, int(total * percent / 100) - 1) <= found <= total
 
 
+@settings(deadline=None)
 @given(st.text(max_size=12))
 def test_any_text_is_an_amount_or_an_error(text: str) -> None:
     try:

@@ -25,6 +25,7 @@ PUBLIC_NAMES = {
     "ModuleError",
     "OffloadConfig",
     "OffloadHandle",
+    "OffloadPlan",
     "OffloadStats",
     "OffloadType",
     "StateError",
@@ -41,14 +42,17 @@ PUBLIC_NAMES = {
 }
 
 LAYERS = (
-    {"errors", "device", "config", "progress"},
-    {"layout"},
-    {"partition"},
+    {"errors", "device", "progress"},
+    {"layout", "planner"},
     {"stores"},
+    {"budgets", "speeds"},
+    {"config", "report"},
+    {"partition"},
     {"runtime"},
     {"api"},
-    {"integrations"},
-    {"cli"},
+    {"activations", "integrations"},
+    {"outline"},
+    {"cli", "cli_plan"},
 )
 """A module may import from its own layer and from those before it."""
 

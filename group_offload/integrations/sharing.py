@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 from torch import nn
@@ -17,7 +18,9 @@ NUM_STEPS = 28
 _DENOISERS = ("transformer", "unet", "controlnet", "prior", "decoder_unet")
 
 
-def shares_of(models: Mapping[str, nn.Module], budget: int | str | None, *, has_folder: bool) -> dict[str, int]:
+def shares_of(
+    models: Mapping[str, nn.Module], budget: int | str | None, vram: int | str | None, *, has_folder: bool
+) -> dict[str, int]:
     """RAM for the weights of each model, by its name in the pipeline.
 
     Models run one after another, and what is read from the drive is read each time one runs: so RAM goes first to those
@@ -25,12 +28,16 @@ def shares_of(models: Mapping[str, nn.Module], budget: int | str | None, *, has_
 
     Args:
         budget: for the whole process, as the user gave it.
+        vram: the same for the device. What stays there needs no RAM; half of it is taken for that, as activations are not
+            known yet.
         has_folder: weights that are in no file get one.
 
     Raises:
         ConfigError: it is not understood, or too small.
     """
     parsed: Budget | None = parse_budget(budget, "ram_budget", total_ram())
+    device = parse_budget(vram, "vram_budget", sys.maxsize)
+    on_device = device // 2 if isinstance(device, int) else 0
     distinct: dict[int, str] = {}
     for name, model in models.items():
         distinct.setdefault(id(model), name)
@@ -39,6 +46,8 @@ def shares_of(models: Mapping[str, nn.Module], budget: int | str | None, *, has_
         total, anonymous = _bytes_of(models[name])
         in_ram += anonymous
         must = 0 if has_folder else anonymous
+        if has_folder or not anonymous:
+            total = max(must, total - on_device)
         uses = NUM_STEPS if name.startswith(_DENOISERS) else 1
         loads.append(ComponentLoad(num_bytes=total, uses=uses, must_bytes=must))
     ram = ram_for_weights(parsed, in_ram, STAGING_BYTES * len(loads))

@@ -32,7 +32,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from tempfile import gettempdir
 from types import MappingProxyType
 from typing import Any
 
@@ -45,12 +44,12 @@ from ..errors import ConfigError, GroupFileError, StateError
 from ..layout import overlapping
 from ..partition import NEVER_CALLED
 from ..planner import Place, Plan, Speeds
-from ..speeds import known_speeds
+from ..speeds import ASSUMED_DRIVE, known_speeds
 from ..stores.base import Image, Tier
-from ..stores.files import FileImage, SourceFile
+from ..stores.files import FileImage, SourceFile, locked
 from ..stores.folder import Folder, keep, leave
 from ..stores.group_file import GroupFile
-from ..stores.ram import choose_ways
+from ..stores.ram import available_ram, choose_ways
 from .attempt import Attempt
 from .budgeting import Budgeter, Kind, ram_for_weights
 from .build import build_groups, first_guess, materialise, size_rings
@@ -85,8 +84,10 @@ STAGING_BYTES = NUM_FRAMES * SMALL_CHUNK_BYTES
 """What files take of a RAM budget, besides weights."""
 HOST_ACTIVATIONS_SHARE = 0.2
 """Of a RAM budget, where the CPU computes: so much is for activations, which nobody can measure there."""
-_UNKNOWN_DRIVE = 10**9
-"""Bytes per second, where a drive could not be measured."""
+MIN_FREE_RAM_BYTES = 256 << 20
+"""With less than that available, page-locked files are given up."""
+_RELIEF_PART, _RELIEF_SECONDS = 4, 1.0
+"""One in so many of them, and no sooner again than after so long."""
 _AUTO_SHARE = 0.95
 """Of the device memory that is there to take, if the budget is "auto"."""
 
@@ -146,6 +147,7 @@ class Engine:
         self._budgeter = Budgeter(self._backend, self._measure_speeds, config.num_slots)
         self._kind: Kind | None = None
         """Of the last pass."""
+        self._relieved_at = 0.0
         self._brought_back_before = 0
         """When it began."""
         self.tracer: Tracer | None = None
@@ -327,6 +329,7 @@ class Engine:
         self._note_times()
         if self.config.has_budgets:
             self._replan(kind)
+            self._relieve_ram()
         if self._to_lock:
             self._lock_files(was_read=True)
         self._take_lease()
@@ -485,10 +488,8 @@ class Engine:
 
     def _measure_speeds(self) -> Speeds:
         path = next((image.source.path for image in self._in_files), None)
-        if path is None:  # nothing will be read
-            return Speeds(h2d=known_speeds(self._backend, Path(gettempdir()), max_drive_bytes=0).h2d, drive=1)
         found = known_speeds(self._backend, path)
-        return Speeds(h2d=found.h2d, drive=found.drive or _UNKNOWN_DRIVE)
+        return Speeds(h2d=found.h2d, drive=found.drive or ASSUMED_DRIVE)
 
     def _plan_first(self) -> None:
         """Decide what the budgets are, for weights alone, and share files out between RAM and the drive.
@@ -569,6 +570,30 @@ class Engine:
             self._reside(self._budgeter.at(Place.DEVICE))
             if self._backend.has_streams:
                 self._share_out_files()
+
+    def _relieve_ram(self) -> None:
+        """Unlock files where others need the RAM: a part at a time, evenly spread. What is not locked is read."""
+        now = time.monotonic()
+        if now - self._relieved_at < _RELIEF_SECONDS or not locked.num_bytes or available_ram() >= MIN_FREE_RAM_BYTES:
+            return
+        self._relieved_at = now
+        images = [image for image in self._in_files if image.is_locked]
+        given_up = set(images[::_RELIEF_PART])
+        if not given_up:
+            return
+        for image in given_up:
+            image.is_direct = True
+        for source in {image.source for image in given_up}:
+            kept = [image for image in images if image.source is source and image not in given_up]
+            pieces = [piece for image in kept for piece in image.pieces]
+            source.lock(pieces, self._backend, self.transfer.last_copy.synchronize)
+            self._to_lock.pop(source, None)
+        self._reads_files = True
+        logger.warning(
+            "RAM runs short: %s of %s are no longer page-locked, and are read from the drive from now on.",
+            describe_bytes(sum(image.layout.num_bytes for image in given_up)),
+            type(self.root).__name__,
+        )
 
     def _keep_within_budgets(self, kind: Kind) -> None:
         """The slots are there: what is left of the budget is for groups that stay."""

@@ -46,6 +46,21 @@ _MAX_KEPT_OPEN = 256
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 64 << 10
 
 
+class _Locked:
+    """Bytes of files that this process has page-locked in the page cache. The system takes them for what it can give up."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, num_bytes: int) -> None:
+        with self._lock:
+            self.num_bytes += num_bytes
+
+
+locked = _Locked()
+
+
 class SourceFile:
     """A part of a file that images are read from, by several threads at once. See [Note: Ways to read a file].
 
@@ -123,7 +138,8 @@ class SourceFile:
                 return False
             # A module that is dropped without remove() must not leave its pages locked. At interpreter exit the driver
             # is gone already and the pages go with the process.
-            finalizer = weakref.finalize(self, unlock, wait, unpin, self.bytes)
+            locked.add(end - start)
+            finalizer = weakref.finalize(self, _unlock, wait, unpin, self.bytes, end - start)
             finalizer.atexit = False
             self._locked[start, end] = finalizer
             self.num_lockings += 1
@@ -305,6 +321,11 @@ class SourceFile:
             raise self.lost(now.st_size, "it ends there: it was cut off")
         if (now.st_size, now.st_mtime_ns) != (self._stamp.st_size, self._stamp.st_mtime_ns):
             raise self.lost(self._start, "another program changed it after it was opened")
+
+
+def _unlock(wait: Callable[[], None], unpin: Callable[[], object], memory: torch.Tensor, num_bytes: int) -> None:
+    unlock(wait, unpin, memory)
+    locked.add(-num_bytes)
 
 
 class _Kept:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from .files import FileImage
+from .files import FileImage, locked
 
 _CGROUPS = Path("/sys/fs/cgroup")
 LOCKED_SHARE = 0.5
@@ -22,9 +22,10 @@ _RESERVE_BYTES = 1 << 30
 def available_ram() -> int:
     """Bytes that this process may take without anybody having to swap. What the page cache can give up counts.
 
-    The system's own estimate, or less if a control group that the process is in (a container) is nearer to its limit.
+    The system's own estimate, or less if a control group that the process is in (a container) is nearer to its limit;
+    and less what is page-locked in the page cache, which both take for what can be given up.
     """
-    return max(0, min([int(psutil.virtual_memory().available), *_room_in_cgroups()]))
+    return max(0, min([int(psutil.virtual_memory().available), *_room_in_cgroups()]) - locked.num_bytes)
 
 
 def ram_in_use() -> int:
