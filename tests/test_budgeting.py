@@ -224,7 +224,7 @@ def test_memory_runs_out(options: dict[str, Any], device: SimulatedDevice, caplo
 
 def test_memory_runs_out_where_nothing_can_be_given_up(device: SimulatedDevice) -> None:
     resident = Model(WIDTHS).eval()
-    num_bytes, peak = needed(device, resident)
+    _, peak = needed(device, resident)
     model, handle = offloaded(resident, vram_budget=peak)
     for _ in range(2):
         check(device, model, resident)
@@ -249,7 +249,7 @@ def test_a_forward_that_cannot_run_again(device: SimulatedDevice) -> None:
     device.capacity = device.total.now + 2 * DIM * 4  # room for the input, and no more
     for name in ("_replan", "_keep_within_budgets"):  # it would be foreseen
         setattr(handle._engine, name, lambda kind: None)
-    with pytest.raises(torch.OutOfMemoryError, match="training mode.*vram_budget="):
+    with pytest.raises(torch.OutOfMemoryError, match=r"training mode.*vram_budget="):
         check(device, model, resident)
     model.alive.clear()
     check(device, model, resident)
@@ -293,7 +293,7 @@ def test_a_budget_larger_than_the_device(device: SimulatedDevice, caplog: pytest
 
 
 def test_the_cpu_has_no_memory_of_its_own() -> None:
-    with pytest.raises(ConfigError, match="has no memory of its own. Pass ram_budget"):
+    with pytest.raises(ConfigError, match=r"has no memory of its own\. Pass ram_budget"):
         apply_group_offloading(Model(WIDTHS), "cpu", vram_budget="1GiB")
 
 

@@ -86,6 +86,8 @@ HOST_ACTIVATIONS_SHARE = 0.2
 """Of a RAM budget, where the CPU computes: so much is for activations, which nobody can measure there."""
 MIN_FREE_RAM_BYTES = 256 << 20
 """With less than that available, page-locked files are given up."""
+_NEARLY_ALL = 0.95
+"""Images are padded: so much of their bytes has been read when all of them were."""
 _RELIEF_PART, _RELIEF_SECONDS = 4, 1.0
 """One in so many of them, and no sooner again than after so long."""
 _AUTO_SHARE = 0.95
@@ -541,12 +543,15 @@ class Engine:
         """Lock the files of groups that rest in RAM, once they are in the page cache, and no others."""
         in_ram = self._budgeter.at(Place.RAM)
         wanted: dict[SourceFile, list[FileImage]] = {image.source: [] for image in self._in_files}
+        dropped: list[FileImage] = []
         for group in self.groups:
             for image in (part.image for part in group.parts):
                 if isinstance(image, FileImage) and image.layout.num_bytes:
-                    image.is_direct = group not in in_ram and not group.height
+                    was_direct, image.is_direct = image.is_direct, group not in in_ram and not group.height
                     if not image.is_direct:
                         wanted[image.source].append(image)
+                    elif not was_direct and self.counters.passes:
+                        dropped.append(image)
         self._to_lock = {}
         for source, images in wanted.items():
             source.avoid_readahead()
@@ -557,6 +562,8 @@ class Engine:
             if any(image.is_locked for image in self._in_files if image.source is source and image not in images):
                 pieces = [piece for image in locked for piece in image.pieces]
                 source.lock(pieces, self._backend, self.transfer.last_copy.synchronize)
+        for image in dropped:  # what this module brought there: room for what is to be locked now
+            image.source.forget_cached(image.pieces)
         self._reads_files = any(not image.is_locked for image in self._in_files)
 
     def _replan(self, kind: Kind) -> None:
@@ -1026,20 +1033,24 @@ class Engine:
         """Lock what is in the page cache, for as long as a pass can do without.
 
         Args:
-            was_read: it should be there by now. What is not will not be locked: RAM is not as plentiful as it seemed.
+            was_read: it should be there by now. If nothing more is, RAM is not as plentiful as it seemed, and that is that.
         """
         begun = time.perf_counter()
         for source, images in [*self._to_lock.items()]:
-            pieces = [piece for image in images for piece in image.pieces]
-            if was_read and source.bytes_cached < sum(piece.num_bytes for piece in pieces):
+            missing = [image for image in images if not image.is_locked]
+            if was_read and source.bytes_cached < sum(image.layout.num_bytes for image in missing) * _NEARLY_ALL:
                 continue
             if time.perf_counter() - begun > MAX_LOCKING_SECONDS:
                 break
-            if source.seems_cached(pieces):
+            there = [image for image in missing if source.seems_cached(image.pieces)]
+            if there:
+                now = [image for image in images if image.is_locked or image in there]
+                pieces = [piece for image in now for piece in image.pieces]
                 source.lock(pieces, self._backend, self.transfer.last_copy.synchronize)
+            if len(there) == len(missing) or (was_read and not there):
                 del self._to_lock[source]
             elif was_read:
-                del self._to_lock[source]
+                source.bytes_cached = 0  # the others are read once more
         self._reads_files = any(not image.is_locked for image in self._in_files)
 
     def _rebuild(self) -> None:

@@ -163,6 +163,12 @@ class SourceFile:
             self._locked.pop(found)()
             self.num_lockings += 1
 
+    def forget_cached(self, pieces: Sequence[Piece]) -> None:
+        """Let the page cache give up the pages of `pieces` first of all."""
+        with suppress(OSError), self._open() as fd:
+            for piece in pieces if fd is not None else ():
+                os.posix_fadvise(fd, piece.position, piece.num_bytes, os.POSIX_FADV_DONTNEED)
+
     def avoid_readahead(self) -> None:
         """Let the kernel read what is asked for and no more: what is beside it is read past the page cache."""
         if self._fds.fd is not None:
