@@ -456,3 +456,101 @@ def test_slots_are_given_back_when_asked(model: Model, x: torch.Tensor, device: 
     group_offload.free_slots()
     assert torch.cuda.memory_allocated(device) <= before + expected.nbytes + 4096
     assert torch.equal(run(model, x), expected)
+
+
+# ---------------------------------------------------------------- budgets
+
+
+def forget_peak(device: torch.device) -> None:
+    torch.accelerator.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+
+
+@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}, {"record_stream": True}], ids=str)
+@pytest.mark.parametrize("share", [0.3, 0.6, 1.1])
+@pytest.mark.parametrize("tier", ["ram", "folder", "checkpoint"])
+def test_budgets(
+    tier: str, share: float, options: dict[str, Any], x: torch.Tensor, device: torch.device, tmp_path: Path
+) -> None:
+    """The measured peak stays within the budget, what stays on the device is not sent, and the bits are the same."""
+    torch.manual_seed(0)
+    model = Model(24).to(torch.bfloat16).eval()
+    resident = copy.deepcopy(model).to(device)
+    expected = run(resident, x).cpu()
+    del resident
+    if tier == "folder":
+        options = {**options, "offload_to_disk_path": tmp_path, "ram_budget": "auto"}
+    elif tier == "checkpoint":
+        save_file(model.state_dict(), tmp_path / "model.safetensors")
+        model.load_state_dict(group_offload_load(tmp_path / "model.safetensors"), assign=True)
+        options = {**options, "offload_device": "disk", "ram_budget": "auto"}
+    forget_peak(device)
+    others = torch.cuda.memory_allocated(device)
+    budget = others + int(share * 24 * BLOCK_BYTES) + (64 << 20)
+    handle = apply_group_offloading(model, vram_budget=budget, **options)
+    sent = []
+    for _ in range(8):
+        before = sum(handle.stats().bytes_onloaded.values())
+        assert torch.equal(run(model, x).cpu(), expected)
+        sent.append(sum(handle.stats().bytes_onloaded.values()) - before)
+    assert torch.cuda.max_memory_allocated(device) <= budget
+    stats = handle.stats()
+    assert stats.resident_bytes > 0 and sent[-1] < sent[0]
+    assert "bounds a pass" in str(handle.plan)
+    handle.remove()
+    assert torch.equal(run(model.to(device), x).cpu(), expected)
+
+
+def group_offload_load(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors as a loader leaves them that copies nothing."""
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def test_device_memory_runs_out(x: torch.Tensor, device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    """For real: the process gets no more memory. Groups that stayed on the device are given up, and it runs again."""
+    torch.manual_seed(0)
+    model = Model(24).to(torch.bfloat16).eval()
+    resident = copy.deepcopy(model).to(device)
+    large = x.repeat(64, 1)
+    expected, expected_large = run(resident, x).cpu(), run(resident, large).cpu()
+    del resident
+    forget_peak(device)
+    handle = apply_group_offloading(model, vram_budget="80%")
+    for _ in range(4):
+        assert torch.equal(run(model, x).cpu(), expected)
+    assert handle.stats().resident_bytes > 0
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.empty_cache()
+    # Room for the larger activations only without what stays: nobody told the budget.
+    limit = torch.cuda.memory_reserved(device) + (32 << 20)
+    torch.cuda.set_per_process_memory_fraction(limit / total, device)
+    try:
+        assert torch.equal(run(model, large).cpu(), expected_large)
+        assert "runs again" in caplog.text
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    for _ in range(3):
+        assert torch.equal(run(model, x).cpu(), expected)
+    handle.remove()
+
+
+def test_two_models_share_a_budget(x: torch.Tensor, device: torch.device) -> None:
+    """As two transformers of one pipeline: the device goes to whoever runs."""
+    torch.manual_seed(0)
+    models = [Model(24).to(torch.bfloat16).eval() for _ in range(2)]
+    expected = []
+    for model in models:
+        expected.append(run(copy.deepcopy(model).to(device), x).cpu())
+    forget_peak(device)
+    budget = torch.cuda.memory_allocated(device) + 16 * BLOCK_BYTES + (64 << 20)
+    handles = [apply_group_offloading(model, vram_budget=budget) for model in models]
+    for number in range(16):
+        which = number // 4 % 2
+        assert torch.equal(run(models[which], x).cpu(), expected[which])
+        assert torch.cuda.max_memory_allocated(device) <= budget
+    assert handles[1].stats().resident_bytes > 0
+    for handle in handles:
+        handle.remove()

@@ -42,9 +42,6 @@ MARGIN_RAM_BYTES = 64 << 20
 _STEPS = 64
 """Room on the device counts in steps of this share of all weights: a plan is not made again for less."""
 
-EVERYTHING_ELSE = "everything else"
-"""What is computed between groups."""
-
 
 @dataclass(frozen=True, slots=True)
 class Kind:
@@ -97,6 +94,8 @@ class Budgeter:
         self._measured: dict[Kind, _Measured] = {}
         self._seconds: dict[str, float] = {}
         """By group: how long it computes in a pass."""
+        self._rest_seconds = 0.0
+        """How long everything else does."""
         self._order: tuple[Group, ...] = ()
         self._for: tuple[int | None, int] | None = None
         """What the plan was made for: room on the device, and how many passes had been timed."""
@@ -133,7 +132,7 @@ class Budgeter:
         self._order = tuple(order)
         self.vram = vram
         self.ram_bytes, self.outer_bytes, self._staging_bytes = ram_bytes, outer_bytes, staging_bytes
-        self._measured, self._seconds = {}, {}
+        self._measured, self._seconds, self._rest_seconds = {}, {}, 0.0
         self._num_timed = 0
         self.plan = self._for = None
         if not self.groups:
@@ -162,7 +161,6 @@ class Budgeter:
         if self.groups:
             problem = self._problem(None)
             places = [Place.FILE if _is_read(group) else Place.RAM for group in self.groups]
-            places.append(Place.FILE)  # everything else
             self.plan = replace(make_plan(problem), places=tuple(places), prediction=simulate(problem, places))
 
     def before_pass(self, kind: Kind, order: Sequence[Group], others: int) -> Plan | None:
@@ -209,22 +207,21 @@ class Budgeter:
         return max(1, sum(group.num_bytes for group in self.groups) // _STEPS)
 
     def _problem(self, room: int | None) -> Problem:
-        seconds = self._seconds
+        # What is computed between groups (attention, at leaf level) is spread over them.
+        timed = sum(self._seconds.get(group.group_id, 0.0) for group in self.groups)
+        factor = 1 + self._rest_seconds / timed if timed else 1.0
         index = {group: number for number, group in enumerate(self.groups)}
         planned = [
             PlannedGroup(
                 name=group.group_id,
                 num_bytes=group.num_bytes,
-                compute_seconds=seconds.get(group.group_id, 0.0),
+                compute_seconds=self._seconds.get(group.group_id, 0.0) * factor,
                 is_in_file=any(isinstance(part.image, FileImage) for part in group.parts),
                 may_reside=group.is_stable,
             )
             for group in self.groups
         ]
-        order = [index[group] for group in self._order if group in index]
-        order.append(len(planned))
-        rest = seconds.get(EVERYTHING_ELSE, 0.0)
-        planned.append(PlannedGroup(name=EVERYTHING_ELSE, num_bytes=0, compute_seconds=rest, is_in_file=True))
+        order = [index[group] for group in self._order if group in index] or range(len(planned))
         return Problem(
             groups=tuple(planned),
             order=tuple(order),
@@ -238,8 +235,7 @@ class Budgeter:
         """The groups that the plan puts there."""
         if self.plan is None:
             return frozenset()
-        places = zip(self.groups, self.plan.places, strict=False)  # the plan may have what is no group
-        return frozenset(group for group, found in places if found is place)
+        return frozenset(group for group, found in zip(self.groups, self.plan.places, strict=True) if found is place)
 
     # ---------------------------------------------------------------- what passes teach
 
@@ -288,8 +284,10 @@ class Budgeter:
         """So long did groups compute, and everything else, in a pass of this kind."""
         self._measured.setdefault(kind, _Measured()).num_timed += 1
         self._num_timed += 1
-        for name, seconds in [*((group.group_id, s) for group, s in by_group.items()), (EVERYTHING_ELSE, rest)]:
-            self._seconds[name] = min(seconds, self._seconds.get(name, seconds))
+        is_first = not self._seconds
+        for group, seconds in by_group.items():
+            self._seconds[group.group_id] = min(seconds, self._seconds.get(group.group_id, seconds))
+        self._rest_seconds = rest if is_first else min(rest, self._rest_seconds)
 
     def _activation_bytes(self, kind: Kind) -> int:
         like = self._measured_like(kind)
