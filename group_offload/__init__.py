@@ -7,6 +7,13 @@ if not sys.platform.startswith("linux"):
         f"group_offload runs on Linux only: it relies on how Linux maps files into memory. This is {sys.platform}."
     )
 
+from .activations import (
+    ActivationOffloadHandle,
+    ActivationStats,
+    activation_offloading,
+    apply_activation_offloading,
+    no_activation_offloading,
+)
 from .api import (
     GroupInfo,
     OffloadHandle,
@@ -24,10 +31,14 @@ from .integrations.diffusers import (
     unpatch_diffusers,
 )
 from .integrations.opening import from_pretrained
+from .integrations.training import ActivationOffloadCallback
 from .progress import disable_progress_bar, enable_progress_bar
 from .report import OffloadPlan
 
 __all__ = [
+    "ActivationOffloadCallback",
+    "ActivationOffloadHandle",
+    "ActivationStats",
     "ConfigError",
     "DeviceError",
     "GroupFileError",
@@ -40,6 +51,8 @@ __all__ = [
     "OffloadStats",
     "OffloadType",
     "StateError",
+    "activation_offloading",
+    "apply_activation_offloading",
     "apply_group_offloading",
     "disable_group_offload",
     "disable_progress_bar",
@@ -47,6 +60,7 @@ __all__ = [
     "enable_progress_bar",
     "free_slots",
     "from_pretrained",
+    "no_activation_offloading",
     "patch_diffusers",
     "remove_group_offloading",
     "unpatch_diffusers",

@@ -183,7 +183,10 @@ def test_signature_is_that_of_diffusers() -> None:
     theirs = inspect.signature(hooks.apply_group_offloading).parameters
     ours = inspect.signature(apply_group_offloading).parameters
     assert list(ours) == [*theirs, "verify_files", "vram_budget", "ram_budget"]
-    assert [p.kind for p in ours.values()] == [*(p.kind for p in theirs.values()), *[inspect.Parameter.KEYWORD_ONLY] * 3]
+    assert [p.kind for p in ours.values()] == [
+        *(p.kind for p in theirs.values()),
+        *[inspect.Parameter.KEYWORD_ONLY] * 3,
+    ]
     for name, parameter in theirs.items():
         if parameter.default is not inspect.Parameter.empty and name not in ("offload_device", "use_stream"):
             default = parameter.default.value if isinstance(parameter.default, Enum) else parameter.default

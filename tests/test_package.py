@@ -17,6 +17,9 @@ import group_offload
 PACKAGE = Path(group_offload.__file__).parent
 
 PUBLIC_NAMES = {
+    "ActivationOffloadCallback",
+    "ActivationOffloadHandle",
+    "ActivationStats",
     "ConfigError",
     "DeviceError",
     "GroupFileError",
@@ -29,6 +32,8 @@ PUBLIC_NAMES = {
     "OffloadStats",
     "OffloadType",
     "StateError",
+    "activation_offloading",
+    "apply_activation_offloading",
     "apply_group_offloading",
     "disable_group_offload",
     "disable_progress_bar",
@@ -36,6 +41,7 @@ PUBLIC_NAMES = {
     "enable_progress_bar",
     "free_slots",
     "from_pretrained",
+    "no_activation_offloading",
     "patch_diffusers",
     "remove_group_offloading",
     "unpatch_diffusers",

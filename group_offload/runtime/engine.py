@@ -562,8 +562,8 @@ class Engine:
             if any(image.is_locked for image in self._in_files if image.source is source and image not in images):
                 pieces = [piece for image in locked for piece in image.pieces]
                 source.lock(pieces, self._backend, self.transfer.last_copy.synchronize)
-        for image in dropped:  # what this module brought there: room for what is to be locked now
-            image.source.forget_cached(image.pieces)
+        for old in dropped:  # what this module brought there: room for what is to be locked now
+            old.source.forget_cached(old.pieces)
         self._reads_files = any(not image.is_locked for image in self._in_files)
 
     def _replan(self, kind: Kind) -> None:

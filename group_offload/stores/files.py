@@ -166,7 +166,8 @@ class SourceFile:
     def forget_cached(self, pieces: Sequence[Piece]) -> None:
         """Let the page cache give up the pages of `pieces` first of all."""
         with suppress(OSError), self._open() as fd:
-            for piece in pieces if fd is not None else ():
+            for piece in () if fd is None else pieces:
+                assert fd is not None
                 os.posix_fadvise(fd, piece.position, piece.num_bytes, os.POSIX_FADV_DONTNEED)
 
     def avoid_readahead(self) -> None:

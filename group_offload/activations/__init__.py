@@ -1,0 +1,12 @@
+"""Training: what is saved for backward rests in RAM, or in a file, between forward and backward."""
+
+from .api import ActivationOffloadHandle, ActivationStats, activation_offloading, apply_activation_offloading
+from .session import no_activation_offloading
+
+__all__ = [
+    "ActivationOffloadHandle",
+    "ActivationStats",
+    "activation_offloading",
+    "apply_activation_offloading",
+    "no_activation_offloading",
+]

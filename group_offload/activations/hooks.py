@@ -1,0 +1,153 @@
+"""Where activation offloading steps in: around the root's forward, and where the call of a group begins.
+
+Hooks are functions of this file, which find what they need in the module that they are called for: a copy of the module,
+or one read back from a pickle, has the hooks, and finds nothing.
+
+[Note: Activations and torch.compile]
+Saved-tensor hooks cannot be part of a graph, so the root has to run in Python: a compiler that traces it is sent away
+(`torch._dynamo.skip_frame`, which has to be called in the frame itself, with a literal, for its text to be shown), and
+compiles the frames below. A group that is compiled by itself (`block.compile()`) never
+contains its mark: that is put where `Module.__call__` looks for the compiled call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._dynamo.eval_frame import set_eval_frame
+from torch.utils.hooks import RemovableHandle
+
+from .session import Session
+
+ROOT = "_group_offload_activations"
+"""The attribute of a root module that leads to its `RootHooks`."""
+GROUP = "_group_offload_activation_group"
+"""The attribute of a group's module that leads to its `Mark`."""
+
+
+class _NotCopied:
+    """Something that belongs to one module: a copy of the module gets none."""
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
+
+
+class Mark(_NotCopied):
+    """Tells the session that the call of a group begins."""
+
+    def __init__(self, session: Session, name: str, module: nn.Module) -> None:
+        self.session = session
+        self.name = name
+        self._module = module
+        self._hook: RemovableHandle | None = None
+        self._gate: _Gate | None = None
+        module.__dict__[GROUP] = self
+        self.place()
+
+    def place(self) -> None:
+        """Put the mark where it is outside of what the module compiles for itself; it may have been compiled since."""
+        compiled = self._module.__dict__.get("_compiled_call_impl")
+        if compiled is not None and hasattr(compiled, "_torchdynamo_orig_callable"):
+            self._unhook()
+            self._gate = _Gate(self, compiled)
+            self._module._compiled_call_impl = self._gate
+        elif self._gate is None and self._hook is None:
+            self._hook = self._module.register_forward_pre_hook(_enter_group)
+        elif self._gate is not None and compiled is None:
+            self._gate = None
+            self._hook = self._module.register_forward_pre_hook(_enter_group)
+
+    def remove(self) -> None:
+        self._unhook()
+        gate, self._gate = self._gate, None
+        if gate is not None:
+            is_there = self._module.__dict__.get("_compiled_call_impl") is gate
+            self._module._compiled_call_impl = gate.compiled if is_there else self._module._compiled_call_impl
+        self._module.__dict__.pop(GROUP, None)
+
+    def _unhook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
+class _Gate(_NotCopied):
+    """Stands where a module keeps its compiled call."""
+
+    def __init__(self, mark: Mark, compiled: Callable[..., Any]) -> None:
+        self.compiled = compiled
+        self._mark = mark
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            torch._dynamo.skip_frame("group_offload offloads activations: use block.compile(), or drop fullgraph=True")
+        _unwatched(self._mark.session.enter, self._mark.name)
+        return self.compiled(*args, **kwargs)
+
+
+class RootHooks(_NotCopied):
+    """The hooks of a root and its groups, from `apply` to `remove`."""
+
+    def __init__(self, root: nn.Module, groups: Mapping[str, nn.Module], session: Session) -> None:
+        self.session = session
+        self._root = root
+        self._handles = [
+            root.register_forward_pre_hook(_enter_root),
+            root.register_forward_hook(_leave_root, always_call=True),
+        ]
+        root.__dict__[ROOT] = self
+        self._marks = [Mark(session, name, module) for name, module in groups.items()]
+
+    def place_marks(self) -> None:
+        for mark in self._marks:
+            mark.place()
+
+    def remove(self) -> None:
+        for mark in self._marks:
+            mark.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._root.__dict__.pop(ROOT, None)
+
+
+def _enter_root(module: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling():
+        torch._dynamo.skip_frame("group_offload offloads activations: use block.compile(), or drop fullgraph=True")
+        return
+    hooks: RootHooks | None = module.__dict__.get(ROOT)
+    if hooks is not None:
+        _unwatched(hooks.place_marks)
+        _unwatched(hooks.session.begin, module)
+
+
+def _leave_root(module: nn.Module, args: Any, output: Any) -> None:
+    if torch.compiler.is_compiling():
+        torch._dynamo.skip_frame("group_offload offloads activations: use block.compile(), or drop fullgraph=True")
+        return
+    hooks: RootHooks | None = module.__dict__.get(ROOT)
+    if hooks is not None:
+        _unwatched(hooks.session.end)
+
+
+def _enter_group(module: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling():
+        torch._dynamo.skip_frame("group_offload offloads activations: use block.compile(), or drop fullgraph=True")
+        return
+    mark: Mark | None = module.__dict__.get(GROUP)
+    if mark is not None:
+        _unwatched(mark.session.enter, mark.name)
+
+
+def _unwatched(call: Callable[..., object], *args: Any) -> None:
+    """Call without a compiler that looks into it."""
+    compiler = set_eval_frame(None)
+    try:
+        call(*args)
+    finally:
+        set_eval_frame(compiler)

@@ -1,0 +1,323 @@
+"""Saved-tensor hooks: what is offloaded when autograd saves it, and brought back when backward comes near.
+
+[Note: Hooks]
+The hooks are pushed once, around the root's forward; modules inside only mark that a group begins. Hooks of a checkpoint
+that runs inside lie over ours, as they must: what it recomputes is none of our business. Whatever runs in backward
+(recomputation, backward of backward) is left alone. What autograd gets instead of a tensor owns the bytes: a graph that
+is dropped frees them, in RAM, in the file and on the device, without being told.
+
+What follows the last call of a group counts as that group's: so what a checkpoint around the next group saves, its
+input, is offloaded too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._dynamo.eval_frame import set_eval_frame
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint
+
+from ..device import Stream, backend_for
+from .config import ActivationConfig
+from .counters import Counters
+from .lane import Lane
+from .packed import Away, Kept, Passed
+from .stash import Place, Stash
+from .tape import Tape
+
+_READ_AHEAD = 2
+"""Groups that are read from the file beyond those that are brought to the device."""
+_ALIGNMENT = 256
+"""A part of a storage begins at a multiple of this, as its memory does: some kernels round by alignment."""
+
+_threads = threading.local()
+
+
+class no_activation_offloading:
+    """Leave on the device what is saved for backward inside the `with` block, in this thread.
+
+    Example:
+        >>> with no_activation_offloading():
+        ...     loss = head(features)
+    """
+
+    def __enter__(self) -> None:
+        _threads.num_off = getattr(_threads, "num_off", 0) + 1
+
+    def __exit__(self, *exception: object) -> None:
+        _threads.num_off -= 1
+
+
+class Session:
+    """Activation offloading of one root module, as long as it or any graph that it made lives."""
+
+    def __init__(self, config: ActivationConfig, num_groups: int) -> None:
+        self.config = config
+        self.counters = Counters()
+        self._lock = threading.RLock()  # backward has a thread for each device
+        self._lanes: dict[torch.device, Lane] = {}
+        self._expected = num_groups
+        self._thread = threading.local()
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        return tuple(self._lanes.values())
+
+    def settle(self) -> tuple[Lane, ...]:
+        """The lanes, with all that graphs gave up taken back."""
+        with self._lock:
+            for lane in self._lanes.values():
+                lane.settle()
+            return self.lanes
+
+    def close(self) -> None:
+        """No forward is seen any more: what copies to RAM hold on the device is let go."""
+        self.end()
+        with self._lock:
+            for lane in self._lanes.values():
+                lane.close()
+
+    def begin(self, root: nn.Module) -> None:
+        """The root's forward begins in this thread."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if self._pass is not None:  # it was interrupted where no hook could run
+            self.end()
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if outer is not None and outer[0].__module__ == checkpoint.__name__:
+            return  # the root as a whole is recomputed: it saves nothing, and ours would hide that from the checkpoint
+        if torch.is_grad_enabled():
+            weights = [t for t in (*root.parameters(), *root.buffers()) if type(t) in (torch.Tensor, nn.Parameter)]
+            with self._lock:
+                for device in {weight.device for weight in weights if self.config.offloads(weight.device)}:
+                    self._lane(device)
+            self._thread.current = _Pass(self, Tape(self._expected), weights, outer)
+            self.counters.passes += 1
+
+    def end(self) -> None:
+        """The root's forward is over, whichever way."""
+        current = self._pass
+        if current is None or torch._C._current_graph_task_id() != -1:
+            return
+        self._thread.current = None
+        current.close()
+        self.settle()
+
+    def enter(self, name: str) -> None:
+        """The call of a group begins."""
+        current = self._pass
+        if current is None or torch._C._current_graph_task_id() != -1:
+            return
+        tape = current.tape
+        with self._lock:
+            tape.begin_group(name)
+            for lane in self._lanes.values():
+                lane.tick()
+                lane.write_ahead()
+            # A pass that is longer than expected: what was kept for its last groups is not needed first.
+            while tape.num_decided <= tape.position - self.config.keep_last:
+                for stash in [*tape.at(tape.num_decided)][::-1]:
+                    if stash.place is Place.DEVICE:
+                        stash.lane.send(stash)
+                tape.num_decided += 1
+
+    def complete(self, tape: Tape) -> None:
+        """A forward came to its end: the next one is expected to be as long."""
+        if tape.stashes:
+            self._expected = len(tape.stashes)
+
+    # Pack
+
+    def pack(self, tensor: torch.Tensor) -> Kept | Passed | Away:
+        current = self._pass
+        if current is None or not self._moves(tensor, current):
+            return self._keep(tensor, current)
+        with torch.no_grad(), self._lock:
+            packed = self._stash(tensor, current)
+        return self._keep(tensor, current) if packed is None else packed
+
+    def _keep(self, tensor: torch.Tensor, current: _Pass | None) -> Kept | Passed:
+        if current is not None and current.outer is not None:
+            pack, unpack = current.outer
+            return Passed(pack(tensor), unpack)
+        return Kept(tensor)
+
+    def _moves(self, tensor: torch.Tensor, current: _Pass) -> bool:
+        return (
+            current.tape.position >= 0
+            and type(tensor) is torch.Tensor
+            and tensor.layout is torch.strided
+            and self.config.offloads(tensor.device)
+            and torch._C._current_graph_task_id() == -1
+            and not getattr(_threads, "num_off", 0)
+            and not tensor.is_quantized
+            and not tensor.is_conj()
+            and not tensor.is_neg()
+            and not current.is_weight(tensor)
+        )
+
+    def _stash(self, tensor: torch.Tensor, current: _Pass) -> Away | None:
+        tape, config, counters = current.tape, self.config, self.counters
+        start, end = extent(tensor)
+        if end - start < max(config.min_bytes, 1):
+            return None
+        storage = tensor.untyped_storage()
+        if storage.nbytes() <= 2 * (end - start):
+            start, end = 0, storage.nbytes()
+        key = storage._cdata, tensor._version, start, end - start
+        if config.skip is not None and config.skip(tensor, tape.names[-1]):
+            return None
+        counters.saved_tensors += 1
+        is_last = tape.position >= tape.expected - config.keep_last
+        stash = tape.find(key)
+        if stash is not None:
+            counters.shared_tensors += 1
+            tape.mark(stash)
+            if is_last:
+                stash.lane.keep(stash, _alias(tensor, start, end))
+            return Away(tensor, stash, start, tape.position)
+        lane = self._lane(tensor.device)
+        stream = lane.backend.current_stream()
+        stash = Stash(tape, lane, _alias(tensor, start, end), stream)
+        if stream != current.home(lane):
+            stash.streams.append(current.home(lane))
+        tape.add(key, storage, stash)
+        tape.mark(stash)
+        if is_last:
+            counters.kept_bytes += stash.num_bytes
+        else:
+            lane.send(stash)
+        return Away(tensor, stash, start, tape.position)
+
+    def _lane(self, device: torch.device) -> Lane:
+        lane = self._lanes.get(device)
+        if lane is None:
+            lane = self._lanes[device] = Lane(backend_for(device), self.config, self.counters)
+        return lane
+
+    # Unpack
+
+    def unpack(self, packed: Kept | Passed | Away) -> torch.Tensor:
+        if not isinstance(packed, Away):
+            return packed.unpack()
+        packed.check()
+        stash = packed.stash
+        with torch.no_grad(), self._lock:
+            stream = stash.lane.backend.current_stream()
+            if stash.tape.reached != packed.position:
+                self._arrive(packed, stream)
+            return packed.view(stash.lane.restore(stash, stream))
+
+    def _arrive(self, packed: Away, stream: Stream) -> None:
+        """Backward came to a group: bring the rest of it, and what comes after it."""
+        tape, position = packed.stash.tape, packed.position
+        tape.reached = position
+        for lane in self._lanes.values():
+            lane.tick()
+        for past in [other for other in tape.fetched if other > position + 1]:
+            tape.fetched.discard(past)
+            for stash in tape.at(past):
+                if min(stash.positions) > position + 1:
+                    stash.lane.evict(stash)
+        here = dict.fromkeys((packed.stash, *tape.at(position)))
+        self.counters.stalls += sum(len(found) for found in self._fetch(here, packed.stash.lane, stream))
+        tape.fetched.add(position)
+        num_ahead = 0
+        for ahead in range(position - 1, -1, -1):
+            stashes = [*tape.at(ahead)]
+            num_ahead += bool(stashes)  # a group may have saved nothing: it computes nothing to hide a copy behind
+            if num_ahead <= self.config.prefetch:
+                self._fetch(stashes, packed.stash.lane, stream)
+                tape.fetched.add(ahead)
+            elif num_ahead <= self.config.prefetch + _READ_AHEAD:
+                for stash in stashes:
+                    stash.lane.read_ahead([stash])
+            else:
+                break
+
+    def _fetch(self, stashes: Iterable[Stash], lane: Lane, stream: Stream) -> list[list[Stash]]:
+        by_lane: dict[Lane, list[Stash]] = {}
+        for stash in stashes:
+            by_lane.setdefault(stash.lane, []).append(stash)
+        return [
+            each.fetch(mine, stream if each is lane else each.backend.current_stream())
+            for each, mine in by_lane.items()
+        ]
+
+    @property
+    def _pass(self) -> _Pass | None:
+        return getattr(self._thread, "current", None)
+
+
+class _Pass:
+    """A forward of the root in one thread: the hooks are pushed as long as it is open."""
+
+    def __init__(self, session: Session, tape: Tape, weights: Sequence[torch.Tensor], outer: Any) -> None:
+        self._session = session
+        self.tape = tape
+        self.outer = outer
+        """The hooks that ours are pushed over."""
+        self._homes = {lane: lane.backend.current_stream() for lane in session.lanes}
+        self._weights = {weight.untyped_storage()._cdata for weight in weights}
+        self._hooks = saved_tensors_hooks(_unwatched(session.pack), _unwatched(session.unpack))
+        self._hooks.__enter__()
+
+    def close(self) -> None:
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is not None and top[0] is self._hooks.pack_hook:  # else an interrupt left others behind
+            self._hooks.__exit__()
+        self._session.complete(self.tape)
+        self.tape.end()
+
+    def home(self, lane: Lane) -> Stream:
+        """The stream that the pass began on, on the lane's device."""
+        return self._homes.setdefault(lane, lane.backend.current_stream())
+
+    def is_weight(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is a parameter or buffer, a view of one, or autocast's copy of one: they stay anyway.
+
+        FSDP2 frees the memory of gathered parameters and gathers them again, in the same storage.
+        """
+        base = tensor if tensor._base is None else tensor._base
+        if isinstance(base, nn.Parameter) or base.untyped_storage()._cdata in self._weights:
+            return True
+        made_by = base.grad_fn
+        if made_by is None or made_by.name() != "ToCopyBackward0":
+            return False
+        return isinstance(getattr(made_by.next_functions[0][0], "variable", None), nn.Parameter)
+
+
+def _alias(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """Bytes of the tensor's storage, without its graph."""
+    alias = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return alias.set_(tensor.untyped_storage(), start, (end - start,), (1,))
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first and last (exclusive) byte of its storage that a tensor reaches, the first one rounded down."""
+    if not tensor.numel():
+        return 0, 0
+    first = int(tensor.storage_offset()) * tensor.itemsize
+    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return first // _ALIGNMENT * _ALIGNMENT, first + (int(last) + 1) * tensor.itemsize
+
+
+def _unwatched(hook: Any) -> Any:
+    """A hook that no compiler looks into."""
+
+    def call(value: Any) -> Any:
+        if torch.compiler.is_compiling():
+            torch._dynamo.skip_frame("group_offload offloads activations here")
+            return hook(value)
+        compiler = set_eval_frame(None)
+        try:
+            return hook(value)
+        finally:
+            set_eval_frame(compiler)
+
+    return call

@@ -1,0 +1,70 @@
+"""What one pass saved for backward, in the order of its groups."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .stash import Stash
+
+Key = tuple[int, int, int, int]
+"""A storage, the version of its content, and which part of it: first byte and number of bytes."""
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Tape:
+    """A pass, from its forward to its last backward.
+
+    Positions count the calls of groups, so that a group that is called two times has two. Whoever holds a stash holds its
+    tape; the tape holds none.
+    """
+
+    expected: int
+    """Calls of groups that the pass is expected to have: what the last one had."""
+    names: list[str] = field(default_factory=list)
+    stashes: list[list[weakref.ref[Stash]]] = field(default_factory=list)
+    num_decided: int = 0
+    """Positions before this one keep nothing on the device that may leave."""
+    known: dict[Key, tuple[StorageWeakRef, weakref.ref[Stash]]] = field(default_factory=dict)
+    """The storages that this pass has saved. An address is not used again as long as there is a weak reference to it."""
+    reached: int | None = None
+    """The position that backward has come to."""
+    fetched: set[int] = field(default_factory=set)
+    """The positions that were brought back in backward."""
+
+    @property
+    def position(self) -> int:
+        return len(self.stashes) - 1
+
+    def begin_group(self, name: str) -> None:
+        self.names.append(name)
+        self.stashes.append([])
+
+    def find(self, key: Key) -> Stash | None:
+        """The stash of the same bytes, if this pass saved them before."""
+        found = self.known.get(key)
+        return None if found is None else found[1]()
+
+    def add(self, key: Key, storage: torch.UntypedStorage, stash: Stash) -> None:
+        self.known[key] = StorageWeakRef(storage), weakref.ref(stash)  # type: ignore[no-untyped-call]
+
+    def mark(self, stash: Stash) -> None:
+        """The group that the pass is in saved `stash`."""
+        if not stash.positions or stash.positions[-1] != self.position:
+            stash.positions.append(self.position)
+            self.stashes[-1].append(weakref.ref(stash))
+
+    def at(self, position: int) -> Iterator[Stash]:
+        """The stashes of a position that are alive, those that backward needs first first."""
+        if 0 <= position < len(self.stashes):
+            for reference in reversed(self.stashes[position]):
+                stash = reference()
+                if stash is not None:
+                    yield stash
+
+    def end(self) -> None:
+        self.known.clear()

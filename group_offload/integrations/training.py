@@ -1,0 +1,67 @@
+"""Activation offloading in trainers: a callback for transformers' Trainer and what follows its protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ..activations import ActivationOffloadHandle, ActivationStats, apply_activation_offloading
+
+
+class ActivationOffloadCallback:
+    """Applies activation offloading when training begins, removes it when it ends, and adds its figures to the logs.
+
+    It goes with what the trainer does to the model before (DDP, FSDP, FSDP2, activation checkpointing of an FSDP
+    configuration), and needs no import of the trainer's package.
+
+    Args:
+        options: those of `apply_activation_offloading`.
+
+    Example:
+        >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[ActivationOffloadCallback(keep_last=2)])
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self.handle: ActivationOffloadHandle | None = None
+        """The handle, from the beginning of the first training on."""
+        self._reported: ActivationStats | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **kwargs: Any) -> None:
+        self.handle = apply_activation_offloading(model, **self._options)
+        self._reported = None
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Add GiB and counts: bytes offloaded and stalls since the last logs, the rest since the beginning."""
+        if self.handle is None or not self.handle.is_active or logs is None or "loss" not in logs:
+            return
+        now, before = self.handle.stats(), self._reported
+        self._reported = now
+        offloaded, stalls = now.offloaded_bytes, now.stalls
+        if before is not None:
+            offloaded, stalls = offloaded - before.offloaded_bytes, stalls - before.stalls
+        figures = {
+            "activations_offloaded_gib": offloaded / 2**30,
+            "activations_host_peak_gib": now.peak_used_host_bytes / 2**30,
+            "activations_inflight_peak_gib": now.peak_inflight_bytes / 2**30,
+            "activations_stalls": stalls,
+        }
+        logs.update(figures)
+        history = getattr(state, "log_history", None)
+        if history and history[-1].get("loss") == logs["loss"]:  # written before the callbacks are asked
+            history[-1].update(figures)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("on_"):  # the other events of the protocol, also those that are yet to be invented
+            return _ignore
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    pass
