@@ -13,6 +13,7 @@ was foreseen, groups are given up: before the pass if it can be foreseen, else w
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -35,6 +36,8 @@ MIN_GAIN = 0.03
 """A plan that is made again is carried out if it is faster by this share."""
 NUM_TIMED = 3
 """Passes of a kind whose compute is measured."""
+NUM_RECENT = 8
+"""Passes whose activations have room."""
 MARGIN_BYTES = 16 << 20
 """Of device memory: the allocator rounds up."""
 MARGIN_RAM_BYTES = 64 << 20
@@ -101,6 +104,7 @@ class Budgeter:
         """What the plan was made for: room on the device, and how many passes had been timed."""
         self._num_timed = 0
         self._kind: Kind | None = None
+        self._recent: deque[Kind] = deque(maxlen=NUM_RECENT)
         self._others = 0
         self._weights = 0
         self._peak = 0
@@ -170,6 +174,7 @@ class Budgeter:
             Another plan, if the one there is does not fit, or is slower.
         """
         self._kind = kind
+        self._recent.append(kind)
         self._order = tuple(order) or self._order
         room = self._room(kind, others)
         asked = None if room is None else room // self._step * self._step, self._num_timed
@@ -177,11 +182,11 @@ class Budgeter:
             return None
         if room is not None and self._measured_like(kind) is None:
             return None  # the first pass of all measures
-        self._for = asked
+        is_first, self._for = self._for is None, asked
         problem = self._problem(None if room is None else max(room, smallest_device_bytes(self._problem(None))))
         plan = make_plan(problem)
         before = self.plan
-        if before is not None and (room is None or before.device_bytes <= room):
+        if before is not None and not is_first and (room is None or before.device_bytes <= room):
             expected = simulate(problem, before.places).step_seconds
             if plan.places != before.places and plan.prediction.step_seconds > expected * (1 - MIN_GAIN):
                 # Not worth it: but what is known about the plan that stays is newer.
@@ -200,7 +205,9 @@ class Budgeter:
         """Device memory for weights."""
         if self.vram is None:
             return None
-        return max(0, self.vram - others - self._activation_bytes(kind) - MARGIN_BYTES - self.outer_bytes)
+        # Kinds that take turns (two sizes of inputs) would else bring groups there and give them up again and again.
+        activations = max(map(self._activation_bytes, {kind, *self._recent}))
+        return max(0, self.vram - others - activations - MARGIN_BYTES - self.outer_bytes)
 
     @property
     def _step(self) -> int:
@@ -279,6 +286,7 @@ class Budgeter:
     def forget(self, kind: Kind) -> None:
         """A pass of this kind ran out of device memory: what was measured is not enough."""
         self._measured.pop(kind, None)
+        self._recent.clear()
 
     def note_times(self, kind: Kind, by_group: dict[Group, float], rest: float) -> None:
         """So long did groups compute, and everything else, in a pass of this kind."""
