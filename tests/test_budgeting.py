@@ -323,8 +323,8 @@ def test_ram_that_others_need(
         check(device, model, resident)
     before = handle.stats().pinned_bytes
     assert before > 0
-    monkeypatch.setattr("group_offload.runtime.engine.available_ram", lambda: 1000)
-    monkeypatch.setattr("group_offload.runtime.engine._RELIEF_SECONDS", 0)
+    monkeypatch.setattr("group_offload.runtime.cached.available_ram", lambda: 1000)
+    monkeypatch.setattr("group_offload.runtime.cached._RELIEF_SECONDS", 0)
     pinned = [before]
     for _ in range(3):
         check(device, model, resident)

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,13 +45,13 @@ from ..partition import NEVER_CALLED
 from ..planner import Place, Plan, Speeds
 from ..speeds import ASSUMED_DRIVE, known_speeds
 from ..stores.base import Image, Tier
-from ..stores.files import FileImage, SourceFile, locked
+from ..stores.files import FileImage
 from ..stores.folder import Folder, keep, leave
 from ..stores.group_file import GroupFile
-from ..stores.ram import available_ram, choose_ways
 from .attempt import Attempt
 from .budgeting import Budgeter, Kind, ram_for_weights
 from .build import build_groups, first_guess, materialise, size_rings
+from .cached import CachedFiles
 from .group import Group, Residence
 from .hooks import Gate, moved
 from .lookahead import Ahead, Walk
@@ -73,8 +72,6 @@ MAX_RUN_BYTES = 8 << 20
 MIN_WINDOW_BYTES = 4 << 20
 """Just in time: so much may be on its way, however small the groups are, or an eighth of all. Less would be all work and no
 memory saved."""
-MAX_LOCKING_SECONDS = 1.0
-"""After this long no more files are page-locked before the next pass."""
 _DEEP_WINDOW = 4
 """At leaf level, `record_stream` lets this many times the largest layer be on its way: for models that compute bounds."""
 _LOOK_BEYOND = 16
@@ -84,12 +81,6 @@ STAGING_BYTES = NUM_FRAMES * SMALL_CHUNK_BYTES
 """What files take of a RAM budget, besides weights."""
 HOST_ACTIVATIONS_SHARE = 0.2
 """Of a RAM budget, where the CPU computes: so much is for activations, which nobody can measure there."""
-MIN_FREE_RAM_BYTES = 256 << 20
-"""With less than that available, page-locked files are given up."""
-_NEARLY_ALL = 0.95
-"""Images are padded: so much of their bytes has been read when all of them were."""
-_RELIEF_PART, _RELIEF_SECONDS = 4, 1.0
-"""One in so many of them, and no sooner again than after so long."""
 _AUTO_SHARE = 0.95
 """Of the device memory that is there to take, if the budget is "auto"."""
 
@@ -149,7 +140,6 @@ class Engine:
         self._budgeter = Budgeter(self._backend, self._measure_speeds, config.num_slots)
         self._kind: Kind | None = None
         """Of the last pass."""
-        self._relieved_at = 0.0
         self._brought_back_before = 0
         """When it began."""
         self.tracer: Tracer | None = None
@@ -181,11 +171,11 @@ class Engine:
         self._gates: dict[nn.Module, Gate] = {}
         self._watches: dict[nn.Module, Watch] = {}
         self._seen: dict[nn.Module, Seen] = {}
-        self._to_lock: dict[SourceFile, list[FileImage]] = {}
-        """Images in files that are locked in the page cache once they are there."""
-        self._in_files: list[FileImage] = []
-        self._reads_files = False
-        """Some of them are not locked."""
+        self._files = CachedFiles(
+            self._backend,
+            self.transfer.last_copy.synchronize,
+            may_lock=not config.low_cpu_mem_usage and not config.verify_files,
+        )
         self._ahead: dict[Group, Ahead] = {}
         """What is read before there is a slot for it."""
         self._ring_sizes: dict[int, int] = {}
@@ -331,9 +321,7 @@ class Engine:
         self._note_times()
         if self.config.has_budgets:
             self._replan(kind)
-            self._relieve_ram()
-        if self._to_lock:
-            self._lock_files(was_read=True)
+        self._files.before_pass(type(self.root).__name__)
         self._take_lease()
         self._keep_within_budgets(kind)
         if self._is_just_in_time:
@@ -484,12 +472,8 @@ class Engine:
 
     # ---------------------------------------------------------------- budgets
 
-    @property
-    def _may_lock(self) -> bool:
-        return self._backend.has_streams and not self.config.low_cpu_mem_usage and not self.config.verify_files
-
     def _measure_speeds(self) -> Speeds:
-        path = next((image.source.path for image in self._in_files), None)
+        path = next((image.source.path for image in self._files.images), None)
         found = known_speeds(self._backend, path)
         return Speeds(h2d=found.h2d, drive=found.drive or ASSUMED_DRIVE)
 
@@ -505,8 +489,8 @@ class Engine:
         vram, ram = config.vram_budget, config.ram_share
         if vram is AUTO:
             vram = int((self._backend.bytes_in_use() + self._backend.free_bytes()) * _AUTO_SHARE)
-        if ram is None and (self._in_files or config.ram_budget is not None):
-            ram = ram_for_weights(config.ram_budget, in_ram, STAGING_BYTES if self._in_files else 0)
+        if ram is None and (self._files.images or config.ram_budget is not None):
+            ram = ram_for_weights(config.ram_budget, in_ram, STAGING_BYTES if self._files.images else 0)
         if not self._backend.has_streams and ram is not None:
             # The device is RAM: what rests there is in its way already, and the rest is for what comes from files.
             vram, ram = int((ram - in_ram) * (1 - HOST_ACTIVATIONS_SHARE)), in_ram
@@ -540,31 +524,14 @@ class Engine:
             self._budgeter.note_times(timed, by_group, rest)
 
     def _share_out_files(self) -> None:
-        """Lock the files of groups that rest in RAM, once they are in the page cache, and no others."""
+        """Groups that the plan puts into RAM are locked there, and those that are needed around others."""
         in_ram = self._budgeter.at(Place.RAM)
-        wanted: dict[SourceFile, list[FileImage]] = {image.source: [] for image in self._in_files}
-        dropped: list[FileImage] = []
-        for group in self.groups:
-            for image in (part.image for part in group.parts):
-                if isinstance(image, FileImage) and image.layout.num_bytes:
-                    was_direct, image.is_direct = image.is_direct, group not in in_ram and not group.height
-                    if not image.is_direct:
-                        wanted[image.source].append(image)
-                    elif not was_direct and self.counters.passes:
-                        dropped.append(image)
-        self._to_lock = {}
-        for source, images in wanted.items():
-            source.avoid_readahead()
-            locked = [image for image in images if image.is_locked]
-            if self._may_lock and len(locked) < len(images):
-                self._to_lock[source] = images
-                source.bytes_cached = 0
-            if any(image.is_locked for image in self._in_files if image.source is source and image not in images):
-                pieces = [piece for image in locked for piece in image.pieces]
-                source.lock(pieces, self._backend, self.transfer.last_copy.synchronize)
-        for old in dropped:  # what this module brought there: room for what is to be locked now
-            old.source.forget_cached(old.pieces)
-        self._reads_files = any(not image.is_locked for image in self._in_files)
+        self._files.share_out(
+            part.image
+            for group in self.groups
+            for part in group.parts
+            if isinstance(part.image, FileImage) and group.num_bytes and (group in in_ram or group.height)
+        )
 
     def _replan(self, kind: Kind) -> None:
         """Make the plan again if more is known by now, and carry it out."""
@@ -577,30 +544,6 @@ class Engine:
             self._reside(self._budgeter.at(Place.DEVICE))
             if self._backend.has_streams:
                 self._share_out_files()
-
-    def _relieve_ram(self) -> None:
-        """Unlock files where others need the RAM: a part at a time, evenly spread. What is not locked is read."""
-        now = time.monotonic()
-        if now - self._relieved_at < _RELIEF_SECONDS or not locked.num_bytes or available_ram() >= MIN_FREE_RAM_BYTES:
-            return
-        self._relieved_at = now
-        images = [image for image in self._in_files if image.is_locked]
-        given_up = set(images[::_RELIEF_PART])
-        if not given_up:
-            return
-        for image in given_up:
-            image.is_direct = True
-        for source in {image.source for image in given_up}:
-            kept = [image for image in images if image.source is source and image not in given_up]
-            pieces = [piece for image in kept for piece in image.pieces]
-            source.lock(pieces, self._backend, self.transfer.last_copy.synchronize)
-            self._to_lock.pop(source, None)
-        self._reads_files = True
-        logger.warning(
-            "RAM runs short: %s of %s are no longer page-locked, and are read from the drive from now on.",
-            describe_bytes(sum(image.layout.num_bytes for image in given_up)),
-            type(self.root).__name__,
-        )
 
     def _keep_within_budgets(self, kind: Kind) -> None:
         """The slots are there: what is left of the budget is for groups that stay."""
@@ -714,7 +657,7 @@ class Engine:
             self._start_run(run, walk)
 
     def _may_read_ahead(self) -> bool:
-        return self._reads_files and self.transfer.has_room_ahead
+        return self._files.are_read and self.transfer.has_room_ahead
 
     def _start_run(self, run: list[Group], walk: Walk) -> None:
         """Start to onload `run`; where no slot is free, to read it."""
@@ -723,7 +666,7 @@ class Engine:
             if self._onload_ahead(run, sum(group.num_bytes for group in run), walk.soon):
                 return
             walk.full.add(height)
-        if self._reads_files:
+        if self._files.are_read:
             self._read_ahead(run, walk)
 
     def _read_ahead(self, run: list[Group], walk: Walk) -> None:
@@ -1029,30 +972,6 @@ class Engine:
                 group.absorb_replaced()
         return True
 
-    def _lock_files(self, *, was_read: bool) -> None:
-        """Lock what is in the page cache, for as long as a pass can do without.
-
-        Args:
-            was_read: it should be there by now. If nothing more is, RAM is not as plentiful as it seemed, and that is that.
-        """
-        begun = time.perf_counter()
-        for source, images in [*self._to_lock.items()]:
-            missing = [image for image in images if not image.is_locked]
-            if was_read and source.bytes_cached < sum(image.layout.num_bytes for image in missing) * _NEARLY_ALL:
-                continue
-            if time.perf_counter() - begun > MAX_LOCKING_SECONDS:
-                break
-            there = [image for image in missing if source.seems_cached(image.pieces)]
-            if there:
-                now = [image for image in images if image.is_locked or image in there]
-                pieces = [piece for image in now for piece in image.pieces]
-                source.lock(pieces, self._backend, self.transfer.last_copy.synchronize)
-            if len(there) == len(missing) or (was_read and not there):
-                del self._to_lock[source]
-            elif was_read:
-                source.bytes_cached = 0  # the others are read once more
-        self._reads_files = any(not image.is_locked for image in self._in_files)
-
     def _rebuild(self) -> None:
         self.counters.rebuilds += 1
         self._build()
@@ -1076,14 +995,11 @@ class Engine:
         is_async = all(image.tier is not Tier.PAGEABLE for image in images)
         self._wraps = self._is_stable and is_async and self.config.use_stream
         in_files: list[FileImage] = [
-            image
-            for image in images
-            if isinstance(image, FileImage) and image.tier is Tier.FILE and image.layout.num_bytes
+            image for image in images if isinstance(image, FileImage) and image.tier is Tier.FILE
         ]
         for image in in_files:
             image.is_verified = self.config.verify_files
-        self._in_files = in_files
-        self._to_lock = {}
+        self._files.begin(in_files)
         if self.config.has_budgets:
             try:
                 self._plan_first()
@@ -1092,9 +1008,8 @@ class Engine:
                     self._undo()
                 raise
         if not self.config.has_budgets or not self._backend.has_streams:
-            for image in choose_ways(in_files, may_lock=self._may_lock):
-                self._to_lock.setdefault(image.source, []).append(image)
-        self._lock_files(was_read=False)
+            self._files.choose_ways()
+        self._files.lock_what_is_there(was_read=False)
         self.transfer.prepare_for(
             max((image.layout.num_bytes for image in images), default=0),
             sum(image.layout.num_bytes for image in in_files),
