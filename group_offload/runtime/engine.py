@@ -879,7 +879,10 @@ class Engine:
             lease.loose, self._kept = self._kept, []
             start = 0
             for height, num_bytes in sizes.items():
-                lease.rings[height] = Ring(lease.memory[start : start + num_bytes], self._backend)
+                first_part = max(
+                    (g.num_bytes for g in self.groups if g.height == height and g not in self._residents), default=0
+                )
+                lease.rings[height] = Ring(lease.memory[start : start + num_bytes], self._backend, first_part)
                 start += num_bytes
         self.counters.loose_bytes = sum(slot.memory.numel() for slot in lease.loose if not slot.is_resident)
         self.counters.resident_bytes = sum(slot.memory.numel() for slot in lease.loose if slot.is_resident)

@@ -99,10 +99,18 @@ class Ring:
 
     Groups are needed in much the same order in each pass, so the oldest slots are the first that nobody needs any more. A
     pass that starts at byte 0 gives each run of groups the same place every time: slots, and the views in them, are kept.
+
+    The ring has two parts, each as large as one of the two largest groups, and no slot lies in both: so a large group has
+    room once the few small ones in one part are done with, not only after all.
     """
 
-    def __init__(self, memory: torch.Tensor, backend: Backend) -> None:
+    def __init__(self, memory: torch.Tensor, backend: Backend, first_part: int) -> None:
+        """
+        Args:
+            first_part: bytes.
+        """
         self._memory = memory
+        self._first_part = first_part
         self._backend = backend
         self._head = 0
         self._live: deque[Slot] = deque()
@@ -119,7 +127,11 @@ class Ring:
 
         `restart`: at the ring's beginning, not behind the last one.
         """
-        start = 0 if restart or self._head + num_bytes > self.num_bytes else self._head
+        start = 0 if restart else self._head
+        if start < self._first_part < start + num_bytes and num_bytes <= self._first_part:
+            start = self._first_part
+        if start + num_bytes > self.num_bytes:
+            start = 0
         end = start + num_bytes
         if end > self.num_bytes:  # more was added to a group than it had when the ring was made
             return None
