@@ -107,6 +107,12 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def wait_for_output(device: torch.device) -> None:
+    """Until what was computed is there; copies for the next step may still be on their way."""
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()
+
+
 def forget_device_peak(device: torch.device) -> None:
     gc.collect()
     if device.type != "cpu":

@@ -70,6 +70,7 @@ from machine import (
     start_device,
     synchronize,
     used_ram,
+    wait_for_output,
 )
 from models import NAMES, SEED, Model, find, make_inputs, make_model, warm_up
 from processes import Child, Relay, anonymous_bytes, say, serve, tell_measured, tell_so_far
@@ -155,7 +156,7 @@ def run_arm(
         if copy_beside is not None:
             copy_beside()
         outputs.append(model.call(module, inputs))
-        synchronize(device)
+        wait_for_output(device)
         is_settling = arm.has_budget and 0 < number <= SETTLING_STEPS
         (settling if is_settling else times).append(time.perf_counter() - start)
         if times[-1] >= SLOW_SECONDS:
