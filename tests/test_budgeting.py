@@ -297,6 +297,18 @@ def test_the_cpu_has_no_memory_of_its_own() -> None:
         apply_group_offloading(Model(WIDTHS), "cpu", vram_budget="1GiB")
 
 
+@every_mode
+def test_more_than_enough(options: dict[str, Any], device: SimulatedDevice) -> None:
+    """The first guess is right already."""
+    resident = Model(WIDTHS).eval()
+    model, handle = offloaded(resident, vram_budget=1 << 30, **options)
+    for _ in range(3):
+        check(device, model, resident)
+    outer = weight_bytes(handle) - sum(group.num_bytes for group in handle.plan.details.problem.groups)
+    assert handle.stats().resident_bytes == weight_bytes(handle) - outer
+    handle.remove()
+
+
 def test_two_models_in_turn(device: SimulatedDevice) -> None:
     """Device memory goes to whoever runs; the budget holds for both together."""
     residents = [Model(WIDTHS).eval(), Model([48] * 9).eval()]

@@ -192,7 +192,8 @@ class Budgeter:
                 # Not worth it: but what is known about the plan that stays is newer.
                 plan = replace(before, problem=problem, prediction=simulate(problem, before.places))
         self.plan = plan
-        return None if before is not None and plan.places == before.places else plan
+        # The first one may say what was guessed; but what stays on the device has not been carried out.
+        return plan if is_first or before is None or plan.places != before.places else None
 
     def room_for_residents(self, kind: Kind, others: int) -> int:
         """Device memory that groups may stay in during this pass."""
