@@ -32,15 +32,6 @@ DIM = 16
 TOKENS = 8
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Torch's threads cost more than these small tensors, most of all on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(autouse=True)
 def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the slab and the file grow, and nothing clears RAM that no test needs."""

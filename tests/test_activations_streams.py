@@ -29,7 +29,6 @@ from .test_activations import (
     STEPS,
     Call,
     Calls,
-    _one_thread,
     _small_segments,
     check,
     make,
@@ -41,7 +40,7 @@ from .test_activations import (
     two_by_two,
 )
 
-__all__ = ["_one_thread", "_small_segments"]
+__all__ = ["_small_segments"]
 
 
 @contextmanager

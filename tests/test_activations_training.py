@@ -25,9 +25,9 @@ from group_offload.integrations.training import ActivationOffloadCallback
 from . import tiny_models
 from .common import same_bits
 from .simulated import SimulatedDevice, use_simulated_device
-from .test_activations import Block, _one_thread, _small_segments, assert_same_bits, make, offload, plain, train
+from .test_activations import Block, _small_segments, assert_same_bits, make, offload, plain, train
 
-__all__ = ["_one_thread", "_small_segments"]
+__all__ = ["_small_segments"]
 
 ROOT = Path(__file__).resolve().parent.parent
 

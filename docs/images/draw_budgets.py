@@ -1,6 +1,6 @@
 """Draws budgets.svg: the time of a step against `vram_budget`, from a result of `benchmarks/weights.py`. Standard library only.
 
-    python docs/images/draw_budgets.py benchmarks/results/weights-flux1-budgets-h200-DATE.json
+python docs/images/draw_budgets.py benchmarks/results/weights-flux1-budgets-h200-DATE.json
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def draw(report: Mapping[str, Any]) -> str:
         parts.append(text(cx, cy - 9, f"{arm['in_a_row_s']:.3f}", anchor="middle"))
     parts += [line(LEFT, y(resident), WIDTH - RIGHT, y(resident), "#777777")]
     parts += [text(WIDTH - RIGHT, y(resident) + 16, f"resident: {resident:.3f} s", anchor="end")]
-    parts += [text(LEFT, HEIGHT - 14, "line: the limit (compute, or the bytes that are sent over the link's bandwidth)")]
+    parts += [
+        text(LEFT, HEIGHT - 14, "line: the limit (compute, or the bytes that are sent over the link's bandwidth)")
+    ]
     return "\n".join([*parts, "</svg>", ""])
 
 
