@@ -42,7 +42,7 @@ def draw(report: Mapping[str, Any]) -> str:
             LEFT, 44, f"FLUX.1-size transformer, weights in RAM; one {report['machine']['device']}; points are measured"
         ),
     ]
-    for tenth in range(0, int(most * 10) + 1):
+    for tenth in range(int(most * 10) + 1):
         parts += [line(LEFT, y(tenth / 10), WIDTH - RIGHT, y(tenth / 10), "#dddddd")]
         parts += [text(LEFT - 8, y(tenth / 10) + 4, f"{tenth / 10:.1f} s", anchor="end")]
     for gib in range(0, int(widest / GIB) + 1, 4):
