@@ -244,9 +244,10 @@ class Engine:
                 self._recover()
             self._abandon_reads()
             self._release_slots()
+            self._materialise()  # it may raise, and then nothing has changed
             for gate in self._gates.values():
                 gate.uninstall()
-            self._undo()
+            self._close_images()
             for path in self._manifest:
                 keep(path)  # as the files, for whoever comes next
             _leave_all(self._manifest)
@@ -255,10 +256,12 @@ class Engine:
             self._gates, self._watches, self._seen, self.groups = {}, {}, {}, ()
             self.transfer.close()
 
-    def _undo(self) -> None:
+    def _materialise(self) -> None:
         for group in self.groups:
             for part in group.parts:
                 materialise(part)
+
+    def _close_images(self) -> None:
         for group in self.groups:
             for part in group.parts:
                 part.image.close(forget=False)
@@ -1008,7 +1011,8 @@ class Engine:
                 self._plan_first()
             except ConfigError:
                 if not before:  # nothing was said to anybody yet: all is as it was
-                    self._undo()
+                    self._materialise()
+                    self._close_images()
                 raise
         if not self.config.has_budgets or not self._backend.has_streams:
             self._files.choose_ways()
