@@ -8,12 +8,20 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from group_offload import ConfigError, OffloadHandle, api, apply_group_offloading
+from group_offload import (
+    ConfigError,
+    OffloadHandle,
+    api,
+    apply_group_offloading,
+    disable_group_offload,
+    enable_group_offload,
+)
 
 from .conftest import SPEEDS
 from .simulated import SimulatedDevice, use_simulated_device
@@ -410,3 +418,27 @@ def test_four_gib_in_one(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert found["peak"] <= 1 << 30 and found["resident"] >= 64 << 20
+
+
+def test_a_pipeline(device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two denoisers of one class, and an encoder that runs once: both budgets hold for all of them together."""
+    monkeypatch.setattr("group_offload.integrations.sharing.ram_for_weights", lambda budget, in_ram, staging: ram)
+    residents = {
+        "text_encoder": Model([300] * 6).eval(),
+        "transformer": Model([500] * 6).eval(),
+        "transformer_2": Model([500] * 6).eval(),
+    }
+    models = {name: from_file(model, tmp_path / f"{name}.safetensors") for name, model in residents.items()}
+    num_bytes = {name: sum(t.nbytes for t in model.state_dict().values()) for name, model in models.items()}
+    ram, vram = num_bytes["transformer"], int(num_bytes["transformer"] * 0.7)
+    pipeline = SimpleNamespace(components=models)
+    handles = enable_group_offload(pipeline, "cpu", offload_device="disk", vram_budget=vram, ram_budget="4GiB")
+    for name in ("text_encoder", *["transformer"] * 4, *["transformer_2"] * 4, "transformer", "text_encoder"):
+        check(device, models[name], residents[name])
+        assert device.peak_bytes_in_use() <= vram
+        assert sum(handle.stats().pinned_bytes for handle in handles.values()) <= ram
+    # What runs most often for an image has RAM first, and both alike.
+    shares = {name: handle.config.ram_share for name, handle in handles.items()}
+    assert shares["text_encoder"] < shares["transformer"] == shares["transformer_2"]
+    disable_group_offload(pipeline)
+    assert device.pinned_bytes == 0
