@@ -595,10 +595,11 @@ class Engine:
 
         The largest group, mostly. At leaf level that does not hide the copy of a large layer behind a small one's
         compute, which matters where compute, not copies, sets the time: then activations are large, and weights may take
-        a third of what those take. With `record_stream` they may from the start.
+        a third of what those take. With `record_stream` they may from the start. A budget's plan counts on no more than
+        the largest group.
         """
         least = max(self._largest, min(MIN_WINDOW_BYTES, self._total_bytes // 8))
-        if self.config.offload_type is not OffloadType.LEAF_LEVEL:
+        if self.config.offload_type is not OffloadType.LEAF_LEVEL or self._budgeter.vram is not None:
             return least
         if not self._is_tight:
             return _DEEP_WINDOW * least
