@@ -79,7 +79,7 @@ def needed(device: SimulatedDevice, resident: Model, **options: Any) -> tuple[in
 
 
 @every_mode
-@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_a_budget_for_the_device(share: float, options: dict[str, Any], device: SimulatedDevice) -> None:
     """Never more than that, never less sent than it allows, and the same bits."""
     resident = Model(WIDTHS).eval()
@@ -323,7 +323,7 @@ def test_two_models_in_turn(device: SimulatedDevice) -> None:
     needs = [needed(device, resident) for resident in residents]
     budget = max(peak + num_bytes // 2 for num_bytes, peak in needs)
     twins = [offloaded(resident, vram_budget=budget) for resident in residents]
-    for number in range(12):
+    for number in range(6):
         which = number // 3 % 2
         check(device, twins[which][0], residents[which])
         assert device.peak_bytes_in_use() <= budget
@@ -355,7 +355,7 @@ def test_ram_that_others_need(
     assert device.pinned_bytes == 0
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_budgets_whatever_happens(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Routes that change, exceptions, edits, two streams, two models that take turns."""
     monkeypatch.setattr("group_offload.runtime.budgeting.MARGIN_BYTES", 0)

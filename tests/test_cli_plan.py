@@ -319,6 +319,7 @@ def test_the_cache_of_the_hub(model: Path, monkeypatch: pytest.MonkeyPatch) -> N
     import huggingface_hub
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.chdir(model)
     assert find_checkpoint("owner/pipeline") == model.parent
     assert find_checkpoint("owner/pipeline/transformer") == model
     for name in ("owner/other", "owner/pipeline/vae", "owner", "/nowhere/at/all", "../x", "a/../b"):

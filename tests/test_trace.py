@@ -90,9 +90,8 @@ def test_timeline(options: dict[str, Any], tmp_path: Path, device: SimulatedDevi
         assert computed.keys() == {name for name, size in sizes.items() if size} and min(computed.values()) >= 2
         assert all(each["args"]["bytes"] == sizes[each["name"]] for each in lanes["compute"])
         assert_no_overlap(lanes["H2D"])
-        assert sum(each["args"]["bytes"] for each in lanes["file reads"]) == (
-            sent if handle.config.rests_in_files else 0
-        )
+        read = sum(each["args"]["bytes"] for each in lanes["file reads"])  # ahead of slots, too
+        assert sent <= read <= sent + after.staging_bytes if handle.config.rests_in_files else read == 0
         if "use_stream" not in options:
             assert lanes["stalls"]  # on this device copies are as late as they can be
         # The module goes on, untraced.

@@ -284,6 +284,12 @@ class Budgeter:
                 measured.activation_bytes,
             )
 
+    def clear(self) -> None:
+        """The groups are given up."""
+        self.groups = self._order = ()
+        self.plan = self._kind = None
+        self._recent.clear()
+
     def forget(self, kind: Kind) -> None:
         """A pass of this kind ran out of device memory: what was measured is not enough."""
         self._measured.pop(kind, None)

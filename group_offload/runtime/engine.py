@@ -29,6 +29,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
@@ -39,6 +40,7 @@ from torch import nn
 
 from ..budgets import AUTO, describe_bytes
 from ..config import OffloadConfig, OffloadType
+from ..device import Backend
 from ..errors import ConfigError, GroupFileError, StateError
 from ..layout import overlapping
 from ..partition import NEVER_CALLED
@@ -137,7 +139,6 @@ class Engine:
         self._skip_inputs = frozenset(config.exclude_kwargs)
         self.stalls = Stalls(self._backend)
         self._stopwatch = Stopwatch(self._backend)
-        self._budgeter = Budgeter(self._backend, self._measure_speeds, config.num_slots)
         self._kind: Kind | None = None
         """Of the last pass."""
         self._brought_back_before = 0
@@ -176,6 +177,8 @@ class Engine:
             self.transfer.last_copy.synchronize,
             may_lock=not config.low_cpu_mem_usage and not config.verify_files,
         )
+        # Not a method of the engine: the two would keep each other.
+        self._budgeter = Budgeter(self._backend, partial(_measure_speeds, self._backend, self._files), config.num_slots)
         self._ahead: dict[Group, Ahead] = {}
         """What is read before there is a slot for it."""
         self._ring_sizes: dict[int, int] = {}
@@ -254,6 +257,9 @@ class Engine:
             for module in self._seen:
                 _offloaded.discard(module)
             self._gates, self._watches, self._seen, self.groups = {}, {}, {}, ()
+            self._stopwatch.clear()
+            self._budgeter.clear()
+            self._files.begin(())
             self.transfer.close()
 
     def _materialise(self) -> None:
@@ -474,11 +480,6 @@ class Engine:
         self.transfer.abandon()
 
     # ---------------------------------------------------------------- budgets
-
-    def _measure_speeds(self) -> Speeds:
-        path = next((image.source.path for image in self._files.images), None)
-        found = known_speeds(self._backend, path)
-        return Speeds(h2d=found.h2d, drive=found.drive or ASSUMED_DRIVE)
 
     def _plan_first(self) -> None:
         """Decide what the budgets are, for weights alone, and share files out between RAM and the drive.
@@ -988,6 +989,7 @@ class Engine:
         before = self.groups
         if before:
             self._abandon_reads()  # images are about to go
+            self._stopwatch.clear()
             self._release_slots()  # and will have other sizes
         self.groups = build_groups(
             self.root, self.config, self._folder, before, _is_compiled, self.transfer.last_copy.synchronize, casts
@@ -1063,6 +1065,11 @@ def _images_of(run: Sequence[Group]) -> list[tuple[int, str, Image]]:
     """Where in a slot for `run` each image goes, the name of its group, and the image."""
     starts = accumulate((group.num_bytes for group in run), initial=0)
     return [image for group, start in zip(run, starts, strict=False) for image in group.images_at(start)]
+
+
+def _measure_speeds(backend: Backend, files: CachedFiles) -> Speeds:
+    found = known_speeds(backend, next((image.source.path for image in files.images), None))
+    return Speeds(h2d=found.h2d, drive=found.drive or ASSUMED_DRIVE)
 
 
 def _leave_all(paths: list[Path]) -> None:

@@ -35,6 +35,12 @@ class Stopwatch:
         self._open: dict[Group, Event] = {}
         self._done: deque[_Times] = deque()
 
+    def clear(self) -> None:
+        """Forget what was not read yet: the groups are given up."""
+        self._now = None
+        self._open.clear()
+        self._done.clear()
+
     def begin(self, kind: Hashable, stream: Stream) -> None:
         """A pass of this kind is to be measured."""
         self._open.clear()
