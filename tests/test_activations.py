@@ -6,6 +6,8 @@ import copy
 import gc
 import logging
 import pickle
+import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +25,9 @@ from group_offload.activations import (
     activation_offloading,
     apply_activation_offloading,
     no_activation_offloading,
+    spill,
 )
+from group_offload.stores.reading import read_part
 
 from .common import same_bits
 from .simulated import SimulatedDevice, use_simulated_device
@@ -168,6 +172,15 @@ def stopped_backward(model: nn.Module, put: Put) -> torch.Tensor:
     hook.remove()
     model.zero_grad()
     return plain(model, put)
+
+
+def half_retained(model: nn.Module, put: Put) -> torch.Tensor:
+    """A graph that backward began with, and that is kept while another forward runs."""
+    loss = model(data(1, put)).square().mean()
+    torch.autograd.grad(loss, [model.head.weight], retain_graph=True)  # type: ignore[list-item, union-attr]
+    result = plain(model, put)
+    loss.backward()
+    return result
 
 
 def evaluated(model: nn.Module, put: Put) -> torch.Tensor:
@@ -350,6 +363,36 @@ def test_bits_past_the_budget_of_ram(step: Step, budget: int, device: str, tmp_p
     assert stats.refused_bytes == 0
     assert stats.host_bytes <= budget
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("step", [stopped_backward, half_retained])
+def test_what_was_read_in_vain_makes_room(step: Step, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward that stopped leaves reads behind, of a graph that is dropped or kept: they never take others' RAM."""
+
+    def read_slowly(fd: int, part: memoryview, position: int) -> int:
+        time.sleep(0.005)
+        return read_part(fd, part, position)
+
+    monkeypatch.setattr(spill, "read_part", read_slowly)
+    for budget in (3_584, 6_000, 24_000):
+        assert check(step, "cpu", host_budget_bytes=budget, disk_path=tmp_path).refused_bytes == 0
+
+
+@pytest.mark.parametrize("budget", [24_000, 1 << 20])
+def test_nothing_grows_with_the_number_of_steps(budget: int, tmp_path: Path) -> None:
+    model = make()
+    offload(model, host_budget_bytes=budget, disk_path=tmp_path)
+    train(model, plain, num_steps=2)
+    gc.collect()
+    tracemalloc.start()
+    train(model, plain, num_steps=2)
+    gc.collect()
+    before = tracemalloc.get_traced_memory()[0]
+    train(model, plain, num_steps=20)
+    gc.collect()
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert grown < 20_000
 
 
 def test_order_is_not_trusted() -> None:

@@ -44,6 +44,8 @@ class Lane:
         """Stashes in RAM, to be written to the file in this order: backward needs the first ones last."""
         self._writes: deque[tuple[weakref.ref[Stash], Job, int]] = deque()
         self._writing_bytes = 0
+        self._reads: deque[weakref.ref[Stash]] = deque()
+        """Stashes that were read from the file ahead of their use: they can be read again."""
         self._epoch = 0
         self.dead: Dead = deque()
         self.inflight_bytes = 0
@@ -127,6 +129,7 @@ class Lane:
                 if stash.block is None:
                     return
                 stash.job = self._file.read(stash.block.memory, stash.spot, stash.block.range.last_uses)
+                self._reads.append(weakref.ref(stash))
                 self._counters.read_bytes += stash.num_bytes
 
     def restore(self, stash: Stash, stream: Stream) -> torch.Tensor:
@@ -157,6 +160,9 @@ class Lane:
                 self.dead.append(remains)  # threads are using the block
             else:
                 self._bury(remains)
+        for references in (self._oldest, self._reads):
+            while references and references[0]() is None:
+                references.popleft()
 
     def close(self) -> None:
         """Let go of all device memory that copies to RAM hold."""
@@ -275,11 +281,32 @@ class Lane:
     def _take_block(self, stash: Stash) -> bool:
         stash.block = self._slab.take(stash.num_bytes)
         if self._file is not None and stash.num_bytes <= (self._config.host_budget_bytes or 0):
-            while stash.block is None and (self._writes or self._write_oldest()):
-                self._finish_writes(at_least=1)
+            while stash.block is None and self._make_room():
                 self.settle()
                 stash.block = self._slab.take(stash.num_bytes)
         return stash.block is not None
+
+    def _make_room(self) -> bool:
+        """Wait until some RAM that is in the file as well, or that nobody needs, can be taken. False if there is none."""
+        if self._writes or self._write_oldest():
+            self._finish_writes(at_least=1)
+            return True
+        if self.dead:  # a backward that was stopped: what it had begun to read is still on its way
+            for index in range(len(self.dead)):  # by index: it may grow while we wait
+                job = self.dead[index].job
+                if job is not None:
+                    wait_for_threads(job)
+            return True
+        while self._reads:
+            stash = self._reads.popleft()()
+            if stash is not None and stash.place is Place.HOST and stash.job is not None and stash.left is None:
+                with contextlib.suppress(GroupFileError):  # whoever needs it reads it again
+                    self._end_read(stash)
+                    assert stash.block is not None
+                    self._slab.give(stash.block)
+                    stash.block = None
+                return True
+        return False
 
     def _write_oldest(self) -> bool:
         """Start to write the stash that has been in RAM longest. False if there is none."""
