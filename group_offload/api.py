@@ -32,6 +32,8 @@ class OffloadStats:
 
     passes: int
     """Forwards of the module, or of a part of it that was called by itself."""
+    backward_passes: int
+    """Runs of autograd that needed weights, or called modules again for a checkpoint."""
     onloads: int
     """Images brought to the device."""
     stalls: int
@@ -56,6 +58,8 @@ class OffloadStats:
     """Most device memory taken for weights at once. Activations are not in it."""
     resident_bytes: int
     """Device memory of groups that stay there between passes, now. See `vram_budget`."""
+    trainable_bytes: int
+    """Device memory of parameters that are trained, which are in no group."""
     host_bytes: int
     """RAM that the images at rest take, page-locked or not. A file takes none, unless it is locked in the page cache."""
     pinned_bytes: int
@@ -125,6 +129,7 @@ class OffloadHandle:
         in_files = sum(image.layout.num_bytes for image in images if image.tier is Tier.FILE)
         return OffloadStats(
             passes=counters.passes,
+            backward_passes=counters.backward_passes,
             onloads=counters.onloads,
             stalls=counters.stalls,
             stalled_seconds=sum(waits.values()),
@@ -136,6 +141,7 @@ class OffloadHandle:
             rebuilds=counters.rebuilds,
             peak_device_bytes=counters.peak_device_bytes,
             resident_bytes=counters.resident_bytes,
+            trainable_bytes=engine.trainable_bytes,
             host_bytes=sum(
                 image.pinned_bytes if image.tier is Tier.FILE else image.layout.num_bytes for image in images
             ),
@@ -197,7 +203,7 @@ class OffloadHandle:
         Group files stay for the next time. Calling it again does nothing.
 
         Raises:
-            StateError: a forward of the module is in progress.
+            StateError: a forward or backward of the module is in progress.
         """
         if self._engine is None:
             return

@@ -30,7 +30,7 @@ class TensorSpec:
         if 0 in self.shape:
             return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=image.device)
         start = self.offset - base
-        end = start + _span_bytes(self.shape, self.stride, self.dtype.itemsize)
+        end = start + span_of(self.shape, self.stride, self.dtype.itemsize)
         # as_strided counts from the start of the storage: it has to be told where this view begins.
         flat = image[start:end].view(self.dtype)
         return flat.as_strided(self.shape, self.stride, flat.storage_offset())
@@ -150,7 +150,7 @@ def overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 def span_bytes(tensor: torch.Tensor) -> int:
     """Bytes from the first to the last element of `tensor`, the gaps of its strides included."""
-    return _span_bytes(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype.itemsize)
+    return span_of(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype.itemsize)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -180,7 +180,7 @@ def _address_range(tensors: Sequence[torch.Tensor], members: Sequence[int]) -> t
     return min(t.data_ptr() for t in filled), max(t.data_ptr() + span_bytes(t) for t in filled)
 
 
-def _span_bytes(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> int:
+def span_of(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> int:
     if 0 in shape:
         return 0
     return (sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1) * itemsize

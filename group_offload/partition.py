@@ -109,12 +109,18 @@ class _Unit:
     shared: bool = False
 
 
-def partition(root: nn.Module, config: OffloadConfig, is_compiled: Callable[[nn.Module], bool]) -> Partition:
+def partition(
+    root: nn.Module,
+    config: OffloadConfig,
+    is_compiled: Callable[[nn.Module], bool],
+    without: frozenset[int] = frozenset(),
+) -> Partition:
     """Cut `root` into groups.
 
     Args:
         is_compiled: whether a module (never the root) is compiled as one: leaf level then keeps it in one group, because
             nothing can be moved inside a compiled graph.
+        without: by id, parameters that are in no group.
 
     Raises:
         ModuleError: the module holds nothing to offload, or a tensor that cannot be offloaded.
@@ -125,7 +131,7 @@ def partition(root: nn.Module, config: OffloadConfig, is_compiled: Callable[[nn.
         units = list(_block_units(root, config))
     else:
         units = list(_leaf_units(root, config, modules, is_compiled))
-    refs, users = _assign(modules, units)
+    refs, users = _assign(modules, units, without)
     if not refs:
         raise ModuleError(f"{type(root).__name__} has no parameters and no buffers: there is nothing to offload.")
     groups = _gather(units, refs, users)
@@ -224,7 +230,9 @@ def _leaf_units(
     yield from owners.values()
 
 
-def _assign(modules: dict[str, nn.Module], units: list[_Unit]) -> tuple[list[TensorRef], list[set[int]]]:
+def _assign(
+    modules: dict[str, nn.Module], units: list[_Unit], without: frozenset[int]
+) -> tuple[list[TensorRef], list[set[int]]]:
     """Every tensor under `modules` once, and the units that need it."""
     by_subtree = {path: i for i, unit in enumerate(units) for path in unit.subtrees}
     by_owner = {path: i for i, unit in enumerate(units) for path in unit.owners}
@@ -236,7 +244,7 @@ def _assign(modules: dict[str, nn.Module], units: list[_Unit]) -> tuple[list[Ten
                 home = by_subtree.get(part, by_owner.get(part))
         for table, is_buffer in ((owner._parameters, False), (owner._buffers, True)):
             for name, tensor in table.items():
-                if tensor is None:
+                if tensor is None or id(tensor) in without:
                     continue
                 assert home is not None, path
                 fqn = f"{path}.{name}" if path else name

@@ -48,7 +48,7 @@ PUBLIC_NAMES = {
 }
 
 LAYERS = (
-    {"errors", "device", "progress"},
+    {"errors", "device", "progress", "saved"},
     {"layout", "planner"},
     {"stores"},
     {"budgets", "speeds"},

@@ -14,19 +14,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
 from ..device import Stream, backend_for
+from ..saved import Kept, Pack, Passed, Unpack, hooks_in_force, keep, unwatched
 from .config import ActivationConfig
 from .counters import Counters
 from .lane import Lane
-from .packed import Away, Kept, Passed
+from .packed import Away
 from .stash import Place, Stash
 from .tape import Tape
 
@@ -88,8 +87,8 @@ class Session:
             return
         if self._pass is not None:  # it was interrupted where no hook could run
             self.end()
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if outer is not None and outer[0].__module__ == checkpoint.__name__:
+        outer = hooks_in_force()
+        if outer is not None and _lowest(outer[0]).__module__ == checkpoint.__name__:
             return  # the root as a whole is recomputed: it saves nothing, and ours would hide that from the checkpoint
         if torch.is_grad_enabled():
             weights = [t for t in (*root.parameters(), *root.buffers()) if type(t) in (torch.Tensor, nn.Parameter)]
@@ -136,16 +135,10 @@ class Session:
     def pack(self, tensor: torch.Tensor) -> Kept | Passed | Away:
         current = self._pass
         if current is None or not self._moves(tensor, current):
-            return self._keep(tensor, current)
+            return keep(tensor, None if current is None else current.outer)
         with torch.no_grad(), self._lock:
             packed = self._stash(tensor, current)
-        return self._keep(tensor, current) if packed is None else packed
-
-    def _keep(self, tensor: torch.Tensor, current: _Pass | None) -> Kept | Passed:
-        if current is not None and current.outer is not None:
-            pack, unpack = current.outer
-            return Passed(pack(tensor), unpack)
-        return Kept(tensor)
+        return keep(tensor, current.outer) if packed is None else packed
 
     def _moves(self, tensor: torch.Tensor, current: _Pass) -> bool:
         return (
@@ -257,18 +250,20 @@ class Session:
 class _Pass:
     """A forward of the root in one thread: the hooks are pushed as long as it is open."""
 
-    def __init__(self, session: Session, tape: Tape, weights: Sequence[torch.Tensor], outer: Any) -> None:
+    def __init__(
+        self, session: Session, tape: Tape, weights: Sequence[torch.Tensor], outer: tuple[Pack, Unpack] | None
+    ) -> None:
         self._session = session
         self.tape = tape
         self.outer = outer
         """The hooks that ours are pushed over."""
         self._homes = {lane: lane.backend.current_stream() for lane in session.lanes}
         self._weights = {weight.untyped_storage()._cdata for weight in weights}
-        self._hooks = saved_tensors_hooks(_unwatched(session.pack), _unwatched(session.unpack))
+        self._hooks = saved_tensors_hooks(unwatched(session.pack), unwatched(session.unpack))
         self._hooks.__enter__()
 
     def close(self) -> None:
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        top = hooks_in_force()
         if top is not None and top[0] is self._hooks.pack_hook:  # else an interrupt left others behind
             self._hooks.__exit__()
         self._session.complete(self.tape)
@@ -307,17 +302,8 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
     return first // _ALIGNMENT * _ALIGNMENT, first + (int(last) + 1) * tensor.itemsize
 
 
-def _unwatched(hook: Any) -> Any:
-    """A hook that no compiler looks into."""
-
-    def call(value: Any) -> Any:
-        if torch.compiler.is_compiling():
-            torch._dynamo.skip_frame("group_offload offloads activations here")
-            return hook(value)
-        compiler = set_eval_frame(None)
-        try:
-            return hook(value)
-        finally:
-            set_eval_frame(compiler)
-
-    return call
+def _lowest(pack: Pack) -> Pack:
+    """The hook that all that this one leaves alone ends up with."""
+    while getattr(pack, "below", None) is not None:
+        pack = pack.below  # type: ignore[attr-defined]
+    return pack

@@ -207,7 +207,9 @@ class Budgeter:
         if self.vram is None:
             return None
         # Kinds that take turns (two sizes of inputs) would else bring groups there and give them up again and again.
-        activations = max(map(self._activation_bytes, {kind, *self._recent}))
+        # What backward finds on the device is what a forward has counted among its own.
+        kinds = {kind, *self._recent} if kind in self._recent else {kind}
+        activations = max(map(self._activation_bytes, kinds))
         return max(0, self.vram - others - activations - MARGIN_BYTES - self.outer_bytes)
 
     @property
@@ -257,6 +259,7 @@ class Budgeter:
         Returns:
             Whether its activations are measured for the first time: then nothing new may come to stay on the device.
         """
+        self._kind = kind
         self._others, self._weights = others, weights
         self._is_measuring = self._measured.setdefault(kind, _Measured()).activation_bytes is None
         if self._is_measuring:
@@ -278,7 +281,7 @@ class Budgeter:
             measured.activation_bytes = max(measured.activation_bytes, peak - self._others - weights)
         if peak > self._peak and peak > self.vram:
             logger.warning(
-                "A forward took %d bytes of device memory, which is more than vram_budget (%d): activations need %d of them.",
+                "A pass took %d bytes of device memory, which is more than vram_budget (%d): activations need %d of them.",
                 peak,
                 self.vram,
                 measured.activation_bytes,

@@ -40,6 +40,7 @@ def build_groups(
     is_compiled: Callable[[nn.Module], bool],
     wait: Callable[[], None],
     casts: Mapping[int, torch.dtype],
+    trained: frozenset[int] = frozenset(),
 ) -> tuple[Group, ...]:
     """Cut `root` into groups and bring every tensor to its place at rest. What has an image in `before` keeps it.
 
@@ -48,6 +49,7 @@ def build_groups(
     Args:
         casts: by id, tensors that get another dtype before they are placed, one group after another.
         wait: returns once no copy reads an image any more: page-locked memory is not given up before.
+        trained: by id, parameters that stay on the device.
 
     Raises:
         ModuleError, ConfigError: the module cannot be cut: see `partition`. Weights are to stay in files, are in none, and
@@ -56,7 +58,7 @@ def build_groups(
     """
     for group in before:
         group.check()
-    cut = partition(root, config, is_compiled)
+    cut = partition(root, config, is_compiled, trained)
     known = {id(ref.tensor): part for group in before for part in group.parts for ref in part.refs}
     empty = {group.group_id: list(group.parts) for group in before if not group.num_bytes}
     homes = {id(ref.holder): home for part in known.values() for ref, home in zip(part.refs, part.devices, strict=True)}

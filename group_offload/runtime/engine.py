@@ -12,6 +12,7 @@ of it (`vae.decode` calls the decoder). It holds the engine's lock, so that two 
    The host has waited for nothing (but see `Image.is_stable`).
 
 An exception anywhere unwinds through the gates and ends the pass the same way. The next pass then starts from nothing.
+What autograd does with the weights of a pass is a pass too: see [Note: Backward].
 
 [Note: Slots in rings, and just in time]
 Groups that are needed one after another share a ring of fixed memory, filled as far ahead as it reaches. At leaf level,
@@ -40,22 +41,24 @@ from torch import nn
 
 from ..budgets import AUTO, describe_bytes
 from ..config import OffloadConfig, OffloadType
-from ..device import Backend
+from ..device import Backend, Stream
 from ..errors import ConfigError, GroupFileError, StateError
 from ..layout import overlapping
-from ..partition import NEVER_CALLED
+from ..partition import NEVER_CALLED, TensorRef
 from ..planner import Place, Plan, Speeds
+from ..saved import view_of
 from ..speeds import ASSUMED_DRIVE, known_speeds
 from ..stores.base import Image, Tier
 from ..stores.files import FileImage
 from ..stores.folder import Folder, keep, leave
 from ..stores.group_file import GroupFile
 from .attempt import Attempt
+from .backward import Backward, SavedWeight, bytes_at_rest
 from .budgeting import Budgeter, Kind, ram_for_weights
 from .build import build_groups, first_guess, materialise, size_rings
 from .cached import CachedFiles
-from .group import Group, Residence
-from .hooks import Gate, moved
+from .group import Group, Part, Residence
+from .hooks import Gate, InnerGate, moved
 from .lookahead import Ahead, Walk
 from .reader import NUM_FRAMES, SMALL_CHUNK_BYTES, Job
 from .schedule import Schedule
@@ -63,6 +66,7 @@ from .slots import Lease, Ring, Slot, arena_for
 from .stalls import Stalls
 from .stopwatch import Stopwatch
 from .trace import Tracer
+from .trained import Trained
 from .transfer import Transfer
 from .watch import Seen, Watch
 from .weighing import Weighing
@@ -99,6 +103,8 @@ class Counters:
     """What an engine has done so far."""
 
     passes: int = 0
+    """Forwards."""
+    backward_passes: int = 0
     onloads: int = 0
     stalls: int = 0
     brought_back: int = 0
@@ -130,6 +136,12 @@ class Engine:
         self._manifest: list[Path] = []
         """What says in the folder which files this module needs, if there is one."""
         weakref.finalize(self, _leave_all, self._manifest).atexit = False
+        self.backward = Backward(self)
+        self._trained = Trained(self._backend)
+        self._records_graphs = False
+        """A forward has recorded a graph, so that modules inside of groups may be called alone, by a checkpoint."""
+        self._forward: int | None = None
+        """The number of the forward in progress."""
         self.transfer = Transfer(
             self._backend,
             use_stream=config.use_stream,
@@ -170,6 +182,9 @@ class Engine:
         self._is_just_in_time = config.record_stream or (is_leaf_level and config.use_stream)
         self._is_tight = is_leaf_level and not config.record_stream
         self._gates: dict[nn.Module, Gate] = {}
+        self._inner_gates: dict[nn.Module, InnerGate] = {}
+        self._group_of: dict[Part, Group] = {}
+        self._refs: tuple[TensorRef, ...] = ()
         self._watches: dict[nn.Module, Watch] = {}
         self._seen: dict[nn.Module, Seen] = {}
         self._files = CachedFiles(
@@ -219,7 +234,21 @@ class Engine:
 
     @property
     def is_running(self) -> bool:
+        """A pass is in progress, forward or backward."""
         return bool(self._calls)
+
+    @property
+    def device(self) -> torch.device:
+        return self._backend.device
+
+    @property
+    def current_stream(self) -> Stream:
+        return self._backend.current_stream()
+
+    @property
+    def trainable_bytes(self) -> int:
+        """Device memory of parameters that are trained: they stay there."""
+        return self._trained.num_bytes
 
     @property
     def has_budget(self) -> bool:
@@ -229,6 +258,7 @@ class Engine:
     def refresh(self) -> None:
         """Take up what was changed since the last pass now, not at the next one."""
         with self.lock:
+            self.backward.settle()
             if self.is_running:
                 return
             if not self._is_clean:
@@ -239,16 +269,18 @@ class Engine:
     def remove(self) -> None:
         """Give every tensor memory of its own again, where it was before, and take the gates away."""
         with self.lock:
+            self.backward.settle()
             if self.is_running:
                 raise StateError(
-                    "remove() was called in the middle of a forward of the module. Call it after the forward."
+                    "remove() was called in the middle of a forward or backward of the module. Call it afterwards."
                 )
             if not self._is_clean:
                 self._recover()
             self._abandon_reads()
             self._release_slots()
             self._materialise()  # it may raise, and then nothing has changed
-            for gate in self._gates.values():
+            self._trained.give_back()
+            for gate in (*self._gates.values(), *self._inner_gates.values()):
                 gate.uninstall()
             self._close_images()
             for path in self._manifest:
@@ -257,6 +289,7 @@ class Engine:
             for module in self._seen:
                 _offloaded.discard(module)
             self._gates, self._watches, self._seen, self.groups = {}, {}, {}, ()
+            self._inner_gates, self._group_of, self._refs = {}, {}, ()
             self._stopwatch.clear()
             self._budgeter.clear()
             self._files.begin(())
@@ -278,23 +311,26 @@ class Engine:
         """Make the weights that `gate`'s call needs ready. The lock is held; `leave` follows, whatever happens."""
         self._calls.append([])
         if len(self._calls) == 1:
-            self._begin(gate, Kind.of(gate.module, args, kwargs))
-        now = self._gates.get(gate.module)  # another one, if the module was just cut into groups again
+            self._begin(gate.module, Kind.of(gate.module, args, kwargs))
+        # Another one, if the module was just cut into groups again.
+        now = self._gates.get(gate.module) or self._inner_gates.get(gate.module)
         for group in () if now is None else now.groups:
-            self._hold(group)
+            if group.num_bytes:
+                self.hold(group)
+                self._calls[-1].append(group)
         if self._is_just_in_time or self._is_behind or self._schedule.is_learning:
             self._weigh_activations(gate)
             self._prefetch()
 
     def fail(self) -> None:
-        """The call in progress raised: the pass teaches no order."""
-        self._has_failed = True
+        """The call in progress raised: the pass teaches no order. (A checkpoint breaks off calls that it repeats.)"""
+        self._has_failed = not self.backward.is_open
 
     def leave(self) -> None:
         """End what `enter` began."""
         held = self._calls.pop()
         while held:
-            self._let_go(held.pop())
+            self.let_go(held.pop(), self._backend.current_stream())
         if self._calls:
             if self._is_behind or self._schedule.is_learning:
                 self._prefetch()
@@ -313,18 +349,12 @@ class Engine:
 
     # ---------------------------------------------------------------- a pass
 
-    def _begin(self, gate: Gate, kind: Kind) -> None:
+    def _begin(self, top: nn.Module, kind: Kind) -> None:
         self.counters.passes += 1
-        self._has_failed = False
-        if not self._is_clean:
-            self._recover()
-        self._is_clean = False
-        watch = self._notice_changes(gate.module)
-        if watch is None:
-            self._rebuild()
-            watch = self._notice_changes(gate.module)
-            if watch is None:
-                raise StateError(f"{type(self.root).__name__} was changed by another thread while a forward began.")
+        watch = self._begin_any(top)
+        if kind.with_grad:
+            watch = self._prepare_for_backward(top, watch)
+        self._forward = self.counters.passes
         self._kind = kind
         self._brought_back_before = self.counters.brought_back
         self._note_times()
@@ -334,17 +364,33 @@ class Engine:
         self._take_lease()
         self._keep_within_budgets(kind)
         if self._is_just_in_time:
-            self._window_bytes = self._window(gate.module)
-            weighed = self._activations.setdefault(gate.module, Weighing())
+            self._window_bytes = self._window(top)
+            weighed = self._activations.setdefault(top, Weighing())
             weighed.begin(self._other_bytes() if self._is_tight else 0)
             self._weighed = weighed
-        self._schedule.begin(gate.module, watch.scope)
+        self._schedule.begin(top, watch.scope)
         if self._budgeter.is_timed(kind):
             self._stopwatch.begin(kind, self._backend.current_stream())
         self._is_behind = True
         self._prefetch()
 
+    def _begin_any(self, top: nn.Module) -> Watch:
+        """What every pass begins with: what changed since the last one is taken up."""
+        self._has_failed = False
+        if not self._is_clean:
+            self._recover()
+        self._is_clean = False
+        return self._notice_changes(top) or self._rebuild_for(top)
+
+    def _rebuild_for(self, top: nn.Module) -> Watch:
+        self._rebuild()
+        watch = self._notice_changes(top)
+        if watch is None:
+            raise StateError(f"{type(self.root).__name__} was changed by another thread while a pass began.")
+        return watch
+
     def _end(self) -> None:
+        self._forward = None
         for group in [*self._bound]:
             self._unbind(group)
         self._schedule.end(completed=not self._has_failed)
@@ -367,6 +413,7 @@ class Engine:
     def _recover(self) -> None:
         """Put right what an interrupt in the middle of the engine's own code may have left."""
         self._calls = self._calls[-1:]
+        self._forward = None
         self._bound.clear()
         for group in self.groups:
             group.holds = 0
@@ -380,9 +427,12 @@ class Engine:
         self._abandon_reads()
         self._is_clean = True
 
-    def _hold(self, group: Group) -> None:
-        if not group.num_bytes:
-            return
+    def hold(self, group: Group, *, binds: bool = True) -> None:
+        """Let what compute does from now on come after the group's images arrived, which stay until `let_go`.
+
+        Args:
+            binds: let the weights be views of the slot, for a module's call.
+        """
         if not group.holds:
             self._schedule.observe(group)
         if group.residence is Residence.AT_REST:
@@ -415,12 +465,11 @@ class Engine:
             stream.wait_event(slot.ready)
             slot.waited_on = stream
         self._stopwatch.waited(arrived, stream)
-        if group.residence is Residence.AT_REST:
+        if binds and group.residence is Residence.AT_REST:
             group.onload()
             self._bound[group] = None
         group.holds += 1
         self._is_used(group, slot)
-        self._calls[-1].append(group)
         if self.tracer is not None:
             self.tracer.compute_begins(group, stream)
         self._stopwatch.start(group, stream)
@@ -446,11 +495,11 @@ class Engine:
         slot.job = None
         return slot
 
-    def _let_go(self, group: Group) -> None:
+    def let_go(self, group: Group, stream: Stream) -> None:
+        """What was enqueued on `stream` so far was the last that uses the group."""
         group.holds -= 1
         slot = group.slot
         assert slot is not None
-        stream = self._backend.current_stream()
         if slot.last_stream is not None and slot.last_stream != stream:
             stream.wait_event(slot.last_use)  # so that this end includes that one
         slot.last_use.record(stream)
@@ -465,7 +514,8 @@ class Engine:
         if group in self._blockers:
             self._is_behind = True
         if not self._schedule.expects(group):
-            self._unbind(group)
+            if group in self._bound:
+                self._unbind(group)
             if not slot.is_fixed and not slot.is_resident and not slot.unused and not slot.is_held:
                 self._free(slot)
 
@@ -478,6 +528,83 @@ class Engine:
     def _abandon_reads(self) -> None:
         self._ahead.clear()
         self.transfer.abandon()
+
+    # ---------------------------------------------------------------- backward
+
+    def _prepare_for_backward(self, top: nn.Module, watch: Watch) -> Watch:
+        """A forward that records a graph begins."""
+        if self._trained.take_up(self._refs):
+            watch = self._rebuild_for(top)
+        if not self._records_graphs:
+            self._records_graphs = True
+            self._install_gates()
+            watch = self._notice_changes(top) or self._rebuild_for(top)
+        return watch
+
+    def begin_backward(self) -> None:
+        """Autograd needs weights, or repeats calls. The lock is held now, and in each call until `end_backward`."""
+        forward = self._schedule.order
+        self._calls.append([])
+        self.counters.backward_passes += 1
+        watch = self._begin_any(self.root)
+        kind = Kind((Backward, self.root), (), with_grad=True)
+        self._files.before_pass(type(self.root).__name__)
+        self._take_lease()
+        self._keep_within_budgets(kind)
+        self._window_bytes = self._window(self.root)
+        self._weighed = Weighing()
+        self._schedule.begin((Backward, self.root), watch.scope, guess=forward[::-1])
+        self._is_behind = True
+        self._prefetch()
+
+    def end_backward(self, *, completed: bool) -> None:
+        if not self._calls:
+            return
+        self._calls.pop()
+        self._has_failed = not completed
+        self._end()
+
+    def look_ahead(self) -> None:
+        """Start what comes next, if there is something to start."""
+        if self._is_just_in_time or self._is_behind or self._schedule.is_learning:
+            self._prefetch()
+
+    def is_in_forward(self, number: int) -> bool:
+        """Whether the forward of this number has yet to end."""
+        return self._forward == number
+
+    def find_weight(self, tensor: torch.Tensor) -> tuple[Part, int, int] | None:
+        """The weight that a tensor is a view of, if it is onloaded: see `Group.find`."""
+        for group in reversed(self._bound):
+            found = group.find(tensor)
+            if found is not None:
+                return found
+        return None
+
+    def group_of(self, part: Part) -> Group:
+        """
+        Raises:
+            StateError: the part was given up.
+        """
+        found = self._group_of.get(part)
+        if found is None:
+            raise StateError(
+                f"Backward needs weights of {type(self.root).__name__} that are not offloaded any more: it was cut into groups "
+                f"again, or remove() was called, between forward and backward. Change it after backward()."
+            )
+        return found
+
+    def copy_of(self, saved: SavedWeight) -> torch.Tensor:
+        """A saved weight in memory of its own, on the device."""
+        self.group_of(saved.part)
+        source = bytes_at_rest(saved)
+        memory = self._backend.empty(source.numel())
+        self._backend.copy(memory, source, self._backend.current_stream(), blocking=True)
+        return view_of(memory, 0, saved.dtype, saved.size, saved.stride)
+
+    def trainable_in_groups(self) -> list[TensorRef]:
+        """Parameters that take turns on the device, and require gradients."""
+        return [ref for ref in self._refs if ref.holder.requires_grad]
 
     # ---------------------------------------------------------------- budgets
 
@@ -992,8 +1119,17 @@ class Engine:
             self._stopwatch.clear()
             self._release_slots()  # and will have other sizes
         self.groups = build_groups(
-            self.root, self.config, self._folder, before, _is_compiled, self.transfer.last_copy.synchronize, casts
+            self.root,
+            self.config,
+            self._folder,
+            before,
+            _is_compiled,
+            self.transfer.last_copy.synchronize,
+            casts,
+            self._trained.ids,
         )
+        self._group_of = {part: group for group in self.groups for part in group.parts}
+        self._refs = tuple(ref for part in self._group_of for ref in part.refs)
         self._reside(frozenset())
         self._total_bytes = sum(group.num_bytes for group in self.groups)
         self._activations = {}
@@ -1041,7 +1177,7 @@ class Engine:
             self._manifest[:] = [] if found is None else [found]
 
     def _install_gates(self) -> None:
-        for gate in self._gates.values():
+        for gate in (*self._gates.values(), *self._inner_gates.values()):
             gate.uninstall()
         needs: dict[nn.Module, list[Group]] = {self.root: []}
         for group in self.groups:
@@ -1055,10 +1191,38 @@ class Engine:
             gate = self._gates[module] = Gate(self, module, is_root=module is self.root)
             gate.groups = tuple(sorted(groups, key=lambda group: -group.height))
             gate.install()
+        self._inner_gates = {}
+        if self._records_graphs:
+            self._install_inner_gates()
         self._watches = {}
         _offloaded.difference_update(self._seen)
         self._seen = {module: Seen.of(module) for module in self.root.modules()}
         _offloaded.update(self._seen)
+
+    def _install_inner_gates(self) -> None:
+        needs: dict[nn.Module, dict[Group, None]] = {}
+        for module, gate in self._gates.items():
+            groups = [group for group in gate.groups if group.num_bytes]
+            if groups and (gate.compiled is None or module is self.root):
+                for inside in _modules_inside(module, self._gates):
+                    needs.setdefault(inside, {}).update(dict.fromkeys(groups))
+        for module, held in needs.items():
+            inner = self._inner_gates[module] = InnerGate(self, module, is_root=False)
+            inner.groups = tuple(held)
+            inner.install()
+
+
+def _modules_inside(top: nn.Module, gates: Mapping[nn.Module, Gate]) -> list[nn.Module]:
+    """Modules that are called inside of `top`'s call, up to those that have gates, or compile themselves."""
+    found: dict[nn.Module, None] = {}
+    pending = list(top.children())
+    while pending:
+        module = pending.pop()
+        if module in found or module in gates or _is_compiled(module):
+            continue
+        found[module] = None
+        pending += module.children()
+    return [module for module in found if not isinstance(module, NEVER_CALLED)]
 
 
 def _images_of(run: Sequence[Group]) -> list[tuple[int, str, Image]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Any
@@ -33,10 +34,12 @@ class Part:
     __slots__ = (
         "devices",
         "image",
+        "num_increments",
         "offset",
         "refs",
         "rest",
         "sent_generation",
+        "starts",
     )
 
     def __init__(self, image: Image, refs: tuple[TensorRef, ...], devices: list[torch.device]) -> None:
@@ -50,6 +53,19 @@ class Part:
         """What the tensors are bound to at rest."""
         self.sent_generation = -1
         """Of the image, when it was sent to the group's slot."""
+        self.num_increments = 0
+        """How often the engine, and nobody else, has raised the tensors' versions."""
+        self.starts = sorted((spec.offset, i) for i, spec in enumerate(image.layout.specs) if 0 not in spec.shape)
+        """Where in the image each tensor begins, and its index."""
+
+    def index_at(self, offset: int) -> int:
+        """The index of the tensor that byte `offset` of the image belongs to."""
+        return self.starts[bisect_right(self.starts, (offset, len(self.refs))) - 1][1]
+
+    def version_of(self, index: int) -> int:
+        """How often anybody but the engine has modified a tensor, as far as it tells."""
+        version = _version_of(self.refs[index].tensor)
+        return 0 if version < 0 else version - self.num_increments
 
     def as_left(self) -> list[bool]:
         """For each tensor, whether it is still the view at rest that it was bound to."""
@@ -166,14 +182,26 @@ class Group:
                     self._needs_take_up |= part.image.write(place, value)
                     num_changed += 1
         if not torch.is_inference_mode_enabled():
-            # Whatever autograd saved of these weights is about to be overwritten in the slot. Their version makes a
-            # backward pass over it raise instead of being silently wrong.
+            # Whatever autograd saved of these weights, past our hooks, is about to be overwritten in the slot. Their
+            # version makes a backward pass over it raise instead of being silently wrong.
             torch.autograd.graph.increment_version(self._tracked)
+            for part in self.parts:
+                part.num_increments += 1
         self._bound = []
         self.rest()
         for index, value in self._recast.items():  # the next pass lays the group out again
             self._tensors[index].data = value.cpu()
         return num_changed
+
+    def find(self, tensor: torch.Tensor) -> tuple[Part, int, int] | None:
+        """Whose bytes in the slot a tensor views: a part, the index of one of its tensors, and a byte of its image."""
+        if self.slot is None:
+            return None
+        at = tensor.data_ptr() - self.slot.memory.data_ptr() - self.offset
+        for part in self.parts:
+            if 0 <= at - part.offset < part.image.layout.num_bytes:
+                return part, part.index_at(at - part.offset), at - part.offset
+        return None
 
     def was_touched(self) -> bool:
         """Whether an in-place operation changed a tensor at rest since it was bound there."""

@@ -15,6 +15,7 @@ with a gate also has a forward pre-hook, and whichever of the two is traced firs
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
+from ..saved import hooks_in_force
 from .attempt import Attempt
 
 if TYPE_CHECKING:
@@ -82,6 +84,7 @@ class Gate:
             with self._engine.lock:
                 if self.was_bypassed:  # by this thread, and then interrupted
                     self.leave_bypassed()
+                self._engine.backward.come_in(self.groups)
                 if self._engine.is_running or not self._engine.has_budget:
                     return self._run(compiler, args, kwargs)
                 attempt = Attempt(self.module, args, kwargs)
@@ -96,20 +99,24 @@ class Gate:
     def _run(self, compiler: Any, args: Any, kwargs: Any) -> Any:
         try:
             self._engine.enter(self, args, kwargs)
-            args, kwargs = self._engine.move_inputs(args, kwargs)
+            args, kwargs = self._inputs(args, kwargs)
             call = self._compiled or self.module._call_impl
             if self.groups and torch._C._autograd._profiler_enabled():
                 call = partial(_call_in_range, call, self.groups[-1].group_id)
-            set_eval_frame(compiler)
-            try:
-                return call(*args, **kwargs)
-            finally:
-                set_eval_frame(None)
+            with self._engine.backward.hooks() or nullcontext():
+                set_eval_frame(compiler)
+                try:
+                    return call(*args, **kwargs)
+                finally:
+                    set_eval_frame(None)
         except BaseException:
             self._engine.fail()
             raise
         finally:
             self._engine.leave()
+
+    def _inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return self._engine.move_inputs(args, kwargs)
 
     def __deepcopy__(self, memo: object) -> None:
         return None
@@ -126,6 +133,7 @@ class Gate:
             self._compiled = self.module.__dict__.get("_compiled_call_impl")
             self.module._compiled_call_impl = self  # from the next call on the gate is around it again
             self._engine.lock.acquire()
+            self._engine.backward.come_in(self.groups)
             self.was_bypassed = True
             self._engine.enter(self, args, kwargs)
             return self._engine.move_inputs(args, kwargs)
@@ -144,6 +152,38 @@ class Gate:
                 self._engine.lock.release()
         finally:
             set_eval_frame(compiler)
+
+
+class InnerGate(Gate):
+    """Stands around the call of a module inside of a group's: what a checkpoint in between repeats begins here.
+
+    In a forward the group is held by the gate around. It is not in the way of a compiler, which never looks at it.
+    """
+
+    def install(self) -> None:
+        self.module._compiled_call_impl = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self.module._call_impl
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return call(*args, **kwargs)  # type: ignore[no-untyped-call]
+        engine = self._engine
+        backward = engine.backward
+        if backward.is_ours(hooks_in_force()) and all(group.holds for group in self.groups):
+            return call(*args, **kwargs)  # type: ignore[no-untyped-call]
+        compiler = set_eval_frame(None)
+        try:
+            with engine.lock:
+                if torch._C._current_graph_task_id() != -1:
+                    backward.come_in(self.groups)
+                if engine.is_running:
+                    return self._run(compiler, args, kwargs)
+        finally:
+            set_eval_frame(compiler)
+        return call(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return args, kwargs
 
 
 def _call_in_range(call: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:

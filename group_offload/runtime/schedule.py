@@ -28,6 +28,8 @@ class Schedule:
         self._first_guess = tuple(first_guess)
         self._learnt: dict[Hashable, tuple[Group, ...]] = {}
         self._positions: dict[Hashable, dict[Group, list[int]]] = {}
+        self._followed_by: dict[Hashable, Hashable] = {}
+        """By the key of a pass, that of the pass that came after the last one like it."""
         self._key: Hashable = None
         self._order: tuple[Group, ...] = ()
         self._index: dict[Group, list[int]] = {}
@@ -35,12 +37,18 @@ class Schedule:
         self._seen: list[Group] = []
         self._analogy: _Analogy | None = None
 
-    def begin(self, key: Hashable, scope: set[Group]) -> None:
-        """Start a pass in which only groups of `scope` can be needed."""
+    def begin(self, key: Hashable, scope: set[Group], guess: Sequence[Group] | None = None) -> None:
+        """Start a pass in which only groups of `scope` can be needed.
+
+        Args:
+            guess: the order to expect in the first pass of this key. Default: that of registration.
+        """
+        if self._key is not None:
+            self._followed_by[self._key] = key
         self._key = key
         order = self._learnt.get(key)
         if order is None:
-            order = tuple(group for group in self._first_guess if group in scope)
+            order = tuple(group for group in guess or self._first_guess if group in scope)
             self._analogy = _Analogy(scope)
         else:
             self._analogy = None
@@ -76,15 +84,19 @@ class Schedule:
             self._next = positions[at if at < len(positions) else 0] + 1
 
     def upcoming(self, *, wraps: bool) -> Iterator[Group]:
-        """The groups that should come next, soonest first, with repeats; with `wraps`, on into the next pass like this."""
+        """The groups that should come next, soonest first, with repeats; with `wraps`, on into the pass that comes then."""
         if self._analogy is not None:
             yield from self._analogy.after(self._seen[-1] if self._seen else None)
         order = self._order
         for position in range(self._next, len(order)):
             yield order[position]
         if wraps and self._analogy is None:
-            for position in range(self._next):
-                yield order[position]
+            then = self._followed_by.get(self._key, self._key)
+            if then == self._key:
+                for position in range(self._next):
+                    yield order[position]
+            else:
+                yield from self._learnt.get(then, ())
 
     def expects(self, group: Group) -> bool:
         """Whether `group` should be the very next one."""

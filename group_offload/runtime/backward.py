@@ -1,0 +1,326 @@
+"""Backward over offloaded weights: autograd holds where a weight is, not its bytes, and those come when it asks.
+
+[Note: Backward]
+While a forward records a graph, every gate pushes saved-tensor hooks, over those that are in force already (a checkpoint's,
+activation offloading's). What autograd would save of a slot's memory, whatever view of it, becomes a `SavedWeight`: an
+image, and a place in it. All else goes to the hooks below. So nobody but the engine ever holds memory of a slot, and a
+slot that is filled again cannot change what backward computes.
+
+A backward pass of the engine lasts from the first time that autograd asks for a weight, or calls a module again for a
+checkpoint, until the graph task is over. A group is onloaded when it is asked for, and held until autograd has come to
+another node: everything that the node before launched is enqueued by then. Modules that a checkpoint calls again go through
+their gates as in forward; those inside of groups have gates too (`InnerGate`), because a checkpoint may be around a part
+of a block, and then calls that part alone. The schedule learns the order like that of any pass, and guesses the reverse of
+the forward's first.
+
+Autograd tells nobody when a backward breaks off. But it holds a callback of ours for the end, and drops it either way.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..device import Stream
+from ..errors import StateError
+from ..layout import span_of
+from ..saved import Pack, Unpack, check_version, hooks_in_force, keep, unwatched, view_of
+from .group import Group, Part
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+PATIENCE_SECONDS = 300.0
+"""How long a backward waits for another thread's forward of the same module: one that waits for this backward would never
+end."""
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+class SavedWeight:
+    """A view of a weight, held by autograd without its memory."""
+
+    __slots__ = (
+        "_backward",
+        "_is_conj",
+        "_is_neg",
+        "_version",
+        "dtype",
+        "index",
+        "offset",
+        "part",
+        "pass_number",
+        "size",
+        "stride",
+    )
+
+    def __init__(self, backward: Backward, tensor: torch.Tensor, part: Part, index: int, offset: int) -> None:
+        """
+        Args:
+            index: of the weight among the tensors of `part`.
+            offset: bytes from the beginning of the image to the first one of `tensor`.
+        """
+        self._backward = backward
+        self.part, self.index, self.offset = part, index, offset
+        self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
+        self._is_conj, self._is_neg = tensor.is_conj(), tensor.is_neg()
+        self._version = part.version_of(index)
+        self.pass_number = backward.pass_number
+
+    def unpack(self) -> torch.Tensor:
+        check_version(self.part.version_of(self.index), self._version, f"the weight {self.fqn!r}")
+        view = self._backward.bring(self)
+        if self._is_conj:
+            view = torch._conj(view)
+        return torch._neg_view(view) if self._is_neg else view
+
+    @property
+    def fqn(self) -> str:
+        return self.part.refs[self.index].fqn
+
+
+class _SavedWrapper:
+    """A tensor subclass around tensors of which some are weights (a quantised weight)."""
+
+    __slots__ = ("_context", "_parts", "_size", "_stride", "_type")
+
+    def __init__(self, tensor: Any, context: Any, parts: dict[str, Any]) -> None:
+        self._type, self._context, self._parts = type(tensor), context, parts
+        self._size, self._stride = tensor.size(), tensor.stride()
+
+    def unpack(self) -> torch.Tensor:
+        parts = {name: part.unpack() for name, part in self._parts.items()}
+        found: torch.Tensor = self._type.__tensor_unflatten__(parts, self._context, self._size, self._stride)
+        return found
+
+
+class _Task:
+    """One run of autograd, and the groups that its current node uses."""
+
+    def __init__(self, end: _End) -> None:
+        self.end = weakref.ref(end)
+        """It is gone once the run is over, or broke off."""
+        self.node: Any = None
+        self.uses: list[tuple[Group, Stream]] = []
+
+
+class _End:
+    """What autograd calls when a run has ended, and drops in any case."""
+
+    def __init__(self, backward: Backward, task: int) -> None:
+        self._backward = backward
+        self._task = task
+
+    def __call__(self) -> None:
+        self._backward.leave(self._task, completed=True)
+
+    def __del__(self) -> None:
+        self._backward.leave(self._task, completed=False)
+
+
+class Backward:
+    """What an engine does for autograd. Used from any thread; all but the hooks is done under the engine's lock."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._over = threading.Condition(engine.lock)
+        self._tasks: dict[int, _Task] = {}
+        """The runs of autograd that make up the pass in progress: more than one if a checkpoint runs autograd inside."""
+        self._thread = 0
+        self._has_failed = False
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._tasks)
+
+    @property
+    def pass_number(self) -> int:
+        return self._engine.counters.passes
+
+    # ---------------------------------------------------------------- saving
+
+    def hooks(self) -> saved_tensors_hooks | None:
+        """Hooks to push around a call that records a graph; None if ours are in force."""
+        if not torch.is_grad_enabled() or not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            return None
+        below = hooks_in_force()
+        if below is not None and self.is_ours(below):
+            return None
+        pack = unwatched(lambda tensor: self._pack(tensor, below))
+        pack.backward, pack.below = self, None if below is None else below[0]  # type: ignore[attr-defined]
+        return saved_tensors_hooks(pack, unwatched(_unpack))
+
+    def is_ours(self, hooks: tuple[Pack, Unpack] | None) -> bool:
+        return hooks is not None and getattr(hooks[0], "backward", None) is self
+
+    def _pack(self, tensor: torch.Tensor, below: tuple[Pack, Unpack] | None) -> Any:
+        return self._packed(tensor) or keep(tensor, below)
+
+    def _packed(self, tensor: Any) -> SavedWeight | _SavedWrapper | None:
+        if type(tensor) in _PLAIN:
+            if tensor.device != self._engine.device or not tensor.numel() or tensor.layout is not torch.strided:
+                return None
+            found = self._engine.find_weight(tensor)
+            return None if found is None else SavedWeight(self, tensor, *found)
+        if not is_traceable_wrapper_subclass(tensor):
+            return None
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: getattr(tensor, name) for name in names}
+        parts = {name: self._packed(part) for name, part in inner.items()}
+        if not any(parts.values()):
+            return None
+        return _SavedWrapper(tensor, context, {name: part or keep(inner[name], None) for name, part in parts.items()})
+
+    # ---------------------------------------------------------------- bringing back
+
+    def bring(self, saved: SavedWeight) -> torch.Tensor:
+        """The bytes of a weight, on the device, for the node that autograd is at."""
+        engine = self._engine
+        task = torch._C._current_graph_task_id()
+        if task == -1 or engine.is_in_forward(saved.pass_number):
+            return engine.copy_of(
+                saved
+            )  # for whoever looks at a graph, or runs it inside of the forward that records it
+        with self._locked():
+            if not self.join(task):
+                return engine.copy_of(saved)
+            group = engine.group_of(saved.part)
+            now = self._tasks[task]
+            self._advance(now, (group,))
+            stream = engine.current_stream
+            if not any(used is group and on == stream for used, on in now.uses):
+                engine.hold(group, binds=False)
+                now.uses.append((group, stream))
+                engine.look_ahead()
+            if torch.is_grad_enabled():
+                return engine.copy_of(saved)  # the graph of this backward may keep it for longer than the slot
+            assert group.slot is not None
+            start = group.offset + saved.part.offset + saved.offset
+            return view_of(group.slot.memory, start, saved.dtype, saved.size, saved.stride)
+
+    def come_in(self, groups: Sequence[Group]) -> None:
+        """A gate's call begins. In a run of autograd it is part of the backward pass; else it comes after that."""
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            self._wait_until_over()
+        elif self.join(task):
+            self._advance(self._tasks[task], groups)
+
+    def settle(self) -> None:
+        """Let a backward in another thread end, and end one that broke off."""
+        if torch._C._current_graph_task_id() == -1:
+            self._wait_until_over()
+
+    def join(self, task: int) -> bool:
+        """Make a run of autograd part of the backward pass, which begins if there is none.
+
+        Returns:
+            False in the middle of a forward: that pass goes on.
+
+        Raises:
+            StateError: the run would leave gradients of weights that take turns on the device.
+        """
+        if task in self._tasks:
+            return True
+        if self._thread != threading.get_ident():
+            self._wait_until_over()
+        if not self._tasks and self._engine.is_running:
+            return False
+        self._refuse_gradients()
+        is_first = not self._tasks
+        end = _End(self, task)
+        Variable._execution_engine.queue_callback(end)
+        self._tasks[task] = _Task(end)
+        if is_first:
+            self._thread = threading.get_ident()
+            self._has_failed = False
+            self._engine.begin_backward()
+        return True
+
+    def leave(self, task: int, *, completed: bool) -> None:
+        """A run of autograd is over."""
+        with self._engine.lock:
+            found = self._tasks.get(task)
+            if found is None:
+                return
+            self._has_failed |= not completed
+            try:
+                self._let_go(found, ())
+            finally:
+                found.node = None
+                del self._tasks[task]
+            if not self._tasks:
+                self._thread = 0
+                self._engine.end_backward(completed=not self._has_failed)
+                self._over.notify_all()
+
+    def _advance(self, now: _Task, groups: Sequence[Group]) -> None:
+        """Let go of what the node before has used, except for `groups`, which are needed next."""
+        node = torch._C._current_autograd_node()
+        if node is not now.node:
+            now.node = node
+            self._let_go(now, groups)
+
+    def _let_go(self, now: _Task, needed: Sequence[Group]) -> None:
+        uses, now.uses = now.uses, [use for use in now.uses if use[0] in needed]
+        for group, stream in uses:
+            if group not in needed:
+                self._engine.let_go(group, stream)
+
+    def _wait_until_over(self) -> None:
+        """Let another thread's backward end. One that broke off is ended here."""
+        while self._tasks:
+            for task, each in [*self._tasks.items()]:
+                if each.end() is None or self._thread == threading.get_ident():
+                    self.leave(task, completed=False)
+            if self._tasks:
+                self._over.wait(1.0)
+
+    def _refuse_gradients(self) -> None:
+        for ref in self._engine.trainable_in_groups():
+            try:
+                is_due = torch._C._will_engine_execute_node(get_gradient_edge(ref.holder).node)
+            except RuntimeError:
+                continue  # torch.autograd.grad asks for it, and is given it
+            if is_due:
+                raise StateError(
+                    f"This backward would leave a gradient in {ref.fqn!r}, which is offloaded: its gradient would stay on the "
+                    f"device, and an optimizer would find the two in different places. Freeze what is offloaded with "
+                    f"requires_grad_(False) and train the rest (a LoRA, an adapter, a head): parameters that require "
+                    f"gradients stay on the device if they are less than half of the module's bytes."
+                )
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        if not self._engine.lock.acquire(timeout=PATIENCE_SECONDS):
+            raise StateError(
+                f"backward() waited {PATIENCE_SECONDS:.0f} s for a forward of {type(self._engine.root).__name__} in another "
+                f"thread. If that forward waits for this backward, call torch.autograd.grad() after it instead."
+            )
+        try:
+            yield
+        finally:
+            self._engine.lock.release()
+
+
+def bytes_at_rest(saved: SavedWeight) -> torch.Tensor:
+    """What a saved view spans, as it is at rest (flat uint8)."""
+    image = saved.part.image
+    rest = image.rest[saved.index]
+    start = saved.offset - image.layout.specs[saved.index].offset
+    whole = torch.empty(0, dtype=torch.uint8, device=rest.device).set_(rest.untyped_storage())
+    start += int(rest.storage_offset()) * rest.itemsize
+    return whole[start : start + span_of(saved.size, saved.stride, saved.dtype.itemsize)]
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    found: torch.Tensor = packed.unpack()
+    return found

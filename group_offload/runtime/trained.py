@@ -1,0 +1,91 @@
+"""Parameters that are trained: they stay on the device, where their gradients and the optimizer's state are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..device import Backend, plain_empty
+from ..layout import as_bytes, overlapping, span_bytes
+from ..partition import TensorRef
+from ..saved import view_of
+
+MAX_SHARE = 0.5
+"""Of a module's bytes. Where more requires gradients nobody has frozen anything: that is how modules are made."""
+
+
+class Trained:
+    """The parameters of a module that require gradients, as long as most others do not. Owned by an engine."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._homes: dict[int, tuple[torch.Tensor, torch.device]] = {}
+        """By id: the parameters that stay on the device, and where they were before."""
+        self._asked: frozenset[int] = frozenset()
+
+    @property
+    def ids(self) -> frozenset[int]:
+        return frozenset(self._homes)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(span_bytes(parameter) for parameter, _ in self._homes.values())
+
+    def take_up(self, refs: Sequence[TensorRef]) -> bool:
+        """A graph is about to be recorded, and these tensors are in groups.
+
+        Returns:
+            Whether others than before are to stay on the device: they are there, and groups are to be made without them.
+        """
+        known = {key: parameter for key, (parameter, _) in self._homes.items()}
+        for parameter in known.values():
+            if parameter.device != self._backend.device:
+                self._bring(parameter)  # somebody has moved it
+        wanted = {key: parameter for key, parameter in known.items() if parameter.requires_grad}
+        wanted |= {id(ref.holder): ref.holder for ref in refs if ref.holder.requires_grad and not ref.path}
+        if wanted.keys() == self._asked:
+            return False
+        self._asked = frozenset(wanted)
+        num_bytes = sum(ref.tensor.nbytes for ref in refs) + sum(parameter.nbytes for parameter in known.values())
+        if sum(parameter.nbytes for parameter in wanted.values()) > MAX_SHARE * num_bytes:
+            wanted = {}
+        shared = _sharing(refs)
+        homes = self._homes
+        self._homes = {
+            key: homes.get(key, (parameter, parameter.device)) for key, parameter in wanted.items() if key not in shared
+        }
+        for key, (parameter, _) in self._homes.items():
+            if key not in homes:
+                self._bring(parameter)
+        return self._homes.keys() != homes.keys()
+
+    def give_back(self) -> None:
+        """Let the parameters be where they were before."""
+        homes, self._homes, self._asked = self._homes, {}, frozenset()
+        for parameter, home in homes.values():
+            if home != self._backend.device or home.type == "cpu":
+                self._move(parameter, home)
+
+    def _bring(self, parameter: torch.Tensor) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            source = as_bytes(parameter)
+            memory = self._backend.empty(source.numel())
+            self._backend.copy(memory, source, self._backend.current_stream(), blocking=True)
+            parameter.data = view_of(memory, 0, parameter.dtype, parameter.shape, parameter.stride())
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to(self._backend.device)
+
+    def _move(self, parameter: torch.Tensor, home: torch.device) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            value = plain_empty(span_bytes(parameter), torch.device("cpu"))
+            self._backend.copy(value, as_bytes(parameter), self._backend.current_stream(), blocking=True)
+            parameter.data = view_of(value, 0, parameter.dtype, parameter.shape, parameter.stride()).to(home)
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to(home)
+
+
+def _sharing(refs: Sequence[TensorRef]) -> set[int]:
+    """By id, the tensors that share memory with others: one of them cannot go elsewhere."""
+    clusters = overlapping([ref.tensor for ref in refs])
+    return {id(refs[index].holder) for cluster in clusters if len(cluster) > 1 for index in cluster}
