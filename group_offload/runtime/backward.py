@@ -184,6 +184,7 @@ class Backward:
     def bring(self, saved: SavedWeight) -> torch.Tensor:
         """The bytes of a weight, on the device, for the node that autograd is at."""
         engine = self._engine
+        engine.group_of(saved.part)
         task = torch._C._current_graph_task_id()
         if task == -1 or engine.is_in_forward(saved.pass_number):
             return engine.copy_of(
@@ -192,7 +193,7 @@ class Backward:
         with self._locked():
             if not self.join(task):
                 return engine.copy_of(saved)
-            group = engine.group_of(saved.part)
+            group = engine.group_of(saved.part)  # a pass that begins may have cut them again
             now = self._tasks[task]
             self._advance(now, (group,))
             stream = engine.current_stream

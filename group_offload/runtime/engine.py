@@ -780,6 +780,9 @@ class Engine:
                     continue
                 run.append(group)
                 run_bytes += group.num_bytes
+            elif run and not self._is_just_in_time:  # before what is there already counts as needed sooner
+                self._start_run(run, walk)
+                run, run_bytes = [], 0
             walk.soon.add(group)
             if 0 in walk.full and not self._may_read_ahead():
                 left -= 1

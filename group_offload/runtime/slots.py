@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +26,10 @@ from ..device import Backend, Event, Stream
 if TYPE_CHECKING:
     from .group import Group
     from .reader import Job
+
+
+_MAX_KNOWN = 1024
+"""Slots of a ring that are kept for the next time that a run of groups of their size comes to their place."""
 
 
 class Slot:
@@ -123,29 +127,42 @@ class Ring:
     def place(
         self, num_bytes: int, may_evict: Callable[[Slot], bool], *, restart: bool
     ) -> tuple[Slot, list[Slot]] | None:
-        """A slot of `num_bytes`, and the slots that it takes the place of; None if one of those is still needed.
+        """A slot of `num_bytes`, and the slots that it takes the place of; None if there is no place that nobody needs.
 
         `restart`: at the ring's beginning, not behind the last one.
         """
-        start = 0 if restart else self._head
-        if start < self._first_part < start + num_bytes and num_bytes <= self._first_part:
-            start = self._first_part
-        if start + num_bytes > self.num_bytes:
-            start = 0
-        end = start + num_bytes
-        if end > self.num_bytes:  # more was added to a group than it had when the ring was made
-            return None
-        evicted = [slot for slot in self._live if slot.start < end and start < slot.start + slot.memory.numel()]
-        if not all(map(may_evict, evicted)):
-            return None
-        for slot in evicted:
-            self._live.remove(slot)
-        known = self._known.get((start, num_bytes))
-        slot = known or Slot(self._memory[start:end], self._backend.new_event, start=start, owner=None)
-        self._known[start, num_bytes] = slot
-        self._live.append(slot)
-        self._head = end
-        return slot, evicted
+        for start in self._starts(num_bytes, 0 if restart else self._head):
+            end = start + num_bytes
+            evicted = [slot for slot in self._live if slot.start < end and start < slot.start + slot.memory.numel()]
+            if not all(map(may_evict, evicted)):
+                continue
+            for slot in evicted:
+                self._live.remove(slot)
+            known = self._known.get((start, num_bytes))
+            slot = known or Slot(self._memory[start:end], self._backend.new_event, start=start, owner=None)
+            if len(self._known) >= _MAX_KNOWN:
+                self._known = {key: slot for key, slot in self._known.items() if slot in self._live}
+            self._known[start, num_bytes] = slot
+            self._live.append(slot)
+            self._head = end
+            return slot, evicted
+        return None
+
+    def _starts(self, num_bytes: int, first: int) -> Iterator[int]:
+        """Where a slot may begin: at `first` if it fits there, and then, oldest first, where others do.
+
+        What is needed in the order in which it came is out of the way at `first`. It is not where a pass goes back the way
+        that the one before went.
+        """
+        before: set[int] = set()
+        for start in (first, *(slot.start for slot in self._live)):
+            if start < self._first_part < start + num_bytes and num_bytes <= self._first_part:
+                start = self._first_part
+            if start + num_bytes > self.num_bytes:
+                start = 0
+            if start not in before and start + num_bytes <= self.num_bytes:
+                before.add(start)
+                yield start
 
     @property
     def slots(self) -> tuple[Slot, ...]:
