@@ -342,6 +342,21 @@ def test_trained_parameters_stay_on_the_device(tmp_path: Path) -> None:
         assert parameter.grad is None or parameter.grad.shape == parameter.shape
 
 
+def test_what_is_frozen_is_written_once(tmp_path: Path) -> None:
+    """What is trained leaves its groups in the first step, and comes back when it is frozen: alone."""
+    model = make()
+    with offloaded(model, "cpu", tmp_path, in_files=True) as (_, handle, put, _):
+        files = set(tmp_path.rglob("*.safetensors"))
+        plain(model, put)
+        assert handle.stats().rebuilds == 1
+        assert set(tmp_path.rglob("*.safetensors")) <= files
+        model.requires_grad_(False)
+        model(data(0, put).requires_grad_()).sum().backward()
+        written = set(tmp_path.rglob("*.safetensors")) - files
+        assert sum(path.stat().st_size for path in written) < 100_000 // 4
+        handle.remove()
+
+
 def test_state_dict_while_training(tmp_path: Path) -> None:
     reference, model = make(), make()
     expected = train(reference, plain, num_steps=3)
@@ -574,6 +589,36 @@ def test_a_backward_that_waits_for_itself_is_an_error(tmp_path: Path, monkeypatc
             model(data(0, put))
         hook.remove()
         assert len(errors) == 1 and "in another thread" in str(errors[0])
+        handle.remove()
+
+
+def test_a_forward_that_waits_for_its_own_backward_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook of a backward that waits for another thread's forward of the same model."""
+    monkeypatch.setattr(backward_module, "PATIENCE_SECONDS", 0.2)
+    model = make().requires_grad_(False).eval()
+    with offloaded(model, "cpu", tmp_path) as (_, handle, put, _):
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                with torch.no_grad():
+                    model(data(1, put))
+            except StateError as error:
+                errors.append(error)
+
+        def wait(*args: Any) -> None:
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join(30)
+            assert not thread.is_alive()
+
+        hook = model.blocks[1].register_full_backward_hook(wait)  # type: ignore[union-attr]
+        x = data(0, put).requires_grad_()
+        model(x).square().mean().backward()
+        hook.remove()
+        assert len(errors) == 1 and "in another thread" in str(errors[0])
+        with torch.no_grad():
+            model(data(1, put))
         handle.remove()
 
 

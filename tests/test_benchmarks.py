@@ -114,6 +114,23 @@ def test_timelines_are_drawn(tmp_path: Path) -> None:
     assert ">8 ms<" in part.read_text()
 
 
+def test_training_runs(tmp_path: Path) -> None:
+    output = tmp_path / "training.json"
+    arms = ("resident + checkpointing", "ours block + checkpointing", "ours block + checkpointing + activations")
+    tables = run(
+        "benchmarks/training.py",
+        *("--small", "--device", "cpu", "--steps", "1", "--min-bytes", "0", "--disk", tmp_path, "--output", output),
+        *("--arms", *arms),
+    )
+    assert tables.count("| yes") == 3, tables
+    report = json.loads(output.read_text())
+    ours = report["arms"]["ours block + checkpointing"]
+    frozen = report["weight_bytes"] - ours["trainable_bytes"]
+    assert frozen < ours["sent_bytes_per_step"] <= 2 * frozen + 16384
+    assert report["arms"]["ours block + checkpointing + activations"]["activations_bytes_per_step"] > 0
+    assert run("benchmarks/training.py", "--table", output) == tables
+
+
 def test_pipeline_runs(tmp_path: Path) -> None:
     tables = run(
         "benchmarks/pipeline.py",

@@ -19,6 +19,7 @@ Autograd tells nobody when a backward breaks off. But it holds a callback of our
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,8 +40,7 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 PATIENCE_SECONDS = 300.0
-"""How long a backward waits for another thread's forward of the same module: one that waits for this backward would never
-end."""
+"""How long a pass waits for one of another thread: one that waits for this one would never end."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -278,12 +278,18 @@ class Backward:
 
     def _wait_until_over(self) -> None:
         """Let another thread's backward end. One that broke off is ended here."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while self._tasks:
             for task, each in [*self._tasks.items()]:
                 if each.end() is None or self._thread == threading.get_ident():
                     self.leave(task, completed=False)
+            if self._tasks and time.monotonic() > deadline:
+                raise StateError(
+                    f"A pass of {type(self._engine.root).__name__} has waited {PATIENCE_SECONDS:.0f} s for a backward of it in "
+                    f"another thread. Let no backward wait for a thread that calls the module."
+                )
             if self._tasks:
-                self._over.wait(1.0)
+                self._over.wait(min(1.0, PATIENCE_SECONDS))
 
     def _refuse_gradients(self) -> None:
         for ref in self._engine.trainable_in_groups():

@@ -25,6 +25,7 @@ from ..stores.pagemap import tells_writes
 from ..stores.pinned import SEGMENT_BYTES, RamImage, Segment
 from ..stores.ram import fits
 from .group import Group, Part, fit_for
+from .trained import may_be_trained
 
 logger = logging.getLogger("group_offload")
 
@@ -73,11 +74,14 @@ def build_groups(
             if config.rests_in_files and folder is None and not before:  # what is edited later comes to RAM
                 _refuse_what_is_in_no_file(plans, views)
             _adopt(views, homes, made, lambda checkpoint: False)
-            if folder is not None:
-                _rest_in_files(plans, folder, homes, made, casts)
         else:
             _adopt_for_ram(views, config, homes, made, wait)
-        _rest_in_ram(plans, config, homes, made, wait, casts)
+        for in_turn in _in_turn(plans):
+            for plan in plans:
+                plan.fresh = in_turn[plan.spec]
+            if folder is not None and (config.rests_in_files or config.has_budgets):
+                _rest_in_files(plans, folder, homes, made, casts)
+            _rest_in_ram(plans, config, homes, made, wait, casts)
     except BaseException:
         if not before:
             for part in made:
@@ -95,6 +99,15 @@ class _Plan:
     parts: list[Part]
     fresh: tuple[TensorRef, ...]
     """The tensors that have no image yet."""
+
+
+def _in_turn(plans: Sequence[_Plan]) -> list[dict[GroupSpec, tuple[TensorRef, ...]]]:
+    """What gets an image at once: what may be trained comes later, so that it can leave its group alone."""
+    trainable = may_be_trained([ref for plan in plans for ref in plan.spec.tensors])
+    later = {plan.spec: tuple(ref for ref in plan.fresh if id(ref.holder) in trainable) for plan in plans}
+    if not any(later.values()):
+        return [{plan.spec: plan.fresh for plan in plans}]
+    return [{plan.spec: tuple(ref for ref in plan.fresh if id(ref.holder) not in trainable) for plan in plans}, later]
 
 
 def _rest_in_files(

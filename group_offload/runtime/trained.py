@@ -50,7 +50,7 @@ class Trained:
         num_bytes = sum(ref.tensor.nbytes for ref in refs) + sum(parameter.nbytes for parameter in known.values())
         if sum(parameter.nbytes for parameter in wanted.values()) > MAX_SHARE * num_bytes:
             wanted = {}
-        shared = _sharing(refs)
+        shared = _sharing(refs) if wanted else set()
         homes = self._homes
         self._homes = {
             key: homes.get(key, (parameter, parameter.device)) for key, parameter in wanted.items() if key not in shared
@@ -83,6 +83,14 @@ class Trained:
             parameter.data = view_of(value, 0, parameter.dtype, parameter.shape, parameter.stride()).to(home)
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.to(home)
+
+
+def may_be_trained(refs: Sequence[TensorRef]) -> set[int]:
+    """By id, the parameters that require gradients, if most others do not, and that share memory with none."""
+    wanted = {id(ref.holder): ref.tensor.nbytes for ref in refs if ref.holder.requires_grad and not ref.path}
+    if not wanted or sum(wanted.values()) > MAX_SHARE * sum(ref.tensor.nbytes for ref in refs):
+        return set()
+    return wanted.keys() - _sharing(refs)
 
 
 def _sharing(refs: Sequence[TensorRef]) -> set[int]:

@@ -1,0 +1,297 @@
+"""LoRA training over frozen weights, on the device and streamed: time of a step, device memory, bits.
+
+    python benchmarks/training.py --output results.json                     FLUX.1 on the accelerator
+    python benchmarks/training.py --device-memory 8GiB --blocks 19 38 ...   the same with no more than that for torch
+    python benchmarks/training.py --small --device cpu --output r.json      the same code in a few seconds
+
+Arms run in one process, one after another, from the same weights, inputs and random numbers. "resident" has all weights on the
+device, "ours ..." streams them; "+ checkpointing" is the model's own gradient checkpointing, "+ activations" offloads what is
+saved for backward. The report says whether losses, gradients and trained parameters of the first steps have the bits of the
+resident arm with the same checkpointing. What a step could take at best is the longer of that arm's step and the time that
+the bytes it sent need on the link.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from machine import default_device, device_peak, fix_algorithms, forget_device_peak, measure_machine, synchronize
+from models import NAMES, find, make_inputs, make_model
+from torch import nn
+
+from group_offload import apply_activation_offloading, apply_group_offloading
+from group_offload.budgets import parse_bytes
+
+TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
+PLACES: dict[str, dict[str, Any]] = {
+    "ours block": {},
+    "ours leaf": {"offload_type": "leaf_level"},
+    "ours files": {"in_files": True},
+    "ours block vram=50%": {"vram_budget": "50%"},
+}
+ARMS = (
+    "resident",
+    "resident + checkpointing",
+    "ours block",
+    "ours block + checkpointing",
+    "ours leaf + checkpointing",
+    "ours files + checkpointing",
+    "ours block + activations",
+    "ours block + checkpointing + activations",
+    "ours block vram=50% + checkpointing",
+)
+NUM_COMPARED = 3
+"""Steps whose bits are compared."""
+
+
+class Lora(nn.Module):
+    """A frozen layer, and two small ones beside it that are trained."""
+
+    def __init__(self, base: nn.Linear, rank: int, number: int) -> None:
+        super().__init__()
+        self.base = base
+        weight = base.weight
+        generator = torch.Generator(weight.device).manual_seed(number)
+        down = torch.empty(rank, base.in_features, device=weight.device, dtype=weight.dtype)
+        up = torch.empty(base.out_features, rank, device=weight.device, dtype=weight.dtype)
+        self.down = nn.Parameter(down.normal_(0, 0.02, generator=generator))
+        self.up = nn.Parameter(up.normal_(0, 0.02, generator=generator))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.base(x) + x @ self.down.t() @ self.up.t()
+        return result
+
+
+def add_lora(model: nn.Module, rank: int) -> None:
+    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    for number, (name, layer) in enumerate(layers):
+        if name.endswith(TARGETS):
+            owner, _, last = name.rpartition(".")
+            parent = model.get_submodule(owner)
+            wrapped = Lora(layer, rank, number)
+            if isinstance(parent, (nn.Sequential, nn.ModuleList)):
+                parent[int(last)] = wrapped
+            else:
+                setattr(parent, last, wrapped)
+
+
+class Run:
+    """One arm, on a model that is there."""
+
+    def __init__(self, name: str, model: nn.Module, options: argparse.Namespace) -> None:
+        self.name, self.model, self.options = name, model, options
+        self.device = torch.device(options.device)
+        self.handle: Any = None
+        self.activations: Any = None
+        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.before = [parameter.detach().clone() for parameter in self.trained]
+
+    def open(self, folder: Path) -> None:
+        where, *extras = self.name.split(" + ")
+        if "checkpointing" in extras:
+            self.model.enable_gradient_checkpointing()  # type: ignore[operator]
+        else:
+            self.model.disable_gradient_checkpointing()  # type: ignore[operator]
+        if where != "resident":
+            choice = dict(PLACES[where])
+            if choice.pop("in_files", False):
+                choice["offload_to_disk_path"] = folder
+            self.handle = apply_group_offloading(self.model, self.device, **choice)
+        if "activations" in extras:
+            self.activations = apply_activation_offloading(
+                self.model, device=self.device, min_bytes=self.options.min_bytes
+            )
+
+    def close(self) -> None:
+        for handle in (self.activations, self.handle):
+            if handle is not None:
+                handle.remove()
+        with torch.no_grad():
+            for parameter, value in zip(self.trained, self.before, strict=True):
+                parameter.grad = None
+                parameter.copy_(value)
+
+    def step(self, inputs: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        loss = self.model(**inputs, return_dict=False)[0].float().square().mean()  # type: ignore[operator]
+        self.after_forward()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()  # type: ignore[no-any-return]
+
+    def after_forward(self) -> None:
+        self.after_forward_bytes = 0 if self.device.type == "cpu" else torch.accelerator.memory_allocated(self.device)
+
+    def measure(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+        options = self.options
+        torch.manual_seed(0)
+        optimizer = torch.optim.AdamW(self.trained, lr=1e-3, foreach=True)
+        bits = hashlib.sha256()
+        times = []
+        before: Any = None
+        for number in range(NUM_COMPARED + options.steps):
+            optimizer.zero_grad()
+            if number == NUM_COMPARED:
+                forget_device_peak(self.device)
+                before = None if self.handle is None else self.handle.stats()
+            synchronize(self.device)
+            begun = time.perf_counter()
+            loss = self.step(inputs, optimizer)
+            synchronize(self.device)
+            times.append(time.perf_counter() - begun)
+            if number < NUM_COMPARED:
+                gradients = [parameter.grad for parameter in self.trained if parameter.grad is not None]
+                for tensor in (loss, *gradients, *self.trained):
+                    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+                    bits.update(flat.numpy().tobytes())
+        report: dict[str, Any] = {
+            "step_s": statistics.median(times[NUM_COMPARED:]),
+            "steps_s": times,
+            "peak_bytes": device_peak(self.device),
+            "after_forward_bytes": self.after_forward_bytes,
+            "bits": bits.hexdigest(),
+        }
+        if self.handle is not None:
+            after = self.handle.stats()
+            sent = sum(after.bytes_onloaded.values()) - sum(before.bytes_onloaded.values())
+            report |= {
+                "sent_bytes_per_step": sent // options.steps,
+                "stalls_per_step": (after.stalls - before.stalls) / options.steps,
+                "trainable_bytes": after.trainable_bytes,
+                "weight_slots_peak_bytes": after.peak_device_bytes,
+            }
+        if self.activations is not None:
+            stats = self.activations.stats()
+            report["activations_bytes_per_step"] = stats.offloaded_bytes // stats.passes
+        return report
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    device = torch.device(options.device)
+    if options.device_memory is not None and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(
+            min(1.0, parse_bytes(options.device_memory, "--device-memory") / total), device
+        )
+    model = find(options.model, small=options.small, blocks=options.blocks, tokens=options.tokens)
+    report: dict[str, Any] = {
+        "machine": measure_machine(device),
+        "model": {"name": model.name, "what": model.what, "inputs": model.goes_in, "rank": options.rank},
+        "device_memory": options.device_memory,
+        "arms": {},
+    }
+    inputs = make_inputs(model, device)
+    module: nn.Module | None = None
+    is_there: bool | None = None
+    for name in sorted(options.arms, key=lambda name: not name.startswith("resident")):
+        arm: Run | None = None
+        try:
+            if is_there != name.startswith("resident"):
+                is_there, module = name.startswith("resident"), None
+                forget_device_peak(device)
+                module = make_model(model, device, resident=is_there).train()
+                add_lora(module, options.rank)
+                report["weight_bytes"] = sum(parameter.nbytes for parameter in module.parameters())
+            assert module is not None
+            arm = Run(name, module, options)
+            with tempfile.TemporaryDirectory(dir=options.disk) as folder:
+                try:
+                    arm.open(Path(folder))
+                    report["arms"][name] = arm.measure(inputs)
+                finally:
+                    arm.close()
+        except torch.OutOfMemoryError as error:
+            report["arms"][name] = {"error": str(error).partition(".")[0]}
+            if arm is None:
+                is_there = module = None
+        del arm
+        gc.collect()
+        print(f"{name}: {report['arms'][name].get('step_s', 'out of memory')}", file=sys.stderr, flush=True)
+    judge(report)
+    return report
+
+
+def judge(report: dict[str, Any]) -> None:
+    """Compare each arm with the resident one, and with what the link allows."""
+    arms = report["arms"]
+    bandwidth = report["machine"]["pinned_h2d_bytes_per_s"]
+    for name, arm in arms.items():
+        if "error" in arm:
+            continue
+        twin = arms.get("resident + checkpointing" if "checkpointing" in name else "resident", {})
+        arm["is_equal"] = arm["bits"] == twin["bits"] if "bits" in twin else None
+        if "sent_bytes_per_step" in arm and bandwidth:
+            arm["link_s"] = arm["sent_bytes_per_step"] / bandwidth
+            arm["limit_s"] = max(arm["link_s"], twin.get("step_s", 0.0))
+            arm["times_of_limit"] = arm["step_s"] / arm["limit_s"]
+
+
+def table(report: dict[str, Any]) -> str:
+    machine, model = report["machine"], report["model"]
+    lines = [
+        f"{model['name']}: {model['what']}, {report['weight_bytes'] / 2**30:.2f} GiB, {model['inputs']}; "
+        f"LoRA of rank {model['rank']}.",
+        f"{machine['device']}, torch {machine['torch']}. Device memory: {report['device_memory'] or 'all'}.",
+        "",
+        "| arm | step, s | peak, GiB | after forward, GiB | sent a step, GiB | link alone, s | x limit | same bits |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, arm in report["arms"].items():
+        if "error" in arm:
+            lines.append(f"| {name} | out of memory | | | | | | |")
+            continue
+        equal = {True: "yes", False: "NO", None: ""}[arm["is_equal"]]
+        lines.append(
+            f"| {name} | {_number(arm, 'step_s')} | {_gib(arm, 'peak_bytes')} | {_gib(arm, 'after_forward_bytes')} | "
+            f"{_gib(arm, 'sent_bytes_per_step')} | {_number(arm, 'link_s')} | {_number(arm, 'times_of_limit')} | {equal} |"
+        )
+    return "\n".join(lines)
+
+
+def _gib(arm: dict[str, Any], key: str) -> str:
+    return f"{arm[key] / 2**30:.2f}" if arm.get(key) else ""
+
+
+def _number(arm: dict[str, Any], key: str) -> str:
+    return f"{arm[key]:.3f}" if arm.get(key) else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="flux", choices=NAMES)
+    parser.add_argument("--device", default=default_device())
+    parser.add_argument("--output", type=Path, help="a JSON file")
+    parser.add_argument("--table", type=Path, help="print the table of a JSON file, and do nothing else")
+    parser.add_argument("--disk", type=Path, help="where files are written (default: the system's temporary folder)")
+    parser.add_argument("--small", action="store_true", help="a tiny model of the same kind")
+    parser.add_argument("--blocks", type=int, nargs="+", help="the number of blocks, of each kind")
+    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=5, help="timed steps; three more come first, and are compared")
+    parser.add_argument("--min-bytes", type=int, default=1 << 20, help="activations that are smaller stay")
+    parser.add_argument("--device-memory", help="what torch may take of the device: 8GiB")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    options = parser.parse_args()
+    if options.table is not None:
+        print(table(json.loads(options.table.read_text())))
+        return
+    fix_algorithms()
+    report = run(options)
+    print(table(report))
+    if options.output is not None:
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
