@@ -1,0 +1,224 @@
+"""How long steps take where copies and compute take the times of a real machine: bars, and what was predicted.
+
+The model has the proportions of FLUX.1 (19 blocks, then 38 that are less than half as large), at a thousandth of its bytes;
+the link and the blocks take what they take on one H200.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from group_offload import OffloadHandle, apply_group_offloading
+from group_offload.planner import Place
+
+from .conftest import SPEEDS
+from .simulated import use_simulated_device
+from .timed import TimedDevice
+
+SCALE = 1024
+LINK = 55.2e9 / SCALE
+DOUBLE, SINGLE, REST = (num_bytes // SCALE for num_bytes in (679_600_000, 283_200_000, 110_000_000))
+DOUBLE_SECONDS, SINGLE_SECONDS, REST_SECONDS = 0.0039, 0.0024, 0.0005
+COMPUTE = 19 * DOUBLE_SECONDS + 38 * SINGLE_SECONDS + REST_SECONDS
+
+
+class Timed(nn.Module):
+    def __init__(self, num_bytes: int, seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(num_bytes // 4), requires_grad=False)
+        self.seconds = seconds
+        self.device: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.device.compute(self.seconds)
+        return x
+
+
+class Flux(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rest = Timed(REST, REST_SECONDS)
+        self.doubles = nn.ModuleList(Timed(DOUBLE, DOUBLE_SECONDS) for _ in range(19))
+        self.singles = nn.ModuleList(Timed(SINGLE, SINGLE_SECONDS) for _ in range(38))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.rest(x)
+        for block in (*self.doubles, *self.singles):
+            x = block(x)
+        return x
+
+
+@pytest.fixture(autouse=True)
+def _sizes_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("engine.MAX_RUN_BYTES", "build.RESIDENT_BYTES", "budgeting.MARGIN_BYTES"):
+        module, constant = name.split(".")
+        path = f"group_offload.runtime.{module}.{constant}"
+        monkeypatch.setattr(path, _value_of(path) // SCALE)
+
+
+def _value_of(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+@contextmanager
+def offloaded(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[tuple[TimedDevice, Flux, OffloadHandle]]:
+    device = TimedDevice(LINK)
+    speeds = replace(SPEEDS, h2d=LINK)
+    monkeypatch.setattr("group_offload.runtime.engine.known_speeds", lambda *args, **kwargs: speeds)
+    model = Flux()
+    for module in model.modules():
+        if isinstance(module, Timed):
+            module.device = device
+    with use_simulated_device(device):  # type: ignore[arg-type]
+        handle = apply_group_offloading(model, "cpu", **options)
+        yield device, model, handle
+        handle.remove()
+
+
+def steps(device: TimedDevice, model: nn.Module, num_steps: int) -> list[float]:
+    times = []
+    x = torch.zeros(1)
+    with torch.no_grad():
+        for _ in range(num_steps):
+            begun = device.now
+            model(x)
+            times.append(device.now - begun)
+    return times
+
+
+def limit(copied_bytes: float, compute_seconds: float) -> float:
+    return max(compute_seconds, copied_bytes / LINK)
+
+
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)
+def test_streaming_everything_takes_what_the_link_takes(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with offloaded(monkeypatch, **options) as (device, model, handle):
+        steps(device, model, 4)
+        before = device.copied_bytes
+        times = steps(device, model, 3)
+        assert max(times) <= 1.01 * limit((device.copied_bytes - before) / 3, COMPUTE)
+        assert handle.plan.details is not None
+        assert max(times) == pytest.approx(handle.plan.details.prediction.step_seconds, rel=0.02)
+
+
+@pytest.mark.parametrize("percent", [10, 12, 20, 25, 33, 40, 50, 55, 60, 66, 70, 72, 75, 80, 90, 100])
+def test_budgets_reach_their_limit(percent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any budget a step takes at most 1.03 of the longer of compute and copies, and what was predicted."""
+    total = sum(parameter.nbytes for parameter in Flux().parameters())
+    budget = total * percent // 100
+    with offloaded(monkeypatch, vram_budget=budget) as (device, model, handle):
+        steps(device, model, 8)  # they measure, and then the plan is made again
+        device.reset_peak()
+        before = device.copied_bytes
+        times = steps(device, model, 3)
+        sent = (device.copied_bytes - before) / 3
+        assert max(times) <= 1.03 * limit(sent, COMPUTE)
+        assert device.peak_bytes_in_use() <= budget
+        assert sent <= total - budget + 2 * DOUBLE + REST + total // 32  # what has no slot stays
+        assert handle.plan.details is not None
+        assert max(times) == pytest.approx(handle.plan.details.prediction.step_seconds, rel=0.03)
+
+
+def test_the_plan_and_the_trace_agree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Stalls, copies and compute of a traced step take what the plan's simulation said."""
+    total = sum(parameter.nbytes for parameter in Flux().parameters())
+    for share in (0.1, 0.5, 0.75):
+        with offloaded(monkeypatch, vram_budget=int(total * share)) as (device, model, handle):
+            steps(device, model, 8)
+            with handle.trace(tmp_path / "trace.json"):
+                (seconds,) = steps(device, model, 1)
+            details = handle.plan.details
+            assert details is not None
+            events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+            lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+            took: dict[str, float] = defaultdict(float)
+            for event in events:
+                if event["ph"] == "X":
+                    took[lanes[event["tid"]]] += event["dur"] / 1e6
+            predicted = details.prediction
+            assert seconds == pytest.approx(predicted.step_seconds, rel=0.03)
+            assert took["stalls"] == pytest.approx(predicted.step_seconds - COMPUTE, abs=0.03 * seconds)
+            sent = sum(
+                group.num_bytes
+                for group, place in zip(details.problem.groups, details.places, strict=True)
+                if place is not Place.DEVICE
+            )
+            assert took["H2D"] == pytest.approx(sent / LINK, rel=0.03)
+
+
+# ---------------------------------------------------------------- training
+
+
+class Product(torch.autograd.Function):
+    """A kernel that needs its weight in forward and in backward."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, weight: torch.Tensor, owner: Timed) -> torch.Tensor:
+        context.save_for_backward(weight)
+        context.owner = owner
+        owner.device.compute(owner.seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        (weight,) = context.saved_tensors
+        assert weight.numel()
+        context.owner.device.compute(context.owner.seconds)
+        return gradient.clone(), None, None
+
+
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)
+@pytest.mark.parametrize("slowness", [0.5, 1, 2, 4])
+@pytest.mark.parametrize("is_checkpointing", [False, True])
+def test_training_takes_what_the_link_or_compute_takes(
+    is_checkpointing: bool, slowness: float, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups come in time in both directions, and those that are there at the turns do not come again."""
+
+    def forward(self: Timed, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = Product.apply(x, self.weight, self)
+        return result
+
+    def run(self: Flux, x: torch.Tensor) -> torch.Tensor:
+        x = self.rest(x)
+        for block in (*self.doubles, *self.singles):
+            x = checkpoint(block, x, use_reentrant=False) if is_checkpointing else block(x)
+        return x
+
+    monkeypatch.setattr(Timed, "forward", forward)
+    monkeypatch.setattr(Flux, "forward", run)
+    with offloaded(monkeypatch, **options) as (device, model, handle):
+        for module in model.modules():
+            if isinstance(module, Timed):
+                module.seconds *= slowness
+        times = []
+        x = torch.zeros(1, requires_grad=True)
+        for number in range(8):
+            begun, before = device.now, device.copied_bytes
+            model(x).sum().backward()
+            if number >= 4:
+                times.append(device.now - begun)
+                sent = device.copied_bytes - before
+        compute = (3 if is_checkpointing else 2) * slowness * COMPUTE
+        # While the link waits at the turns nothing is sent again that is there: as if each weight crossed twice.
+        total = sum(parameter.nbytes for parameter in model.parameters())
+        assert max(times) <= 1.03 * limit(max(sent, 2 * total), compute)
+        if not options:
+            weights = sum(parameter.nbytes for parameter in model.parameters()) - REST
+            assert sent <= 2 * weights - 4 * SINGLE  # two at each turn, at least
+        assert handle.stats().backward_passes == 8
