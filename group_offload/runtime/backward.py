@@ -130,12 +130,29 @@ class Backward:
     """What an engine does for autograd. Used from any thread; all but the hooks is done under the engine's lock."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._owner: Engine | None = engine
         self._over = threading.Condition(engine.lock)
         self._tasks: dict[int, _Task] = {}
         """The runs of autograd that make up the pass in progress: more than one if a checkpoint runs autograd inside."""
         self._thread = 0
         self._has_failed = False
+
+    @property
+    def _engine(self) -> Engine:
+        """
+        Raises:
+            StateError: it was removed.
+        """
+        if self._owner is None:
+            raise StateError(
+                "Backward needs weights that are not offloaded any more: remove() was called between forward and backward. Call "
+                "it after backward()."
+            )
+        return self._owner
+
+    def close(self) -> None:
+        """The engine gives the module back. Graphs that still ask for weights are told so."""
+        self._owner = None
 
     @property
     def is_open(self) -> bool:
@@ -248,6 +265,8 @@ class Backward:
 
     def leave(self, task: int, *, completed: bool) -> None:
         """A run of autograd is over."""
+        if task not in self._tasks:
+            return
         with self._engine.lock:
             found = self._tasks.get(task)
             if found is None:

@@ -293,6 +293,7 @@ class Engine:
             self._stopwatch.clear()
             self._budgeter.clear()
             self._files.begin(())
+            self.backward.close()
             self.transfer.close()
 
     def _materialise(self) -> None:
@@ -590,7 +591,7 @@ class Engine:
         if found is None:
             raise StateError(
                 f"Backward needs weights of {type(self.root).__name__} that are not offloaded any more: it was cut into groups "
-                f"again, or remove() was called, between forward and backward. Change it after backward()."
+                f"again between forward and backward. Change it after backward()."
             )
         return found
 
