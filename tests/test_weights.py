@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils.checkpoint import checkpoint
 
 from group_offload import ModuleError, OffloadHandle, StateError, apply_group_offloading, remove_group_offloading
 
@@ -1521,6 +1522,50 @@ def test_backward_over_offloaded_weights(frozen: bool, offload_either: Offload) 
         loss.backward()
         reference(y).sum().backward()
         assert_same(x.grad, y.grad)
+        assert_at_rest(model, reference)
+
+
+def gradients_of_input(model: nn.Module, x: torch.Tensor, is_checkpointing: bool) -> torch.Tensor | None:
+    """What backward leaves in the input; None if it raises."""
+    x = x.clone().requires_grad_()
+    output = checkpoint(model, x, use_reentrant=False) if is_checkpointing else model(x)
+    try:
+        output.square().sum().backward()
+    except RuntimeError:
+        return None
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize("is_checkpointing", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_every_kind(kind: str, is_checkpointing: bool, offload: Offload) -> None:
+    torch.manual_seed(0)
+    model, reference = pair(KINDS[kind]().eval().requires_grad_(False))
+    offload(model)
+    for _ in range(2):
+        x = inputs(0, 2, 3, WIDTH)
+        expected = gradients_of_input(reference, x, is_checkpointing)
+        assert expected is not None
+        assert_same(gradients_of_input(model, x, is_checkpointing), expected)
+        assert_at_rest(model, reference)
+
+
+@pytest.mark.parametrize("kind", CHANGING)
+def test_gradients_through_what_changes_itself(kind: str, offload_either: Offload) -> None:
+    """Right, or an error if there is one without offloading."""
+    torch.manual_seed(0)
+    model = Around(CHANGING[kind]).requires_grad_(False)
+    reference = copy.deepcopy(model)
+    x = inputs(0, 4, 3, WIDTH)
+    offload_either(model)
+    for _ in range(3):
+        expected = gradients_of_input(reference, x, False)
+        actual = gradients_of_input(model, x, False)
+        if actual is not None:
+            assert_same(actual, expected)
+        elif kind != "codebook, other parameter":  # the new one requires gradients, and is offloaded
+            assert expected is None
         assert_at_rest(model, reference)
 
 

@@ -145,8 +145,8 @@ class Backward:
         """
         if self._owner is None:
             raise StateError(
-                "Backward needs weights that are not offloaded any more: remove() was called between forward and backward. Call "
-                "it after backward()."
+                "Backward needs weights that are not offloaded any more: remove() was called between forward and backward. "
+                "Call it after backward()."
             )
         return self._owner
 

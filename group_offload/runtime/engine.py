@@ -66,7 +66,7 @@ from .slots import Lease, Ring, Slot, arena_for
 from .stalls import Stalls
 from .stopwatch import Stopwatch
 from .trace import Tracer
-from .trained import Trained
+from .trained import Trained, is_trainable
 from .transfer import Transfer
 from .watch import Seen, Watch
 from .weighing import Weighing
@@ -352,7 +352,8 @@ class Engine:
 
     def _begin(self, top: nn.Module, kind: Kind) -> None:
         self.counters.passes += 1
-        watch = self._begin_any(top)
+        self._begin_clean()
+        watch = self._notice_changes(top) or self._rebuild_for(top)
         if kind.with_grad:
             watch = self._prepare_for_backward(top, watch)
         self._forward = self.counters.passes
@@ -375,13 +376,12 @@ class Engine:
         self._is_behind = True
         self._prefetch()
 
-    def _begin_any(self, top: nn.Module) -> Watch:
-        """What every pass begins with: what changed since the last one is taken up."""
+    def _begin_clean(self) -> None:
+        """What every pass begins with: nothing is left of one that was interrupted."""
         self._has_failed = False
         if not self._is_clean:
             self._recover()
         self._is_clean = False
-        return self._notice_changes(top) or self._rebuild_for(top)
 
     def _rebuild_for(self, top: nn.Module) -> Watch:
         self._rebuild()
@@ -547,14 +547,15 @@ class Engine:
         forward = self._schedule.order
         self._calls.append([])
         self.counters.backward_passes += 1
-        watch = self._begin_any(self.root)
+        # What the forward has changed is for the next one: here the graph counts, and groups as they were.
+        self._begin_clean()
         kind = Kind((Backward, self.root), (), with_grad=True)
         self._files.before_pass(type(self.root).__name__)
         self._take_lease()
         self._keep_within_budgets(kind)
         self._window_bytes = self._window(self.root)
         self._weighed = Weighing()
-        self._schedule.begin((Backward, self.root), watch.scope, guess=forward[::-1])
+        self._schedule.begin((Backward, self.root), set(self.groups), guess=forward[::-1])
         self._is_behind = True
         self._prefetch()
 
@@ -605,7 +606,7 @@ class Engine:
 
     def trainable_in_groups(self) -> list[TensorRef]:
         """Parameters that take turns on the device, and require gradients."""
-        return [ref for ref in self._refs if ref.holder.requires_grad]
+        return [ref for ref in self._refs if is_trainable(ref)]
 
     # ---------------------------------------------------------------- budgets
 

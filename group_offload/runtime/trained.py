@@ -43,7 +43,7 @@ class Trained:
             if parameter.device != self._backend.device:
                 self._bring(parameter)  # somebody has moved it
         wanted = {key: parameter for key, parameter in known.items() if parameter.requires_grad}
-        wanted |= {id(ref.holder): ref.holder for ref in refs if ref.holder.requires_grad and not ref.path}
+        wanted |= {id(ref.holder): ref.holder for ref in refs if is_trainable(ref) and not ref.path}
         if wanted.keys() == self._asked:
             return False
         self._asked = frozenset(wanted)
@@ -85,9 +85,14 @@ class Trained:
                 parameter.grad = parameter.grad.to(home)
 
 
+def is_trainable(ref: TensorRef) -> bool:
+    """Whether a backward may leave a gradient in it. (A buffer that a forward computes has a graph, but no gradient.)"""
+    return ref.holder.requires_grad and ref.holder.is_leaf
+
+
 def may_be_trained(refs: Sequence[TensorRef]) -> set[int]:
     """By id, the parameters that require gradients, if most others do not, and that share memory with none."""
-    wanted = {id(ref.holder): ref.tensor.nbytes for ref in refs if ref.holder.requires_grad and not ref.path}
+    wanted = {id(ref.holder): ref.tensor.nbytes for ref in refs if is_trainable(ref) and not ref.path}
     if not wanted or sum(wanted.values()) > MAX_SHARE * sum(ref.tensor.nbytes for ref in refs):
         return set()
     return wanted.keys() - _sharing(refs)
