@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from group_offload import OffloadHandle, apply_group_offloading
+from group_offload import OffloadHandle, apply_activation_offloading, apply_group_offloading
 from group_offload.planner import Place
 
 from .conftest import SPEEDS
@@ -222,3 +222,98 @@ def test_training_takes_what_the_link_or_compute_takes(
             weights = sum(parameter.nbytes for parameter in model.parameters()) - REST
             assert sent <= 2 * weights - 4 * SINGLE  # two at each turn, at least
         assert handle.stats().backward_passes == 8
+
+
+class Saver(torch.autograd.Function):
+    """A kernel that saves activations, which its backward needs."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, owner: Saving) -> torch.Tensor:
+        context.owner = owner
+        owner.device.compute(owner.seconds)
+        context.save_for_backward(*(torch.empty(owner.saved_bytes // 4, dtype=torch.uint8) for _ in range(4)))
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        assert len(context.saved_tensors) == 4
+        context.owner.device.compute(2 * context.owner.seconds)
+        return gradient.clone(), None
+
+
+class Saving(nn.Module):
+    def __init__(self, device: TimedDevice, seconds: float, saved_bytes: int) -> None:
+        super().__init__()
+        self.device, self.seconds, self.saved_bytes = device, seconds, saved_bytes
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = Saver.apply(x, self)
+        return result
+
+
+class Savers(nn.Module):
+    def __init__(self, *blocks: Saving) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("copy_seconds", [0.0005, 0.0020, 0.0023, 0.0030, 0.0046, 0.0090])
+def test_activations_take_what_the_link_or_compute_takes(copy_seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a block saves takes from a fifth to four times of its forward on the link: each phase takes the longer of both.
+
+    A step as a whole cannot take the longer of compute and of one direction: out is all in forward, back all in backward.
+    """
+    monkeypatch.setattr("group_offload.activations.slab.SEGMENT_BYTES", 1 << 20)
+    num_blocks, seconds = 24, 0.0023
+    device = TimedDevice(LINK)
+    saved_bytes = int(copy_seconds * LINK) // 4096 * 4096
+    model = Savers(*(Saving(device, seconds, saved_bytes) for _ in range(num_blocks)))
+    with use_simulated_device(device):  # type: ignore[arg-type]
+        handle = apply_activation_offloading(model, device="cpu", min_bytes=0)
+        x = torch.zeros(1, requires_grad=True)
+        times = []
+        for _ in range(4):
+            begun = device.now
+            model(x).sum().backward()
+            times.append(device.now - begun)
+        stats = handle.stats()
+        handle.remove()
+    moved = (num_blocks - 1) * saved_bytes / LINK  # the last one stays
+    assert stats.offloaded_bytes == 4 * (num_blocks - 1) * saved_bytes
+    assert stats.peak_inflight_bytes <= 3 * saved_bytes
+    phases = max(num_blocks * seconds, moved), max(2 * num_blocks * seconds, moved)
+    assert max(times) <= 1.03 * sum(phases)
+
+
+def test_switching_models_costs_the_stalls_of_one_streamed_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two transformers of one class share the device, used in different steps, as in Wan 2.2."""
+    total = sum(parameter.nbytes for parameter in Flux().parameters())
+    device = TimedDevice(LINK)
+    speeds = replace(SPEEDS, h2d=LINK)
+    monkeypatch.setattr("group_offload.runtime.engine.known_speeds", lambda *args, **kwargs: speeds)
+    budget = total * 6 // 10
+    with use_simulated_device(device):  # type: ignore[arg-type]
+        models = [Flux(), Flux()]
+        for model in models:
+            for module in model.modules():
+                if isinstance(module, Timed):
+                    module.device = device
+        handles = [apply_group_offloading(model, "cpu", vram_budget=budget) for model in models]
+        for model in models * 2:
+            steady = steps(device, model, 8)[-1]
+        device.reset_peak()
+        for model in models * 2:
+            first, *others = steps(device, model, 4)
+            assert max(others[1:]) <= 1.01 * steady
+            # What is to stay comes in the first pass: that waits no longer than one in which nothing stays. (The link
+            # also carries what the other model would have needed next.)
+            assert first - steady <= total / LINK - COMPUTE
+        assert device.peak_bytes_in_use() <= budget
+        for handle in handles:
+            handle.remove()
