@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from group_offload import GroupFileError, OffloadHandle, apply_group_offloading
-from group_offload.runtime import engine, reader, slots, staging, transfer
+from group_offload.runtime import engine, memory, reader, slots, staging, transfer
 from group_offload.runtime.schedule import Schedule
 from group_offload.runtime.transfer import Transfer
 from group_offload.stores.files import SourceFile
@@ -845,7 +845,7 @@ NO_ORDER = {("Reader", "_next")}
 def find_waits() -> list[tuple[Any, str, int]]:
     """Every statement of the engine that only orders work: (class, method, index of the statement)."""
     found = []
-    for module in (engine, slots, transfer, reader, staging):
+    for module in (engine, memory, slots, transfer, reader, staging):
         for node in ast.parse(Path(module.__file__ or "").read_text()).body:
             if isinstance(node, ast.ClassDef):
                 for method in node.body:

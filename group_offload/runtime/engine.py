@@ -28,8 +28,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -55,14 +54,16 @@ from ..stores.group_file import GroupFile
 from .attempt import Attempt
 from .backward import Backward, SavedWeight, bytes_at_rest
 from .budgeting import Budgeter, Kind, ram_for_weights
-from .build import build_groups, first_guess, materialise, size_rings
+from .build import build_groups, first_guess, materialise
 from .cached import CachedFiles
+from .counters import Counters
 from .group import Group, Part, Residence
 from .hooks import Gate, InnerGate, moved
 from .lookahead import Ahead, Walk
+from .memory import DeviceMemory
 from .reader import NUM_FRAMES, SMALL_CHUNK_BYTES, Job
 from .schedule import Schedule
-from .slots import Lease, Ring, Slot, arena_for
+from .slots import Slot
 from .stalls import Stalls
 from .stopwatch import Stopwatch
 from .trace import Tracer
@@ -98,25 +99,6 @@ def is_offloaded(module: nn.Module) -> bool:
     return module in _offloaded
 
 
-@dataclass(slots=True)
-class Counters:
-    """What an engine has done so far."""
-
-    passes: int = 0
-    """Forwards."""
-    backward_passes: int = 0
-    onloads: int = 0
-    stalls: int = 0
-    brought_back: int = 0
-    rebuilds: int = 0
-    device_bytes: int = 0
-    loose_bytes: int = 0
-    """The part of it that is in no ring, and for one run of groups only."""
-    resident_bytes: int = 0
-    """The part of it that stays between passes."""
-    peak_device_bytes: int = 0
-
-
 class Engine:
     """The runtime of one offloaded module. Thread-safe: passes of several threads take turns."""
 
@@ -130,7 +112,6 @@ class Engine:
         self.lock = threading.RLock()
         """Held for the length of a pass."""
         self._backend = config.backend
-        self._arena = arena_for(self._backend)
         path = config.offload_to_disk_path
         self._folder = None if path is None else Folder(path, type(root).__name__)
         self._manifest: list[Path] = []
@@ -158,8 +139,6 @@ class Engine:
         self.tracer: Tracer | None = None
         self._calls: list[list[Group]] = []
         """The gated calls in progress, outermost first: the groups that each of them holds."""
-        self._bound: dict[Group, None] = {}
-        """The groups whose tensors are views of slots."""
         self._has_failed = False
         self._is_clean = True
         """The last pass ended, and nothing was raised in it."""
@@ -167,20 +146,18 @@ class Engine:
         """Something may have changed about what can be started."""
         self._blockers: set[Group] = set()
         """The groups for whose bytes the next image waits."""
-        self._lease: Lease | None = None
-        """The slots of this engine: kept between passes, unless another module's pass takes the memory."""
-        self._kept: list[Slot] = []
-        """Of groups that stay on the device, while the lease is exchanged for one of another size."""
-        self._has_lease = False
-        """In a pass."""
-        self._residents: frozenset[Group] = frozenset()
-        """Groups that are to stay on the device between passes."""
-        self._resident_room = 0
-        """Device memory that they may take."""
         # At leaf level least memory counts, and layers are small enough for torch's allocator to fit them in anywhere.
         is_leaf_level = config.offload_type is OffloadType.LEAF_LEVEL
         self._is_just_in_time = config.record_stream or (is_leaf_level and config.use_stream)
         self._is_tight = is_leaf_level and not config.record_stream
+        self._memory = DeviceMemory(
+            self._backend,
+            self.transfer,
+            self.stalls,
+            self.counters,
+            just_in_time=self._is_just_in_time,
+            tight=self._is_tight,
+        )
         self._gates: dict[nn.Module, Gate] = {}
         self._inner_gates: dict[nn.Module, InnerGate] = {}
         self._group_of: dict[Part, Group] = {}
@@ -196,13 +173,7 @@ class Engine:
         self._budgeter = Budgeter(self._backend, partial(_measure_speeds, self._backend, self._files), config.num_slots)
         self._ahead: dict[Group, Ahead] = {}
         """What is read before there is a slot for it."""
-        self._ring_sizes: dict[int, int] = {}
-        """For each height of groups: how much memory they take turns in."""
-        self._largest = 0
-        """The size of the largest group inside of whose modules no other one is needed."""
         self._total_bytes = 0
-        self._window_bytes = 0
-        """Just in time: how much may be on its way."""
         self._activations: dict[nn.Module, Weighing] = {}
         """For each kind of pass, what activations take."""
         self._is_stable = False
@@ -210,10 +181,6 @@ class Engine:
         """The next pass's first images are started in this one."""
         self._schedule = Schedule(())
         self._weighed = Weighing()
-        self._bytes_ahead = 0
-        """Just in time: in slots with groups that no call has needed yet."""
-        self._next_bytes: int | None = 0
-        """Just in time: what there was no room for; None if everything that was foreseen is on its way."""
         self._build(casts)
 
     @property
@@ -228,9 +195,8 @@ class Engine:
     def slot_bytes(self) -> int:
         """Device memory that a pass takes for weights, at most."""
         if not self._is_just_in_time:
-            return sum(self._ring_sizes.values())
-        outer = sum(size for height, size in self._ring_sizes.items() if height)
-        return self._largest + self._window(None) + outer
+            return sum(self._memory.ring_sizes.values())
+        return self._memory.largest + self._window(None) + self._memory.outer_bytes
 
     @property
     def is_running(self) -> bool:
@@ -277,7 +243,7 @@ class Engine:
             if not self._is_clean:
                 self._recover()
             self._abandon_reads()
-            self._release_slots()
+            self._memory.release()
             self._materialise()  # it may raise, and then nothing has changed
             self._trained.give_back()
             for gate in (*self._gates.values(), *self._inner_gates.values()):
@@ -363,10 +329,10 @@ class Engine:
         if self.config.has_budgets:
             self._replan(kind)
         self._files.before_pass(type(self.root).__name__)
-        self._take_lease()
+        self._memory.take()
         self._keep_within_budgets(kind)
         if self._is_just_in_time:
-            self._window_bytes = self._window(top)
+            self._memory.window_bytes = self._window(top)
             weighed = self._activations.setdefault(top, Weighing())
             weighed.begin(self._other_bytes() if self._is_tight else 0)
             self._weighed = weighed
@@ -392,13 +358,13 @@ class Engine:
 
     def _end(self) -> None:
         self._forward = None
-        for group in [*self._bound]:
-            self._unbind(group)
+        for group in [*self._memory.bound]:
+            self._memory.unbind(group)
         self._schedule.end(completed=not self._has_failed)
         stream = self._backend.current_stream()
         self._stopwatch.end(stream, completed=not self._has_failed)
         self._budgeter.stop(self.counters.device_bytes, completed=not self._has_failed)
-        for slot in self._slots():
+        for slot in self._memory.slots:
             if slot.last_stream is not None and slot.last_stream != stream:
                 stream.wait_event(slot.last_use)  # the end of the pass is the end of what other streams did in it
             if slot.owner is not None and slot.waited_on is None:
@@ -406,25 +372,21 @@ class Engine:
         if not self._is_stable:
             # What copies read is what can be edited from now on, and nothing would tell.
             self.transfer.finish()
-            for slot in self._slots():
-                self._free(slot)
-        self._give_lease_back()
+            for slot in self._memory.slots:
+                self._memory.free(slot)
+        self._memory.give_back()
         self._is_clean = not self._has_failed
 
     def _recover(self) -> None:
         """Put right what an interrupt in the middle of the engine's own code may have left."""
         self._calls = self._calls[-1:]
         self._forward = None
-        self._bound.clear()
         for group in self.groups:
             group.holds = 0
             group.slot = None
             if group.residence is Residence.ONLOADED:
                 group.rest()
-        for slot in () if self._lease is None else self._lease.loose:
-            self._backend.record_stream(slot.memory, self.transfer.stream)  # where a copy to it may be on its way
-        self._give_lease_back()
-        self._release_slots()
+        self._memory.recover()
         self._abandon_reads()
         self._is_clean = True
 
@@ -445,7 +407,7 @@ class Engine:
             if group.was_touched():
                 group.take_up_edits(self.transfer)
             if group.slot is not None and not group.is_current:
-                self._drop(group)
+                self._memory.drop(group)
         was_ahead = group.slot is not None or group in self._ahead
         if group.slot is None:
             self.counters.stalls += 1
@@ -468,9 +430,9 @@ class Engine:
         self._stopwatch.waited(arrived, stream)
         if binds and group.residence is Residence.AT_REST:
             group.onload()
-            self._bound[group] = None
+            self._memory.bound[group] = None
         group.holds += 1
-        self._is_used(group, slot)
+        self._memory.is_used(group, slot)
         if self.tracer is not None:
             self.tracer.compute_begins(group, stream)
         self._stopwatch.start(group, stream)
@@ -487,7 +449,7 @@ class Engine:
         except GroupFileError:
             if not was_ahead:
                 raise
-            self._free(slot)
+            self._memory.free(slot)
             self._onload_now(group)
             assert group.slot is not None
             slot = group.slot
@@ -515,16 +477,10 @@ class Engine:
         if group in self._blockers:
             self._is_behind = True
         if not self._schedule.expects(group):
-            if group in self._bound:
-                self._unbind(group)
+            if group in self._memory.bound:
+                self._memory.unbind(group)
             if not slot.is_fixed and not slot.is_resident and not slot.unused and not slot.is_held:
-                self._free(slot)
-
-    def _unbind(self, group: Group) -> None:
-        self._bound.pop(group, None)
-        self.counters.brought_back += group.offload(self.transfer)
-        if not group.is_current:
-            self._drop(group)
+                self._memory.free(slot)
 
     def _abandon_reads(self) -> None:
         self._ahead.clear()
@@ -551,9 +507,9 @@ class Engine:
         self._begin_clean()
         kind = Kind((Backward, self.root), (), with_grad=True)
         self._files.before_pass(type(self.root).__name__)
-        self._take_lease()
+        self._memory.take()
         self._keep_within_budgets(kind)
-        self._window_bytes = self._window(self.root)
+        self._memory.window_bytes = self._window(self.root)
         self._weighed = Weighing()
         self._schedule.begin((Backward, self.root), set(self.groups), guess=forward[::-1])
         self._is_behind = True
@@ -577,7 +533,7 @@ class Engine:
 
     def find_weight(self, tensor: torch.Tensor) -> tuple[Part, int, int] | None:
         """The weight that a tensor is a view of, if it is onloaded: see `Group.find`."""
-        for group in reversed(self._bound):
+        for group in reversed(self._memory.bound):
             found = group.find(tensor)
             if found is not None:
                 return found
@@ -635,7 +591,7 @@ class Engine:
             first_guess(self.groups),
             vram=vram,
             ram_bytes=ram,
-            outer_bytes=sum(size for height, size in self._ring_sizes.items() if height),
+            outer_bytes=self._memory.outer_bytes,
             staging_bytes=STAGING_BYTES,
         )
         if plan is not None and self._backend.has_streams:
@@ -668,13 +624,10 @@ class Engine:
 
     def _replan(self, kind: Kind) -> None:
         """Make the plan again if more is known by now, and carry it out."""
-        lease = self._lease
-        mine = 0
-        if lease is not None and lease.memory is not None:
-            mine = lease.memory.numel() + sum(slot.memory.numel() for slot in lease.loose)
-        others = max(0, self._backend.bytes_in_use() - mine - self._arena.others_bytes(lease))
+        memory = self._memory
+        others = max(0, self._backend.bytes_in_use() - memory.held_bytes - memory.others_bytes)
         if self._budgeter.before_pass(kind, self._schedule.order_of(kind.top), others) is not None:
-            self._reside(self._budgeter.at(Place.DEVICE))
+            self._memory.reside(self._budgeter.at(Place.DEVICE), self.groups, self.config)
             if self._backend.has_streams:
                 self._share_out_files()
 
@@ -683,9 +636,9 @@ class Engine:
         if self._budgeter.vram is None:
             return
         others = max(0, self._other_bytes())
-        self._give_up_residents(self._budgeter.room_for_residents(kind, others))
+        self._memory.give_up_residents(self._budgeter.room_for_residents(kind, others))
         if self._budgeter.start(kind, others, self.counters.device_bytes):
-            self._resident_room = min(self._resident_room, self.counters.resident_bytes)
+            self._memory.resident_room = min(self._memory.resident_room, self.counters.resident_bytes)
 
     def make_room(self, attempt: Attempt, error: torch.OutOfMemoryError) -> None:
         """Device memory ran out in a forward, which has ended: give up all that stays there, so that it can run again.
@@ -694,8 +647,7 @@ class Engine:
             OutOfMemoryError: nothing stays there, or the forward cannot be run again. The next one has more room.
         """
         given_up = self.counters.resident_bytes
-        if self._lease is not None and self._lease.memory is not None:
-            self._give_up_residents(0)
+        self._memory.give_up_residents(0)
         if self._kind is not None:
             self._budgeter.forget(self._kind)
         self._backend.release_unused()
@@ -728,7 +680,7 @@ class Engine:
         a third of what those take. With `record_stream` they may from the start. A budget's plan counts on no more than
         the largest group.
         """
-        least = max(self._largest, min(MIN_WINDOW_BYTES, self._total_bytes // 8))
+        least = max(self._memory.largest, min(MIN_WINDOW_BYTES, self._total_bytes // 8))
         if self.config.offload_type is not OffloadType.LEAF_LEVEL or self._budgeter.vram is not None:
             return least
         if not self._is_tight:
@@ -753,11 +705,11 @@ class Engine:
         """
         if not self.config.use_stream:
             return
-        has_room = self._next_bytes is not None and self._has_room_for(self._next_bytes)
+        has_room = self._memory.next_bytes is not None and self._memory.has_room_for(self._memory.next_bytes)
         if self._is_just_in_time and not self._is_behind and not has_room and not self._may_read_ahead():
             return
         self._is_behind = False
-        self._next_bytes = None
+        self._memory.next_bytes = None
         self._blockers = set()
         walk = Walk()
         run: list[Group] = []
@@ -767,14 +719,14 @@ class Engine:
             if group in walk.soon:
                 continue
             if group.slot is None:
-                resides = self._has_room_to_reside(group)
+                resides = self._memory.may_reside(group)
                 ahead = self._ahead.get(group)
                 fits = run and group.height == run[0].height and run_bytes + group.num_bytes <= self._run_limit(run[0])
                 if run and (ahead is not None or resides or not fits):
                     self._start_run(run, walk)
                     run, run_bytes = [], 0
                 if resides:
-                    self._send([group], self._resident_slot(group), [])
+                    self._send([group], self._memory.resident_slot(group), [])
                     continue
                 if ahead is not None and ahead.run[0] is group and ahead.is_good:
                     self._start_run(ahead.run, walk)
@@ -846,7 +798,7 @@ class Engine:
 
     def _run_limit(self, group: Group) -> int:
         is_loose = self._is_just_in_time and not group.height
-        room = 2 * self._window_bytes if is_loose else self._ring_sizes.get(group.height, 0)
+        room = 2 * self._memory.window_bytes if is_loose else self._memory.ring_sizes.get(group.height, 0)
         return min(MAX_RUN_BYTES, room // 8)
 
     def _onload_ahead(self, run: list[Group], num_bytes: int, soon: set[Group]) -> bool:
@@ -858,49 +810,29 @@ class Engine:
                 return False
             return True
 
-        ring = self._rings().get(run[0].height)
+        ring = self._memory.ring(run[0].height)
+        found: tuple[Slot, list[Slot]] | None
         if ring is None:
-            return self._onload_just_in_time(run, num_bytes, may_evict)
-        found = ring.place(num_bytes, may_evict, restart=self._schedule.is_first(run[0]))
+            slot = self._memory.slot_just_in_time(num_bytes, may_evict)
+            found = None if slot is None else (slot, [])
+        else:
+            found = ring.place(num_bytes, may_evict, restart=self._schedule.is_first(run[0]))
         if found is not None:
             self._send(run, *found)
         return found is not None
 
-    def _onload_just_in_time(self, run: list[Group], num_bytes: int, may_evict: Callable[[Slot], bool]) -> bool:
-        assert self._lease is not None
-        for slot in [slot for slot in self._lease.loose if slot.unused and not slot.is_resident]:
-            if may_evict(slot):  # nobody needs it any more
-                self._free(slot)
-        if not self._has_room_for(num_bytes):
-            self._next_bytes = num_bytes
-            return False
-        slot = self._loose_slot(num_bytes)
-        self._bytes_ahead += num_bytes
-        slot.num_bytes_ahead = num_bytes
-        self._send(run, slot, [])
-        return True
-
-    def _has_room_for(self, num_bytes: int) -> bool:
-        """Whether so much more may be on its way, just in time. Something always is."""
-        if not self._bytes_ahead:
-            return True
-        if self._bytes_ahead + num_bytes > self._window_bytes:
-            return False
-        # Where memory counts most, what is in use counts too.
-        return not self._is_tight or self.counters.loose_bytes + num_bytes <= self._window_bytes * 3 // 2
-
     def _onload_now(self, group: Group) -> None:
-        if self._has_room_to_reside(group):
-            self._send([group], self._resident_slot(group), [])
+        if self._memory.may_reside(group):
+            self._send([group], self._memory.resident_slot(group), [])
             return
-        ring = self._rings().get(group.height)
+        ring = self._memory.ring(group.height)
         found = None if ring is None else ring.place(group.num_bytes, _is_free, restart=not self.config.use_stream)
-        self._send([group], *(found or (self._loose_slot(group.num_bytes), [])))
+        self._send([group], *(found or (self._memory.loose_slot(group.num_bytes), [])))
 
     def _send(self, run: list[Group], slot: Slot, evicted: list[Slot]) -> None:
         after = [old.last_use for old in evicted] if slot.is_fixed else [slot.last_use]
         for old in evicted:
-            self._evict(old)
+            self._memory.evict(old)
         self.stalls.collect(slot)
         job = self._take_ahead(run)
         images = _images_of(run)
@@ -914,157 +846,6 @@ class Engine:
         self.counters.onloads += len(run)
         # If it raises, so does the pass, and the next one starts from nothing.
         self.transfer.send(images, slot, after, job=job)
-
-    def _drop(self, group: Group) -> None:
-        """Take the group out of its slot, whose content is out of date."""
-        slot = group.slot
-        assert slot is not None
-        slot.groups.remove(group)
-        self._is_used(group, slot)
-        group.slot = None
-        if not slot.is_fixed and not slot.groups:
-            self._free(slot)
-
-    def _is_used(self, group: Group, slot: Slot) -> None:
-        """Nobody waits for `group` to be in `slot` any more."""
-        if group in slot.unused:
-            slot.unused.remove(group)
-            if not slot.unused and not slot.is_fixed:
-                self._bytes_ahead -= slot.num_bytes_ahead
-                slot.num_bytes_ahead = 0
-
-    def _evict(self, slot: Slot) -> None:
-        for group in [*slot.groups]:
-            if group in self._bound:  # it was expected to be needed again at once
-                self._unbind(group)
-            self._is_used(group, slot)
-        slot.evict()
-
-    def _free(self, slot: Slot) -> None:
-        """Give up what a slot holds; its memory too, if it is of no ring."""
-        self._evict(slot)
-        assert self._lease is not None
-        if slot not in self._lease.loose:  # of a ring, or given back already when its last group was dropped
-            return
-        assert slot.owner is not None
-        if slot.waited_on is None:  # nobody used it: its copy may still be on its way
-            slot.owner.wait_event(slot.ready)
-        self.stalls.retire(slot)
-        self._next_bytes = self._next_bytes or 0
-        self._lease.loose.remove(slot)
-        if slot.is_resident:
-            self.counters.resident_bytes -= slot.memory.numel()
-        else:
-            self.counters.loose_bytes -= slot.memory.numel()
-        self._count_device_bytes(-slot.memory.numel())
-        self._backend.free(slot.memory)
-
-    def _loose_slot(self, num_bytes: int) -> Slot:
-        """Memory from the device's own allocator, for one run of groups.
-
-        It belongs to the stream that computes, so that it is free again, for activations too, once compute has come to
-        where it is given back: nobody has to wait, and nothing is held longer than needed.
-        """
-        slot = self._new_slot(num_bytes)
-        self.counters.loose_bytes += num_bytes
-        return slot
-
-    def _new_slot(self, num_bytes: int) -> Slot:
-        assert self._lease is not None
-        stream = self._backend.current_stream()
-        slot = Slot(self._backend.empty(num_bytes), self.stalls.new_event, start=0, owner=stream)
-        slot.last_use.record(stream)  # of whatever was in that memory before
-        self._lease.loose.append(slot)
-        self._count_device_bytes(num_bytes)
-        return slot
-
-    def _resident_slot(self, group: Group) -> Slot:
-        slot = self._new_slot(group.num_bytes)
-        slot.is_resident = True
-        self.counters.resident_bytes += group.num_bytes
-        return slot
-
-    def _has_room_to_reside(self, group: Group) -> bool:
-        return group in self._residents and self.counters.resident_bytes + group.num_bytes <= self._resident_room
-
-    def _give_up_residents(self, room: int) -> None:
-        """Free device memory of groups that stay there, until they take no more than `room`. Those in use stay."""
-        self._resident_room = room
-        for slot in reversed(self._slots()):
-            if self.counters.resident_bytes <= room:
-                break
-            if slot.is_resident and not slot.is_held:
-                self._free(slot)
-
-    def _slots(self) -> list[Slot]:
-        if self._lease is None:
-            return []
-        return [*self._lease.loose, *(slot for ring in self._lease.rings.values() for slot in ring.slots)]
-
-    def _rings(self) -> dict[int, Ring]:
-        assert self._lease is not None
-        return self._lease.rings
-
-    def _take_lease(self) -> None:
-        stream = self._backend.current_stream()
-        before = self._lease
-        sizes = {height: size for height, size in self._ring_sizes.items() if height or not self._is_just_in_time}
-        lease = self._lease = self._arena.lease(before, sum(sizes.values()), stream, self.transfer.stream)
-        self._has_lease = True
-        assert lease.memory is not None
-        if lease is not before:
-            lease.loose, self._kept = self._kept, []
-            start = 0
-            for height, num_bytes in sizes.items():
-                first_part = max(
-                    (g.num_bytes for g in self.groups if g.height == height and g not in self._residents), default=0
-                )
-                lease.rings[height] = Ring(lease.memory[start : start + num_bytes], self._backend, first_part)
-                start += num_bytes
-        self.counters.loose_bytes = sum(slot.memory.numel() for slot in lease.loose if not slot.is_resident)
-        self.counters.resident_bytes = sum(slot.memory.numel() for slot in lease.loose if slot.is_resident)
-        self.counters.device_bytes = self.counters.loose_bytes + self.counters.resident_bytes
-        self._bytes_ahead = sum(slot.num_bytes_ahead for slot in lease.loose)
-        self._count_device_bytes(sum(sizes.values()))
-        for slot in self._slots():
-            for group in [*slot.groups]:
-                if not group.is_current:
-                    self._drop(group)
-
-    def _give_lease_back(self) -> None:
-        if self._has_lease:
-            assert self._lease is not None
-            self._has_lease = False
-            self._arena.give_back(self._lease, self._backend.current_stream())
-
-    def _release_slots(self) -> None:
-        if self._lease is not None:
-            self._arena.release(self._lease)
-            self._lease = None
-
-    def _reside(self, residents: frozenset[Group]) -> None:
-        """Let these groups stay on the device, and no others; what streams takes turns in the memory that it needs.
-
-        Between passes. What is on the device already stays there, if it is to.
-        """
-        self._residents = residents
-        streamed = [group for group in self.groups if group not in residents]
-        self._largest = max((group.num_bytes for group in streamed if not group.height), default=0)
-        sizes = size_rings(streamed, self.config)
-        lease = self._lease
-        if lease is not None and lease.memory is not None:
-            for slot in [slot for slot in lease.loose if slot.is_resident]:
-                if not residents.issuperset(slot.groups):
-                    self._free(slot)
-            if sizes != self._ring_sizes:
-                self._kept = [slot for slot in lease.loose if slot.is_resident]
-                lease.loose = [slot for slot in lease.loose if not slot.is_resident]
-                self._release_slots()
-        self._ring_sizes = sizes
-
-    def _count_device_bytes(self, num_bytes: int) -> None:
-        self.counters.device_bytes += num_bytes
-        self.counters.peak_device_bytes = max(self.counters.peak_device_bytes, self.counters.device_bytes)
 
     # ---------------------------------------------------------------- changes
 
@@ -1122,7 +903,7 @@ class Engine:
         if before:
             self._abandon_reads()  # images are about to go
             self._stopwatch.clear()
-            self._release_slots()  # and will have other sizes
+            self._memory.release()  # and will have other sizes
         self.groups = build_groups(
             self.root,
             self.config,
@@ -1135,7 +916,7 @@ class Engine:
         )
         self._group_of = {part: group for group in self.groups for part in group.parts}
         self._refs = tuple(ref for part in self._group_of for ref in part.refs)
-        self._reside(frozenset())
+        self._memory.reside(frozenset(), self.groups, self.config)
         self._total_bytes = sum(group.num_bytes for group in self.groups)
         self._activations = {}
         self._schedule = Schedule(first_guess(self.groups))

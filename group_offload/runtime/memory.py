@@ -1,0 +1,291 @@
+"""What a module's groups take on the device: rings that they take turns in, memory just in time, and what stays there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..config import OffloadConfig
+from ..device import Backend
+from .build import size_rings
+from .counters import Counters
+from .group import Group
+from .slots import Lease, Ring, Slot, arena_for
+from .stalls import Stalls
+from .transfer import Transfer
+
+
+class DeviceMemory:
+    """The slots of one module, and the groups in them. Owned by an engine, and used under its lock.
+
+    Order of calls: `reside` once groups are known; `take`, then everything else, then `give_back` in each pass.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        transfer: Transfer,
+        stalls: Stalls,
+        counters: Counters,
+        *,
+        just_in_time: bool,
+        tight: bool,
+    ) -> None:
+        """
+        Args:
+            just_in_time: groups inside of whose modules no other one is needed are in no ring.
+            tight: where what is in use counts for what may be on its way.
+        """
+        self._backend = backend
+        self._transfer = transfer
+        self._stalls = stalls
+        self._counters = counters
+        self._is_just_in_time = just_in_time
+        self._is_tight = tight
+        self._arena = arena_for(backend)
+        self._lease: Lease | None = None
+        """Kept between passes, unless another module's pass takes the memory."""
+        self._has_lease = False
+        """In a pass."""
+        self._kept: list[Slot] = []
+        """Of groups that stay on the device, while the lease is exchanged for one of another size."""
+        self._residents: frozenset[Group] = frozenset()
+        """Groups that are to stay on the device between passes."""
+        self.resident_room = 0
+        """Device memory that they may take."""
+        self.ring_sizes: dict[int, int] = {}
+        """For each height of groups: how much memory they take turns in."""
+        self._largest: dict[int, int] = {}
+        """For each height: the size of the largest group that takes turns."""
+        self.bound: dict[Group, None] = {}
+        """The groups whose tensors are views of slots."""
+        self.window_bytes = 0
+        """Just in time: how much may be on its way."""
+        self._bytes_ahead = 0
+        """Just in time: in slots with groups that no call has needed yet."""
+        self.next_bytes: int | None = 0
+        """Just in time: what there was no room for; None if everything that was foreseen is on its way."""
+
+    # ---------------------------------------------------------------- between passes
+
+    def reside(self, residents: frozenset[Group], groups: Sequence[Group], config: OffloadConfig) -> None:
+        """Let some of these groups stay on the device, and no others; what streams takes turns in the memory that it needs.
+
+        What is on the device already stays there, if it is to.
+        """
+        self._residents = residents
+        streamed = [group for group in groups if group not in residents]
+        self._largest = {}
+        for group in streamed:
+            self._largest[group.height] = max(group.num_bytes, self._largest.get(group.height, 0))
+        sizes = size_rings(streamed, config)
+        lease = self._lease
+        if lease is not None and lease.memory is not None:
+            for slot in [slot for slot in lease.loose if slot.is_resident]:
+                if not residents.issuperset(slot.groups):
+                    self.free(slot)
+            if sizes != self.ring_sizes:
+                self._kept = [slot for slot in lease.loose if slot.is_resident]
+                lease.loose = [slot for slot in lease.loose if not slot.is_resident]
+                self.release()
+        self.ring_sizes = sizes
+
+    @property
+    def largest(self) -> int:
+        """The size of the largest group that takes turns, inside of whose modules no other one is needed."""
+        return self._largest.get(0, 0)
+
+    @property
+    def outer_bytes(self) -> int:
+        """What groups that are needed around others take turns in."""
+        return sum(size for height, size in self.ring_sizes.items() if height)
+
+    @property
+    def held_bytes(self) -> int:
+        """Device memory that is this module's, between passes too."""
+        lease = self._lease
+        if lease is None or lease.memory is None:
+            return 0
+        return lease.memory.numel() + sum(slot.memory.numel() for slot in lease.loose)
+
+    @property
+    def others_bytes(self) -> int:
+        """Slots of other modules, which give way."""
+        return self._arena.others_bytes(self._lease)
+
+    def release(self) -> None:
+        """Give all of it up."""
+        if self._lease is not None:
+            self._arena.release(self._lease)
+            self._lease = None
+
+    # ---------------------------------------------------------------- a pass
+
+    def take(self) -> None:
+        """A pass begins: the slots are there from here on. What is in them and out of date is given up."""
+        stream = self._backend.current_stream()
+        before, counters = self._lease, self._counters
+        sizes = {height: size for height, size in self.ring_sizes.items() if height or not self._is_just_in_time}
+        lease = self._lease = self._arena.lease(before, sum(sizes.values()), stream, self._transfer.stream)
+        self._has_lease = True
+        assert lease.memory is not None
+        if lease is not before:
+            lease.loose, self._kept = self._kept, []
+            start = 0
+            for height, num_bytes in sizes.items():
+                memory = lease.memory[start : start + num_bytes]
+                lease.rings[height] = Ring(memory, self._backend, self._largest.get(height, 0))
+                start += num_bytes
+        counters.loose_bytes = sum(slot.memory.numel() for slot in lease.loose if not slot.is_resident)
+        counters.resident_bytes = sum(slot.memory.numel() for slot in lease.loose if slot.is_resident)
+        counters.device_bytes = counters.loose_bytes + counters.resident_bytes
+        self._bytes_ahead = sum(slot.num_bytes_ahead for slot in lease.loose)
+        self._count(sum(sizes.values()))
+        for slot in self.slots:
+            for group in [*slot.groups]:
+                if not group.is_current:
+                    self.drop(group)
+
+    def give_back(self) -> None:
+        """The pass is over."""
+        if self._has_lease:
+            assert self._lease is not None
+            self._has_lease = False
+            self._arena.give_back(self._lease, self._backend.current_stream())
+
+    def recover(self) -> None:
+        """Forget everything: a pass was interrupted somewhere in the middle."""
+        self.bound.clear()
+        for slot in () if self._lease is None else self._lease.loose:
+            self._backend.record_stream(slot.memory, self._transfer.stream)  # where a copy to it may be on its way
+        self.give_back()
+        self.release()
+
+    @property
+    def slots(self) -> list[Slot]:
+        if self._lease is None:
+            return []
+        return [*self._lease.loose, *(slot for ring in self._lease.rings.values() for slot in ring.slots)]
+
+    def ring(self, height: int) -> Ring | None:
+        """What groups of this height take turns in; None if they come just in time."""
+        assert self._lease is not None
+        return self._lease.rings.get(height)
+
+    def may_reside(self, group: Group) -> bool:
+        """Whether the group is to stay on the device, and there is room."""
+        return group in self._residents and self._counters.resident_bytes + group.num_bytes <= self.resident_room
+
+    def resident_slot(self, group: Group) -> Slot:
+        slot = self._new_slot(group.num_bytes)
+        slot.is_resident = True
+        self._counters.resident_bytes += group.num_bytes
+        return slot
+
+    def loose_slot(self, num_bytes: int) -> Slot:
+        """Memory from the device's own allocator, for one run of groups.
+
+        It belongs to the stream that computes, so that it is free again, for activations too, once compute has come to
+        where it is given back: nobody has to wait, and nothing is held longer than needed.
+        """
+        slot = self._new_slot(num_bytes)
+        self._counters.loose_bytes += num_bytes
+        return slot
+
+    def slot_just_in_time(self, num_bytes: int, may_evict: Callable[[Slot], bool]) -> Slot | None:
+        """Memory for what comes next, if so much more may be on its way."""
+        assert self._lease is not None
+        for slot in [slot for slot in self._lease.loose if slot.unused and not slot.is_resident]:
+            if may_evict(slot):  # nobody needs it any more
+                self.free(slot)
+        if not self.has_room_for(num_bytes):
+            self.next_bytes = num_bytes
+            return None
+        slot = self.loose_slot(num_bytes)
+        self._bytes_ahead += num_bytes
+        slot.num_bytes_ahead = num_bytes
+        return slot
+
+    def has_room_for(self, num_bytes: int) -> bool:
+        """Whether so much more may be on its way, just in time. Something always is."""
+        if not self._bytes_ahead:
+            return True
+        if self._bytes_ahead + num_bytes > self.window_bytes:
+            return False
+        # Where memory counts most, what is in use counts too.
+        return not self._is_tight or self._counters.loose_bytes + num_bytes <= self.window_bytes * 3 // 2
+
+    def _new_slot(self, num_bytes: int) -> Slot:
+        assert self._lease is not None
+        stream = self._backend.current_stream()
+        slot = Slot(self._backend.empty(num_bytes), self._stalls.new_event, start=0, owner=stream)
+        slot.last_use.record(stream)  # of whatever was in that memory before
+        self._lease.loose.append(slot)
+        self._count(num_bytes)
+        return slot
+
+    # ---------------------------------------------------------------- giving up
+
+    def unbind(self, group: Group) -> None:
+        """Bind a group to its place at rest again, with what the forward has changed."""
+        self.bound.pop(group, None)
+        self._counters.brought_back += group.offload(self._transfer)
+        if not group.is_current:
+            self.drop(group)
+
+    def drop(self, group: Group) -> None:
+        """Take the group out of its slot, whose content is out of date."""
+        slot = group.slot
+        assert slot is not None
+        slot.groups.remove(group)
+        self.is_used(group, slot)
+        group.slot = None
+        if not slot.is_fixed and not slot.groups:
+            self.free(slot)
+
+    def is_used(self, group: Group, slot: Slot) -> None:
+        """Nobody waits for `group` to be in `slot` any more."""
+        if group in slot.unused:
+            slot.unused.remove(group)
+            if not slot.unused and not slot.is_fixed:
+                self._bytes_ahead -= slot.num_bytes_ahead
+                slot.num_bytes_ahead = 0
+
+    def evict(self, slot: Slot) -> None:
+        """Forget what is in a slot."""
+        for group in [*slot.groups]:
+            if group in self.bound:  # it was expected to be needed again at once
+                self.unbind(group)
+            self.is_used(group, slot)
+        slot.evict()
+
+    def free(self, slot: Slot) -> None:
+        """Give up what a slot holds; its memory too, if it is of no ring."""
+        self.evict(slot)
+        assert self._lease is not None
+        if slot not in self._lease.loose:  # of a ring, or given back already when its last group was dropped
+            return
+        assert slot.owner is not None
+        if slot.waited_on is None:  # nobody used it: its copy may still be on its way
+            slot.owner.wait_event(slot.ready)
+        self._stalls.retire(slot)
+        self.next_bytes = self.next_bytes or 0
+        self._lease.loose.remove(slot)
+        if slot.is_resident:
+            self._counters.resident_bytes -= slot.memory.numel()
+        else:
+            self._counters.loose_bytes -= slot.memory.numel()
+        self._count(-slot.memory.numel())
+        self._backend.free(slot.memory)
+
+    def give_up_residents(self, room: int) -> None:
+        """Free device memory of groups that stay there, until they take no more than `room`. Those in use stay."""
+        self.resident_room = room
+        for slot in reversed(self.slots):
+            if self._counters.resident_bytes <= room:
+                break
+            if slot.is_resident and not slot.is_held:
+                self.free(slot)
+
+    def _count(self, num_bytes: int) -> None:
+        self._counters.device_bytes += num_bytes
+        self._counters.peak_device_bytes = max(self._counters.peak_device_bytes, self._counters.device_bytes)
