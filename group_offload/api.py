@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import timeline
 from .config import OffloadConfig
 from .errors import ConfigError, ModuleError, StateError
 from .report import OffloadPlan
@@ -190,7 +191,7 @@ class OffloadHandle:
             with engine.lock:
                 engine.transfer.drain()
                 engine.tracer = engine.transfer.tracer = None
-        tracer.write(Path(path))
+        timeline.write(Path(path), tracer)
 
     def refresh(self) -> None:
         """Take up changed, added or removed weights now. Without it the next forward does so."""

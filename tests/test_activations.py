@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import logging
 import pickle
 import time
 import tracemalloc
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -392,6 +394,27 @@ def test_nothing_grows_with_the_number_of_steps(budget: int, tmp_path: Path) -> 
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert grown < 20_000
+
+
+def test_a_trace_has_the_file_in_it(tmp_path: Path) -> None:
+    model = make()
+    handle = offload(model, host_budget_bytes=6_000, disk_path=tmp_path)
+    train(model, plain, num_steps=1)
+    before = handle.stats()
+    with handle.trace(tmp_path / "trace.json"):
+        train(model, plain, num_steps=1)
+    after = handle.stats()
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    sizes: dict[str, int] = defaultdict(int)
+    for event in events:
+        if event["ph"] == "X":
+            sizes[lanes[event["tid"]].rstrip(" 0123456789")] += event["args"].get("bytes", 0)
+    assert 0 < sizes["file writes"] <= after.written_bytes - before.written_bytes
+    assert 0 < sizes["file reads"] <= after.read_bytes - before.read_bytes
+    assert sizes["D2H"] == after.offloaded_bytes - before.offloaded_bytes
+    assert 0 < sizes["H2D"] <= after.reloaded_bytes - before.reloaded_bytes
+    handle.remove()
 
 
 def test_order_is_not_trusted() -> None:

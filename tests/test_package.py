@@ -48,7 +48,7 @@ PUBLIC_NAMES = {
 }
 
 LAYERS = (
-    {"errors", "device", "progress", "saved"},
+    {"errors", "device", "progress", "saved", "timeline"},
     {"layout", "planner"},
     {"stores"},
     {"budgets", "speeds"},

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from group_offload import OffloadHandle, apply_activation_offloading, apply_group_offloading
+from group_offload import OffloadHandle, StateError, apply_activation_offloading, apply_group_offloading
 from group_offload.planner import Place
 
 from .conftest import SPEEDS
@@ -144,15 +144,11 @@ def test_the_plan_and_the_trace_agree(monkeypatch: pytest.MonkeyPatch, tmp_path:
                 (seconds,) = steps(device, model, 1)
             details = handle.plan.details
             assert details is not None
-            events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-            lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-            took: dict[str, float] = defaultdict(float)
-            for event in events:
-                if event["ph"] == "X":
-                    took[lanes[event["tid"]]] += event["dur"] / 1e6
+            slices = slices_of(tmp_path / "trace.json")
+            took = {lane: sum(duration for _, duration in mine) for lane, mine in slices.items()}
             predicted = details.prediction
             assert seconds == pytest.approx(predicted.step_seconds, rel=0.03)
-            assert took["stalls"] == pytest.approx(predicted.step_seconds - COMPUTE, abs=0.03 * seconds)
+            assert took.get("stalls", 0.0) == pytest.approx(predicted.step_seconds - COMPUTE, abs=0.03 * seconds)
             sent = sum(
                 group.num_bytes
                 for group, place in zip(details.problem.groups, details.places, strict=True)
@@ -294,6 +290,51 @@ def test_activations_take_what_the_link_or_compute_takes(copy_seconds: float, mo
     assert stats.peak_inflight_bytes <= 3 * saved_bytes
     phases = max(num_blocks * seconds, moved), max(2 * num_blocks * seconds, moved)
     assert max(times) <= 1.03 * sum(phases)
+
+
+def test_a_trace_of_activations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two steps: what leaves and comes back, compute by group and direction, and where it waited."""
+    monkeypatch.setattr("group_offload.activations.slab.SEGMENT_BYTES", 1 << 20)
+    device = TimedDevice(LINK)
+    copy_seconds, seconds = 0.008, 0.002
+    saved_bytes = int(copy_seconds * LINK) // 4096 * 4096
+    model = Savers(*(Saving(device, seconds, saved_bytes) for _ in range(5)))
+    with use_simulated_device(device):  # type: ignore[arg-type]
+        handle = apply_activation_offloading(model, device="cpu", min_bytes=0)
+        x = torch.zeros(1, requires_grad=True)
+        model(x).sum().backward()
+        begun = device.now
+        with handle.trace(tmp_path / "trace.json"):
+            for _ in range(2):
+                model(x).sum().backward()
+            with pytest.raises(StateError, match="already"), handle.trace(tmp_path / "other.json"):
+                pass
+        took = device.now - begun
+        model(x).sum().backward()  # which nobody traces
+        handle.remove()
+    with pytest.raises(StateError, match="removed"), handle.trace(tmp_path / "other.json"):
+        pass
+    slices = slices_of(tmp_path / "trace.json")
+    assert set(slices) == {"D2H", "H2D", "compute", "stalls"}
+    assert sum(duration for _, duration in slices["D2H"]) == pytest.approx(2 * 4 * saved_bytes / LINK)
+    assert sum(duration for _, duration in slices["H2D"]) <= 2 * 4 * saved_bytes / LINK
+    names = [f"blocks.{index}" for index in range(5)]
+    assert {name for name, _ in slices["compute"]} == {*names, *(f"{name} (backward)" for name in names)}
+    assert {name for name, _ in slices["D2H"]} == set(names[:-1])
+    # What compute did not take, it waited for copies: in backward that is told as a stall, within the group's slice.
+    assert sum(duration for _, duration in slices["compute"]) == pytest.approx(took)
+    assert 0 < sum(duration for _, duration in slices["stalls"]) <= took - 2 * 5 * 3 * seconds
+
+
+def slices_of(path: Path) -> dict[str, list[tuple[str, float]]]:
+    """By lane: names and seconds."""
+    events = json.loads(path.read_text())["traceEvents"]
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    found: dict[str, list[tuple[str, float]]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            found[lanes[event["tid"]]].append((event["name"], event["dur"] / 1e6))
+    return found
 
 
 def test_switching_models_costs_the_stalls_of_one_streamed_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,13 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from .. import timeline
 from ..errors import ModuleError, StateError
 from .config import ActivationConfig, Skip
 from .groups import find_groups
@@ -81,6 +83,31 @@ class ActivationOffloadHandle:
         if self._hooks is not None:
             self._last_stats = _stats_of(self._hooks.session)
         return self._last_stats
+
+    @contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Write a timeline of what happens inside the `with` block, for https://ui.perfetto.dev or chrome://tracing.
+
+        Each device has lanes for the file, copies out and back, compute (groups, forward and backward), and stalls (compute
+        waiting for a copy). Recording takes some time of its own.
+
+        Raises:
+            StateError: a trace is being recorded already, or offloading was removed.
+            OSError: the file cannot be written.
+
+        Example:
+            >>> with handle.trace("step.json"):
+            ...     transformer(x).mean().backward()
+        """
+        if self._hooks is None:
+            raise StateError(f"Activation offloading of {type(self.module).__name__} was removed.")
+        session = self._hooks.session
+        session.begin_trace(type(self.module).__name__)
+        try:
+            yield
+        finally:
+            tracers = session.end_trace()
+        timeline.write(Path(path), *tracers)
 
     def remove(self) -> None:
         """Take the hooks off the module. Calling it again does nothing.

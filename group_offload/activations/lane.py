@@ -18,6 +18,7 @@ from .slab import Slab
 from .spill import Job, SpillFile
 from .stash import Dead, Place, Remains, Stash
 from .streams import CopyStreams
+from .trace import Tracer
 
 logger = logging.getLogger("group_offload")
 
@@ -55,6 +56,16 @@ class Lane:
         return self._slab
 
     @property
+    def tracer(self) -> Tracer | None:
+        return self._streams.tracer
+
+    def trace(self, tracer: Tracer | None) -> None:
+        """Tell `tracer` of what happens from here on, or nobody."""
+        self._streams.tracer = tracer
+        if self._file is not None:
+            self._file.tracer = tracer
+
+    @property
     def file_bytes(self) -> int:
         return 0 if self._file is None else self._file.used_bytes
 
@@ -66,7 +77,7 @@ class Lane:
             self._refuse(stash)
             return
         assert stash.block is not None
-        stash.left = stash.guard = self._streams.send(stash.block, stash.device, stash.streams[0])
+        stash.left = stash.guard = self._streams.send(stash.block, stash.device, stash.streams[0], stash.name)
         stash.place = Place.LEAVING
         stash.epoch = self._epoch
         self._counters.offloads += 1
@@ -128,7 +139,7 @@ class Lane:
                 stash.block = self._slab.take(stash.num_bytes)
                 if stash.block is None:
                     return
-                stash.job = self._file.read(stash.block.memory, stash.spot, stash.block.range.last_uses)
+                stash.job = self._file.read(stash.block.memory, stash.spot, stash.block.range.last_uses, stash.name)
                 self._reads.append(weakref.ref(stash))
                 self._counters.read_bytes += stash.num_bytes
 
@@ -139,7 +150,10 @@ class Lane:
             self._bring_from_file(stash, stream)
         assert stash.device is not None
         if stash.arrived is not None and (stash.waited_on is None or stash.waited_on != stream):
+            reached = None if self.tracer is None else self.tracer.now(stream)
             stream.wait_event(stash.arrived)
+            if self.tracer is not None and reached is not None:
+                self.tracer.stalled(stash.name, reached, stream)
             stash.waited_on = stream
             if stream == stash.streams[0]:
                 stash.guard = None
@@ -228,7 +242,7 @@ class Lane:
         memories, born = self._streams.allocate((stash.num_bytes for stash in stashes), stream)
         for stash, memory in zip(stashes, memories, strict=True):
             assert stash.block is not None
-            stash.arrived = self._streams.bring(memory, stash.block.memory, born, stash.left)
+            stash.arrived = self._streams.bring(memory, stash.block.memory, born, stash.left, stash.name)
             if stash.spot is not None and stash.job is None:  # it is in the file, should it be needed once more
                 self._slab.give(stash.block, stash.arrived)
                 stash.block = stash.left = None
@@ -266,7 +280,7 @@ class Lane:
         assert self._file is not None and stash.spot is not None
         if stash.block is None:  # no room, not even for one: through pageable memory
             buffer = torch.empty(stash.num_bytes, dtype=torch.uint8, device="cpu")
-            self._file.read(buffer, stash.spot, ()).wait()
+            self._file.read(buffer, stash.spot, (), stash.name).wait()
             self._counters.read_bytes += stash.num_bytes
             (memory,), _ = self._streams.allocate([stash.num_bytes], stream)
             self.backend.copy(memory, buffer, stream, blocking=True)
@@ -318,7 +332,7 @@ class Lane:
                 continue
             assert stash.left is not None
             stash.spot = self._file.take(stash.num_bytes)
-            stash.job = self._file.write(stash.block.memory, stash.spot, stash.left)
+            stash.job = self._file.write(stash.block.memory, stash.spot, stash.left, stash.name)
             self._writes.append((reference, stash.job, stash.block.range.num_bytes))
             self._writing_bytes += stash.block.range.num_bytes
             self._counters.written_bytes += stash.num_bytes

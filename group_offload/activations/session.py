@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
 from ..device import Stream, backend_for
+from ..errors import StateError
 from ..saved import Kept, Pack, Passed, Unpack, hooks_in_force, keep, unwatched
 from .config import ActivationConfig
 from .counters import Counters
@@ -28,6 +29,7 @@ from .lane import Lane
 from .packed import Away
 from .stash import Place, Stash
 from .tape import Tape
+from .trace import Tracer
 
 _READ_AHEAD = 2
 """Groups that are read from the file beyond those that are brought to the device."""
@@ -62,6 +64,8 @@ class Session:
         self._lanes: dict[torch.device, Lane] = {}
         self._expected = num_groups
         self._thread = threading.local()
+        self._title: str | None = None
+        """Of the trace that is recorded."""
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
@@ -73,6 +77,33 @@ class Session:
             for lane in self._lanes.values():
                 lane.settle()
             return self.lanes
+
+    def begin_trace(self, title: str) -> None:
+        """
+        Raises:
+            StateError: a trace is being recorded.
+        """
+        with self._lock:
+            if self._title is not None:
+                raise StateError("A trace of this module's activations is being recorded already. End that one first.")
+            self._title = title
+            for lane in self._lanes.values():
+                lane.trace(self._tracer(lane))
+
+    def end_trace(self) -> list[Tracer]:
+        """The traces of all devices."""
+        with self._lock:
+            self._title = None
+            found = []
+            for lane in self._lanes.values():
+                if lane.tracer is not None:
+                    lane.tracer.reach(None, lane.backend.current_stream())
+                    found.append(lane.tracer)
+                lane.trace(None)
+            return found
+
+    def _tracer(self, lane: Lane) -> Tracer | None:
+        return None if self._title is None else Tracer(lane.backend, f"{self._title} on {lane.backend.device}")
 
     def close(self) -> None:
         """No forward is seen any more: what copies to RAM hold on the device is let go."""
@@ -105,7 +136,9 @@ class Session:
             return
         self._thread.current = None
         current.close()
-        self.settle()
+        for lane in self.settle():
+            if lane.tracer is not None:
+                lane.tracer.reach(None, lane.backend.current_stream())
 
     def enter(self, name: str) -> None:
         """The call of a group begins."""
@@ -116,6 +149,8 @@ class Session:
         with self._lock:
             tape.begin_group(name)
             for lane in self._lanes.values():
+                if lane.tracer is not None:
+                    lane.tracer.reach(name, lane.backend.current_stream())
                 lane.tick()
                 lane.write_ahead()
             # A pass that is longer than expected: what was kept for its last groups is not needed first.
@@ -191,6 +226,7 @@ class Session:
         lane = self._lanes.get(device)
         if lane is None:
             lane = self._lanes[device] = Lane(backend_for(device), self.config, self.counters)
+            lane.trace(self._tracer(lane))
         return lane
 
     # Unpack
@@ -211,6 +247,9 @@ class Session:
         tape, position = packed.stash.tape, packed.position
         tape.reached = position
         for lane in self._lanes.values():
+            if lane.tracer is not None:
+                on = stream if lane is packed.stash.lane else lane.backend.current_stream()
+                lane.tracer.reach(f"{tape.names[position]} (backward)", on)
             lane.tick()
         for past in [other for other in tape.fetched if other > position + 1]:
             tape.fetched.discard(past)

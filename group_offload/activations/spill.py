@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -16,6 +17,7 @@ from ..errors import GroupFileError
 from ..stores.base import memory_of
 from ..stores.reading import pool, read_part
 from .ranges import ALIGNMENT, Range, Ranges
+from .trace import READS, WRITES, Tracer
 
 STEP_BYTES = 1 << 30
 """The file is allocated in steps of this size, so that a full disk shows before anything is written."""
@@ -62,6 +64,7 @@ class SpillFile:
         self._ranges = Ranges()
         self._num_bytes = 0
         self.used_bytes = 0
+        self.tracer: Tracer | None = None
 
     def take(self, num_bytes: int) -> Range:
         """Room for `num_bytes`.
@@ -81,23 +84,31 @@ class SpillFile:
         self._ranges.give(Range(spot.start, spot.num_bytes))
         self.used_bytes -= spot.num_bytes
 
-    def write(self, source: torch.Tensor, spot: Range, left: Event) -> Job:
-        """Write RAM that is filled once the device reached `left`."""
+    def write(self, source: torch.Tensor, spot: Range, left: Event, name: str) -> Job:
+        """Write RAM that is filled once the device reached `left`. `name` is for a trace."""
+        tracer = self.tracer
 
         def write_filled(fd: int, part: memoryview, position: int) -> None:
             left.synchronize()
+            started = time.perf_counter()
             write_part(fd, part, position)
+            if tracer is not None:
+                tracer.add_on_host(WRITES, name, started, time.perf_counter(), len(part))
 
         return self._start("write", write_filled, source, spot)
 
-    def read(self, target: torch.Tensor, spot: Range, last_uses: Sequence[Event]) -> Job:
+    def read(self, target: torch.Tensor, spot: Range, last_uses: Sequence[Event], name: str) -> Job:
         """Read into RAM that is free once the device reached `last_uses`."""
+        tracer = self.tracer
 
         def read_when_free(fd: int, part: memoryview, position: int) -> None:
             for use in last_uses:
                 use.synchronize()
+            started = time.perf_counter()
             if read_part(fd, part, position) != len(part):
                 raise OSError(0, "it ends too early")
+            if tracer is not None:
+                tracer.add_on_host(READS, name, started, time.perf_counter(), len(part))
 
         return self._start("read", read_when_free, target, spot)
 

@@ -79,6 +79,11 @@ class Stash:
         """The stream that waited for `arrived` last."""
         self.epoch = 0
 
+    @property
+    def name(self) -> str:
+        """Of the group that saved it first."""
+        return self.tape.names[self.positions[0]] if self.positions else ""
+
     def __del__(self) -> None:
         # At any moment, in any thread, perhaps in the middle of the lane's own work: so the lane does it later.
         if self.place is not Place.DEVICE:

@@ -17,6 +17,7 @@ import torch
 
 from ..device import Backend, Event, Stream
 from .slab import Block
+from .trace import Tracer
 
 
 class CopyStreams:
@@ -28,9 +29,13 @@ class CopyStreams:
         """D2H, beside forward; and beside backward's H2D, which takes the other direction of the link."""
         self._back = backend.new_stream()
         """H2D, beside backward."""
+        self.tracer: Tracer | None = None
 
-    def send(self, block: Block, source: torch.Tensor, stream: Stream) -> Event:
+    def send(self, block: Block, source: torch.Tensor, stream: Stream, name: str) -> Event:
         """Copy `source`, which was written on `stream`, to RAM.
+
+        Args:
+            name: of the group, for a trace.
 
         Returns:
             *left*: recorded behind the copy.
@@ -40,9 +45,12 @@ class CopyStreams:
         self._out.wait_event(packed)
         for use in block.range.last_uses:
             self._out.wait_event(use)
+        begun = None if self.tracer is None else self.tracer.now(self._out)
         self._backend.copy(block.memory, source, self._out)
         left = self._backend.new_event()
         left.record(self._out)
+        if self.tracer is not None and begun is not None:
+            self.tracer.left(name, begun, left, source.numel())
         return left
 
     def allocate(self, sizes: Iterable[int], stream: Stream) -> tuple[list[torch.Tensor], Event]:
@@ -52,7 +60,7 @@ class CopyStreams:
         born.record(stream)
         return memories, born
 
-    def bring(self, memory: torch.Tensor, source: torch.Tensor, born: Event, left: Event | None) -> Event:
+    def bring(self, memory: torch.Tensor, source: torch.Tensor, born: Event, left: Event | None, name: str) -> Event:
         """Copy RAM to `memory`.
 
         Returns:
@@ -61,9 +69,12 @@ class CopyStreams:
         self._back.wait_event(born)
         if left is not None:
             self._back.wait_event(left)
+        begun = None if self.tracer is None else self.tracer.now(self._back)
         self._backend.copy(memory, source, self._back)
         arrived = self._backend.new_event()
         arrived.record(self._back)
+        if self.tracer is not None and begun is not None:
+            self.tracer.came_back(name, begun, arrived, memory.numel())
         return arrived
 
     def drain(self) -> None:
