@@ -204,9 +204,8 @@ class Backward:
         engine.group_of(saved.part)
         task = torch._C._current_graph_task_id()
         if task == -1 or engine.is_in_forward(saved.pass_number):
-            return engine.copy_of(
-                saved
-            )  # for whoever looks at a graph, or runs it inside of the forward that records it
+            # For whoever looks at a graph, or runs it inside of the forward that records it.
+            return engine.copy_of(saved)
         with self._locked():
             if not self.join(task):
                 return engine.copy_of(saved)

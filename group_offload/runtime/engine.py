@@ -144,6 +144,7 @@ class Engine:
         """The last pass ended, and nothing was raised in it."""
         self._is_behind = False
         """Something may have changed about what can be started."""
+        self._has_warned_of_alias = False
         self._blockers: set[Group] = set()
         """The groups for whose bytes the next image waits."""
         # At leaf level least memory counts, and layers are small enough for torch's allocator to fit them in anywhere.
@@ -429,7 +430,7 @@ class Engine:
             slot.waited_on = stream
         self._stopwatch.waited(arrived, stream)
         if binds and group.residence is Residence.AT_REST:
-            group.onload()
+            group.onload(is_watched=torch.is_grad_enabled())
             self._memory.bound[group] = None
         group.holds += 1
         self._memory.is_used(group, slot)
@@ -490,13 +491,13 @@ class Engine:
 
     def _prepare_for_backward(self, top: nn.Module, watch: Watch) -> Watch:
         """A forward that records a graph begins."""
+        is_first, self._records_graphs = not self._records_graphs, True
         if self._trained.take_up(self._refs):
-            watch = self._rebuild_for(top)
-        if not self._records_graphs:
-            self._records_graphs = True
-            self._install_gates()
-            watch = self._notice_changes(top) or self._rebuild_for(top)
-        return watch
+            return self._rebuild_for(top)
+        if not is_first:
+            return watch
+        self._install_gates()
+        return self._notice_changes(top) or self._rebuild_for(top)
 
     def begin_backward(self) -> None:
         """Autograd needs weights, or repeats calls. The lock is held now, and in each call until `end_backward`."""
@@ -530,6 +531,15 @@ class Engine:
     def is_in_forward(self, number: int) -> bool:
         """Whether the forward of this number has yet to end."""
         return self._forward == number
+
+    def own(self, output: Any, gate: Gate) -> Any:
+        """What a call gives, without views of weights in a slot that others take turns in: those get memory of their own."""
+        spans = [
+            (group.slot.memory.data_ptr() + group.offset, group.num_bytes)
+            for group in gate.groups
+            if group.slot is not None and group.slot.is_fixed
+        ]
+        return _apart(output, spans) if spans else output
 
     def find_weight(self, tensor: torch.Tensor) -> tuple[Part, int, int] | None:
         """The weight that a tensor is a view of, if it is onloaded: see `Group.find`."""
@@ -808,6 +818,9 @@ class Engine:
             if any(group.holds or group in soon for group in slot.groups):
                 self._blockers.update(slot.groups)
                 return False
+            if slot.is_aliased:
+                self._warn_of_alias(slot)
+                return False
             return True
 
         ring = self._memory.ring(run[0].height)
@@ -820,6 +833,17 @@ class Engine:
         if found is not None:
             self._send(run, *found)
         return found is not None
+
+    def _warn_of_alias(self, slot: Slot) -> None:
+        if not self._has_warned_of_alias:
+            self._has_warned_of_alias = True
+            logger.warning(
+                "Something keeps views of weights of %s in %s beyond the call that they were used in: they stay on the device "
+                "as long as it does. (An autograd function, say, that keeps a weight in its context, and not with "
+                "save_for_backward.)",
+                " and ".join(group.group_id for group in slot.groups),
+                type(self.root).__name__,
+            )
 
     def _onload_now(self, group: Group) -> None:
         if self._memory.may_reside(group):
@@ -1011,6 +1035,26 @@ def _modules_inside(top: nn.Module, gates: Mapping[nn.Module, Gate]) -> list[nn.
     return [module for module in found if not isinstance(module, NEVER_CALLED)]
 
 
+def _apart(value: Any, spans: Sequence[tuple[int, int]]) -> Any:
+    """`value`, with copies of those tensors in it that lie in any of the spans; the same object if there are none."""
+    if isinstance(value, torch.Tensor):
+        if type(value) is not torch.Tensor and type(value) is not nn.Parameter:
+            return value
+        is_inside = any(0 <= value.data_ptr() - start < num_bytes for start, num_bytes in spans)
+        return value.clone() if is_inside else value
+    if isinstance(value, (list, tuple)):
+        items = [_apart(item, spans) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        for key, item in value.items():
+            new = _apart(item, spans)
+            if new is not item:
+                value[key] = new
+    return value
+
+
 def _images_of(run: Sequence[Group]) -> list[tuple[int, str, Image]]:
     """Where in a slot for `run` each image goes, the name of its group, and the image."""
     starts = accumulate((group.num_bytes for group in run), initial=0)
@@ -1028,7 +1072,7 @@ def _leave_all(paths: list[Path]) -> None:
 
 
 def _is_free(slot: Slot) -> bool:
-    return not slot.is_held
+    return not slot.is_held and not slot.is_aliased
 
 
 def _is_compiled(module: nn.Module) -> bool:

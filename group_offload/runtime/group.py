@@ -137,10 +137,14 @@ class Group:
             self._rest_views = views
             self._rest_addresses = [view.data_ptr() for view in views]
 
-    def onload(self) -> None:
-        """Bind the tensors to the slot, which holds the images (or will, once its ready event is reached)."""
+    def onload(self, *, is_watched: bool = False) -> None:
+        """Bind the tensors to the slot, which holds the images (or will, once its ready event is reached).
+
+        Args:
+            is_watched: let the slot notice if somebody keeps views of them.
+        """
         assert self.slot is not None
-        bound = self._views_of(self.slot)
+        bound = self._watched_views_of(self.slot) if is_watched else self._views_of(self.slot)
         if self._recast:
             bound = [self._recast.get(index, view) for index, view in enumerate(bound)]
         for tensor, view in zip(self._tensors, bound, strict=True):
@@ -292,6 +296,13 @@ class Group:
         views = self._fit(views)
         slot.views[self] = self.offset, views
         return views
+
+    def _watched_views_of(self, slot: Slot) -> list[torch.Tensor]:
+        memory = slot.alias(self.offset, self.num_bytes)
+        views = []
+        for part in self.parts:
+            views += part.image.layout.views(memory[part.offset : part.offset + part.image.layout.num_bytes])
+        return self._fit(views)
 
     def _fit(self, views: list[torch.Tensor]) -> list[torch.Tensor]:
         if len(self._tracked) == len(self._tensors):

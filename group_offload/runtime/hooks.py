@@ -106,9 +106,10 @@ class Gate:
             with self._engine.backward.hooks() or nullcontext():
                 set_eval_frame(compiler)
                 try:
-                    return call(*args, **kwargs)
+                    output = call(*args, **kwargs)
                 finally:
                     set_eval_frame(None)
+            return self._engine.own(output, self) if self.groups else output
         except BaseException:
             self._engine.fail()
             raise

@@ -275,7 +275,8 @@ class DeviceMemory:
         else:
             self._counters.loose_bytes -= slot.memory.numel()
         self._count(-slot.memory.numel())
-        self._backend.free(slot.memory)
+        if not slot.is_aliased:  # else it goes with the last view of it
+            self._backend.free(slot.memory)
 
     def give_up_residents(self, room: int) -> None:
         """Free device memory of groups that stay there, until they take no more than `room`. Those in use stay."""

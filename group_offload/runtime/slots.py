@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from ..device import Backend, Event, Stream
 
@@ -37,6 +39,7 @@ class Slot:
 
     __slots__ = (
         "__weakref__",
+        "aliases",
         "arrived",
         "groups",
         "is_fixed",
@@ -83,6 +86,21 @@ class Slot:
         """The stream that `last_use` was recorded on since the images were sent."""
         self.views: dict[Group, tuple[int, list[torch.Tensor]]] = {}
         """For groups that were here before: where in the slot, and their tensors as views of `memory`."""
+        self.aliases: list[StorageWeakRef] = []
+        """Where a graph is recorded: storages that views of the slot were made of, for one call each."""
+
+    @property
+    def is_aliased(self) -> bool:
+        """Whether somebody keeps views of the slot beyond the call that they were made for."""
+        if self.aliases:
+            self.aliases = [alias for alias in self.aliases if not alias.expired()]  # type: ignore[no-untyped-call]
+        return bool(self.aliases)
+
+    def alias(self, start: int, num_bytes: int) -> torch.Tensor:
+        """Bytes of the slot, with a storage of their own, so that it is noticed if a view of them is kept."""
+        alias: torch.Tensor = from_dlpack(to_dlpack(self.memory[start : start + num_bytes]))
+        self.aliases.append(StorageWeakRef(alias.untyped_storage()))  # type: ignore[no-untyped-call]
+        return alias
 
     @property
     def is_held(self) -> bool:
@@ -186,6 +204,11 @@ class Lease:
         self.loose: list[Slot] = []
         """Slots of no ring, taken for one run each."""
 
+    @property
+    def is_aliased(self) -> bool:
+        """Whether somebody keeps views of the memory: then it goes when they do, and is nobody else's before."""
+        return any(slot.is_aliased for ring in self.rings.values() for slot in ring.slots)
+
     def take_back(self) -> tuple[torch.Tensor, list[Event]]:
         """The memory, for somebody else: whatever is in it, or on its way there, is forgotten.
 
@@ -231,16 +254,18 @@ class Arena:
             lease = self._current()
             if lease is None or lease is not mine:
                 if lease is not None:
+                    is_aliased = lease.is_aliased
                     memory, unread = lease.take_back()
                     lease = None
-                    if memory.numel() == num_bytes:
+                    if memory.numel() == num_bytes and not is_aliased:
                         # Whoever had it last may have computed on another stream, and had more copies on their way.
                         for event in (self._idle, *unread):
                             stream.wait_event(event)
                         lease = Lease(memory)
                         self._share(memory, copy_stream, stream)
                     else:
-                        self._backend.free(memory)
+                        if not is_aliased:
+                            self._backend.free(memory)
                         del memory
                 if lease is None:
                     lease, self._owner = self._new_lease(num_bytes, stream, copy_stream), stream
@@ -253,7 +278,7 @@ class Arena:
         with self._lock:
             assert lease.memory is not None
             if lease is not self._current():
-                self._backend.free(lease.take_back()[0])
+                self._free(lease)
                 return
             self._idle.record(stream)
             if stream != self._owner:
@@ -264,7 +289,7 @@ class Arena:
         """Give the memory of `lease` back to the device, if it was not taken back already."""
         with self._lock:
             if lease is self._current() and lease.memory is not None:
-                self._backend.free(lease.take_back()[0])
+                self._free(lease)
 
     def others_bytes(self, mine: Lease | None) -> int:
         """Memory that the next lease takes back from another module."""
@@ -280,7 +305,13 @@ class Arena:
         with self._lock:
             lease = self._current()
             if lease is not None and not self._is_busy:
-                self._backend.free(lease.take_back()[0])
+                self._free(lease)
+
+    def _free(self, lease: Lease) -> None:
+        is_aliased = lease.is_aliased
+        memory, _ = lease.take_back()
+        if not is_aliased:
+            self._backend.free(memory)
 
     def _new_lease(self, num_bytes: int, stream: Stream, copy_stream: Stream) -> Lease:
         memory = self._backend.empty(num_bytes, stream)
