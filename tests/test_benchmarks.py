@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,8 @@ def measure(folder: Path, model: str, *arms: str, options: tuple[str | Path, ...
 
 
 @pytest.mark.parametrize("name", ["flux", "wan14b", "unet-sd15", "vae-decode", "t5-xxl"])
-def test_every_model_is_built_and_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    models = importlib.import_module("models")
+def test_every_model_is_built_and_runs(name: str, scripts: Callable[[str], Any]) -> None:
+    models = scripts("models")
     model, device = models.find(name, small=True), torch.device("cpu")
     module, inputs = models.make_model(model, device, resident=False), models.make_inputs(model, device)
     with torch.no_grad():
@@ -161,19 +161,31 @@ def test_pipeline_runs(tmp_path: Path) -> None:
     assert set(report["alone"]) == {"text_encoder", "text_encoder_2", "transformer", "vae"}
 
 
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """The benchmarks as modules."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module
+
+
 @pytest.mark.parametrize("file", RESULTS, ids=[file.stem for file in RESULTS])
-def test_committed_results_are_rendered(file: Path) -> None:
-    table = run("benchmarks/weights.py", "--table", file)
-    for name in json.loads(file.read_text())["arms"]:
+def test_committed_results_are_rendered(file: Path, scripts: Callable[[str], Any]) -> None:
+    report = json.loads(file.read_text())
+    table = scripts("weights").render_table(report)
+    for name in report["arms"]:
         assert f"| {name} " in table
 
 
 @pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
-def test_committed_results_of_files_are_rendered(file: Path) -> None:
-    table = run("benchmarks/files.py", "--table", file)
+def test_committed_results_of_files_are_rendered(file: Path, scripts: Callable[[str], Any]) -> None:
     report = json.loads(file.read_text())
+    table = scripts("files").render(report)
     for name in (*report["arms"], *report["reading"]["ways"]):
         assert f"| {name} " in table
+
+
+def test_a_table_is_printed() -> None:
+    assert "| resident " in run("benchmarks/weights.py", "--table", RESULTS[0])
 
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:
