@@ -294,6 +294,9 @@ def apply_group_offloading(
     bit-identical to those of the module on the device. Between forwards every weight is a CPU tensor that reads its true
     value, and may be edited, replaced, saved or loaded; the next forward computes with what is there then.
 
+    Backward brings weights again as it needs them. Parameters that require gradients stay on the device while the module is
+    trained, if they are less than half of its bytes (a LoRA); else `backward()` raises StateError.
+
     Args:
         module: any torch module; one that was passed through `torch.compile` is offloaded underneath.
         onload_device: where to compute. Default: the current accelerator, else the CPU.

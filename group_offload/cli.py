@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from .cli_plan import add_commands
 from .errors import GroupFileError, GroupOffloadError
 from .stores.publish import folder_lock
 from .stores.survey import Finding, Kind, Survey, open_folder, removable, remove, survey, verify
+from .terminal import complain, new_console, printable, say
 
 OK, DAMAGED, FAILED = 0, 1, 2
 """Exit statuses: argparse's own is 2 too."""
@@ -31,11 +33,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         status: int = arguments.run(arguments)
+        sys.stdout.flush()  # here, where it may fail
     except GroupOffloadError as error:
-        _complain(str(error))
+        complain(str(error))
         return FAILED
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever reads the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        return OK
     return status
 
 
@@ -67,12 +73,12 @@ def _inspect(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json(arguments.folder, found)
         return OK
-    console = _console()
+    console = new_console()
     if found.findings:
         console.print(_table_of_files(found.findings))
     if found.manifests or found.broken_manifests:
         console.print(_table_of_manifests(found))
-    _say(console, _totals(found))
+    say(console, _totals(found))
     return OK
 
 
@@ -88,7 +94,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json(arguments.folder, found)
         return OK if is_good else DAMAGED
-    console = _console()
+    console = new_console()
     if not is_good:
         table = _table("Damaged", "file", "what is wrong", "what to do")
         for finding in found.damaged:
@@ -100,22 +106,22 @@ def _verify(arguments: argparse.Namespace) -> int:
         console.print(table)
     num_good = sum(finding.kind is Kind.GROUP for finding in found.findings)
     num_bad = len(found.damaged) + len(found.broken_manifests)
-    _say(console, f"{num_good} group files are whole, {num_bad} files are damaged.")
+    say(console, f"{num_good} group files are whole, {num_bad} files are damaged.")
     return OK if is_good else DAMAGED
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    console = _console()
+    console = new_console()
     with open_folder(arguments.folder) as fd:
         with folder_lock(arguments.folder):
             candidates = removable(survey(fd))
         if not candidates:
-            _say(console, "Nothing to remove.")
+            say(console, "Nothing to remove.")
             return OK
         console.print(_table_of_files(candidates))
         total = decimal(sum(finding.num_bytes for finding in candidates))
         if arguments.dry_run:
-            _say(console, f"{len(candidates)} files, {total}, would be removed. Those in use would be left.")
+            say(console, f"{len(candidates)} files, {total}, would be removed. Those in use would be left.")
             return OK
         if not arguments.yes:
             if not sys.stdin.isatty():
@@ -139,13 +145,13 @@ def _remove(console: Console, findings: Sequence[Finding], folder_fd: int) -> in
                 num_bytes += finding.num_bytes
             else:
                 num_in_use += 1
-                _say(console, f"{_printable(finding.name)} is in use and was left.")
+                say(console, f"{printable(finding.name)} is in use and was left.")
         except FileNotFoundError:
             pass  # its process was quicker
         except OSError as error:
             num_failed += 1
-            _complain(f"Cannot remove {_printable(finding.name)}: {error.strerror or error}.")
-    _say(console, f"Removed {num_removed} files, {decimal(num_bytes)}; {num_in_use} in use were left.")
+            complain(f"Cannot remove {printable(finding.name)}: {error.strerror or error}.")
+    say(console, f"Removed {num_removed} files, {decimal(num_bytes)}; {num_in_use} in use were left.")
     return FAILED if num_failed else OK
 
 
@@ -228,26 +234,7 @@ def _short(manifest: str) -> str:
 
 
 def _text(value: str) -> Text:
-    return Text(_printable(value))
-
-
-def _printable(value: str) -> str:
-    """Names and headers may hold anything, escape sequences for terminals too."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in value)
-
-
-def _console() -> Console:
-    """What is not a terminal gets lines as long as they are."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=240)
-
-
-def _say(console: Console, message: str) -> None:
-    console.print(Text(message), soft_wrap=True)
-
-
-def _complain(message: str) -> None:
-    Console(stderr=True).print(Text(f"group-offload: {_printable(message)}"), soft_wrap=True)
+    return Text(printable(value))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
 
 import torch
 from rich.console import Console
@@ -18,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .budgets import describe_bytes, parse_bytes
+from .chart import draw_chart
 from .device import backend_for, default_device
 from .errors import ConfigError, DeviceError, GroupFileError
 from .integrations.sharing import NUM_STEPS
@@ -37,6 +37,7 @@ from .planner import (
 from .runtime.budgeting import MARGIN_BYTES, MARGIN_RAM_BYTES
 from .runtime.engine import STAGING_BYTES
 from .speeds import ASSUMED_DRIVE, ASSUMED_H2D, MachineSpeeds, filesystem_of, measure, record, record_file, recorded
+from .terminal import new_console, printable, say
 
 _GIB = 1 << 30
 _PROCESS_RAM = "1.5GiB"
@@ -176,14 +177,14 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(_as_json(arguments, asked, source, components), indent=2))
         return 0
-    console = _console()
+    console = new_console()
     for component in components:
         _show(console, component, asked, arguments.dtype)
     if len(components) > 1:
         seconds = sum(each.uses * each.plan.prediction.step_seconds for each in components)
-        _say(console, f"One image or video, all passes of all models: {seconds:.4g} s.")
+        say(console, f"One image or video, all passes of all models: {seconds:.4g} s.")
     for sentence in _notes(asked, source, components):
-        _say(console, sentence)
+        say(console, sentence)
     return 0
 
 
@@ -323,34 +324,34 @@ def _show(console: Console, component: _Component, asked: _Asked, dtype: str | N
     uses = f", {component.uses} passes" if component.uses > 1 else ""
     title = " ".join(part for part in (component.name, model.model_class) if part) or "model"
     title = f"{title}: {describe_bytes(model.num_bytes)} in {len(model.groups)} groups{uses}"
-    table = Table(title=Text(_printable(title)), title_justify="left")
+    table = Table(title=Text(printable(title)), title_justify="left")
     table.add_column("groups", overflow="fold")
     table.add_column("number", justify="right")
     table.add_column("each", justify="right")
     table.add_column("where", overflow="fold")
     for names, size, places in _rows(component):
-        table.add_row(Text(_printable(names)), str(len(places) or 1), describe_bytes(size), places or "during a pass")
+        table.add_row(Text(printable(names)), str(len(places) or 1), describe_bytes(size), places or "during a pass")
     console.print(table)
     sizes = {place: describe_bytes(num_bytes) for place, num_bytes in _bytes_by_place(plan).items()}
     held = f", {describe_bytes(component.outer_bytes)} during a pass" if component.outer_bytes else ""
     total = describe_bytes(plan.device_bytes + component.outer_bytes)
-    _say(
+    say(
         console,
         f"Device: {total}: {sizes[Place.DEVICE]} that stay, {describe_bytes(plan.slot_bytes)} to take turns in{held}. "
         f"RAM: {sizes[Place.RAM]}. Files alone: {sizes[Place.FILE]}.",
     )
     if model.num_cast:
-        _say(
+        say(
             console,
             f"{model.num_cast} weights are cast to {dtype}: what rests in files is written to a folder for group files first "
             f"(offload_to_disk_path).",
         )
-    _say(console, plan.verdict())
+    say(console, plan.verdict())
     for gain, name in ((component.gain_from_vram, "VRAM"), (component.gain_from_ram, "RAM")):
         step = plan.prediction.step_seconds
         if gain is not None and step:
             what = f"makes a pass {gain:.3g} s ({gain / step:.0%}) faster" if gain > step / 1000 else "changes nothing"
-            _say(console, f"1 GiB more {name} {what}.")
+            say(console, f"1 GiB more {name} {what}.")
     console.print()
 
 
@@ -385,7 +386,7 @@ def _notes(asked: _Asked, source: _Source, components: Sequence[_Component]) -> 
     speeds = source.speeds
     said = f"RAM to device {speeds.h2d / 1e9:.3g} GB/s ({source.h2d}), drive {speeds.drive / 1e9:.3g} GB/s ({source.drive})."
     if "measured" in (source.h2d, source.drive):
-        said += f" Measured on {_printable(source.measured_on)}."
+        said += f" Measured on {printable(source.measured_on)}."
     if "assumed" in (source.h2d, source.drive):
         said += " What is assumed can be measured: group-offload bench DIR."
     yield said
@@ -454,12 +455,9 @@ def _component_as_json(component: _Component) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------------ the chart
 
-_WIDTH, _HEIGHT = 760, 420
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 130, 56, 50
 _NUM_POINTS = 16
 _SHARES = (0.0, 0.25, 0.5, 1.0)
 """Of all weights in RAM: the lines of a chart."""
-_COLOURS = ("#b0413e", "#c98a1b", "#4b7f52", "#2a6f97", "#5b4a8a")
 
 
 def _write_chart(path: Path, components: Sequence[_Component], asked: _Asked) -> None:
@@ -484,73 +482,9 @@ def _write_chart(path: Path, components: Sequence[_Component], asked: _Asked) ->
     if component.is_timed:
         facts += f", compute {asked.step_seconds:.3g} s"
     try:
-        path.write_text(_draw(title, facts, sizes, lines, chosen))
+        path.write_text(draw_chart(title, facts, sizes, lines, chosen))
     except OSError as error:
         raise GroupFileError(f"Cannot write {path}: {error.strerror or error}.") from error
-
-
-def _draw(
-    title: str,
-    facts: str,
-    sizes: Sequence[int],
-    lines: Mapping[int, Sequence[float]],
-    chosen: tuple[int, float] | None,
-) -> str:
-    """Time on a logarithmic scale: reading files and not reading them is a difference of ten times."""
-    times = [seconds for line in lines.values() for seconds in line if seconds > 0] or [1.0]
-    low, high = math.log10(min(times)) - 0.05, math.log10(max(times)) + 0.05
-    first, last = sizes[0], max(sizes[-1], sizes[0] + 1)
-
-    def x(num_bytes: float) -> float:
-        return _LEFT + (num_bytes - first) / (last - first) * (_WIDTH - _LEFT - _RIGHT)
-
-    def y(seconds: float) -> float:
-        return _HEIGHT - _BOTTOM - (math.log10(seconds) - low) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" '
-        'font-family="system-ui, sans-serif" font-size="13">',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-        _words(16, 22, title, weight="bold"),
-        _words(16, 40, f"seconds a pass, predicted; {facts}", fill="#555"),
-        _words(_LEFT + (_WIDTH - _LEFT - _RIGHT) / 2, _HEIGHT - 10, "VRAM", anchor="middle"),
-    ]
-    for seconds in _ticks(low, high):
-        parts.append(_stroke([(_LEFT, y(seconds)), (_WIDTH - _RIGHT, y(seconds))], "#e4e4e4", 1))
-        parts.append(_words(_LEFT - 8, y(seconds) + 4, f"{seconds:g} s", anchor="end"))
-    for number in range(5):
-        num_bytes = first + (last - first) * number / 4
-        parts.append(_words(x(num_bytes), _HEIGHT - _BOTTOM + 18, describe_bytes(num_bytes), anchor="middle"))
-    for colour, line in zip(_COLOURS, lines.values(), strict=False):
-        points = [(x(size), y(seconds)) for size, seconds in zip(sizes, line, strict=True) if seconds > 0]
-        parts.append(_stroke(points, colour, 2))
-    parts.append(_words(_WIDTH - _RIGHT + 10, _TOP + 4, "RAM for weights"))
-    for number, (colour, ram) in enumerate(zip(_COLOURS, lines, strict=False), 1):
-        at = _TOP + 4 + 20 * number
-        parts.append(_stroke([(_WIDTH - _RIGHT + 10, at - 4), (_WIDTH - _RIGHT + 28, at - 4)], colour, 2))
-        parts.append(_words(_WIDTH - _RIGHT + 34, at, describe_bytes(ram)))
-    if chosen is not None and chosen[1] > 0:
-        parts.append(
-            f'<circle cx="{x(chosen[0]):.1f}" cy="{y(chosen[1]):.1f}" r="5" fill="none" stroke="#222" stroke-width="2"/>'
-        )
-    return "\n".join([*parts, "</svg>", ""])
-
-
-def _ticks(low: float, high: float) -> Iterator[float]:
-    for power in range(math.floor(low), math.ceil(high) + 1):
-        yield from (digit * 10.0**power for digit in (1, 2, 5) if low <= math.log10(digit) + power <= high)
-
-
-def _words(
-    x: float, y: float, content: str, *, anchor: str = "start", fill: str = "#222", weight: str = "normal"
-) -> str:
-    content = escape(_printable(content))
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}" font-weight="{weight}">{content}</text>'
-
-
-def _stroke(points: Sequence[tuple[float, float]], colour: str, width: int) -> str:
-    at = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return f'<polyline points="{at}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
 
 
 # ------------------------------------------------------------------------------------------------ bench
@@ -563,28 +497,28 @@ def _bench(arguments: argparse.Namespace) -> int:
     backend = backend_for(_device(arguments.device))
     errors = Console(stderr=True)
 
-    def say(step: str) -> None:
+    def tell(step: str) -> None:
         if errors.is_terminal:
-            _say(errors, f"Measuring {step} ...")
+            say(errors, f"Measuring {step} ...")
 
-    measured = measure(backend, folder, on_step=say)
+    measured = measure(backend, folder, on_step=tell)
     is_kept = measured.drive is not None and record(measured)
     if arguments.json:
         print(json.dumps(asdict(measured), indent=2))
         return 0
-    console = _console()
-    table = Table(title=Text(_printable(measured.device)), title_justify="left")
+    console = new_console()
+    table = Table(title=Text(printable(measured.device)), title_justify="left")
     table.add_column("what")
     table.add_column("speed", justify="right")
     table.add_column("how", overflow="fold")
     for what, speed, how in _measurements(measured):
-        table.add_row(what, f"{speed / 1e9:.2f} GB/s" if speed else "not measured", Text(_printable(how)))
+        table.add_row(what, f"{speed / 1e9:.2f} GB/s" if speed else "not measured", Text(printable(how)))
     console.print(table)
     if measured.problem:
-        _say(console, _printable(measured.problem))
-    _say(
+        say(console, printable(measured.problem))
+    say(
         console,
-        f"Kept in {_printable(str(record_file()))}." if is_kept else "This was not kept: plans will not use it.",
+        f"Kept in {printable(str(record_file()))}." if is_kept else "This was not kept: plans will not use it.",
     )
     return 0
 
@@ -605,18 +539,3 @@ def _measurements(measured: MachineSpeeds) -> Iterator[tuple[str, int | None, st
 
 
 # ------------------------------------------------------------------------------------------------ the terminal
-
-
-def _printable(value: str) -> str:
-    """Names in headers may hold anything, escape sequences for terminals too."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in value)
-
-
-def _console() -> Console:
-    """What is not a terminal gets lines as long as they are."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=240)
-
-
-def _say(console: Console, message: str) -> None:
-    console.print(Text(message), soft_wrap=True)

@@ -391,3 +391,21 @@ def test_the_package_does_not_import_the_command() -> None:
     code = "import sys, group_offload; print({'rich', 'group_offload.cli', 'group_offload.stores.survey'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_whoever_reads_the_output_may_stop(tmp_path: Path) -> None:
+    """`group-offload inspect DIR --json | head -1`: no traceback, and no error."""
+    write(tmp_path / "groups")
+    code = (
+        "import sys\nfrom group_offload import cli\n"
+        "assert sys.stdin.readline()\n"  # once nobody reads any more
+        f"sys.exit(cli.main(['inspect', {str(tmp_path / 'groups')!r}, '--json']))"
+    )
+    reading, writing = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=writing, stderr=subprocess.PIPE
+    )
+    os.close(writing)
+    os.close(reading)
+    _, errors = process.communicate(b"go\n", timeout=60)
+    assert (process.returncode, errors) == (0, b"")

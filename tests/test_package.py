@@ -48,7 +48,7 @@ PUBLIC_NAMES = {
 }
 
 LAYERS = (
-    {"errors", "device", "progress", "saved", "timeline"},
+    {"errors", "device", "progress", "saved", "terminal", "timeline"},
     {"layout", "planner"},
     {"stores"},
     {"budgets", "speeds"},
@@ -57,7 +57,7 @@ LAYERS = (
     {"runtime"},
     {"api"},
     {"activations", "integrations"},
-    {"outline"},
+    {"outline", "chart"},
     {"cli", "cli_plan"},
 )
 """A module may import from its own layer and from those before it."""

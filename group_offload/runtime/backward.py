@@ -39,7 +39,7 @@ from .group import Group, Part
 if TYPE_CHECKING:
     from .engine import Engine
 
-PATIENCE_SECONDS = 300.0
+PATIENCE_SECONDS = 3600.0
 """How long a pass waits for one of another thread: one that waits for this one would never end."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -227,7 +227,8 @@ class Backward:
         """A gate's call begins. In a run of autograd it is part of the backward pass; else it comes after that."""
         task = torch._C._current_graph_task_id()
         if task == -1:
-            self._wait_until_over()
+            if self._tasks:
+                self._wait_until_over()
         elif self.join(task):
             self._advance(self._tasks[task], groups)
 

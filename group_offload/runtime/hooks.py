@@ -175,9 +175,8 @@ class InnerGate(Gate):
         compiler = set_eval_frame(None)
         try:
             with engine.lock:
-                if torch._C._current_graph_task_id() != -1:
-                    backward.come_in(self.groups)
-                if engine.is_running:
+                backward.come_in(self.groups)
+                if engine.is_running:  # by this thread: else it would hold the lock
                     return self._run(compiler, args, kwargs)
         finally:
             set_eval_frame(compiler)
