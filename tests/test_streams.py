@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from group_offload import GroupFileError, OffloadHandle, apply_group_offloading
-from group_offload.runtime import engine, memory, reader, slots, staging, transfer
+from group_offload.runtime import copies, engine, memory, reader, slots, staging, transfer
 from group_offload.runtime.schedule import Schedule
 from group_offload.runtime.transfer import Transfer
 from group_offload.stores.files import SourceFile
@@ -418,6 +418,45 @@ def test_a_block_on_two_streams_that_nothing_orders() -> None:
                 y = device.put(torch.randn(2, DIM))
             with torch.no_grad(), device.running():
                 device.get(model(x, y)[1])
+        handle.remove()
+
+
+def test_an_edit_waits_for_copies_on_all_streams() -> None:
+    """Without a copy stream, blocks on two streams that nothing orders: both carry copies, and an edit is taken up."""
+    device = SimulatedDevice(0, "lazy")
+    side = device.new_stream()
+    model = nn.ModuleDict({name: nn.Linear(DIM, DIM) for name in ("first", "second")})
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(model.values())
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+            x = self.blocks[0](x)
+            with device.use_stream(side):
+                y = self.blocks[1](y)
+            return x, y
+
+    root = Root()
+    with use_simulated_device(device):
+        handle = offload(root, use_stream=False, non_blocking=True)
+        for _ in range(3):
+            resident = copy.deepcopy(root)
+            values = torch.randn(2, 2, DIM)
+            x = device.put(values[0])
+            with device.use_stream(side):
+                y = device.put(values[1])
+            with torch.no_grad(), device.running():
+                given = root(x, y)
+            device.host_access(values, write=False)
+            with torch.no_grad():
+                for block in root.blocks:
+                    block.weight.mul_(2)
+            handle.refresh()
+            for value, block, before in zip(given, resident.blocks, values, strict=True):
+                assert torch.equal(device.get(value), run(block, before))
+            del given, value
         handle.remove()
 
 
@@ -845,7 +884,7 @@ NO_ORDER = {("Reader", "_next")}
 def find_waits() -> list[tuple[Any, str, int]]:
     """Every statement of the engine that only orders work: (class, method, index of the statement)."""
     found = []
-    for module in (engine, memory, slots, transfer, reader, staging):
+    for module in (copies, engine, memory, slots, transfer, reader, staging):
         for node in ast.parse(Path(module.__file__ or "").read_text()).body:
             if isinstance(node, ast.ClassDef):
                 for method in node.body:
@@ -893,6 +932,7 @@ def test_there_are_waits_to_remove() -> None:
 def everything() -> None:
     test_a_block_on_two_streams_that_nothing_orders()
     test_what_a_forward_changed_is_fetched_after_it_was_changed()
+    test_an_edit_waits_for_copies_on_all_streams()
     test_at_rest_nothing_moves()
     test_a_lease_goes_from_stream_to_stream()
     test_files_and_pageable_ram_go_through_the_staging_buffers_in_turn()

@@ -167,7 +167,7 @@ class Engine:
         self._seen: dict[nn.Module, Seen] = {}
         self._files = CachedFiles(
             self._backend,
-            self.transfer.last_copy.synchronize,
+            self.transfer.last_copies.synchronize,
             may_lock=not config.low_cpu_mem_usage and not config.verify_files,
         )
         # Not a method of the engine: the two would keep each other.
@@ -934,7 +934,7 @@ class Engine:
             self._folder,
             before,
             _is_compiled,
-            self.transfer.last_copy.synchronize,
+            self.transfer.last_copies.synchronize,
             casts,
             self._trained.ids,
         )

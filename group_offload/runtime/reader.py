@@ -453,7 +453,7 @@ class Reader:
             self._submitted.remove(job)
             self._begin(job)  # also if it brought nothing: who takes these bytes next waits for this job only
             job.ready.record(job.stream)
-            self._staging.last_copy.record(job.stream)
+            self._staging.last_copies.record(job.stream)
         job.target = None  # the job may be kept longer than the slot
         job.chunks.clear()  # the job may be kept: files need not stay mapped
         job.begun.clear()

@@ -12,6 +12,7 @@ from ..device import Backend, Event, Stream
 from ..stores.base import memory_of
 from ..stores.mapping import flat_view, map_anonymous
 from ..stores.pinned import unlock
+from .copies import LastCopies
 
 
 class Staging:
@@ -33,7 +34,7 @@ class Staging:
         """In the order in which their copies end."""
         self._spare: list[Event] = []
         self._unpin: Callable[[], object] = _nothing
-        self.last_copy = backend.new_event()
+        self.last_copies = LastCopies(backend)
         """Recorded by the reader behind all copies: before it is reached the memory stays locked."""
 
     @property
@@ -96,7 +97,7 @@ class Staging:
         unpin = self._backend.pin(memory)
         if unpin is not None:
             # A model that is dropped without remove() must not leave its pages locked.
-            finalizer = weakref.finalize(self, unlock, self.last_copy.synchronize, unpin, memory)
+            finalizer = weakref.finalize(self, unlock, self.last_copies.synchronize, unpin, memory)
             finalizer.atexit = False
             self._unpin = finalizer
         self.memory, self.view = memory, memory_of(memory)

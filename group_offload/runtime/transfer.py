@@ -12,6 +12,7 @@ from torch.profiler import record_function
 from ..device import Backend, Event, HostBackend, Stream, plain_empty
 from ..stores.base import Image, Tier
 from ..stores.files import Proof, SourceFile
+from .copies import LastCopies
 from .reader import Job, Read, Reader
 from .trace import Tracer
 
@@ -49,7 +50,7 @@ class Transfer:
         """What the images being sent need from files."""
         self._pending: tuple[int, torch.Tensor, int, int] | None = None
         """A copy (at, memory, start, bytes) that the next one may be joined to."""
-        self.last_copy = backend.new_event()
+        self.last_copies = LastCopies(backend)
         self.tracer: Tracer | None = None
         self._num_copies = 0
         self._bytes_locked = 0
@@ -145,7 +146,7 @@ class Transfer:
                 if self.tracer is not None and begun is not None:
                     self.tracer.copied([name for _, name, _ in images], begun, stream, num_bytes)
                 slot.ready.record(stream)
-            self.last_copy.record(stream)
+            self.last_copies.record(stream)
             del self._target  # it would keep the memory
         reads = self._collector.reads
         if not reads:
@@ -174,7 +175,7 @@ class Transfer:
 
         (Copies of what was read from files read staging memory only.)
         """
-        self.last_copy.synchronize()
+        self.last_copies.synchronize()
 
     def drain(self) -> None:
         """Wait until all that was sent is on its way."""
@@ -219,7 +220,7 @@ class Transfer:
         self._reader.close()
 
     def _drop_buffers(self) -> None:
-        self.last_copy.synchronize()
+        self.last_copies.synchronize()
         _call_all(self._unpin)
         self._staging.clear()
 
