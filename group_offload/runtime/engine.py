@@ -818,8 +818,8 @@ class Engine:
             if any(group.holds or group in soon for group in slot.groups):
                 self._blockers.update(slot.groups)
                 return False
-            if slot.is_aliased:
-                self._warn_of_alias(slot)
+            if slot.is_aliased:  # for a moment only, if it is by frames of a call that raised
+                self._is_behind = True
                 return False
             return True
 
@@ -834,24 +834,27 @@ class Engine:
             self._send(run, *found)
         return found is not None
 
-    def _warn_of_alias(self, slot: Slot) -> None:
-        if not self._has_warned_of_alias:
-            self._has_warned_of_alias = True
-            logger.warning(
-                "Something keeps views of weights of %s in %s beyond the call that they were used in: they stay on the device "
-                "as long as it does. (An autograd function, say, that keeps a weight in its context, and not with "
-                "save_for_backward.)",
-                " and ".join(group.group_id for group in slot.groups),
-                type(self.root).__name__,
-            )
-
     def _onload_now(self, group: Group) -> None:
         if self._memory.may_reside(group):
             self._send([group], self._memory.resident_slot(group), [])
             return
         ring = self._memory.ring(group.height)
         found = None if ring is None else ring.place(group.num_bytes, _is_free, restart=not self.config.use_stream)
+        if ring is not None and found is None:
+            self._warn_of_aliases(ring.slots)
         self._send([group], *(found or (self._memory.loose_slot(group.num_bytes), [])))
+
+    def _warn_of_aliases(self, slots: Sequence[Slot]) -> None:
+        aliased = [slot for slot in slots if slot.is_aliased]
+        if aliased and not self._has_warned_of_alias:
+            self._has_warned_of_alias = True
+            logger.warning(
+                "Something keeps views of weights of %s in %s beyond the call that they were used in: they stay on the device "
+                "as long as it does. (An autograd function, say, that keeps a weight in its context, and not with "
+                "save_for_backward.)",
+                " and ".join(group.group_id for slot in aliased for group in slot.groups),
+                type(self.root).__name__,
+            )
 
     def _send(self, run: list[Group], slot: Slot, evicted: list[Slot]) -> None:
         after = [old.last_use for old in evicted] if slot.is_fixed else [slot.last_use]
