@@ -393,7 +393,7 @@ def test_nothing_grows_with_the_number_of_steps(budget: int, tmp_path: Path) -> 
     gc.collect()
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    assert grown < 20_000
+    assert grown < 40_000  # 90,000 if a reference to each tensor is left
 
 
 def test_a_trace_has_the_file_in_it(tmp_path: Path) -> None:
