@@ -818,7 +818,7 @@ class Engine:
             if any(group.holds or group in soon for group in slot.groups):
                 self._blockers.update(slot.groups)
                 return False
-            if slot.is_aliased:  # for a moment only, if it is by frames of a call that raised
+            if self._memory.is_kept(slot):  # for a moment only, if it is by frames of a call that raised
                 self._is_behind = True
                 return False
             return True
@@ -839,13 +839,16 @@ class Engine:
             self._send([group], self._memory.resident_slot(group), [])
             return
         ring = self._memory.ring(group.height)
-        found = None if ring is None else ring.place(group.num_bytes, _is_free, restart=not self.config.use_stream)
+        found = None if ring is None else ring.place(group.num_bytes, self._is_free, restart=not self.config.use_stream)
         if ring is not None and found is None:
             self._warn_of_aliases(ring.slots)
         self._send([group], *(found or (self._memory.loose_slot(group.num_bytes), [])))
 
+    def _is_free(self, slot: Slot) -> bool:
+        return not slot.is_held and not self._memory.is_kept(slot)
+
     def _warn_of_aliases(self, slots: Sequence[Slot]) -> None:
-        aliased = [slot for slot in slots if slot.is_aliased]
+        aliased = [slot for slot in slots if not slot.is_held and self._memory.is_kept(slot)]
         if aliased and not self._has_warned_of_alias:
             self._has_warned_of_alias = True
             logger.warning(
@@ -1072,10 +1075,6 @@ def _measure_speeds(backend: Backend, files: CachedFiles) -> Speeds:
 def _leave_all(paths: list[Path]) -> None:
     while paths:
         leave(paths.pop())
-
-
-def _is_free(slot: Slot) -> bool:
-    return not slot.is_held and not slot.is_aliased
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -258,6 +258,14 @@ class DeviceMemory:
             self.is_used(group, slot)
         slot.evict()
 
+    def is_kept(self, slot: Slot) -> bool:
+        """Whether somebody keeps views of a slot that no call holds. What is still bound, in vain, is bound to rest."""
+        if slot.aliases:
+            for group in [*slot.groups]:
+                if group in self.bound:
+                    self.unbind(group)
+        return slot.is_aliased
+
     def free(self, slot: Slot) -> None:
         """Give up what a slot holds; its memory too, if it is of no ring."""
         self.evict(slot)
