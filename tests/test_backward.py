@@ -565,26 +565,32 @@ def test_two_threads_train_two_models_and_share_one(tmp_path: Path) -> None:
         handle.remove()
 
 
+def in_a_thread(run: Callable[[], object]) -> tuple[Callable[..., None], list[StateError]]:
+    """A hook that runs something in a thread and waits for it, and the errors that came of that."""
+    errors: list[StateError] = []
+
+    def catch() -> None:
+        try:
+            run()
+        except StateError as error:
+            errors.append(error)
+
+    def hook(*args: Any) -> None:
+        thread = threading.Thread(target=catch)
+        thread.start()
+        thread.join(30)
+        assert not thread.is_alive()
+
+    return hook, errors
+
+
 def test_a_backward_that_waits_for_itself_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward that waits for another thread's backward over an earlier graph of the same model."""
     monkeypatch.setattr(backward_module, "PATIENCE_SECONDS", 0.2)
     model = make().requires_grad_(False).eval()
     with offloaded(model, "cpu", tmp_path) as (_, handle, put, _):
         loss = model(data(0, put).requires_grad_()).square().mean()
-        errors: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                loss.backward()
-            except StateError as error:
-                errors.append(error)
-
-        def wait(*args: Any) -> None:
-            thread = threading.Thread(target=run)
-            thread.start()
-            thread.join(30)
-            assert not thread.is_alive()
-
+        wait, errors = in_a_thread(loss.backward)
         hook = model.blocks[1].register_forward_pre_hook(wait)  # type: ignore[union-attr]
         with torch.no_grad():
             model(data(0, put))
@@ -598,21 +604,7 @@ def test_a_forward_that_waits_for_its_own_backward_is_an_error(tmp_path: Path, m
     monkeypatch.setattr(backward_module, "PATIENCE_SECONDS", 0.2)
     model = make().requires_grad_(False).eval()
     with offloaded(model, "cpu", tmp_path) as (_, handle, put, _):
-        errors: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                with torch.no_grad():
-                    model(data(1, put))
-            except StateError as error:
-                errors.append(error)
-
-        def wait(*args: Any) -> None:
-            thread = threading.Thread(target=run)
-            thread.start()
-            thread.join(30)
-            assert not thread.is_alive()
-
+        wait, errors = in_a_thread(torch.no_grad()(lambda: model(data(1, put))))
         hook = model.blocks[1].register_full_backward_hook(wait)  # type: ignore[union-attr]
         x = data(0, put).requires_grad_()
         model(x).square().mean().backward()

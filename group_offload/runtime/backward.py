@@ -169,7 +169,7 @@ class Backward:
         if not torch.is_grad_enabled() or not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             return None
         below = hooks_in_force()
-        if below is not None and self.is_ours(below):
+        if self.is_ours(below):
             return None
         pack = unwatched(lambda tensor: self._pack(tensor, below))
         pack.backward, pack.below = self, None if below is None else below[0]  # type: ignore[attr-defined]
@@ -209,7 +209,7 @@ class Backward:
         with self._locked():
             if not self.join(task):
                 return engine.copy_of(saved)
-            group = engine.group_of(saved.part)  # a pass that begins may have cut them again
+            group = engine.group_of(saved.part)  # a forward that the lock had to wait for may have cut them again
             now = self._tasks[task]
             self._advance(now, (group,))
             stream = engine.current_stream

@@ -79,7 +79,7 @@ def build_groups(
         for in_turn in _in_turn(plans):
             for plan in plans:
                 plan.fresh = in_turn[plan.spec]
-            if folder is not None and (config.rests_in_files or config.has_budgets):
+            if folder is not None:
                 _rest_in_files(plans, folder, homes, made, casts)
             _rest_in_ram(plans, config, homes, made, wait, casts)
     except BaseException:

@@ -58,7 +58,7 @@ from .build import build_groups, first_guess, materialise
 from .cached import CachedFiles
 from .counters import Counters
 from .group import Group, Part, Residence
-from .hooks import Gate, InnerGate, moved
+from .hooks import Gate, InnerGate, map_tensors, moved
 from .lookahead import Ahead, Walk
 from .memory import DeviceMemory
 from .reader import NUM_FRAMES, SMALL_CHUNK_BYTES, Job
@@ -121,8 +121,6 @@ class Engine:
         self._trained = Trained(self._backend)
         self._records_graphs = False
         """A forward has recorded a graph, so that modules inside of groups may be called alone, by a checkpoint."""
-        self._forward: int | None = None
-        """The number of the forward in progress."""
         self.transfer = Transfer(
             self._backend,
             use_stream=config.use_stream,
@@ -323,7 +321,6 @@ class Engine:
         watch = self._notice_changes(top) or self._rebuild_for(top)
         if kind.with_grad:
             watch = self._prepare_for_backward(top, watch)
-        self._forward = self.counters.passes
         self._kind = kind
         self._brought_back_before = self.counters.brought_back
         self._note_times()
@@ -358,7 +355,6 @@ class Engine:
         return watch
 
     def _end(self) -> None:
-        self._forward = None
         for group in [*self._memory.bound]:
             self._memory.unbind(group)
         self._schedule.end(completed=not self._has_failed)
@@ -381,7 +377,6 @@ class Engine:
     def _recover(self) -> None:
         """Put right what an interrupt in the middle of the engine's own code may have left."""
         self._calls = self._calls[-1:]
-        self._forward = None
         for group in self.groups:
             group.holds = 0
             group.slot = None
@@ -530,7 +525,7 @@ class Engine:
 
     def is_in_forward(self, number: int) -> bool:
         """Whether the forward of this number has yet to end."""
-        return self._forward == number
+        return self.is_running and not self.backward.is_open and self.counters.passes == number
 
     def own(self, output: Any, gate: Gate) -> Any:
         """What a call gives, without views of weights in a slot that others take turns in: those get memory of their own."""
@@ -539,7 +534,13 @@ class Engine:
             for group in gate.groups
             if group.slot is not None and group.slot.is_fixed
         ]
-        return _apart(output, spans) if spans else output
+
+        def apart(tensor: torch.Tensor) -> torch.Tensor:
+            is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
+            is_inside = is_plain and any(0 <= tensor.data_ptr() - start < num_bytes for start, num_bytes in spans)
+            return tensor.clone() if is_inside else tensor
+
+        return map_tensors(output, apart) if spans else output
 
     def find_weight(self, tensor: torch.Tensor) -> tuple[Part, int, int] | None:
         """The weight that a tensor is a view of, if it is onloaded: see `Group.find`."""
@@ -564,7 +565,6 @@ class Engine:
 
     def copy_of(self, saved: SavedWeight) -> torch.Tensor:
         """A saved weight in memory of its own, on the device."""
-        self.group_of(saved.part)
         source = bytes_at_rest(saved)
         memory = self._backend.empty(source.numel())
         self._backend.copy(memory, source, self._backend.current_stream(), blocking=True)
@@ -1039,26 +1039,6 @@ def _modules_inside(top: nn.Module, gates: Mapping[nn.Module, Gate]) -> list[nn.
         found[module] = None
         pending += module.children()
     return [module for module in found if not isinstance(module, NEVER_CALLED)]
-
-
-def _apart(value: Any, spans: Sequence[tuple[int, int]]) -> Any:
-    """`value`, with copies of those tensors in it that lie in any of the spans; the same object if there are none."""
-    if isinstance(value, torch.Tensor):
-        if type(value) is not torch.Tensor and type(value) is not nn.Parameter:
-            return value
-        is_inside = any(0 <= value.data_ptr() - start < num_bytes for start, num_bytes in spans)
-        return value.clone() if is_inside else value
-    if isinstance(value, (list, tuple)):
-        items = [_apart(item, spans) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        for key, item in value.items():
-            new = _apart(item, spans)
-            if new is not item:
-                value[key] = new
-    return value
 
 
 def _images_of(run: Sequence[Group]) -> list[tuple[int, str, Image]]:

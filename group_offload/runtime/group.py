@@ -144,7 +144,8 @@ class Group:
             is_watched: let the slot notice if somebody keeps views of them.
         """
         assert self.slot is not None
-        bound = self._watched_views_of(self.slot) if is_watched else self._views_of(self.slot)
+        slot = self.slot
+        bound = self._views_in(slot.alias(self.offset, self.num_bytes)) if is_watched else self._views_of(slot)
         if self._recast:
             bound = [self._recast.get(index, view) for index, view in enumerate(bound)]
         for tensor, view in zip(self._tensors, bound, strict=True):
@@ -231,6 +232,11 @@ class Group:
             self.rest()
 
     @property
+    def is_ready(self) -> bool:
+        """Whether its weights can be computed with: bound to the slot (what backward holds need not be), and held."""
+        return self.holds > 0 and self.residence is Residence.ONLOADED
+
+    @property
     def is_current(self) -> bool:
         """Whether the slot holds what the images hold."""
         return all(part.sent_generation == part.image.generation and not part.image.is_outdated for part in self.parts)
@@ -289,16 +295,12 @@ class Group:
         known = slot.views.get(self)
         if known is not None and known[0] == self.offset:
             return known[1]
-        views = []
-        for part in self.parts:
-            start = self.offset + part.offset
-            views += part.image.layout.views(slot.memory[start : start + part.image.layout.num_bytes])
-        views = self._fit(views)
+        views = self._views_in(slot.memory[self.offset : self.offset + self.num_bytes])
         slot.views[self] = self.offset, views
         return views
 
-    def _watched_views_of(self, slot: Slot) -> list[torch.Tensor]:
-        memory = slot.alias(self.offset, self.num_bytes)
+    def _views_in(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors, as views of flat uint8 memory that holds the images."""
         views = []
         for part in self.parts:
             views += part.image.layout.views(memory[part.offset : part.offset + part.image.layout.num_bytes])

@@ -14,7 +14,9 @@ with a gate also has a forward pre-hook, and whichever of the two is traced firs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -170,7 +172,7 @@ class InnerGate(Gate):
             return call(*args, **kwargs)  # type: ignore[no-untyped-call]
         engine = self._engine
         backward = engine.backward
-        if backward.is_ours(hooks_in_force()) and all(group.holds for group in self.groups):
+        if backward.is_ours(hooks_in_force()) and all(group.is_ready for group in self.groups):
             return call(*args, **kwargs)  # type: ignore[no-untyped-call]
         compiler = set_eval_frame(None)
         try:
@@ -217,16 +219,34 @@ def _leave_bypassed(module: nn.Module, args: Any, output: Any) -> None:
 
 def moved(value: Any, device: torch.device, non_blocking: bool) -> Any:
     """`value` with the tensors in it on `device`; the same object if they all are already."""
+    return map_tensors(
+        value, lambda tensor: tensor if tensor.device == device else tensor.to(device, non_blocking=non_blocking)
+    )
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with other tensors in it, in lists, mappings and dataclasses too; the same object if all stay the same."""
     if isinstance(value, torch.Tensor):
-        return value if value.device == device else value.to(device, non_blocking=non_blocking)
+        return change(value)
     if isinstance(value, (list, tuple)):
-        items = [moved(item, device, non_blocking) for item in value]
+        items = [map_tensors(item, change) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, Mapping):
-        entries = {key: moved(item, device, non_blocking) for key, item in value.items()}
-        if all(entries[key] is value[key] for key in value):
-            return value
-        return type(value)(entries)  # type: ignore[call-arg]
+        entries = {key: map_tensors(item, change) for key, item in value.items()}
+        changed = {key: new for key, new in entries.items() if new is not value[key]}
+        if not isinstance(value, MutableMapping):
+            return type(value)(entries) if changed else value  # type: ignore[call-arg]
+        copied = copy.copy(value) if changed else value
+        for key, new in changed.items():
+            copied[key] = new
+        return copied
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        changed = {name: new for name, item in fields.items() if (new := map_tensors(item, change)) is not item}
+        copied = copy.copy(value) if changed else value
+        for name, new in changed.items():
+            object.__setattr__(copied, name, new)  # a frozen one as well
+        return copied
     return value

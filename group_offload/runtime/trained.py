@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -48,7 +48,7 @@ class Trained:
             return False
         self._asked = frozenset(wanted)
         num_bytes = sum(ref.tensor.nbytes for ref in refs) + sum(parameter.nbytes for parameter in known.values())
-        if sum(parameter.nbytes for parameter in wanted.values()) > MAX_SHARE * num_bytes:
+        if not _is_small(wanted.values(), num_bytes):
             wanted = {}
         shared = _sharing(refs) if wanted else set()
         homes = self._homes
@@ -92,10 +92,14 @@ def is_trainable(ref: TensorRef) -> bool:
 
 def may_be_trained(refs: Sequence[TensorRef]) -> set[int]:
     """By id, the parameters that require gradients, if most others do not, and that share memory with none."""
-    wanted = {id(ref.holder): ref.tensor.nbytes for ref in refs if is_trainable(ref) and not ref.path}
-    if not wanted or sum(wanted.values()) > MAX_SHARE * sum(ref.tensor.nbytes for ref in refs):
+    wanted = {id(ref.holder): ref.holder for ref in refs if is_trainable(ref) and not ref.path}
+    if not wanted or not _is_small(wanted.values(), sum(ref.tensor.nbytes for ref in refs)):
         return set()
     return wanted.keys() - _sharing(refs)
+
+
+def _is_small(parameters: Iterable[torch.Tensor], num_bytes: int) -> bool:
+    return sum(parameter.nbytes for parameter in parameters) <= MAX_SHARE * num_bytes
 
 
 def _sharing(refs: Sequence[TensorRef]) -> set[int]:
