@@ -1,14 +1,15 @@
 """LoRA training over frozen weights, on the device and streamed: time of a step, device memory, bits.
 
     python benchmarks/training.py --output results.json                     FLUX.1 on the accelerator
-    python benchmarks/training.py --device-memory 8GiB --blocks 19 38 ...   the same with no more than that for torch
+    python benchmarks/training.py --device-memory 8GiB --blocks 19 38 ...   the same; "resident" arms get more
     python benchmarks/training.py --small --device cpu --output r.json      the same code in a few seconds
 
 Arms run in one process, one after another, from the same weights, inputs and random numbers. "resident" has all weights on the
 device, "ours ..." streams them; "+ checkpointing" is the model's own gradient checkpointing, "+ activations" offloads what is
-saved for backward. The report says whether losses, gradients and trained parameters of the first steps have the bits of the
-resident arm with the same checkpointing. What a step could take at best is the longer of that arm's step and the time that
-the bytes it sent need on the link.
+saved for backward. Peers: "fsdp2" is FSDP2 on one device with `CPUOffloadPolicy`, block by block, "diffusers" its group
+offloading with streams. The report says whether losses, gradients and trained parameters of the first steps, for which
+deterministic algorithms are on, have the bits of the resident arm with the same checkpointing. What a step could take at best
+is the longer of that arm's step and the time that the bytes it sent need on the link.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import gc
 import hashlib
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -27,6 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+import torch.distributed as dist
 from machine import default_device, device_peak, fix_algorithms, forget_device_peak, measure_machine, synchronize
 from models import NAMES, find, make_inputs, make_model
 from torch import nn
@@ -51,6 +54,8 @@ ARMS = (
     "ours block + activations",
     "ours block + checkpointing + activations",
     "ours block vram=50% + checkpointing",
+    "fsdp2 + checkpointing",
+    "diffusers block + checkpointing",
 )
 NUM_COMPARED = 3
 """Steps whose bits are compared."""
@@ -104,7 +109,19 @@ class Run:
             self.model.enable_gradient_checkpointing()  # type: ignore[operator]
         else:
             self.model.disable_gradient_checkpointing()  # type: ignore[operator]
-        if where != "resident":
+        if where == "fsdp2":
+            self._shard()
+        elif where == "diffusers block":
+            from diffusers.hooks import apply_group_offloading as theirs
+
+            theirs(
+                self.model,
+                onload_device=self.device,
+                offload_type="block_level",
+                num_blocks_per_group=1,
+                use_stream=self.device.type != "cpu",
+            )
+        elif where != "resident":
             choice = dict(PLACES[where])
             if choice.pop("in_files", False):
                 choice["offload_to_disk_path"] = folder
@@ -113,6 +130,30 @@ class Run:
             self.activations = apply_activation_offloading(
                 self.model, device=self.device, min_bytes=self.options.min_bytes
             )
+
+    def _shard(self) -> None:
+        """FSDP2 as one would use it for this: a block at a time, and what is trained stays on the device."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+        has_streams = self.device.type != "cpu"
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if has_streams else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+        for parameter in self.trained:
+            parameter.data = parameter.data.to(self.device)
+        for name, buffer in list(self.model.named_buffers()):
+            owner, _, last = name.rpartition(".")
+            setattr(self.model.get_submodule(owner), last, buffer.to(self.device))
+        choice: dict[str, Any] = {
+            "mesh": init_device_mesh(self.device.type, (1,)),
+            "offload_policy": CPUOffloadPolicy(pin_memory=has_streams),
+            "ignored_params": set(self.trained),
+        }
+        for blocks in self.model.children():
+            if isinstance(blocks, nn.ModuleList):
+                for block in blocks:
+                    fully_shard(block, **choice)
+        fully_shard(self.model, **choice)
 
     def close(self) -> None:
         for handle in (self.activations, self.handle):
@@ -142,6 +183,7 @@ class Run:
         before: Any = None
         for number in range(NUM_COMPARED + options.steps):
             optimizer.zero_grad()
+            torch.use_deterministic_algorithms(number < NUM_COMPARED)
             if number == NUM_COMPARED:
                 forget_device_peak(self.device)
                 before = None if self.handle is None else self.handle.stats()
@@ -177,13 +219,15 @@ class Run:
         return report
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    device = torch.device(options.device)
-    if options.device_memory is not None and device.type == "cuda":
+def limit_device_memory(size: str | None, device: torch.device) -> None:
+    if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(
-            min(1.0, parse_bytes(options.device_memory, "--device-memory") / total), device
-        )
+        share = 1.0 if size is None else min(1.0, parse_bytes(size, "--device-memory") / total)
+        torch.cuda.set_per_process_memory_fraction(share, device)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    device, begun = torch.device(options.device), time.perf_counter()
     model = find(options.model, small=options.small, blocks=options.blocks, tokens=options.tokens)
     report: dict[str, Any] = {
         "machine": measure_machine(device),
@@ -193,14 +237,21 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
     inputs = make_inputs(model, device)
     module: nn.Module | None = None
-    is_there: bool | None = None
+    whereabouts: str | None = None
     for name in sorted(options.arms, key=lambda name: not name.startswith("resident")):
+        if device.type == "cpu" and "vram" in name:
+            continue
+        if options.budget is not None and time.perf_counter() - begun > options.budget:
+            report["arms"][name] = {"error": "no time left"}
+            continue
+        where = "device" if name.startswith("resident") else "RAM"
         arm: Run | None = None
         try:
-            if is_there != name.startswith("resident"):
-                is_there, module = name.startswith("resident"), None
+            if whereabouts != where:
+                whereabouts, module = where, None
                 forget_device_peak(device)
-                module = make_model(model, device, resident=is_there).train()
+                limit_device_memory(options.device_memory if where == "RAM" else None, device)
+                module = make_model(model, device, resident=where == "device").train()
                 add_lora(module, options.rank)
                 report["weight_bytes"] = sum(parameter.nbytes for parameter in module.parameters())
             assert module is not None
@@ -210,16 +261,28 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     arm.open(Path(folder))
                     report["arms"][name] = arm.measure(inputs)
                 finally:
+                    torch.use_deterministic_algorithms(False)
                     arm.close()
-        except torch.OutOfMemoryError as error:
-            report["arms"][name] = {"error": str(error).partition(".")[0]}
-            if arm is None:
-                is_there = module = None
+        except (RuntimeError, NotImplementedError) as error:  # torch.OutOfMemoryError is one
+            report["arms"][name] = {"error": _first_line(error)}
+        if "error" in report["arms"][name] or not name.startswith(("resident", "ours")):
+            whereabouts = module = None  # what the arm did to the model stays
         del arm
         gc.collect()
-        print(f"{name}: {report['arms'][name].get('step_s', 'out of memory')}", file=sys.stderr, flush=True)
-    judge(report)
+        result = report["arms"][name]
+        print(f"{name}: {result.get('error') or result['step_s']}", file=sys.stderr, flush=True)
+        judge(report)
+        if options.output is not None:
+            options.output.write_text(json.dumps(report, indent=1) + "\n")
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return report
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    return str(error).partition("\n")[0][:160]
 
 
 def judge(report: dict[str, Any]) -> None:
@@ -238,18 +301,18 @@ def judge(report: dict[str, Any]) -> None:
 
 
 def table(report: dict[str, Any]) -> str:
-    machine, model = report["machine"], report["model"]
+    machine, model, limit = report["machine"], report["model"], report["device_memory"]
     lines = [
         f"{model['name']}: {model['what']}, {report['weight_bytes'] / 2**30:.2f} GiB, {model['inputs']}; "
         f"LoRA of rank {model['rank']}.",
-        f"{machine['device']}, torch {machine['torch']}. Device memory: {report['device_memory'] or 'all'}.",
+        f"{machine['device']}, torch {machine['torch']}. Device memory: {f'{limit} (resident: all)' if limit else 'all'}.",
         "",
         "| arm | step, s | peak, GiB | after forward, GiB | sent a step, GiB | link alone, s | x limit | same bits |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, arm in report["arms"].items():
         if "error" in arm:
-            lines.append(f"| {name} | out of memory | | | | | | |")
+            lines.append(f"| {name} | {arm['error']} | | | | | | |")
             continue
         equal = {True: "yes", False: "NO", None: ""}[arm["is_equal"]]
         lines.append(
@@ -280,17 +343,16 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--steps", type=int, default=5, help="timed steps; three more come first, and are compared")
     parser.add_argument("--min-bytes", type=int, default=1 << 20, help="activations that are smaller stay")
-    parser.add_argument("--device-memory", help="what torch may take of the device: 8GiB")
+    parser.add_argument("--device-memory", help="what torch may take of the device in arms that stream: 8GiB")
+    parser.add_argument("--budget", type=float, help="seconds, after which no other arm begins")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     options = parser.parse_args()
     if options.table is not None:
         print(table(json.loads(options.table.read_text())))
         return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: for deterministic algorithms
     fix_algorithms()
-    report = run(options)
-    print(table(report))
-    if options.output is not None:
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+    print(table(run(options)))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 from group_offload.integrations.training import ActivationOffloadCallback
 
-from . import tiny_models
+from . import distributed_training, tiny_models
 from .common import same_bits
 from .simulated import SimulatedDevice, use_simulated_device
 from .test_activations import Block, _small_segments, assert_same_bits, make, offload, plain, train
@@ -317,89 +317,38 @@ def test_the_callback_follows_any_protocol() -> None:
 
 # ---------------------------------------------------------------- several processes
 
-WORKER = """
-import copy, os, sys, warnings
-warnings.simplefilter("ignore")
-import torch, torch.distributed as dist
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-torch.set_num_threads(1)
-rank, file = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, fully_shard, MixedPrecisionPolicy
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from group_offload.activations import apply_activation_offloading
-from tests.test_activations import Block, Model
 
-mesh = init_device_mesh("cpu", (2,))
-
-def build(kind):
-    torch.manual_seed(0)
-    model = Model(3)
-    kind, _, checkpointing = kind.partition("+")
-    if checkpointing:
-        model.run_block = lambda block, *args: checkpoint(block, *args, use_reentrant=False)
-    if kind == "ddp":
-        return nn.parallel.DistributedDataParallel(model)
-    if kind == "fsdp":
-        return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu"), use_orig_params=True)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if kind == "fsdp2-bf16" else MixedPrecisionPolicy()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
-
-def local(tensor):
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-def train(model):
-    torch.manual_seed(rank)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    bits = []
-    for step in range(3):
-        x = torch.randn(3, 7, 16)
-        loss = model(x).float().square().mean()
-        loss.backward()
-        bits.append(loss.detach().clone())
-        bits += [local(p.grad).clone() for p in model.parameters() if p.grad is not None]
-        optimizer.step()
-        optimizer.zero_grad()
-    return bits + [local(p).detach().clone() for p in model.parameters()]
-
-for kind in ("ddp", "fsdp", "fsdp2", "fsdp2-bf16", "ddp+c", "fsdp+c", "fsdp2+c"):
-    expected = train(build(kind))
-    model = build(kind)
-    seen = []
-    handle = apply_activation_offloading(model, device="cpu", min_bytes=0, skip=lambda t, _: seen.append(t.shape) or False)
-    actual = train(model)
-    assert len(actual) == len(expected)
-    assert all(torch.equal(a, e) for a, e in zip(actual, expected)), kind
-    stats = handle.stats()
-    assert stats.offloads > 0 and stats.passes == 3 and stats.used_host_bytes == 0, (kind, stats)
-    assert {s[0] for s in seen} <= {3, 3 * 7}, (kind, set(seen))  # batches and tokens, no weights
-    handle.remove()
-    print(kind, "equal", flush=True)
-dist.barrier()
-dist.destroy_process_group()
-"""
-
-
-def test_ddp_fsdp_and_fsdp2(tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+def run_two_processes(device: str, folder: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     workers = [
         subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(rank), str(tmp_path / "rendezvous")],
+            [sys.executable, "-m", distributed_training.__name__, str(rank), str(folder / "rendezvous"), device],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             env=environment,
+            cwd=ROOT,
         )
         for rank in range(2)
     ]
-    outputs = [worker.communicate(timeout=110)[0] for worker in workers]
+    try:
+        outputs = [worker.communicate(timeout=110)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
     for worker, output in zip(workers, outputs, strict=True):
         assert worker.returncode == 0, output
-        assert output.count("equal") == 7
+        assert output.count("equal") == len(distributed_training.KINDS)
+
+
+def test_ddp_fsdp_and_fsdp2(tmp_path: Path) -> None:
+    run_two_processes("cpu", tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_ddp_fsdp_and_fsdp2_on_two_gpus(tmp_path: Path) -> None:
+    run_two_processes("cuda", tmp_path)
 
 
 # ---------------------------------------------------------------- the benchmark

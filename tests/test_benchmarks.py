@@ -134,13 +134,22 @@ def test_timelines_are_drawn(tmp_path: Path) -> None:
 
 def test_training_runs(tmp_path: Path) -> None:
     output = tmp_path / "training.json"
-    arms = ("resident + checkpointing", "ours block + checkpointing", "ours block + checkpointing + activations")
+    arms = [
+        f"{where} + checkpointing{more}"
+        for where, more in (
+            ("resident", ""),
+            ("ours block", ""),
+            ("ours block", " + activations"),
+            ("fsdp2", ""),
+            ("diffusers block", ""),
+        )
+    ]
     tables = run(
         "benchmarks/training.py",
         *("--small", "--device", "cpu", "--steps", "1", "--min-bytes", "0", "--disk", tmp_path, "--output", output),
         *("--arms", *arms),
     )
-    assert tables.count("| yes") == 3, tables
+    assert tables.count("| yes") == len(arms), tables
     report = json.loads(output.read_text())
     ours = report["arms"]["ours block + checkpointing"]
     frozen = report["weight_bytes"] - ours["trainable_bytes"]

@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from group_offload import OffloadHandle, apply_activation_offloading, apply_group_offloading
+from group_offload.activations.slab import Slab
+from group_offload.activations.streams import CopyStreams
 
 from .common import same_bits
 from .test_activations import CHECKPOINTS
@@ -170,6 +172,68 @@ def test_twenty_steps(device: torch.device) -> None:
     assert_same(train(model, device, 20), expected)
     assert activations.stats().offloads > 0
     activations.remove()
+
+
+class Hostile:
+    """Late copies in one direction, NaN in memory that is free on the device, and in blocks of RAM that are given back."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, late: str) -> None:
+        name, stream = {"out": ("send", "_out"), "back": ("bring", "_back")}[late]
+        copy, give = getattr(CopyStreams, name), Slab.give
+
+        def copy_late(streams: CopyStreams, *args: Any) -> Any:
+            with getattr(streams, stream):
+                torch.cuda._sleep(2_000_000)  # about 1 ms
+            return copy(streams, *args)
+
+        def give_poisoned(slab: Slab, block: Any, *last_uses: Any) -> None:
+            for use in last_uses:
+                if use is not None:
+                    use.synchronize()
+            block.memory.fill_(0xFF)
+            give(slab, block, *last_uses)
+
+        monkeypatch.setattr(CopyStreams, name, copy_late)
+        monkeypatch.setattr(Slab, "give", give_poisoned)
+
+    def poison(self, model: Model) -> None:
+        """Whatever the allocator has free for compute is written after each block, forward and backward."""
+
+        def overwrite(*args: Any) -> None:
+            free = [
+                torch.full((512 * DIM * size,), torch.nan, device="cuda") for size in (1, 2, 4, 8) for _ in range(4)
+            ]
+            del free
+
+        for block in model.blocks:
+            block.register_forward_hook(overwrite)
+            block.register_full_backward_hook(overwrite)
+
+
+@pytest.mark.parametrize("late", ["out", "back"])
+@pytest.mark.parametrize("options", [{}, {"keep_last": 0, "prefetch": 3}, {"in_files": True}], ids=str)
+@pytest.mark.parametrize("run_block", [None, CHECKPOINTS[1]])
+def test_late_activations_in_poisoned_memory(
+    run_block: Any,
+    options: dict[str, Any],
+    late: str,
+    device: torch.device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = train(make(run_block).to(device), device, 20)
+    hostile = Hostile(monkeypatch, late)
+    options = dict(options)
+    if options.pop("in_files", False):
+        options |= {"host_budget_bytes": 8 * MIB, "disk_path": tmp_path}
+    model = make(run_block).to(device)
+    hostile.poison(model)
+    handle = apply_activation_offloading(model, min_bytes=1 << 16, **options)
+    assert_same(train(model, device, 20), expected)
+    stats = handle.stats()
+    assert stats.offloads > 0
+    assert run_block is not None or ("disk_path" in options) == (stats.written_bytes > 0)
+    handle.remove()
 
 
 def test_weights_and_activations_together(device: torch.device) -> None:
