@@ -295,6 +295,30 @@ def test_groups_come_once_each_way_and_ahead(run_block: Any, tmp_path: Path) -> 
         handle.remove()
 
 
+@pytest.mark.parametrize("run_block", CHECKPOINTS)
+def test_checkpoints_repeat_each_call_once(run_block: Any, tmp_path: Path) -> None:
+    """Offloading neither stands in for recomputation nor adds to it; at leaf level a weight crosses for it once more."""
+    for level, num_times in (("block_level", 2), ("leaf_level", 3)):
+        model = make(6, run_block=run_block)
+        calls = [0] * 6
+        for index, block in enumerate(model.blocks):
+
+            def count(*args: Any, index: int = index, calls: list[int] = calls) -> None:
+                calls[index] += 1
+
+            block.attention.register_forward_hook(count)  # type: ignore[union-attr]
+        with offloaded(model, "lazy", tmp_path, offload_type=level) as (_, handle, put, _):
+            train(model, plain, put)
+            calls[:] = [0] * 6
+            before = handle.stats()
+            train(model, plain, put, num_steps=1)
+            after = handle.stats()
+            assert calls == [2] * 6
+            sent = sum(after.bytes_onloaded.values()) - sum(before.bytes_onloaded.values())
+            assert num_times - 1 < sent / after.host_bytes <= num_times  # less what is there still at each turn
+            handle.remove()
+
+
 def test_the_first_backward_is_foreseen(tmp_path: Path) -> None:
     model = make(6)
     with offloaded(model, "lazy", tmp_path) as (_, handle, put, _):
@@ -390,6 +414,23 @@ def test_gradients_of_offloaded_weights_are_refused(tmp_path: Path) -> None:
             ):
                 model(x).square().mean().backward()
         assert all(parameter.grad is None for parameter in model.parameters())
+        handle.remove()
+
+
+@pytest.mark.parametrize("device", ["cpu", "random"])
+def test_activations_modified_between_forward_and_backward_are_an_error(device: str, tmp_path: Path) -> None:
+    """Our hooks give back what they were given for what is no weight; torch itself does not check versions then."""
+    model = make()
+    kept: list[torch.Tensor] = []
+    hook = model.blocks[1].up.register_forward_hook(lambda module, args, output: kept.append(output))  # type: ignore[union-attr]
+    with offloaded(model, device, tmp_path) as (_, handle, put, _):
+        loss = model(data(0, put)).square().mean()
+        with torch.no_grad():
+            kept[0].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        hook.remove()
+        plain(model, put)
         handle.remove()
 
 
@@ -638,6 +679,47 @@ def test_graphs_that_are_dropped_hold_nothing(tmp_path: Path) -> None:
         del handle
     gc.collect()
     assert engine() is None
+
+
+def test_autocast_copies_are_held_by_autograd(tmp_path: Path) -> None:
+    """What autocast made of weights is not theirs: it stays until backward, which needs no weight again then."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(4))).requires_grad_(False)
+    x = data(0, torch.clone)
+    gradients = []
+    for is_offloaded in (False, True):
+        with offloaded(model, "cpu", tmp_path) if is_offloaded else nullcontext() as found:
+            latents = x.clone().requires_grad_()
+            before = count_saved()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(latents).float().square().mean()
+            assert count_saved() == before
+            loss.backward()
+            gradients.append(latents.grad)
+            if found is not None:
+                assert found[1].stats().backward_passes == 0
+    assert same_bits(*gradients)
+
+
+def test_accelerate_leaves_the_model_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate import Accelerator
+
+    moves: list[Any] = []
+    monkeypatch.setattr(Model, "to", lambda model, *args, **kwargs: moves.append(args) or model, raising=False)
+
+    def step(model: nn.Module, put: Put) -> torch.Tensor:
+        loss = model(data(0, put)).square().mean()
+        accelerator.backward(loss)
+        return loss.detach()
+
+    accelerator = Accelerator(cpu=True)
+    expected = train(make(), step, num_steps=3)
+    with offloaded(make(), "cpu", tmp_path) as (model, handle, _, _):
+        prepared = accelerator.prepare(model, device_placement=[False])
+        assert not moves
+        assert_same_bits(train(prepared, step, num_steps=3), expected, torch.clone)
+        assert handle.stats().backward_passes == 3
+        handle.remove()
 
 
 def test_hooks_of_others_around_and_inside(tmp_path: Path) -> None:
