@@ -118,7 +118,7 @@ def test_streaming_everything_takes_what_the_link_takes(
 
 @pytest.mark.parametrize("percent", [10, 12, 20, 25, 33, 40, 50, 55, 60, 66, 70, 72, 75, 80, 90, 100])
 def test_budgets_reach_their_limit(percent: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At any budget a step takes at most 1.03 of the longer of compute and copies, and what was predicted."""
+    """At any budget a step takes at most 1.02 of the longer of compute and copies, and what was predicted."""
     total = sum(parameter.nbytes for parameter in Flux().parameters())
     budget = total * percent // 100
     with offloaded(monkeypatch, vram_budget=budget) as (device, model, handle):
@@ -127,7 +127,7 @@ def test_budgets_reach_their_limit(percent: int, monkeypatch: pytest.MonkeyPatch
         before = device.copied_bytes
         times = steps(device, model, 3)
         sent = (device.copied_bytes - before) / 3
-        assert max(times) <= 1.03 * limit(sent, COMPUTE)
+        assert max(times) <= 1.02 * limit(sent, COMPUTE)
         assert device.peak_bytes_in_use() <= budget
         assert sent <= total - budget + 2 * DOUBLE + REST + total // 32  # what has no slot stays
         assert handle.plan.details is not None
