@@ -355,15 +355,27 @@ def test_ddp_fsdp_and_fsdp2_on_two_gpus(tmp_path: Path) -> None:
 
 
 def test_the_benchmark_runs(tmp_path: Path) -> None:
-    """All arms, tiny, on the CPU: and all of them give the same bits."""
+    """All arms, with a tiny model on the CPU: and all of them give the same bits."""
     output = tmp_path / "report.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "activations.py"), "--tiny", "--device", "cpu", "--steps", "1"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "activations.py"), "--small", "--device", "cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "--output", str(output)], capture_output=True, text=True, timeout=110, env=environment
+        [*command, "--steps", "1", "--output", str(output)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr
-    for arms in json.loads(output.read_text())["tokens"].values():
+    sizes = json.loads(output.read_text())["sizes"]
+    assert [size["num_tokens"] for size in sizes] == [16, 64]
+    for size in sizes:
+        arms = size["arms"]
         assert len(arms) == 7
-        assert all(arm["bits_equal"] for arm in arms.values())
-        assert arms["ours"]["moved_bytes_per_step"] > arms["ours + checkpointing"]["moved_bytes_per_step"] > 0
+        assert not [arm["error"] for arm in arms.values() if "error" in arm]
+        assert [name for name, arm in arms.items() if not arm["bits_equal"]] == []
+        assert arms["none"]["repeats"]
+        assert arms["ours"]["num_gradients"] > 100
+        assert arms["ours"]["out_bytes"] > arms["ours + checkpointing"]["out_bytes"] > 0
+        assert sum(arms["ours"]["group_bytes"].values()) == arms["ours"]["out_bytes"]
+        assert len(arms["ours"]["group_bytes"]) == 3 + 6 - 1  # the last group stays

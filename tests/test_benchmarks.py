@@ -158,6 +158,34 @@ def test_training_runs(tmp_path: Path) -> None:
     assert run("benchmarks/training.py", "--table", output) == tables
 
 
+def test_activations_are_measured(tmp_path: Path) -> None:
+    """A table and a picture; what a budget leaves out is said."""
+    output, picture = tmp_path / "activations.json", tmp_path / "activations.svg"
+    options = ("--model", "wan14b", "--small", "--device", "cpu", "--steps", "1", "--warm-up", "0", "--output", output)
+    tables = run("benchmarks/activations.py", *options, "--frames", "1", "2", "--blocks", "2", "--arms", "none", "ours")
+    assert tables.count("| yes") == 4, tables
+    assert run("benchmarks/activations.py", "--table", output, "--chart", picture) == tables
+    assert picture.read_text().count("<circle") == 4
+    assert [size["num_tokens"] for size in json.loads(output.read_text())["sizes"]] == [16, 32]
+    tables = run("benchmarks/activations.py", *options, "--frames", "1", "--budget", "0", "--arms", "none")
+    assert "the budget of 0 s was spent" in tables
+
+
+def test_activations_are_compared_with_limits(scripts: Callable[[str], Any]) -> None:
+    """2 s of copies in each phase, beside 1 s of forward and 3 s of backward; groups that save 4, 4, 2, 2, 1."""
+    plain = {"step_s": 3.5, "forward_s": 0.9, "backward_s": 2.6, "peak_bytes": 20}
+    beside = {"step_s": 4.1, "forward_s": 1.0, "backward_s": 3.0, "peak_bytes": 21}
+    groups = {"blocks.0": 4, "blocks.1": 4, "blocks.2": 2, "blocks.3": 2}
+    ours = {"step_s": 6.0, "peak_bytes": 17, "out_bytes": 12, "back_bytes": 12, "kept_bytes": 1, "group_bytes": groups}
+    arms = {"none": plain, "save_on_cpu": {"error": "out of memory"}, "ours": ours, "none, copies beside": beside}
+    scripts("activations").judge(
+        {"arms": arms}, {"bandwidth_bytes_per_s": {"d2h": 6, "h2d": 6}, "options": {"prefetch": 1}}
+    )
+    assert (ours["limit_s"], ours["times_of_limit"]) == (4.0, 1.5)
+    assert (ours["phases_limit_s"], ours["times_of_phases_limit"]) == (5.0, 1.2)
+    assert (ours["expected_peak_bytes"], ours["exposed_s"]) == (20 - 13 + 10, 2.5)
+
+
 def test_pipeline_runs(tmp_path: Path) -> None:
     tables = run(
         "benchmarks/pipeline.py",
