@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ class Arm:
 
     name: str
     engine: str
-    """"resident", "diffusers", "accelerate" or "ours"."""
+    """"resident", "diffusers", "accelerate" or "ours"; of a pipeline, "model_cpu_offload", too."""
     options: Mapping[str, Any] = field(default_factory=dict)
     on_disk: bool = False
     is_from_checkpoint: bool = False
@@ -153,6 +154,12 @@ def _arms() -> Iterator[Arm]:
 
 
 ARMS = {arm.name: arm for arm in _arms()}
+
+
+def split_budgets(name: str) -> tuple[str, list[str]]:
+    """The name of an arm, and what `Arm.budgeted` takes: "ours block vram=25%" is "ours block" and ["vram=25%"]."""
+    name, *budgets = re.split(r" (?=v?ram=)", name)
+    return name, budgets
 
 
 def parse_size(text: str) -> int:

@@ -79,7 +79,7 @@ def _write(module: Any, model: Model, device: torch.device, folder: Path, max_sh
             places |= {name: (fd, len(header) + offset) for name, offset in offsets.items()}
         # A file is written by one thread at a time, whatever is asked for: so the files take turns.
         turns = zip_longest(*plan.filename_to_tensors.values())
-        numbers = {name: number for number, name in enumerate(weights)}
+        numbers = {name: number for number, name in enumerate(weights, model.first_number)}
         writer = _Writer(device)
         for name in (name for turn in turns for name in turn if name is not None):
             values = random_values(weights[name].shape, meta[name].dtype, name, numbers[name], device)

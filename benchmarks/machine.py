@@ -130,6 +130,46 @@ def device_reserved(device: torch.device) -> int | None:
     return None if device.type == "cpu" else torch.accelerator.max_memory_reserved(device)
 
 
+class PeakWatch:
+    """The most device memory since `with`, though somebody else resets torch's counters: budgets measure single passes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._peaks: list[tuple[int, int]] = []
+
+    def __enter__(self) -> PeakWatch:
+        forget_device_peak(self._device)
+        if self._device.type != "cpu":
+            runtime = getattr(torch, self._device.type)
+            self._reset = runtime.reset_peak_memory_stats
+            runtime.reset_peak_memory_stats = self._note_and_reset
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._device.type != "cpu":
+            self._note()
+            getattr(torch, self._device.type).reset_peak_memory_stats = self._reset
+
+    @property
+    def allocated(self) -> int | None:
+        """As `device_peak`. Known after `with`."""
+        return max((allocated for allocated, _ in self._peaks), default=None)
+
+    @property
+    def reserved(self) -> int | None:
+        """As `device_reserved`."""
+        return max((reserved for _, reserved in self._peaks), default=None)
+
+    def _note(self) -> None:
+        self._peaks.append(
+            (torch.accelerator.max_memory_allocated(self._device), torch.accelerator.max_memory_reserved(self._device))
+        )
+
+    def _note_and_reset(self, *args: Any, **kwargs: Any) -> None:
+        self._note()
+        self._reset(*args, **kwargs)
+
+
 _TOUCH = """
 import mmap, sys
 from pathlib import Path

@@ -23,6 +23,8 @@ class Model(ABC):
     """A model and its inputs. Calls in this order: `make_model`, `inputs`, then `call` as often as wanted."""
 
     name: str
+    first_number: int = 0
+    """Of its weights, which are drawn by number: two models that differ in this have other weights."""
     dtype: ClassVar[torch.dtype] = torch.bfloat16
     block_fields: ClassVar[tuple[str, ...]] = ()
     """The fields that count its blocks, if it has blocks that are all alike."""
@@ -241,6 +243,30 @@ class T5Encoder(Model):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Umt5Encoder(T5Encoder):
+    """The encoder of UMT5-XXL, which Wan uses: T5-XXL with eight times the words, and positions in every block."""
+
+    name: str = "umt5-xxl"
+    vocab_size: int = 256384
+
+    def build(self) -> nn.Module:
+        from transformers import UMT5Config, UMT5EncoderModel
+
+        return UMT5EncoderModel(
+            UMT5Config(
+                num_layers=self.num_layers,
+                d_model=self.d_model,
+                d_ff=self.d_ff,
+                num_heads=self.num_heads,
+                d_kv=self.d_kv,
+                vocab_size=self.vocab_size,
+                feed_forward_proj="gated-gelu",
+                use_cache=False,
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClipText(Model):
     """The text encoder of CLIP ViT-L/14, which FLUX.1 and Stable Diffusion use."""
 
@@ -375,6 +401,42 @@ class VaeDecode(Model):
         return weight.startswith(("decoder.", "post_quant_conv."))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WanVaeDecode(Model):
+    """`vae.decode` of Wan 2.1's autoencoder, one latent frame after another: half of the model, not its `forward`."""
+
+    name: str = "wan-vae-decode"
+    base_channels: int = 96
+    num_frames: int = 21
+    height: int = 60
+    width: int = 104
+
+    @property
+    def what(self) -> str:
+        return f"AutoencoderKLWan, {self.base_channels} channels"
+
+    @property
+    def goes_in(self) -> str:
+        frames = 4 * (self.num_frames - 1) + 1
+        return f"decoding {frames} frames of {8 * self.height} x {8 * self.width} pixels"
+
+    def build(self) -> nn.Module:
+        from diffusers import AutoencoderKLWan
+
+        model: nn.Module = AutoencoderKLWan(base_dim=self.base_channels)
+        return model
+
+    def inputs(self, draw: Draw) -> dict[str, torch.Tensor]:
+        return {"z": draw.normal(1, 16, self.num_frames, self.height, self.width)}
+
+    def call(self, model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        output: torch.Tensor = model.decode(**inputs, return_dict=False)[0]  # type: ignore[operator]
+        return output
+
+    def is_used(self, weight: str) -> bool:
+        return weight.startswith(("decoder.", "post_quant_conv."))
+
+
 # ------------------------------------------------------------------------------------------------ by name
 
 
@@ -384,6 +446,8 @@ MODELS: dict[str, Model] = {
     "unet-sd15": UNet(),
     "vae-decode": VaeDecode(),
     "t5-xxl": T5Encoder(),
+    "umt5-xxl": Umt5Encoder(),
+    "wan-vae-decode": WanVaeDecode(),
     # For machines without an accelerator: large to read, little to compute.
     "flux-6gib": Flux(name="flux-6gib", num_double=12, num_single=62, num_heads=12, num_tokens=16, num_text_tokens=16),
 }
@@ -418,6 +482,10 @@ SMALL: dict[str, Model] = {
     "t5-xxl": T5Encoder(
         name="small-t5-xxl", num_layers=3, d_model=64, d_ff=128, num_heads=4, d_kv=16, vocab_size=100, num_tokens=16
     ),
+    "umt5-xxl": Umt5Encoder(
+        name="small-umt5-xxl", num_layers=3, d_model=64, d_ff=128, num_heads=4, d_kv=16, vocab_size=100, num_tokens=16
+    ),
+    "wan-vae-decode": WanVaeDecode(name="small-wan-vae-decode", base_channels=8, num_frames=3, height=8, width=8),
 }
 SMALL["flux-6gib"] = SMALL["flux"]
 NAMES = (*MODELS, "small")
@@ -461,7 +529,14 @@ def make_model(model: Model, device: torch.device, *, resident: bool) -> nn.Modu
     """The module with its weights, on the device or in ordinary RAM."""
     with torch.device("meta"):
         module = model.build().eval()
-    fill(module, device, model.dtype, resident=resident, float32_names=model.float32_names(module))
+    fill(
+        module,
+        device,
+        model.dtype,
+        resident=resident,
+        float32_names=model.float32_names(module),
+        first_number=model.first_number,
+    )
     model.make_buffers(module)
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
@@ -493,6 +568,7 @@ def fill(
     *,
     resident: bool,
     float32_names: tuple[str, ...] = (),
+    first_number: int = 0,
 ) -> None:
     """Replace the meta weights of `module` by random ones: norms' scales close to 1, all others close to 0."""
     # Page-locked memory is never given back to the system: who needs none takes none.
@@ -500,8 +576,8 @@ def fill(
     owners: dict[nn.Parameter, list[str]] = {}  # tied weights have several names
     for name, weight in module.named_parameters(remove_duplicate=False):
         owners.setdefault(weight, []).append(name)
-    for index, (weight, names) in enumerate(owners.items()):
-        values = random_values(weight.shape, own_dtype(names[0], dtype, float32_names), names[0], index, device)
+    for number, (weight, names) in enumerate(owners.items(), first_number):
+        values = random_values(weight.shape, own_dtype(names[0], dtype, float32_names), names[0], number, device)
         parameter = nn.Parameter(values if staging is None else _to_ram(values, staging), requires_grad=False)
         for name in names:
             owner, _, last = name.rpartition(".")

@@ -51,7 +51,7 @@ from typing import Any
 
 import checkpoints
 import torch
-from arms import ARMS, ROOT, Arm, apply_function, parse_size
+from arms import ARMS, ROOT, Arm, apply_function, parse_size, split_budgets
 from disk import cached_bytes, drop_page_cache, files_in, read_all, size_of, transferred
 from limits import MemoryGroup
 from machine import (
@@ -755,7 +755,7 @@ def choose(names: Sequence[str] | None, model: Model, ram: str | None = None) ->
     chosen: dict[str, Arm] = {}
     # In the order given: a run that is cut short has the first ones.
     for whole in names or [arm.name for arm in ARMS.values() if model.has_all_arms or arm.is_basic]:
-        whole, *budgets = re.split(r" (?=v?ram=)", whole)
+        whole, budgets = split_budgets(whole)
         name, _, limit = whole.partition(" @")
         # The name of an engine that is an arm's too ("resident") is the arm's.
         found = [ARMS[name]] if name in ARMS else [arm for arm in ARMS.values() if arm.engine == name]
