@@ -50,7 +50,7 @@ class OffloadConfig:
     ram_budget: Budget | None
     """RAM for the whole process."""
     ram_share: int | None
-    """RAM for weights, where several modules share a budget."""
+    """RAM for weights that rest in files, where several modules share a budget."""
     block_modules: tuple[str, ...] | None
     exclude_kwargs: tuple[str, ...]
     identity: str

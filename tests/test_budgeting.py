@@ -275,7 +275,6 @@ def test_a_forward_that_cannot_run_again(device: SimulatedDevice) -> None:
         ({"ram_budget": "1KiB"}, "ram_budget is 1 KiB.*without any weights"),
         ({"ram_budget": "120%"}, "ram_budget='120%'"),
         ({"vram_budget": True}, "vram_budget=True"),
-        ({"ram_budget": "4GiB", "ram_share": 0}, "RAM budget for weights is 0 bytes.*that have no file"),
     ],
     ids=str,
 )
@@ -418,6 +417,49 @@ def test_four_gib_in_one(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert found["peak"] <= 1 << 30 and found["resident"] >= 64 << 20
+
+
+def test_weights_that_have_no_file_need_ram(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner in ("group_offload.runtime.engine", "group_offload.integrations.sharing"):
+        monkeypatch.setattr(f"{owner}.ram_for_weights", lambda budget, in_ram, staging: 1000)
+    model = Model(WIDTHS)
+    with pytest.raises(ConfigError, match=r"RAM budget for weights is \d+ bytes.*that have no file"):
+        offload(model, ram_budget="4GiB")
+    with pytest.raises(ConfigError, match="RAM budget for weights is .*all weights that have no file"):
+        enable_group_offload(SimpleNamespace(components={"transformer": model}), "cpu", ram_budget="4GiB")
+    assert not device.pinned_bytes
+
+
+@pytest.mark.parametrize("device_kind", ["cpu", "simulated"])
+@pytest.mark.parametrize("tier", ["ram", "checkpoint", "folder"])
+@pytest.mark.parametrize("budget", ["4GiB", "auto"])
+def test_a_pipeline_with_a_budget_for_ram(
+    budget: str, tier: str, device_kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """The smallest and the largest images have room around them: what must be in RAM is no more than what may."""
+    device = request.getfixturevalue("device") if device_kind == "simulated" else None
+    residents = {"text_encoder": Model([30] * 6).eval(), "transformer": Model([50] * 6).eval()}
+    models = copy.deepcopy(residents)
+    options: dict[str, Any] = {}
+    if tier == "checkpoint":
+        models = {name: from_file(model, tmp_path / f"{name}.safetensors") for name, model in residents.items()}
+        options = {"offload_device": "disk"}
+    elif tier == "folder":
+        options = {"offload_to_disk_path": tmp_path}
+    handles = enable_group_offload(SimpleNamespace(components=models), "cpu", ram_budget=budget, **options)
+    for name in ("text_encoder", *["transformer"] * 4, "text_encoder"):
+        if device is not None:
+            check(device, models[name], residents[name])
+        else:
+            x = torch.randn(2, DIM)
+            assert torch.equal(models[name](x), residents[name](x))
+    for handle in handles.values():
+        assert handle.plan.details is not None
+        before = handle.stats()
+        if tier != "ram" and device is not None:
+            assert not any(way in ("direct", "page cache") for way in {group.way for group in handle.groups})
+        assert before.passes
+        handle.remove()
 
 
 def test_a_pipeline(device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

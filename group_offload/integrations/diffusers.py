@@ -157,7 +157,10 @@ def plan_pipeline(
     if common.get("ram_budget") is not None:
         sharing = {name: model for name, (model, _) in offloaded.items() if "ram_budget" not in special.get(name, {})}
         has_folder = common["offload_to_disk_path"] is not None
-        shares = shares_of(sharing, common["ram_budget"], common["vram_budget"], has_folder=has_folder)
+        has_device = OffloadConfig.from_options(onload_device=common["onload_device"]).backend.has_streams
+        shares = shares_of(
+            sharing, common["ram_budget"], common["vram_budget"], has_folder=has_folder, has_device=has_device
+        )
         for name, share in shares.items():
             offloaded[name][1]["ram_share"] = share
     return PipelinePlan(

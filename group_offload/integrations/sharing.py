@@ -12,6 +12,7 @@ from ..planner import ComponentLoad, share_ram
 from ..runtime.budgeting import ram_for_weights
 from ..runtime.engine import STAGING_BYTES
 from ..stores.checkpoint import FileMap
+from ..stores.safetensors_file import DATA_ALIGNMENT
 
 NUM_STEPS = 28
 """How often a denoiser runs for one image or video, while encoders and decoders run once."""
@@ -19,9 +20,14 @@ _DENOISERS = ("transformer", "unet", "controlnet", "prior", "decoder_unet")
 
 
 def shares_of(
-    models: Mapping[str, nn.Module], budget: int | str | None, vram: int | str | None, *, has_folder: bool
+    models: Mapping[str, nn.Module],
+    budget: int | str | None,
+    vram: int | str | None,
+    *,
+    has_folder: bool,
+    has_device: bool,
 ) -> dict[str, int]:
-    """RAM for the weights of each model, by its name in the pipeline.
+    """RAM for the weights of each model that rest in files, by its name in the pipeline.
 
     Models run one after another, and what is read from the drive is read each time one runs: so RAM goes first to those
     that run most often for their size.
@@ -31,6 +37,8 @@ def shares_of(
         vram: the same for the device. What stays there needs no RAM; half of it is taken for that, as activations are not
             known yet.
         has_folder: weights that are in no file get one.
+        has_device: the device has memory of its own. Else what weights take turns in is RAM, and all of the rest is for the
+            model that runs.
 
     Raises:
         ConfigError: it is not understood, or too small.
@@ -41,27 +49,29 @@ def shares_of(
     distinct: dict[int, str] = {}
     for name, model in models.items():
         distinct.setdefault(id(model), name)
-    loads, in_ram = [], 0
+    loads, in_ram, num_readers = [], 0, 0
     for name in distinct.values():
         total, anonymous = _bytes_of(models[name])
         in_ram += anonymous
         must = 0 if has_folder else anonymous
-        if has_folder or not anonymous:
-            total = max(must, total - on_device)
+        num_readers += total > must
+        if not must:
+            total = max(0, total - on_device)
         uses = NUM_STEPS if name.startswith(_DENOISERS) else 1
         loads.append(ComponentLoad(num_bytes=total, uses=uses, must_bytes=must))
-    ram = ram_for_weights(parsed, in_ram, STAGING_BYTES * len(loads))
-    shares = share_ram(loads, ram)
-    by_model = dict(zip(distinct, shares, strict=True))
+    ram = ram_for_weights(parsed, in_ram, STAGING_BYTES * num_readers)
+    rest = ram - sum(load.must_bytes for load in loads)
+    shares = [share - load.must_bytes for load, share in zip(loads, share_ram(loads, ram), strict=True)]
+    by_model = dict(zip(distinct, shares if has_device else [rest] * len(loads), strict=True))
     return {name: by_model[id(model)] for name, model in models.items()}
 
 
 def _bytes_of(model: nn.Module) -> tuple[int, int]:
-    """All weights, and those that are no views of a file."""
+    """All weights, with the room around them in a file, and those that are no views of one."""
     files = FileMap()
     total = anonymous = 0
     for tensor in {id(each): each for each in (*model.parameters(), *model.buffers())}.values():
-        total += tensor.nbytes
+        total += -(-tensor.nbytes // DATA_ALIGNMENT) * DATA_ALIGNMENT
         if tensor.device.type == "cpu" and files.find(tensor.detach()) is None:
-            anonymous += tensor.nbytes
+            anonymous += -(-tensor.nbytes // DATA_ALIGNMENT) * DATA_ALIGNMENT
     return total, anonymous

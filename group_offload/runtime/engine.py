@@ -585,12 +585,14 @@ class Engine:
         config = self.config
         images = [part.image for group in self.groups for part in group.parts]
         in_ram = sum(image.layout.num_bytes for image in images if not isinstance(image, FileImage))
-        vram, ram = config.vram_budget, config.ram_share
+        vram, ram = config.vram_budget, None
         if vram is AUTO:
             vram = int((self._backend.bytes_in_use() + self._backend.free_bytes()) * _AUTO_SHARE)
-        if ram is None and (self._files.images or config.ram_budget is not None):
+        if config.ram_share is not None:
+            ram = in_ram + config.ram_share
+        elif self._files.images or config.ram_budget is not None:
             ram = ram_for_weights(config.ram_budget, in_ram, STAGING_BYTES if self._files.images else 0)
-        if not self._backend.has_streams and ram is not None:
+        if not self._backend.has_streams and ram is not None and self._files.images:
             # The device is RAM: what rests there is in its way already, and the rest is for what comes from files.
             vram, ram = int((ram - in_ram) * (1 - HOST_ACTIVATIONS_SHARE)), in_ram
         outer = sum(group.num_bytes for group in self.groups if group.height)

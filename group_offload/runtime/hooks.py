@@ -236,17 +236,21 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     if isinstance(value, Mapping):
         entries = {key: map_tensors(item, change) for key, item in value.items()}
         changed = {key: new for key, new in entries.items() if new is not value[key]}
+        if not changed:
+            return value
         if not isinstance(value, MutableMapping):
-            return type(value)(entries) if changed else value  # type: ignore[call-arg]
-        copied = copy.copy(value) if changed else value
+            return type(value)(entries)  # type: ignore[call-arg]
+        mapping = copy.copy(value)  # outputs of models are made from their fields, not from a mapping
         for key, new in changed.items():
-            copied[key] = new
-        return copied
+            mapping[key] = new
+        return mapping
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
         changed = {name: new for name, item in fields.items() if (new := map_tensors(item, change)) is not item}
-        copied = copy.copy(value) if changed else value
+        if not changed:
+            return value
+        other = copy.copy(value)
         for name, new in changed.items():
-            object.__setattr__(copied, name, new)  # a frozen one as well
-        return copied
+            object.__setattr__(other, name, new)  # a frozen one as well
+        return other
     return value
