@@ -425,7 +425,7 @@ def test_weights_that_have_no_file_need_ram(device: SimulatedDevice, monkeypatch
     model = Model(WIDTHS)
     with pytest.raises(ConfigError, match=r"RAM budget for weights is \d+ bytes.*that have no file"):
         offload(model, ram_budget="4GiB")
-    with pytest.raises(ConfigError, match="RAM budget for weights is .*all weights that have no file"):
+    with pytest.raises(ConfigError, match=r"RAM budget for weights is .*all weights that have no file"):
         enable_group_offload(SimpleNamespace(components={"transformer": model}), "cpu", ram_budget="4GiB")
     assert not device.pinned_bytes
 
