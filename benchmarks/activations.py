@@ -169,16 +169,21 @@ class CopiesBeside:
 
 
 class Reference:
-    """The loss and the gradients that all arms are to have, in ordinary RAM."""
+    """The loss and the gradients that all arms are to have, in RAM."""
 
     def __init__(self) -> None:
         self.arm: str | None = None
+        self.pinned_bytes = 0
+        """Of torch's own allocator."""
         self._tensors: dict[str, torch.Tensor] = {}
 
     def first_difference(self, arm: str, tensors: dict[str, torch.Tensor]) -> str | None:
         """The name of a tensor that has other bits. The first arm that asks is the reference."""
         if self.arm is None:
-            self.arm, self._tensors = arm, {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+            self.arm = arm
+            before = pinned() or 0
+            self._tensors = {name: _in_ram(tensor) for name, tensor in tensors.items()}
+            self.pinned_bytes = (pinned() or 0) - before
             return None
         for name in (*self._tensors, *tensors):
             if name not in self._tensors or name not in tensors:
@@ -187,6 +192,10 @@ class Reference:
             if not torch.equal(as_bytes(tensors[name]), as_bytes(expected)):
                 return name
         return None
+
+
+def _in_ram(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu").copy_(tensor.detach())
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -329,6 +338,8 @@ def measure(arm: Callable[[], Arm], inputs: dict[str, torch.Tensor], reference: 
         before = allocated(opened.device)
         report |= opened.compare(inputs, reference)
         report |= {"before_bytes": before, **opened.measure(inputs)}
+        if opened.handle is None and report["pinned_bytes"] is not None:
+            report["pinned_bytes"] -= reference.pinned_bytes
     except torch.OutOfMemoryError as error:
         report["error"] = f"out of memory: {str(error).partition('.')[0]}"
     except (RuntimeError, MemoryError, OSError, GroupOffloadError) as error:
