@@ -355,7 +355,7 @@ def measure(arm: Callable[[], Arm], inputs: dict[str, torch.Tensor], reference: 
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # whether `none` repeats itself is reported
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield

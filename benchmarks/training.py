@@ -183,7 +183,7 @@ class Run:
         before: Any = None
         for number in range(NUM_COMPARED + options.steps):
             optimizer.zero_grad()
-            torch.use_deterministic_algorithms(number < NUM_COMPARED)
+            torch.use_deterministic_algorithms(number < NUM_COMPARED, warn_only=True)
             if number == NUM_COMPARED:
                 forget_device_peak(self.device)
                 before = None if self.handle is None else self.handle.stats()
