@@ -355,7 +355,7 @@ def measure(arm: Callable[[], Arm], inputs: dict[str, torch.Tensor], reference: 
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)  # whether `none` repeats itself is reported
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
@@ -429,6 +429,7 @@ def bandwidths(device: torch.device) -> dict[str, float] | None:
 def run(options: argparse.Namespace, sizes: list[Model]) -> dict[str, Any]:
     begun = time.perf_counter()
     device = torch.device(options.device)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward does not repeat itself
     module = make_model(sizes[0], device, resident=True).train().requires_grad_(True)
     report: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),

@@ -183,7 +183,7 @@ class Run:
         before: Any = None
         for number in range(NUM_COMPARED + options.steps):
             optimizer.zero_grad()
-            torch.use_deterministic_algorithms(number < NUM_COMPARED, warn_only=True)
+            torch.use_deterministic_algorithms(number < NUM_COMPARED)
             if number == NUM_COMPARED:
                 forget_device_peak(self.device)
                 before = None if self.handle is None else self.handle.stats()
@@ -221,6 +221,7 @@ class Run:
 
 def limit_device_memory(size: str | None, device: torch.device) -> None:
     if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
         total = torch.cuda.get_device_properties(device).total_memory
         share = 1.0 if size is None else min(1.0, parse_bytes(size, "--device-memory") / total)
         torch.cuda.set_per_process_memory_fraction(share, device)
@@ -228,6 +229,7 @@ def limit_device_memory(size: str | None, device: torch.device) -> None:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     device, begun = torch.device(options.device), time.perf_counter()
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward does not repeat itself
     model = find(options.model, small=options.small, blocks=options.blocks, tokens=options.tokens)
     report: dict[str, Any] = {
         "machine": measure_machine(device),

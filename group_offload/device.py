@@ -262,8 +262,12 @@ class AcceleratorBackend:
             return None
 
 
-def _on(stream: Stream | None) -> contextlib.AbstractContextManager[object]:
-    return contextlib.nullcontext() if stream is None else stream  # type: ignore[return-value]
+def _on(stream: Any) -> contextlib.AbstractContextManager[object]:
+    """Make a stream the current one of this thread."""
+    if stream is None:
+        return contextlib.nullcontext()
+    # What was current before is kept in the object, and the same stream is used by threads that read files.
+    return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
 def plain_empty(num_bytes: int, device: torch.device) -> torch.Tensor:
