@@ -413,8 +413,13 @@ def test_gradients_of_offloaded_weights_are_refused(tmp_path: Path) -> None:
                 StateError, match=r"leave a gradient in '.*', which is offloaded.*requires_grad_\(False\)"
             ):
                 model(x).square().mean().backward()
+            x.grad = None
+            torch.manual_seed(3)
+            model(x).square().mean().backward(inputs=[x])
+            assert x.grad is not None and same_bits(get(x.grad), expected)
         assert all(parameter.grad is None for parameter in model.parameters())
         handle.remove()
+        assert model.embed.weight._post_accumulate_grad_hooks in (None, {})
 
 
 @pytest.mark.parametrize("device", ["cpu", "random"])

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import Variable
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..device import Stream
@@ -242,9 +242,6 @@ class Backward:
 
         Returns:
             False in the middle of a forward: that pass goes on.
-
-        Raises:
-            StateError: the run would leave gradients of weights that take turns on the device.
         """
         if task in self._tasks:
             return True
@@ -252,7 +249,6 @@ class Backward:
             self._wait_until_over()
         if not self._tasks and self._engine.is_running:
             return False
-        self._refuse_gradients()
         is_first = not self._tasks
         end = _End(self, task)
         Variable._execution_engine.queue_callback(end)
@@ -309,20 +305,6 @@ class Backward:
                 )
             if self._tasks:
                 self._over.wait(min(1.0, PATIENCE_SECONDS))
-
-    def _refuse_gradients(self) -> None:
-        for ref in self._engine.trainable_in_groups():
-            try:
-                is_due = torch._C._will_engine_execute_node(get_gradient_edge(ref.holder).node)
-            except RuntimeError:
-                continue  # torch.autograd.grad asks for it, and is given it
-            if is_due:
-                raise StateError(
-                    f"This backward would leave a gradient in {ref.fqn!r}, which is offloaded: its gradient would stay on the "
-                    f"device, and an optimizer would find the two in different places. Freeze what is offloaded with "
-                    f"requires_grad_(False) and train the rest (a LoRA, an adapter, a head): parameters that require "
-                    f"gradients stay on the device if they are less than half of the module's bytes."
-                )
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -67,7 +67,7 @@ from .slots import Slot
 from .stalls import Stalls
 from .stopwatch import Stopwatch
 from .trace import Tracer
-from .trained import Trained, is_trainable
+from .trained import Trained
 from .transfer import Transfer
 from .watch import Seen, Watch
 from .weighing import Weighing
@@ -569,10 +569,6 @@ class Engine:
         memory = self._backend.empty(source.numel())
         self._backend.copy(memory, source, self._backend.current_stream(), blocking=True)
         return view_of(memory, 0, saved.dtype, saved.size, saved.stride)
-
-    def trainable_in_groups(self) -> list[TensorRef]:
-        """Parameters that take turns on the device, and require gradients."""
-        return [ref for ref in self._refs if is_trainable(ref)]
 
     # ---------------------------------------------------------------- budgets
 

@@ -1,12 +1,21 @@
-"""Parameters that are trained: they stay on the device, where their gradients and the optimizer's state are."""
+"""Parameters that are trained: they stay on the device, where their gradients and the optimizer's state are.
+
+[Note: Gradients of what is offloaded]
+A gradient in a parameter that takes turns on the device would stay there, and an optimizer would find the two in different
+places. Such parameters get a hook that refuses it. (To ask autograd beforehand which parameters a backward reaches does not
+work: a parameter that is bound to memory of another device gets another node for its gradient each time.)
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from ..device import Backend, plain_empty
+from ..errors import StateError
 from ..layout import as_bytes, overlapping, span_bytes
 from ..partition import TensorRef
 from ..saved import view_of
@@ -23,6 +32,8 @@ class Trained:
         self._homes: dict[int, tuple[torch.Tensor, torch.device]] = {}
         """By id: the parameters that stay on the device, and where they were before."""
         self._asked: frozenset[int] = frozenset()
+        self._guards: list[RemovableHandle] = []
+        """On those that require gradients and take turns. See [Note: Gradients of what is offloaded]."""
 
     @property
     def ids(self) -> frozenset[int]:
@@ -58,14 +69,25 @@ class Trained:
         for key, (parameter, _) in self._homes.items():
             if key not in homes:
                 self._bring(parameter)
+        self._guard([ref for ref in refs if is_trainable(ref) and id(ref.holder) not in self._homes])
         return self._homes.keys() != homes.keys()
 
     def give_back(self) -> None:
         """Let the parameters be where they were before."""
         homes, self._homes, self._asked = self._homes, {}, frozenset()
+        self._guard(())
         for parameter, home in homes.values():
             if home != self._backend.device or home.type == "cpu":
                 self._move(parameter, home)
+
+    def _guard(self, refs: Sequence[TensorRef]) -> None:
+        for guard in self._guards:
+            guard.remove()
+        holders = {id(ref.holder): (ref.fqn, ref.holder) for ref in refs}
+        self._guards = [
+            holder.register_post_accumulate_grad_hook(partial(_refuse, fqn, holder.grad is not None))  # type: ignore[no-untyped-call]
+            for fqn, holder in holders.values()
+        ]
 
     def _bring(self, parameter: torch.Tensor) -> None:
         with torch.inference_mode(False), torch.no_grad():
@@ -83,6 +105,17 @@ class Trained:
             parameter.data = view_of(value, 0, parameter.dtype, parameter.shape, parameter.stride()).to(home)
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.to(home)
+
+
+def _refuse(fqn: str, had_gradient: bool, parameter: torch.Tensor) -> None:
+    if not had_gradient:
+        parameter.grad = None
+    raise StateError(
+        f"This backward would leave a gradient in {fqn!r}, which is offloaded: its gradient would stay on the device, and an "
+        f"optimizer would find the two in different places. Freeze what is offloaded with requires_grad_(False) and train "
+        f"the rest (a LoRA, an adapter, a head): parameters that require gradients stay on the device if they are less than "
+        f"half of the module's bytes."
+    )
 
 
 def is_trainable(ref: TensorRef) -> bool:
