@@ -319,8 +319,10 @@ def test_checkpoints_repeat_each_call_once(run_block: Any, tmp_path: Path) -> No
             handle.remove()
 
 
-def test_the_first_backward_is_foreseen(tmp_path: Path) -> None:
-    model = make(6)
+@pytest.mark.parametrize("run_block", [None, *CHECKPOINTS])
+def test_the_first_backward_is_foreseen(run_block: Any, tmp_path: Path) -> None:
+    attributes = {} if run_block is None else {"run_block": run_block}
+    model = make(6, **attributes)
     with offloaded(model, "lazy", tmp_path) as (_, handle, put, _):
         train(model, plain, put, num_steps=1)
         assert handle.stats().stalls == 0

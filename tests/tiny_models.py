@@ -38,7 +38,7 @@ def device() -> torch.device:
 
 def seeded(seed: int, make: Callable[[], Any]) -> Any:
     """`make()` with weights of its own that depend on `seed` alone; norms and biases too are random."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = make().eval()
         for tensor in model.parameters():

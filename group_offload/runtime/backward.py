@@ -9,9 +9,9 @@ slot that is filled again cannot change what backward computes.
 A backward pass of the engine lasts from the first time that autograd asks for a weight, or calls a module again for a
 checkpoint, until the graph task is over. A group is onloaded when it is asked for, and held until autograd has come to
 another node: everything that the node before launched is enqueued by then. Modules that a checkpoint calls again go through
-their gates as in forward; those inside of groups have gates too (`InnerGate`), because a checkpoint may be around a part
-of a block, and then calls that part alone. The schedule learns the order like that of any pass, and guesses the reverse of
-the forward's first.
+their gates as in forward, and keep their groups until the next call or node, which mostly needs them. Those inside of groups
+have gates too (`InnerGate`), because a checkpoint may be around a part of a block, and then calls that part alone. The
+schedule learns the order like that of any pass, and guesses the reverse of the forward's first.
 
 Autograd tells nobody when a backward breaks off. But it holds a callback of ours for the end, and drops it either way.
 """
@@ -23,6 +23,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,7 +110,17 @@ class _Task:
         self.end = weakref.ref(end)
         """It is gone once the run is over, or broke off."""
         self.node: Any = None
-        self.uses: list[tuple[Group, Stream]] = []
+        self.uses: list[_Use] = []
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Use:
+    """Why a group is held."""
+
+    group: Group
+    stream: Stream
+    is_call: bool
+    """A call that a checkpoint repeats needs it: the nodes that follow will, most likely."""
 
 
 class _End:
@@ -212,11 +223,7 @@ class Backward:
             group = engine.group_of(saved.part)  # a forward that the lock had to wait for may have cut them again
             now = self._tasks[task]
             self._advance(now, (group,))
-            stream = engine.current_stream
-            if not any(used is group and on == stream for used, on in now.uses):
-                engine.hold(group, binds=False)
-                now.uses.append((group, stream))
-                engine.look_ahead()
+            self._use(now, group, is_call=False)
             if torch.is_grad_enabled():
                 return engine.copy_of(saved)  # the graph of this backward may keep it for longer than the slot
             assert group.slot is not None
@@ -230,7 +237,11 @@ class Backward:
             if self._tasks:
                 self._wait_until_over()
         elif self.join(task):
-            self._advance(self._tasks[task], groups)
+            now = self._tasks[task]
+            self._advance(now, groups)
+            self._let_go(now, groups, of_calls_only=True)
+            for group in groups:
+                self._use(now, group, is_call=True)
 
     def settle(self) -> None:
         """Let a backward in another thread end, and end one that broke off."""
@@ -285,11 +296,23 @@ class Backward:
             now.node = node
             self._let_go(now, groups)
 
-    def _let_go(self, now: _Task, needed: Sequence[Group]) -> None:
-        uses, now.uses = now.uses, [use for use in now.uses if use[0] in needed]
-        for group, stream in uses:
-            if group not in needed:
-                self._engine.let_go(group, stream)
+    def _use(self, now: _Task, group: Group, *, is_call: bool) -> None:
+        """Onload a group, and hold it until `_let_go`."""
+        if not group.num_bytes:
+            return
+        engine = self._engine
+        stream = engine.current_stream
+        if any(use.group is group and use.stream == stream for use in now.uses):
+            return
+        engine.hold(group, binds=False)
+        now.uses.append(_Use(group, stream, is_call))
+        engine.look_ahead()
+
+    def _let_go(self, now: _Task, needed: Sequence[Group], *, of_calls_only: bool = False) -> None:
+        ended = [use for use in now.uses if use.group not in needed and (use.is_call or not of_calls_only)]
+        now.uses = [use for use in now.uses if use not in ended]
+        for use in ended:
+            self._engine.let_go(use.group, use.stream)
 
     def _wait_until_over(self) -> None:
         """Let another thread's backward end. One that broke off is ended here."""
