@@ -36,7 +36,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from chart import draw_panels
-from machine import default_device, device_peak, fix_algorithms, forget_device_peak, measure_machine, synchronize
+from machine import (
+    default_device,
+    device_peak,
+    elapsed,
+    fix_algorithms,
+    forget_device_peak,
+    mark,
+    measure_machine,
+    synchronize,
+)
 from models import Model, find, make_inputs, make_model
 from tables import markdown
 from torch import nn
@@ -361,19 +370,6 @@ def deterministic() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def mark(device: torch.device) -> Any:
-    """Now, for the current stream of the device; on the CPU, for everybody."""
-    if device.type == "cpu":
-        return time.perf_counter()
-    event = torch.Event(device=device, enable_timing=True)
-    event.record()
-    return event
-
-
-def elapsed(start: Any, end: Any) -> float:
-    return float(end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3)
 
 
 def allocated(device: torch.device) -> int | None:

@@ -93,6 +93,19 @@ def fix_algorithms() -> None:
     torch.backends.cudnn.deterministic = True
 
 
+def mark(device: torch.device) -> Any:
+    """Now, for the current stream of the device; on the CPU, for everybody."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.Event(device=device, enable_timing=True)
+    event.record()
+    return event
+
+
+def elapsed(start: Any, end: Any) -> float:
+    return float(end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3)
+
+
 # ------------------------------------------------------------------------------------------------ memory
 
 

@@ -30,8 +30,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
-from machine import default_device, device_peak, fix_algorithms, forget_device_peak, measure_machine, synchronize
+from machine import (
+    default_device,
+    device_peak,
+    elapsed,
+    fix_algorithms,
+    forget_device_peak,
+    mark,
+    measure_machine,
+    synchronize,
+)
 from models import NAMES, find, make_inputs, make_model
+from tables import markdown
 from torch import nn
 
 from group_offload import apply_activation_offloading, apply_group_offloading
@@ -57,6 +67,9 @@ ARMS = (
     "fsdp2 + checkpointing",
     "diffusers block + checkpointing",
 )
+PARTS = ("step", "forward", "backward", "host", "stalled")
+"""Times: of a step as a whole, of compute's stream in it, of the thread that launches, and of waits for weights."""
+SIZES = ("peak", "after_forward", "sent_per_step")
 NUM_COMPARED = 3
 """Steps whose bits are compared."""
 
@@ -68,11 +81,11 @@ class Lora(nn.Module):
         super().__init__()
         self.base = base
         weight = base.weight
-        generator = torch.Generator(weight.device).manual_seed(number)
-        down = torch.empty(rank, base.in_features, device=weight.device, dtype=weight.dtype)
-        up = torch.empty(base.out_features, rank, device=weight.device, dtype=weight.dtype)
-        self.down = nn.Parameter(down.normal_(0, 0.02, generator=generator))
-        self.up = nn.Parameter(up.normal_(0, 0.02, generator=generator))
+        generator = torch.Generator().manual_seed(number)  # on the CPU: the same values wherever the weights are
+        down = torch.randn(rank, base.in_features, generator=generator) * 0.02
+        up = torch.randn(base.out_features, rank, generator=generator) * 0.02
+        self.down = nn.Parameter(down.to(weight))
+        self.up = nn.Parameter(up.to(weight))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.base(x) + x @ self.down.t() @ self.up.t()
@@ -165,10 +178,14 @@ class Run:
                 parameter.copy_(value)
 
     def step(self, inputs: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        """`marks` are the moments of compute's stream when forward begins and ends, and when all is done."""
+        self.marks = [mark(self.device)]
         loss = self.model(**inputs, return_dict=False)[0].float().square().mean()  # type: ignore[operator]
+        self.marks.append(mark(self.device))
         self.after_forward()
         loss.backward()
         optimizer.step()
+        self.marks.append(mark(self.device))
         return loss.detach()  # type: ignore[no-any-return]
 
     def after_forward(self) -> None:
@@ -179,7 +196,7 @@ class Run:
         torch.manual_seed(0)
         optimizer = torch.optim.AdamW(self.trained, lr=1e-3, foreach=True)
         bits = hashlib.sha256()
-        times = []
+        times, host, phases = [], [], []
         before: Any = None
         for number in range(NUM_COMPARED + options.steps):
             optimizer.zero_grad()
@@ -190,8 +207,11 @@ class Run:
             synchronize(self.device)
             begun = time.perf_counter()
             loss = self.step(inputs, optimizer)
+            host.append(time.perf_counter() - begun)
             synchronize(self.device)
             times.append(time.perf_counter() - begun)
+            start, middle, end = self.marks
+            phases.append((elapsed(start, middle), elapsed(middle, end)))
             if number < NUM_COMPARED:
                 gradients = [parameter.grad for parameter in self.trained if parameter.grad is not None]
                 for tensor in (loss, *gradients, *self.trained):
@@ -200,6 +220,9 @@ class Run:
         report: dict[str, Any] = {
             "step_s": statistics.median(times[NUM_COMPARED:]),
             "steps_s": times,
+            "host_s": statistics.median(host[NUM_COMPARED:]),
+            "forward_s": statistics.median(forward for forward, _ in phases[NUM_COMPARED:]),
+            "backward_s": statistics.median(backward for _, backward in phases[NUM_COMPARED:]),
             "peak_bytes": device_peak(self.device),
             "after_forward_bytes": self.after_forward_bytes,
             "bits": bits.hexdigest(),
@@ -208,8 +231,10 @@ class Run:
             after = self.handle.stats()
             sent = sum(after.bytes_onloaded.values()) - sum(before.bytes_onloaded.values())
             report |= {
-                "sent_bytes_per_step": sent // options.steps,
+                "sent_per_step_bytes": sent // options.steps,
                 "stalls_per_step": (after.stalls - before.stalls) / options.steps,
+                "stalled_s": (after.stalled_seconds - before.stalled_seconds) / options.steps,
+                "pinned_bytes": after.pinned_bytes,
                 "trainable_bytes": after.trainable_bytes,
                 "weight_slots_peak_bytes": after.peak_device_bytes,
             }
@@ -296,10 +321,16 @@ def judge(report: dict[str, Any]) -> None:
             continue
         twin = arms.get("resident + checkpointing" if "checkpointing" in name else "resident", {})
         arm["is_equal"] = arm["bits"] == twin["bits"] if "bits" in twin else None
-        if "sent_bytes_per_step" in arm and bandwidth:
-            arm["link_s"] = arm["sent_bytes_per_step"] / bandwidth
+        if "sent_per_step_bytes" in arm and bandwidth:
+            arm["link_s"] = arm["sent_per_step_bytes"] / bandwidth
             arm["limit_s"] = max(arm["link_s"], twin.get("step_s", 0.0))
             arm["times_of_limit"] = arm["step_s"] / arm["limit_s"]
+
+
+HEAD = (
+    *("arm", *(f"{part}, s" for part in PARTS), "peak, GiB", "after forward, GiB", "sent a step, GiB"),
+    *("link alone, s", "x limit", "same bits"),
+)
 
 
 def table(report: dict[str, Any]) -> str:
@@ -308,20 +339,16 @@ def table(report: dict[str, Any]) -> str:
         f"{model['name']}: {model['what']}, {report['weight_bytes'] / 2**30:.2f} GiB, {model['inputs']}; "
         f"LoRA of rank {model['rank']}.",
         f"{machine['device']}, torch {machine['torch']}. Device memory: {f'{limit} (resident: all)' if limit else 'all'}.",
-        "",
-        "| arm | step, s | peak, GiB | after forward, GiB | sent a step, GiB | link alone, s | x limit | same bits |",
-        "|---|---|---|---|---|---|---|---|",
     ]
+    rows = [HEAD]
     for name, arm in report["arms"].items():
         if "error" in arm:
-            lines.append(f"| {name} | {arm['error']} | | | | | | |")
+            rows.append((name, arm["error"], *[""] * (len(HEAD) - 2)))
             continue
-        equal = {True: "yes", False: "NO", None: ""}[arm["is_equal"]]
-        lines.append(
-            f"| {name} | {_number(arm, 'step_s')} | {_gib(arm, 'peak_bytes')} | {_gib(arm, 'after_forward_bytes')} | "
-            f"{_gib(arm, 'sent_bytes_per_step')} | {_number(arm, 'link_s')} | {_number(arm, 'times_of_limit')} | {equal} |"
-        )
-    return "\n".join(lines)
+        numbers = (*(_number(arm, f"{part}_s") for part in PARTS), *(_gib(arm, f"{key}_bytes") for key in SIZES))
+        limits = _number(arm, "link_s"), _number(arm, "times_of_limit")
+        rows.append((name, *numbers, *limits, {True: "yes", False: "NO", None: ""}[arm["is_equal"]]))
+    return "\n".join([*lines, "", markdown(rows)])
 
 
 def _gib(arm: dict[str, Any], key: str) -> str:
