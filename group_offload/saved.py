@@ -23,16 +23,18 @@ def hooks_in_force() -> tuple[Pack, Unpack] | None:
 class Kept:
     """A tensor that stays where it is. Without its graph, so that a saved output does not hold itself alive."""
 
-    __slots__ = ("_name", "_tensor", "_version")
+    __slots__ = ("_made_by", "_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor if tensor.grad_fn is None else tensor.detach()
+        self._made_by = maker(tensor)
+        self._tensor = tensor if self._made_by is None else tensor.detach()
         self._version = tensor._version
-        self._name = describe(tensor)
 
     def unpack(self) -> torch.Tensor:
-        check_version(self._tensor._version, self._version, self._name)
-        return self._tensor
+        tensor = self._tensor
+        if tensor._version != self._version:
+            check_version(tensor._version, self._version, describe(tensor, tensor.size(), self._made_by))
+        return tensor
 
 
 class Passed:
@@ -70,9 +72,15 @@ def check_version(actual: int, expected: int, name: str) -> None:
         )
 
 
-def describe(tensor: torch.Tensor) -> str:
-    of = "" if tensor.grad_fn is None else f", which is an output of {tensor.grad_fn.name()}"
-    return f"[{tensor.dtype} {list(tensor.shape)} on {tensor.device}]{of},"
+def maker(tensor: torch.Tensor) -> str | None:
+    """The name of the operation that gave a tensor, for `describe`."""
+    return None if tensor.grad_fn is None else tensor.grad_fn.name()
+
+
+def describe(like: torch.Tensor, size: torch.Size, made_by: str | None) -> str:
+    """A tensor of that size, and otherwise like `like`, as autograd's own errors call it."""
+    of = "" if made_by is None else f", which is an output of {made_by}"
+    return f"[{like.dtype} {list(size)} on {like.device}]{of},"
 
 
 def view_of(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from ..saved import check_version, describe, view_of
+from ..saved import check_version, describe, maker, view_of
 from .stash import Stash
 
 
 class Away:
     """A view of a stash."""
 
-    __slots__ = ("_dtype", "_name", "_offset", "_probe", "_size", "_stride", "_version", "position", "stash")
+    __slots__ = ("_dtype", "_made_by", "_offset", "_probe", "_size", "_stride", "_version", "position", "stash")
 
     def __init__(self, tensor: torch.Tensor, stash: Stash, start: int, position: int) -> None:
         self.stash = stash
@@ -21,13 +21,15 @@ class Away:
         self._stride = tensor.stride()
         self._offset = int(tensor.storage_offset()) * tensor.itemsize - start
         self._version = tensor._version
-        self._name = describe(tensor)
+        self._made_by = maker(tensor)
         # It shares the version counter of `tensor`, and none of its memory.
         self._probe = tensor.detach()
         self._probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def check(self) -> None:
-        check_version(self._probe._version, self._version, self._name)
+        if self._probe._version != self._version:
+            name = describe(self._probe, self._size, self._made_by)
+            check_version(self._probe._version, self._version, name)
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
         return view_of(memory, self._offset, self._dtype, self._size, self._stride)

@@ -194,10 +194,12 @@ class Backward:
 
     def _packed(self, tensor: Any) -> SavedWeight | _SavedWrapper | None:
         if type(tensor) in _PLAIN:
-            if tensor.device != self._engine.device or not tensor.numel() or tensor.layout is not torch.strided:
+            if tensor.layout is not torch.strided:
                 return None
             found = self._engine.find_weight(tensor)
-            return None if found is None else SavedWeight(self, tensor, *found)
+            if found is None or tensor.device != self._engine.device:
+                return None
+            return SavedWeight(self, tensor, *found)
         if not is_traceable_wrapper_subclass(tensor):
             return None
         names, context = tensor.__tensor_flatten__()

@@ -544,8 +544,9 @@ class Engine:
 
     def find_weight(self, tensor: torch.Tensor) -> tuple[Part, int, int] | None:
         """The weight that a tensor is a view of, if it is onloaded: see `Group.find`."""
+        address = tensor.data_ptr()
         for group in reversed(self._memory.bound):
-            found = group.find(tensor)
+            found = group.find(address)
             if found is not None:
                 return found
         return None

@@ -198,11 +198,11 @@ class Group:
             self._tensors[index].data = value.cpu()
         return num_changed
 
-    def find(self, tensor: torch.Tensor) -> tuple[Part, int, int] | None:
-        """Whose bytes in the slot a tensor views: a part, the index of one of its tensors, and a byte of its image."""
+    def find(self, address: int) -> tuple[Part, int, int] | None:
+        """Whose bytes in the slot begin there: a part, the index of one of its tensors, and a byte of its image."""
         if self.slot is None:
             return None
-        at = tensor.data_ptr() - self.slot.memory.data_ptr() - self.offset
+        at = address - self.slot.memory.data_ptr() - self.offset
         for part in self.parts:
             if 0 <= at - part.offset < part.image.layout.num_bytes:
                 return part, part.index_at(at - part.offset), at - part.offset
