@@ -430,6 +430,34 @@ def test_weights_that_have_no_file_need_ram(device: SimulatedDevice, monkeypatch
     assert not device.pinned_bytes
 
 
+@pytest.mark.parametrize("share", [0.25, 0.6])
+def test_three_tiers_read_each_group_of_the_drive_once(
+    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read ahead is not given up for a group that has nothing to be read."""
+    monkeypatch.setattr("group_offload.runtime.budgeting.MARGIN_BYTES", 0)
+    resident = Model([1000] * 10 + [400] * 20).eval()
+    with use_simulated_device(SimulatedDevice(0, "eager")) as device:
+        model, options = place(resident, "checkpoint", tmp_path, {})
+        num_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
+        budget = int(share * num_bytes)
+        handle = offload(model, **options, vram_budget=budget, ram_budget="1GiB", ram_share=num_bytes // 4)
+        for _ in range(8):
+            check(device, model, resident)
+        before = handle.stats().bytes_read
+        for _ in range(4):
+            check(device, model, resident)
+        handle._engine.transfer.drain()  # type: ignore[union-attr]
+        after, details = handle.stats().bytes_read, handle.plan.details
+        handle.remove()
+    assert details is not None and {place.value for place in details.places} == {"device", "ram", "file"}
+    planned = list(zip(details.problem.groups, details.places, strict=True))
+    on_drive = sum(group.num_bytes for group, place in planned if place.value == "file")
+    read = sum(after[way] - before[way] for way in ("direct", "page cache"))
+    largest = max(group.num_bytes for group, _ in planned)
+    assert abs(read - 4 * on_drive) <= 4 * 4096 + largest  # of the next pass more, or less, is read already
+
+
 @pytest.mark.parametrize("device_kind", ["cpu", "simulated"])
 @pytest.mark.parametrize("tier", ["ram", "checkpoint", "folder"])
 @pytest.mark.parametrize("budget", ["4GiB", "auto"])

@@ -773,16 +773,17 @@ class Engine:
             walk.met.add(ahead)
             return
         self._give_up_ahead(run)
+        reads = self.transfer.reads_of(_images_of(run))
+        if not reads:
+            return
         while not self.transfer.has_room_ahead:
             stale = next((ahead for ahead in reversed(self._ahead.values()) if ahead not in walk.met), None)
             if stale is None:
                 return
             self._give_up_ahead(stale.run)  # it was expected sooner than it is now
-        job = self.transfer.read_ahead(_images_of(run))
-        if job is not None:
-            ahead = Ahead(run, job)
-            walk.met.add(ahead)
-            self._ahead.update(dict.fromkeys(run, ahead))
+        ahead = Ahead(run, self.transfer.read_ahead(reads))
+        walk.met.add(ahead)
+        self._ahead.update(dict.fromkeys(run, ahead))
 
     def _take_ahead(self, run: list[Group]) -> Job | None:
         """What was read of `run` so far. What is of no use for it, but has some of its groups, is given up."""

@@ -88,14 +88,18 @@ class Transfer:
         """Whether more may be read ahead of slots."""
         return self._reader.has_room_ahead
 
-    def read_ahead(self, images: Sequence[tuple[int, str, Image]]) -> Job | None:
-        """Begin to read what `send` will need of the files that images rest in; None if that is nothing."""
+    def reads_of(self, images: Sequence[tuple[int, str, Image]]) -> list[Read]:
+        """What `send` will need of the files that images rest in, if it can be read ahead."""
         if isinstance(self._backend, HostBackend):
-            return None
+            return []
         collector = _Collector()
         for at, collector.label, image in images:
             image.send(collector, at)
-        return self._reader.announce(collector.reads, self.tracer) if collector.reads else None
+        return collector.reads
+
+    def read_ahead(self, reads: Sequence[Read]) -> Job:
+        """Begin to read."""
+        return self._reader.announce(reads, self.tracer)
 
     def send(
         self,
@@ -110,7 +114,7 @@ class Transfer:
         Images come with the names of their groups. If `slot.job` is set then, that is still to happen: see `Job.wait`.
 
         Args:
-            job: what `read_ahead` gave for these images, and was not submitted yet.
+            job: what `read_ahead` gave for what these images need, and was not submitted yet.
         """
         if torch._C._autograd._profiler_enabled():
             with record_function(f"group_offload.onload {' '.join(dict.fromkeys(name for _, name, _ in images))}"):
