@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import subprocess
 import sys
@@ -349,33 +348,3 @@ def test_ddp_fsdp_and_fsdp2(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_ddp_fsdp_and_fsdp2_on_two_gpus(tmp_path: Path) -> None:
     run_two_processes("cuda", tmp_path)
-
-
-# ---------------------------------------------------------------- the benchmark
-
-
-def test_the_benchmark_runs(tmp_path: Path) -> None:
-    """All arms, with a tiny model on the CPU: and all of them give the same bits."""
-    output = tmp_path / "report.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "activations.py"), "--small", "--device", "cpu"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--steps", "1", "--output", str(output)],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
-    sizes = json.loads(output.read_text())["sizes"]
-    assert [size["num_tokens"] for size in sizes] == [16, 64]
-    for size in sizes:
-        arms = size["arms"]
-        assert len(arms) == 7
-        assert not [arm["error"] for arm in arms.values() if "error" in arm]
-        assert [name for name, arm in arms.items() if not arm["bits_equal"]] == []
-        assert arms["none"]["repeats"]
-        assert arms["ours"]["num_gradients"] > 100
-        assert arms["ours"]["out_bytes"] > arms["ours + checkpointing"]["out_bytes"] > 0
-        assert sum(arms["ours"]["group_bytes"].values()) == arms["ours"]["out_bytes"]
-        assert len(arms["ours"]["group_bytes"]) == 3 + 6 - 1  # the last group stays

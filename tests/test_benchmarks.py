@@ -159,16 +159,28 @@ def test_training_runs(tmp_path: Path) -> None:
     assert run("benchmarks/training.py", "--table", output) == tables
 
 
-def test_activations_are_measured(tmp_path: Path) -> None:
-    """A table and a picture; what a budget leaves out is said."""
-    output, picture = tmp_path / "activations.json", tmp_path / "activations.svg"
-    options = ("--model", "wan14b", "--small", "--device", "cpu", "--steps", "1", "--warm-up", "0", "--output", output)
-    tables = run("benchmarks/activations.py", *options, "--frames", "1", "2", "--blocks", "2", "--arms", "none", "ours")
-    assert tables.count("| yes") == 4, tables
-    assert run("benchmarks/activations.py", "--table", output, "--chart", picture) == tables
-    assert picture.read_text().count("<circle") == 4
-    assert [size["num_tokens"] for size in json.loads(output.read_text())["sizes"]] == [16, 32]
-    tables = run("benchmarks/activations.py", *options, "--frames", "1", "--budget", "0", "--arms", "none")
+def test_activations_are_measured(tmp_path: Path, scripts: Callable[[str], Any]) -> None:
+    """All arms give the same bits; there is a table and a picture; what a budget leaves out is said."""
+    output = tmp_path / "activations.json"
+    options = ("--small", "--device", "cpu", "--steps", "1", "--warm-up", "0", "--output", output)
+    tables = run("benchmarks/activations.py", *options, "--tokens", "16", "--blocks", "1", "3")
+    report = json.loads(output.read_text())
+    (size,) = report["sizes"]
+    arms = size["arms"]
+    assert len(arms) == tables.count("| yes") == 7, tables
+    assert not [arm["error"] for arm in arms.values() if "error" in arm]
+    assert arms["none"]["repeats"]
+    assert arms["ours"]["num_gradients"] > 80
+    assert arms["ours"]["out_bytes"] > arms["ours + checkpointing"]["out_bytes"] > 0
+    assert sum(arms["ours"]["group_bytes"].values()) == arms["ours"]["out_bytes"]
+    assert len(arms["ours"]["group_bytes"]) == 1 + 3 - 1  # the last group stays
+    module = scripts("activations")
+    assert module.table(report).strip() == tables.strip()
+    assert module.chart(report).count("<circle") == 6  # on the CPU only times, and copies beside are no way to train
+    tables = run(
+        "benchmarks/activations.py",
+        *(*options, "--model", "wan14b", "--frames", "1", "--blocks", "2", "--budget", "0", "--arms", "none"),
+    )
     assert "the budget of 0 s was spent" in tables
 
 
