@@ -10,11 +10,13 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from diffusers.utils import BaseOutput
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
@@ -894,7 +896,20 @@ def test_slots_that_somebody_keeps_views_of_go_to_no_other_model(tmp_path: Path)
         other_handle.remove()
 
 
-def test_a_block_that_gives_its_weight_away(tmp_path: Path) -> None:
+@dataclass(frozen=True)
+class Output:
+    x: torch.Tensor
+    queries: Any
+
+
+@dataclass
+class ModelOutput(BaseOutput):
+    x: torch.Tensor
+    queries: Any
+
+
+@pytest.mark.parametrize("wrap", [dict, Output, ModelOutput])
+def test_a_block_that_gives_its_weight_away(wrap: Any, tmp_path: Path) -> None:
     """What a call returns is the caller's, also if it is a view of a weight whose slot is used again."""
 
     class Giving(nn.Module):
@@ -904,7 +919,7 @@ def test_a_block_that_gives_its_weight_away(tmp_path: Path) -> None:
             self.linear = nn.Linear(DIM, DIM)
 
         def forward(self, x: torch.Tensor) -> Any:
-            return {"x": torch.tanh(self.linear(x)), "queries": (self.queries[1:], [self.queries.t()])}
+            return wrap(x=torch.tanh(self.linear(x)), queries=(self.queries[1:], [self.queries.t()]))
 
     class Taking(nn.Module):
         def __init__(self) -> None:
@@ -915,8 +930,8 @@ def test_a_block_that_gives_its_weight_away(tmp_path: Path) -> None:
             given = []
             for block in self.blocks:
                 found = block(x)
-                x = found["x"]
-                given.append(found["queries"])
+                x, queries = (found["x"], found["queries"]) if isinstance(found, dict) else (found.x, found.queries)
+                given.append(queries)
             return sum((first.sum() + second[0].cos().sum() for first, second in given), x)
 
     torch.manual_seed(0)
@@ -942,7 +957,7 @@ def everything(folder: Path) -> None:
     for options in ({}, {"offload_type": "leaf_level"}):
         check(plain, "random", folder, lambda: make(6), **options)
     check(plain, "random", folder, stashing)
-    test_a_block_that_gives_its_weight_away(folder)
+    test_a_block_that_gives_its_weight_away(dict, folder)
     for run_part in (None, CHECKPOINTS[1]):
         test_kernels_read_weights_on_the_device_only(run_part, folder)
 

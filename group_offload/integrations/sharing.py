@@ -51,14 +51,17 @@ def shares_of(
         distinct.setdefault(id(model), name)
     loads, in_ram, num_readers = [], 0, 0
     for name in distinct.values():
-        total, anonymous = _bytes_of(models[name])
+        in_files, anonymous, num_tensors = _bytes_of(models[name])
         in_ram += anonymous
         must = 0 if has_folder else anonymous
-        num_readers += total > must
+        wanted = in_files + anonymous - must
+        if wanted:
+            num_readers += 1
+            wanted += num_tensors * DATA_ALIGNMENT  # the room around each of them
         if not must:
-            total = max(0, total - on_device)
+            wanted = max(0, wanted - on_device)
         uses = NUM_STEPS if name.startswith(_DENOISERS) else 1
-        loads.append(ComponentLoad(num_bytes=total, uses=uses, must_bytes=must))
+        loads.append(ComponentLoad(num_bytes=must + wanted, uses=uses, must_bytes=must))
     ram = ram_for_weights(parsed, in_ram, STAGING_BYTES * num_readers)
     rest = ram - sum(load.must_bytes for load in loads)
     shares = [share - load.must_bytes for load, share in zip(loads, share_ram(loads, ram), strict=True)]
@@ -66,12 +69,14 @@ def shares_of(
     return {name: by_model[id(model)] for name, model in models.items()}
 
 
-def _bytes_of(model: nn.Module) -> tuple[int, int]:
-    """All weights, with the room around them in a file, and those that are no views of one."""
+def _bytes_of(model: nn.Module) -> tuple[int, int, int]:
+    """Weights that are views of files, those that are not, and how many tensors that is."""
     files = FileMap()
-    total = anonymous = 0
-    for tensor in {id(each): each for each in (*model.parameters(), *model.buffers())}.values():
-        total += -(-tensor.nbytes // DATA_ALIGNMENT) * DATA_ALIGNMENT
+    in_files = anonymous = 0
+    tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
+    for tensor in tensors.values():
         if tensor.device.type == "cpu" and files.find(tensor.detach()) is None:
-            anonymous += -(-tensor.nbytes // DATA_ALIGNMENT) * DATA_ALIGNMENT
-    return total, anonymous
+            anonymous += tensor.nbytes
+        else:
+            in_files += tensor.nbytes
+    return in_files, anonymous, len(tensors)

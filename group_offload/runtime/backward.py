@@ -113,14 +113,14 @@ class _Task:
         self.uses: list[_Use] = []
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Use:
     """Why a group is held."""
 
     group: Group
     stream: Stream
     is_call: bool
-    """A call that a checkpoint repeats needs it: the nodes that follow will, most likely."""
+    """A call that a checkpoint repeats needs it, and the nodes that follow will, most likely; no node has asked for it yet."""
 
 
 class _End:
@@ -304,8 +304,10 @@ class Backward:
             return
         engine = self._engine
         stream = engine.current_stream
-        if any(use.group is group and use.stream == stream for use in now.uses):
-            return
+        for use in now.uses:
+            if use.group is group and use.stream == stream:
+                use.is_call &= is_call
+                return
         engine.hold(group, binds=False)
         now.uses.append(_Use(group, stream, is_call))
         engine.look_ahead()

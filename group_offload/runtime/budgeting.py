@@ -345,9 +345,9 @@ def ram_for_weights(budget: Budget | None, in_ram: int, staging_bytes: int) -> i
         return in_ram + max(0, auto_ram() - staging_bytes)
     others = max(0, ram_in_use() - in_ram) + staging_bytes + MARGIN_RAM_BYTES
     if budget < others:
+        frames = f", and {describe_bytes(staging_bytes)} to read files into" if staging_bytes else ""
         raise ConfigError(
             f"ram_budget is {describe_bytes(budget)}, and this process needs {describe_bytes(others, round_up=True)} without "
-            f"any weights: Python, torch, the device's driver and {describe_bytes(staging_bytes)} to read files into. Give "
-            f"it that at least."
+            f"any weights: Python, torch, the device's driver{frames}. Give it that at least."
         )
     return budget - others

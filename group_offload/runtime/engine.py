@@ -540,7 +540,7 @@ class Engine:
             is_inside = is_plain and any(0 <= tensor.data_ptr() - start < num_bytes for start, num_bytes in spans)
             return tensor.clone() if is_inside else tensor
 
-        return map_tensors(output, apart) if spans else output
+        return map_tensors(output, apart, enters_dataclasses=True) if spans else output
 
     def find_weight(self, tensor: torch.Tensor) -> tuple[Part, int, int] | None:
         """The weight that a tensor is a view of, if it is onloaded: see `Group.find`."""

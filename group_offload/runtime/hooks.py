@@ -224,17 +224,25 @@ def moved(value: Any, device: torch.device, non_blocking: bool) -> Any:
     )
 
 
-def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` with other tensors in it, in lists, mappings and dataclasses too; the same object if all stay the same."""
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor], *, enters_dataclasses: bool = False) -> Any:
+    """`value` with other tensors in it, in lists, tuples and mappings too; the same object if all stay the same.
+
+    Args:
+        enters_dataclasses: in these as well. (Of inputs no copies are made: a forward may keep its state in one.)
+    """
     if isinstance(value, torch.Tensor):
         return change(value)
+
+    def mapped(item: Any) -> Any:
+        return map_tensors(item, change, enters_dataclasses=enters_dataclasses)
+
     if isinstance(value, (list, tuple)):
-        items = [map_tensors(item, change) for item in value]
+        items = [mapped(item) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, Mapping):
-        entries = {key: map_tensors(item, change) for key, item in value.items()}
+        entries = {key: mapped(item) for key, item in value.items()}
         changed = {key: new for key, new in entries.items() if new is not value[key]}
         if not changed:
             return value
@@ -244,9 +252,9 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
         for key, new in changed.items():
             mapping[key] = new
         return mapping
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if enters_dataclasses and dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-        changed = {name: new for name, item in fields.items() if (new := map_tensors(item, change)) is not item}
+        changed = {name: new for name, item in fields.items() if (new := mapped(item)) is not item}
         if not changed:
             return value
         other = copy.copy(value)
