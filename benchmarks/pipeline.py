@@ -339,6 +339,10 @@ def run(arms: Sequence[Arm], options: argparse.Namespace) -> Path | None:
     if options.device == "cpu":
         arms = [arm for arm in arms if not (arm.needs_streams or arm.vram or arm.engine == "model_cpu_offload")]
     alone = pipeline.models if pipeline.is_measured_alone else ()
+    if options.alone is not None:
+        if unknown := set(options.alone) - set(pipeline.models):
+            raise SystemExit(f"No model {sorted(unknown)}. Models: {', '.join(pipeline.models)}.")
+        alone = [name for name in pipeline.models if name in options.alone]
     jobs: list[tuple[Arm | None, str]] = [*((arm, arm.name) for arm in arms), *((None, name) for name in alone)]
     path: Path | None = None
     relay = Relay(__file__, timeout=options.timeout, budget=options.budget)
@@ -491,6 +495,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pipeline", choices=PIPELINES, default="flux", help="default flux")
     parser.add_argument("--arms", nargs="+", metavar="ARM", help="only these; budgets behind their names: see above")
+    parser.add_argument("--alone", nargs="*", metavar="MODEL", help="measure only these alone (default: all of FLUX)")
     parser.add_argument("--list", action="store_true", help="print the names of the arms")
     parser.add_argument("--small", action="store_true", help="tiny models")
     parser.add_argument("--steps", type=int, default=10, help="denoising steps an image (default 10)")
