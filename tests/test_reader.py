@@ -294,6 +294,27 @@ def num_threads(kind: str) -> int:
 # ---------------------------------------------------------------- errors of the drive
 
 
+def test_what_comes_while_a_worker_leaves_is_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that found nothing to do, and is slow to end, does not count as one that will look again."""
+    monkeypatch.setattr(reader, "num_threads", lambda: 1)
+    next_chunk, wait, is_waited_for = reader.Reader._next, reader.Job.wait, threading.Event()
+
+    def leave_late(self: reader.Reader) -> Any:
+        found = next_chunk(self)
+        if found is None:
+            is_waited_for.wait(0.1)
+            is_waited_for.clear()
+        return found
+
+    def wait_and_tell(self: reader.Job) -> None:
+        is_waited_for.set()
+        wait(self)
+
+    monkeypatch.setattr(reader.Reader, "_next", leave_late)
+    monkeypatch.setattr(reader.Job, "wait", wait_and_tell)
+    within(30, lambda: rig.check(3))
+
+
 def test_an_error_at_every_read(rig: Rig, preadv: Preadv) -> None:
     """One forward for each read that a forward makes, and that one read fails. What was read ahead is tried once more."""
     rig.check(2)

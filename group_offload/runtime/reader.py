@@ -287,10 +287,11 @@ class Reader:
                 self._read(*found)
         except BaseException as error:  # nobody else would tell those who wait
             self._fail(error)
-        finally:
-            with self._changed:
-                self._num_workers -= 1
-                self._changed.notify_all()
+
+    def _leave(self) -> None:
+        """A worker ends. Under the lock under which it found nothing to do: what comes next hires another one."""
+        self._num_workers -= 1
+        self._changed.notify_all()
 
     def _next(self) -> tuple[Job, _Chunk] | None:
         """What the calling worker reads next, in a frame of its own; None if there is nothing for it."""
@@ -300,6 +301,7 @@ class Reader:
                 found = self._begin_chunk()
                 oldest = self._staging.oldest_sent
                 if found is None and (oldest is None or self._is_waiting or not self._num_unread()):
+                    self._leave()
                     return None
                 if found is None:
                     self._is_waiting = True
@@ -468,6 +470,7 @@ class Reader:
                 job.is_over.set()
             self._submitted.clear()
             self._announced.clear()
+            self._leave()
 
 
 def _in_order_of_files(reads: Sequence[Read]) -> list[Read]:
