@@ -225,18 +225,11 @@ class T5Encoder(Model):
     def build(self) -> nn.Module:
         from transformers import T5Config, T5EncoderModel
 
-        return T5EncoderModel(
-            T5Config(
-                num_layers=self.num_layers,
-                d_model=self.d_model,
-                d_ff=self.d_ff,
-                num_heads=self.num_heads,
-                d_kv=self.d_kv,
-                vocab_size=self.vocab_size,
-                feed_forward_proj="gated-gelu",
-                use_cache=False,
-            )
-        )
+        return T5EncoderModel(T5Config(**self.config()))
+
+    def config(self) -> dict[str, Any]:
+        names = ("num_layers", "d_model", "d_ff", "num_heads", "d_kv", "vocab_size")
+        return {name: getattr(self, name) for name in names} | {"feed_forward_proj": "gated-gelu", "use_cache": False}
 
     def inputs(self, draw: Draw) -> dict[str, torch.Tensor]:
         return {"input_ids": draw.integers(self.vocab_size, 1, self.num_tokens)}
@@ -252,18 +245,7 @@ class Umt5Encoder(T5Encoder):
     def build(self) -> nn.Module:
         from transformers import UMT5Config, UMT5EncoderModel
 
-        return UMT5EncoderModel(
-            UMT5Config(
-                num_layers=self.num_layers,
-                d_model=self.d_model,
-                d_ff=self.d_ff,
-                num_heads=self.num_heads,
-                d_kv=self.d_kv,
-                vocab_size=self.vocab_size,
-                feed_forward_proj="gated-gelu",
-                use_cache=False,
-            )
-        )
+        return UMT5EncoderModel(UMT5Config(**self.config()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
