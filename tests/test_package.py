@@ -184,3 +184,14 @@ def test_the_reader_of_imports_reads_imports() -> None:
         "runtime.engine", known["runtime.engine"], set(known)
     )
     assert "errors" in imports_of("api", known["api"], set(known))
+
+
+def test_streams_are_entered_by_objects_of_their_own() -> None:
+    """What was current before is kept in the object: threads that enter the same stream must not share one."""
+    import torch
+
+    from group_offload.device import _on
+
+    stream = torch.Stream(device="cpu")
+    entered = _on(stream)
+    assert entered == stream and entered is not stream
