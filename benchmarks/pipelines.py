@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -69,17 +70,7 @@ class FluxImage(Pipeline):
             self.models = {
                 "text_encoder": ClipText(num_layers=2, hidden_size=32, num_heads=2, vocab_size=100, num_tokens=16),
                 "text_encoder_2": SMALL["t5-xxl"],
-                "transformer": Flux(
-                    num_double=2,
-                    num_single=3,
-                    num_heads=4,
-                    head_dim=32,
-                    rope_dims=(8, 12, 12),
-                    text_dim=64,
-                    pooled_dim=32,
-                    num_tokens=16,
-                    num_text_tokens=16,
-                ),
+                "transformer": replace(SMALL["flux"], name="flux1", num_double=2, num_single=3, num_tokens=16),
                 "vae": VaeDecode(channels=(32, 32, 64, 64), latent_channels=16, has_quant_conv=False, size=8),
             }
             return
