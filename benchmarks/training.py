@@ -9,7 +9,10 @@ device, "ours ..." streams them; "+ checkpointing" is the model's own gradient c
 saved for backward. Peers: "fsdp2" is FSDP2 on one device with `CPUOffloadPolicy`, block by block, "diffusers" its group
 offloading with streams. The report says whether losses, gradients and trained parameters of the first steps, for which
 deterministic algorithms are on, have the bits of the resident arm with the same checkpointing. What a step could take at best
-is the longer of that arm's step and the time that the bytes it sent need on the link.
+is the sum of what its two phases could: of forward, and of backward, the longer of what the resident arm takes and of the time
+that the bytes sent in it need on the link. (They do not share: what backward has to spare comes after forward is over, and the
+device has no room for what is not needed soon.) Offloaded activations go out in forward, beside the weights that come in, and
+come back in backward, after one another with them; a byte out is taken to need as long as one in.
 """
 
 from __future__ import annotations
@@ -69,7 +72,7 @@ ARMS = (
 )
 PARTS = ("step", "forward", "backward", "host", "stalled")
 """Times: of a step as a whole, of compute's stream in it, of the thread that launches, and of waits for weights."""
-SIZES = ("peak", "after_forward", "sent_per_step")
+SIZES = ("peak", "after_forward", "sent")
 NUM_COMPARED = 3
 """Steps whose bits are compared."""
 
@@ -190,13 +193,18 @@ class Run:
 
     def after_forward(self) -> None:
         self.after_forward_bytes = 0 if self.device.type == "cpu" else torch.accelerator.memory_allocated(self.device)
+        self.sent_after_forward = self.sent()
+
+    def sent(self) -> int:
+        """Bytes of weights, since this arm began."""
+        return 0 if self.handle is None else sum(self.handle.stats().bytes_onloaded.values())
 
     def measure(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
         options = self.options
         torch.manual_seed(0)
         optimizer = torch.optim.AdamW(self.trained, lr=1e-3, foreach=True)
         bits = hashlib.sha256()
-        times, host, phases = [], [], []
+        times, host, phases, sent = [], [], [], []
         before: Any = None
         for number in range(NUM_COMPARED + options.steps):
             optimizer.zero_grad()
@@ -205,6 +213,7 @@ class Run:
                 forget_device_peak(self.device)
                 before = None if self.handle is None else self.handle.stats()
             synchronize(self.device)
+            sent_before = self.sent()
             begun = time.perf_counter()
             loss = self.step(inputs, optimizer)
             host.append(time.perf_counter() - begun)
@@ -212,6 +221,7 @@ class Run:
             times.append(time.perf_counter() - begun)
             start, middle, end = self.marks
             phases.append((elapsed(start, middle), elapsed(middle, end)))
+            sent.append((self.sent_after_forward - sent_before, self.sent() - self.sent_after_forward))
             if number < NUM_COMPARED:
                 gradients = [parameter.grad for parameter in self.trained if parameter.grad is not None]
                 for tensor in (loss, *gradients, *self.trained):
@@ -229,9 +239,9 @@ class Run:
         }
         if self.handle is not None:
             after = self.handle.stats()
-            sent = sum(after.bytes_onloaded.values()) - sum(before.bytes_onloaded.values())
             report |= {
-                "sent_per_step_bytes": sent // options.steps,
+                "sent_forward_bytes": statistics.median(forward for forward, _ in sent[NUM_COMPARED:]),
+                "sent_backward_bytes": statistics.median(backward for _, backward in sent[NUM_COMPARED:]),
                 "stalls_per_step": (after.stalls - before.stalls) / options.steps,
                 "stalled_s": (after.stalled_seconds - before.stalled_seconds) / options.steps,
                 "pinned_bytes": after.pinned_bytes,
@@ -321,15 +331,19 @@ def judge(report: dict[str, Any]) -> None:
             continue
         twin = arms.get("resident + checkpointing" if "checkpointing" in name else "resident", {})
         arm["is_equal"] = arm["bits"] == twin["bits"] if "bits" in twin else None
-        if "sent_per_step_bytes" in arm and bandwidth:
-            arm["link_s"] = arm["sent_per_step_bytes"] / bandwidth
-            arm["limit_s"] = max(arm["link_s"], twin.get("step_s", 0.0))
+        if "sent_forward_bytes" in arm and bandwidth:
+            forward, backward = arm["sent_forward_bytes"], arm["sent_backward_bytes"]
+            activations = arm.get("activations_bytes_per_step", 0)
+            arm["sent_bytes"] = forward + backward
+            links = max(forward, activations) / bandwidth, (backward + activations) / bandwidth
+            arm["link_s"] = sum(links)
+            arm["limit_s"] = max(links[0], twin.get("forward_s", 0.0)) + max(links[1], twin.get("backward_s", 0.0))
             arm["times_of_limit"] = arm["step_s"] / arm["limit_s"]
 
 
 HEAD = (
     *("arm", *(f"{part}, s" for part in PARTS), "peak, GiB", "after forward, GiB", "sent a step, GiB"),
-    *("link alone, s", "x limit", "same bits"),
+    *("link alone, s", "limit, s", "x limit", "same bits"),
 )
 
 
@@ -346,7 +360,7 @@ def table(report: dict[str, Any]) -> str:
             rows.append((name, arm["error"], *[""] * (len(HEAD) - 2)))
             continue
         numbers = (*(_number(arm, f"{part}_s") for part in PARTS), *(_gib(arm, f"{key}_bytes") for key in SIZES))
-        limits = _number(arm, "link_s"), _number(arm, "times_of_limit")
+        limits = _number(arm, "link_s"), _number(arm, "limit_s"), _number(arm, "times_of_limit")
         rows.append((name, *numbers, *limits, {True: "yes", False: "NO", None: ""}[arm["is_equal"]]))
     return "\n".join([*lines, "", markdown(rows)])
 
