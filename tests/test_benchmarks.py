@@ -175,7 +175,12 @@ def test_limit_of_a_training_step_is_the_sum_of_both_phases(scripts: Callable[[s
     }
     scripts("training").judge(report)
     weights, both = report["arms"]["ours block"], report["arms"]["ours block + activations"]
-    assert (weights["link_s"], weights["limit_s"], weights["times_of_limit"], weights["is_equal"]) == (3.0, 5.0, 2.0, True)
+    assert (weights["link_s"], weights["limit_s"], weights["times_of_limit"], weights["is_equal"]) == (
+        3.0,
+        5.0,
+        2.0,
+        True,
+    )
     assert (both["link_s"], both["limit_s"], both["is_equal"]) == (7.0, 7.0, False)
 
 
