@@ -430,14 +430,25 @@ def test_weights_that_have_no_file_need_ram(device: SimulatedDevice, monkeypatch
     assert not device.pinned_bytes
 
 
-def test_three_tiers_read_each_group_of_the_drive_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read ahead is not given up for a group that has nothing to be read."""
+@pytest.mark.parametrize("schedule", ["eager", "lazy"])
+@pytest.mark.parametrize(("vram", "ram", "chunk_bytes"), [(0.25, 0.25, None), (0.27, 0.45, 8192), (0.55, 0.45, 8192)])
+def test_three_tiers_read_each_group_of_the_drive_once(
+    vram: float, ram: float, chunk_bytes: int | None, schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read ahead is what has to be read: not given up for what rests in RAM, and nothing that is locked there by now.
+
+    With small chunks one group alone takes all frames, as large ones do.
+    """
     monkeypatch.setattr("group_offload.runtime.budgeting.MARGIN_BYTES", 0)
-    resident = Model([1000] * 10 + [400] * 20).eval()
-    with use_simulated_device(SimulatedDevice(0, "eager")) as device:
+    if chunk_bytes is not None:
+        for name in ("CHUNK_BYTES", "SMALL_CHUNK_BYTES"):
+            monkeypatch.setattr(f"group_offload.runtime.reader.{name}", chunk_bytes)
+    resident = Model([1296] * 10 + [540] * 20).eval()
+    with use_simulated_device(SimulatedDevice(0, schedule)) as device:
         model, options = place(resident, "checkpoint", tmp_path, {})
         num_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
-        handle = offload(model, **options, vram_budget=num_bytes // 4, ram_budget="1GiB", ram_share=num_bytes // 4)
+        shares = {"vram_budget": int(num_bytes * vram), "ram_share": int(num_bytes * ram)}
+        handle = offload(model, **options, ram_budget="1GiB", **shares)
         for _ in range(6):
             check(device, model, resident)
         before = handle.stats().bytes_read

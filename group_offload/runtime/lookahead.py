@@ -24,13 +24,15 @@ class Ahead:
     def __init__(self, run: list[Group], job: Job) -> None:
         self.run = run
         self.job = job
-        self._generations = _generations_of(run)
+        self._states = _states_of(run)
 
     @property
     def is_good(self) -> bool:
         """Whether what was read is what would be read now."""
-        return self._generations == _generations_of(self.run) and all(group.slot is None for group in self.run)
+        return self._states == _states_of(self.run) and all(group.slot is None for group in self.run)
 
 
-def _generations_of(run: list[Group]) -> list[tuple[int, bool]]:
-    return [(part.image.generation, part.image.is_outdated) for group in run for part in group.parts]
+def _states_of(run: list[Group]) -> list[tuple[int, bool, int]]:
+    """What is page-locked meanwhile is not read any more, but copied from where it is."""
+    images = [part.image for group in run for part in group.parts]
+    return [(image.generation, image.is_outdated, image.pinned_bytes) for image in images]
