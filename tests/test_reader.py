@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,11 +31,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from group_offload import GroupFileError, apply_group_offloading
-from group_offload.runtime import reader
+from group_offload.device import HostBackend
+from group_offload.planner import Place
+from group_offload.runtime import drive, reader
 from group_offload.stores import reading
 from group_offload.stores.files import SourceFile
 from group_offload.stores.mapping import cached_bytes, forget_writes
 
+from .conftest import SPEEDS
 from .simulated import SimulatedDevice, use_simulated_device
 from .test_files import run_python
 from .test_streams import (
@@ -403,6 +407,88 @@ def test_a_slow_drive(where: str, tier: str, tmp_path: Path, preadv: Preadv) -> 
     with Rig(where, tier, tmp_path) as rig:
         preadv.arm(0, 10**9, slowly)
         within(60, lambda: rig.check(3))
+
+
+# ---------------------------------------------------------------- how fast the drive is
+
+
+def test_reads_at_the_same_time_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(reader, "time", SimpleNamespace(perf_counter=lambda: now))
+    rig = reader.Reader(HostBackend())
+    for at, num_more, expected in [(1, 1, 0), (2, 1, 1), (5, -1, 4), (6, -1, 5), (10, 1, 5), (12, -1, 7)]:
+        now = float(at)
+        rig._count_reading(num_more)
+        assert rig.busy_seconds == expected
+    rig._count_reading(1)
+    now += 1
+    assert rig.busy_seconds == 8  # a read that is under way counts so far
+
+
+@pytest.mark.parametrize(
+    ("what", "busy", "cached", "direct", "is_known"),
+    [
+        ("the drive is read all the time", 9.0, 0, 1000, True),
+        ("it waits for slots", 7.0, 0, 1000, False),
+        ("the page cache had much of it", 9.0, 200, 800, False),
+        ("too little to tell", 9.0, 0, 99, False),
+    ],
+)
+def test_which_passes_tell_how_fast_the_drive_is(
+    what: str, busy: float, cached: int, direct: int, is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drive, "MIN_BYTES", 100)
+    meter = drive.DriveMeter()
+    meter.note(100.0, 50.0, 7, 7000)  # what was read before the first pass ended is set-up
+    assert meter.bytes_per_s is None
+    meter.note(110.0, 50.0 + busy, 7 + cached, 7000 + direct)
+    assert meter.bytes_per_s == (pytest.approx(direct / busy) if is_known else None)
+
+
+def test_the_drive_is_what_the_last_passes_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was held up by something else does not count, nor do those of long ago."""
+    monkeypatch.setattr(drive, "MIN_BYTES", 1)
+    meter, now, read = drive.DriveMeter(), 0.0, 0
+    for num_bytes, expected in [(0, None), (50, 50), (50, 50), (10, 50), (50, 50), (20, 20), (20, 20)]:
+        now, read = now + 1.0, read + num_bytes
+        meter.note(now, now, 0, read)
+        assert meter.bytes_per_s == expected, (now, num_bytes)
+
+
+@every_tier
+@pytest.mark.parametrize("budgets", [{}, {"vram_budget": 120_000, "ram_budget": "auto"}], ids=str)
+def test_the_plan_knows_a_drive_that_became_slow(
+    budgets: dict[str, Any],
+    tier: str,
+    tmp_path: Path,
+    preadv: Preadv,
+    scarce_ram: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Much slower than when it was measured: the time of a pass that the plan predicts is that of this drive."""
+    if not has_direct_reads(tmp_path):
+        pytest.skip("this file system has none")
+    monkeypatch.setattr("group_offload.runtime.engine.known_speeds", lambda *args, **options: SPEEDS)
+    monkeypatch.setattr("group_offload.runtime.budgeting.auto_ram", lambda: 0)
+    monkeypatch.setattr(drive, "MIN_BYTES", 1)
+    seconds = 0.05
+
+    def slowly(real: Any, fd: int, buffers: Any, position: int) -> int:
+        time.sleep(seconds)
+        count: int = real(fd, buffers, position)
+        return count
+
+    with Rig("simulated", tier, tmp_path, **budgets) as rig:
+        preadv.arm(0, 10**9, slowly)
+        most = SMALL_CHUNK / seconds * reader.num_threads()
+        rig.check()
+        assert rig.handle.plan.details.problem.speeds.drive == SPEEDS.drive > most
+        rig.check(5)
+        plan = rig.handle.plan.details
+        planned = zip(plan.problem.groups, plan.places, strict=True)
+        read = sum(group.num_bytes for group, place in planned if place is Place.FILE)
+        assert plan.problem.speeds.drive <= most
+        assert plan.prediction.drive_seconds >= read / most > 0
 
 
 # ---------------------------------------------------------------- direct reads

@@ -182,15 +182,12 @@ class Backward:
         below = hooks_in_force()
         if self.is_ours(below):
             return None
-        pack = unwatched(lambda tensor: self._pack(tensor, below))
+        pack = unwatched(lambda tensor: self._packed(tensor) or keep(tensor, below))
         pack.backward, pack.below = self, None if below is None else below[0]  # type: ignore[attr-defined]
         return saved_tensors_hooks(pack, unwatched(_unpack))
 
     def is_ours(self, hooks: tuple[Pack, Unpack] | None) -> bool:
         return hooks is not None and getattr(hooks[0], "backward", None) is self
-
-    def _pack(self, tensor: torch.Tensor, below: tuple[Pack, Unpack] | None) -> Any:
-        return self._packed(tensor) or keep(tensor, below)
 
     def _packed(self, tensor: Any) -> SavedWeight | _SavedWrapper | None:
         if type(tensor) in _PLAIN:

@@ -28,6 +28,7 @@ from ..errors import ConfigError
 from ..planner import Budgets, Place, Plan, PlannedGroup, Problem, Speeds, make_plan, simulate, smallest_device_bytes
 from ..stores.files import FileImage
 from ..stores.ram import LOCKED_SHARE, available_ram, ram_in_use
+from .drive import DriveMeter
 from .group import Group
 
 logger = logging.getLogger("group_offload")
@@ -88,6 +89,8 @@ class Budgeter:
         self.ram_bytes: int | None = None
         """RAM for weights: what is in no file, and what is page-locked."""
         self._speeds = cache(speeds)
+        self.drive = DriveMeter()
+        """What passes teach about the drive."""
         self._num_slots = num_slots
         self._staging_bytes = 0
         self.plan: Plan | None = None
@@ -167,6 +170,16 @@ class Budgeter:
             places = [Place.FILE if _is_read(group) else Place.RAM for group in self.groups]
             self.plan = replace(make_plan(problem), places=tuple(places), prediction=simulate(problem, places))
 
+    def refresh(self) -> None:
+        """Let the plan say what it would now, if the drive is not as fast as it was."""
+        plan, drive = self.plan, self.drive.bytes_per_s
+        if plan is None or drive is None:
+            return
+        before = plan.problem.speeds
+        if abs(drive - before.drive) > MIN_GAIN * before.drive:
+            problem = replace(plan.problem, speeds=replace(before, drive=drive))
+            self.plan = replace(plan, problem=problem, prediction=simulate(problem, plan.places))
+
     def before_pass(self, kind: Kind, order: Sequence[Group], others: int) -> Plan | None:
         """A pass of `kind` begins, and `others` is the device memory that is not this module's weights.
 
@@ -235,11 +248,15 @@ class Budgeter:
         return Problem(
             groups=tuple(planned),
             order=tuple(order),
-            speeds=self._speeds(),
+            speeds=self._current_speeds(),
             budgets=Budgets(device_bytes=room, ram_bytes=self.ram_bytes),
             num_slots=self._num_slots,
             staging_bytes=self._staging_bytes,
         )
+
+    def _current_speeds(self) -> Speeds:
+        speeds, drive = self._speeds(), self.drive.bytes_per_s
+        return speeds if drive is None else replace(speeds, drive=drive)
 
     def at(self, place: Place) -> frozenset[Group]:
         """The groups that the plan puts there."""

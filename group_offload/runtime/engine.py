@@ -361,6 +361,8 @@ class Engine:
         stream = self._backend.current_stream()
         self._stopwatch.end(stream, completed=not self._has_failed)
         self._budgeter.stop(self.counters.device_bytes, completed=not self._has_failed)
+        if self._files.are_read:
+            self.transfer.note_drive(self._budgeter.drive)
         for slot in self._memory.slots:
             if slot.last_stream is not None and slot.last_stream != stream:
                 stream.wait_event(slot.last_use)  # the end of the pass is the end of what other streams did in it
@@ -546,9 +548,8 @@ class Engine:
         """The weight that a tensor is a view of, if it is onloaded: see `Group.find`."""
         address = tensor.data_ptr()
         for group in reversed(self._memory.bound):
-            found = group.find(address)
-            if found is not None:
-                return found
+            if address in group.addresses:
+                return group.find(address)
         return None
 
     def group_of(self, part: Part) -> Group:
@@ -614,6 +615,7 @@ class Engine:
         self._note_times()
         if not self.config.has_budgets:
             self._budgeter.describe(self.groups, self._schedule.order, outer_bytes=0, staging_bytes=STAGING_BYTES)
+        self._budgeter.refresh()
         return self._budgeter.plan
 
     def _note_times(self) -> None:

@@ -172,8 +172,12 @@ class InnerGate(Gate):
             return call(*args, **kwargs)  # type: ignore[no-untyped-call]
         engine = self._engine
         backward = engine.backward
-        if backward.is_ours(hooks_in_force()) and all(group.is_ready for group in self.groups):
-            return call(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if backward.is_ours(hooks_in_force()):
+            for group in self.groups:
+                if not group.is_ready:
+                    break
+            else:
+                return call(*args, **kwargs)  # type: ignore[no-untyped-call]
         compiler = set_eval_frame(None)
         try:
             with engine.lock:

@@ -162,10 +162,20 @@ class Reader:
         self.num_copies = 0
         self.bytes_read = {False: 0, True: 0}
         """Through the page cache, and past it."""
+        self._num_reading = 0
+        self._busy_seconds = 0.0
+        self._counted_at = 0.0
 
     @property
     def staging_bytes(self) -> int:
         return self._staging.num_bytes
+
+    @property
+    def busy_seconds(self) -> float:
+        """For how long something was read, so far."""
+        with self._changed:
+            self._count_reading(0)
+            return self._busy_seconds
 
     @property
     def has_room_ahead(self) -> bool:
@@ -249,7 +259,7 @@ class Reader:
             job.error, job.target = RuntimeError("This process was forked while the file was read."), None
             job.is_over.set()
         self._submitted, self._announced = deque(), []
-        self._num_workers = self._num_starting = 0
+        self._num_workers = self._num_starting = self._num_reading = 0
         self._is_waiting = False
         self._staging.forget()
 
@@ -329,6 +339,7 @@ class Reader:
                 chunk = job.chunks.popleft()
                 chunk.start = start
                 job.begun.append(chunk)
+                self._count_reading(1)
                 return job, chunk
         return None
 
@@ -360,6 +371,7 @@ class Reader:
             chunk.error = error
         finally:
             with self._changed:
+                self._count_reading(-1)
                 chunk.is_read = True
                 if job.is_over.is_set():
                     self._staging.give_back(chunk.start)
@@ -395,6 +407,14 @@ class Reader:
             self._count(is_direct, read.num_bytes)
             if tracer is not None:
                 tracer.read(read.label, started, time.perf_counter(), read.num_bytes)
+
+    def _count_reading(self, num_more: int) -> None:
+        """So many more workers read from now on."""
+        now = time.perf_counter()
+        if self._num_reading:
+            self._busy_seconds += now - self._counted_at
+        self._counted_at = now
+        self._num_reading += num_more
 
     def _count(self, is_direct: bool, num_bytes: int) -> None:
         with self._changed:

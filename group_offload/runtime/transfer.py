@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from ..device import Backend, Event, HostBackend, Stream, plain_empty
 from ..stores.base import Image, Tier
 from ..stores.files import Proof, SourceFile
 from .copies import LastCopies
+from .drive import DriveMeter
 from .reader import Job, Read, Reader
 from .trace import Tracer
 
@@ -65,6 +67,11 @@ class Transfer:
         """What came from files, by how it was read."""
         through_cache, direct = self._reader.bytes_read[False], self._reader.bytes_read[True]
         return {"locked": self._bytes_locked, "page cache": through_cache, "direct": direct}
+
+    def note_drive(self, meter: DriveMeter) -> None:
+        """A pass ended: tell what was read for it."""
+        reader = self._reader
+        meter.note(time.perf_counter(), reader.busy_seconds, reader.bytes_read[False], reader.bytes_read[True])
 
     @property
     def staging_bytes(self) -> int:
