@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -262,6 +263,147 @@ def test_a_forward_that_cannot_run_again(device: SimulatedDevice) -> None:
     model.alive.clear()
     check(device, model, resident)
     device.free(taken)
+    handle.remove()
+
+
+class Remembering(torch.nn.Module):
+    """Keeps things between forwards, as caches of videos' frames and of steps do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(6))
+        self.num_steps = 1000
+
+    def forward(self, x: torch.Tensor, act: Any = None, **kwargs: Any) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        if act is not None:
+            act(self, x, kwargs)
+        return x
+
+
+def replace_item(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
+    kwargs["cache"][0] = x
+
+
+def count(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
+    kwargs["at"][0] += 1
+
+
+def append(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
+    kwargs["at"].append(1)
+
+
+def put_in(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
+    kwargs["options"]["more"] = 1
+
+
+def change_in_place(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
+    kwargs["cache"][0].add_(1)
+
+
+def draw(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
+    torch.randn(1)
+
+
+def draw_from(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
+    torch.randn(1, generator=kwargs["generator"])
+
+
+def count_steps(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
+    model.num_steps += 1
+
+
+def keep_output(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
+    model.last = x
+
+
+def nothing(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("act", "more", "why"),
+    [
+        (nothing, {}, None),
+        (replace_item, {}, "changed an input"),
+        (count, {}, "changed an input"),
+        (append, {}, "changed a list or mapping"),
+        (put_in, {}, "changed a list or mapping"),
+        (change_in_place, {}, "changed an input"),
+        (draw, {}, "drawn random numbers"),
+        (draw_from, {}, "changed an input"),
+        (count_steps, {}, "changed attributes"),
+        (keep_output, {}, "changed attributes"),
+        (nothing, {"cache": SimpleNamespace()}, "given a SimpleNamespace.*cannot be told"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else None,
+)
+def test_a_forward_that_changed_something_does_not_run_again(
+    act: Any, more: dict[str, Any], why: str | None, device: SimulatedDevice
+) -> None:
+    """It runs out of memory at its end. What it has done by then would be done twice."""
+    model = Remembering().eval()
+    handle = offload(model, vram_budget="1GiB")
+    kwargs = {"cache": [torch.zeros(64)], "at": [0], "options": {"one": "two"}, "generator": torch.Generator(), **more}
+
+    def run(act: Any) -> torch.Tensor:
+        with torch.no_grad(), device.running():
+            return model(device.put(torch.zeros(2, 64)), act, **kwargs)
+
+    for _ in range(4):
+        run(None)
+    assert handle.stats().resident_bytes
+    calls = []
+
+    def act_and_fail(*args: Any) -> None:
+        calls.append(act)
+        act(*args)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("there is no more")
+
+    if why is None:
+        run(act_and_fail)
+        assert len(calls) == 2 and not handle.stats().resident_bytes
+    else:
+        with pytest.raises(torch.OutOfMemoryError, match=f"there is no more.*cannot be run again by itself: .*{why}"):
+            run(act_and_fail)
+        assert len(calls) == 1
+    run(None)
+    handle.remove()
+
+
+def test_a_forward_of_inference_mode_does_not_run_again(device: SimulatedDevice) -> None:
+    """Nothing would tell that it has changed its input."""
+    model = Remembering().eval()
+    handle = offload(model, vram_budget="1GiB")
+
+    def fail(*args: Any) -> None:
+        raise torch.OutOfMemoryError("there is no more")
+
+    with torch.inference_mode(), device.running():
+        for _ in range(4):
+            model(device.put(torch.zeros(2, 64)))
+        with pytest.raises(torch.OutOfMemoryError, match="given a tensor of inference mode"):
+            model(device.put(torch.zeros(2, 64)), fail)
+    handle.remove()
+
+
+def test_what_a_forward_replaces_is_freed(device: SimulatedDevice) -> None:
+    """A cache of frames that a video's VAE hands from one call to the next takes memory once, with a budget too."""
+    model = Remembering().eval()
+    handle = offload(model, vram_budget="1GiB")
+    cache = [torch.zeros(64)]
+
+    def replace_and_look(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
+        before = weakref.ref(kwargs["cache"][0])
+        kwargs["cache"][0] = torch.ones(64)
+        assert before() is None
+
+    for _ in range(5):
+        with torch.no_grad(), device.running():
+            model(device.put(torch.zeros(2, 64)), replace_and_look, cache=cache)
+    assert handle.stats().resident_bytes
     handle.remove()
 
 

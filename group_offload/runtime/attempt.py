@@ -2,30 +2,97 @@
 
 from __future__ import annotations
 
+import weakref
+from enum import Enum
+from itertools import chain
+from types import BuiltinFunctionType, FunctionType, MethodType, NoneType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten
+
+_UNCHANGEABLE = (
+    *(int, float, complex, bool, str, bytes, NoneType, Enum, type, FunctionType, BuiltinFunctionType, MethodType),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+)
+
+
+class State:
+    """The attributes of a module and of those in it, whatever forwards may keep there (a cache, a count of steps)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        # torch's own layers keep nothing but tensors, which are looked after elsewhere.
+        self._tables = [part.__dict__ for part in module.modules() if not type(part).__module__.startswith("torch.nn.")]
+
+    def now(self) -> tuple[list[int], list[int]]:
+        """How many attributes each has, and which objects they are."""
+        values = chain.from_iterable(table.values() for table in self._tables)
+        return list(map(len, self._tables)), list(map(id, values))
 
 
 class Attempt:
-    """What a forward was given, remembered before it begins."""
+    """What a forward was given and what it could change, remembered before it begins.
 
-    def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._module = module
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        self._inputs = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+    No tensor is held: a forward that replaces what is in a list of its own counts on the old ones being freed.
+    """
+
+    def __init__(self, module: nn.Module, state: State, args: Any, kwargs: Any, device: torch.device) -> None:
+        self._module, self._device = module, device
+        self._arguments = args, kwargs
+        self._leaves, self._structure = _remember(self._arguments)
+        self._random = _random_states(device)
+        self._state, self._attributes = state, state.now()
 
     def why_not_again(self) -> str | None:
         """What would make a second run compute something else than the first; None if nothing is known that would."""
         if self._module.training:
             return "the module is in training mode, where dropout and statistics depend on how often it ran"
-        if any(tensor._version != version for tensor, version in self._inputs):
-            return "it has changed an input in place"
+        leaves, structure = _remember(self._arguments)
+        if structure != self._structure:
+            return "it has changed a list or mapping that it was given"
+        for before, now in zip(self._leaves, leaves, strict=True):
+            if isinstance(before, _Unknown):
+                return f"it was given {before.what}, and whether it has changed that cannot be told"
+            if before != now:
+                return "it has changed an input in place"
+        if _random_states(self._device) != self._random:
+            return "it has drawn random numbers"
         for name, part in self._module.named_modules():
             registry = part.__dict__.get("_diffusers_hook")
             hooks = getattr(registry, "hooks", {}) if registry is not None else {}
             if any(getattr(hook, "_is_stateful", False) for hook in hooks.values()):
                 return f"a hook of diffusers on {name or 'the module'!r} remembers earlier calls"
+        if self._state.now() != self._attributes:
+            return "it has changed attributes of modules"
         return None
+
+
+class _Unknown:
+    """An argument that may change without being another one."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+
+def _remember(arguments: Any) -> tuple[list[Any], Any]:
+    """What is equal to itself later, unless an argument has changed; and the lists and mappings that they are in."""
+    leaves, structure = tree_flatten(arguments)
+    return [_remembered(leaf) for leaf in leaves], structure
+
+
+def _remembered(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        if leaf.is_inference():
+            return _Unknown("a tensor of inference mode")  # it has no version
+        return id(leaf), weakref.ref(leaf), leaf._version
+    if isinstance(leaf, torch.Generator):
+        return leaf.get_state().numpy().tobytes()
+    return leaf if isinstance(leaf, _UNCHANGEABLE) else _Unknown(f"a {type(leaf).__name__}")
+
+
+def _random_states(device: torch.device) -> list[bytes]:
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return [state.numpy().tobytes() for state in states]

@@ -28,7 +28,7 @@ from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from ..saved import hooks_in_force
-from .attempt import Attempt
+from .attempt import Attempt, State
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -49,6 +49,8 @@ class Gate:
         self._engine = engine
         self._compiled: Callable[..., Any] | None = module.__dict__.get("_compiled_call_impl")
         self._handles: list[RemovableHandle] = []
+        self._state: State | None = None
+        """Known once a call of it was a pass."""
         self.was_bypassed = False
         """A call is in progress that went past the gate: a forward hook will end it."""
 
@@ -89,7 +91,8 @@ class Gate:
                 self._engine.backward.come_in(self.groups)
                 if self._engine.is_running or not self._engine.has_budget:
                     return self._run(compiler, args, kwargs)
-                attempt = Attempt(self.module, args, kwargs)
+                self._state = self._state or State(self.module)
+                attempt = Attempt(self.module, self._state, args, kwargs, self._engine.device)
                 try:
                     return self._run(compiler, args, kwargs)
                 except torch.OutOfMemoryError as error:
