@@ -143,6 +143,11 @@ def device_reserved(device: torch.device) -> int | None:
     return None if device.type == "cpu" else torch.accelerator.max_memory_reserved(device)
 
 
+def alloc_retries(device: torch.device) -> int:
+    """How often torch's allocator has had to give back what it kept, because the device had no more. Each time takes long."""
+    return 0 if device.type == "cpu" else int(torch.accelerator.memory_stats(device)["num_alloc_retries"])
+
+
 class PeakWatch:
     """The most device memory since `with`, though somebody else resets torch's counters: budgets measure single passes."""
 

@@ -34,8 +34,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 from machine import (
+    alloc_retries,
     default_device,
     device_peak,
+    device_reserved,
     elapsed,
     fix_algorithms,
     forget_device_peak,
@@ -72,7 +74,7 @@ ARMS = (
 )
 PARTS = ("step", "forward", "backward", "host", "stalled")
 """Times: of a step as a whole, of compute's stream in it, of the thread that launches, and of waits for weights."""
-SIZES = ("peak", "after_forward", "sent")
+SIZES = ("peak", "reserved", "after_forward", "sent")
 NUM_COMPARED = 3
 """Steps whose bits are compared."""
 
@@ -206,12 +208,14 @@ class Run:
         bits = hashlib.sha256()
         times, host, phases, sent = [], [], [], []
         before: Any = None
+        retries = 0
         for number in range(NUM_COMPARED + options.steps):
             optimizer.zero_grad()
             torch.use_deterministic_algorithms(number < NUM_COMPARED)
             if number == NUM_COMPARED:
                 forget_device_peak(self.device)
                 before = None if self.handle is None else self.handle.stats()
+                retries = alloc_retries(self.device)
             synchronize(self.device)
             sent_before = self.sent()
             begun = time.perf_counter()
@@ -234,6 +238,8 @@ class Run:
             "forward_s": statistics.median(forward for forward, _ in phases[NUM_COMPARED:]),
             "backward_s": statistics.median(backward for _, backward in phases[NUM_COMPARED:]),
             "peak_bytes": device_peak(self.device),
+            "reserved_bytes": device_reserved(self.device),
+            "alloc_retries": alloc_retries(self.device) - retries,
             "after_forward_bytes": self.after_forward_bytes,
             "bits": bits.hexdigest(),
         }
@@ -342,7 +348,7 @@ def judge(report: dict[str, Any]) -> None:
 
 
 HEAD = (
-    *("arm", *(f"{part}, s" for part in PARTS), "peak, GiB", "after forward, GiB", "sent a step, GiB"),
+    *("arm", *(f"{part}, s" for part in PARTS), "peak, GiB", "reserved, GiB", "after forward, GiB", "sent a step, GiB"),
     *("link alone, s", "limit, s", "x limit", "same bits"),
 )
 
