@@ -57,7 +57,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "ours block": {},
     "ours leaf": {"offload_type": "leaf_level"},
     "ours files": {"in_files": True},
-    "ours block vram=50%": {"vram_budget": "50%"},
+    "ours block vram=50%": {"vram_share": 0.5},
 }
 ARMS = (
     "resident",
@@ -143,6 +143,8 @@ class Run:
             choice = dict(PLACES[where])
             if choice.pop("in_files", False):
                 choice["offload_to_disk_path"] = folder
+            if (share := choice.pop("vram_share", None)) is not None:  # of the weights
+                choice["vram_budget"] = int(share * sum(parameter.nbytes for parameter in self.model.parameters()))
             self.handle = apply_group_offloading(self.model, self.device, **choice)
         if "activations" in extras:
             self.activations = apply_activation_offloading(
