@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 from group_offload import (
     ConfigError,
@@ -24,6 +26,7 @@ from group_offload import (
     enable_group_offload,
 )
 
+from . import tiny_models as tiny
 from .conftest import SPEEDS
 from .simulated import SimulatedDevice, use_simulated_device
 from .test_files import run_python
@@ -244,6 +247,78 @@ def test_memory_runs_out_where_nothing_can_be_given_up(device: SimulatedDevice) 
     model.alive.clear()
     check(device, model, resident)
     handle.remove()
+
+
+def test_memory_runs_out_again(device: SimulatedDevice) -> None:
+    """What stayed was given up, and it is not enough: the error says what helps, and nothing is lost."""
+    resident = Model(WIDTHS).eval()
+    num_bytes, peak = needed(device, resident)
+    model, handle = offloaded(resident, vram_budget=peak + num_bytes)
+    for _ in range(4):
+        check(device, model, resident)
+    assert handle.stats().resident_bytes
+    engine: Any = handle._engine
+    make_room = engine.make_room
+
+    def make_room_for_others(*args: Any) -> None:
+        make_room(*args)
+        device.capacity = device.total.now  # somebody else was faster
+
+    engine.make_room = make_room_for_others
+    device.capacity = device.total.now + 2 * DIM * 4  # room for the input, and no more
+    for name in ("_replan", "_keep_within_budgets"):  # it would be foreseen
+        setattr(engine, name, lambda kind: None)
+    with pytest.raises(torch.OutOfMemoryError, match=r"No group of Model stays on the device.*leaf_level"):
+        check(device, model, resident)
+    assert not handle.stats().resident_bytes
+    device.capacity = 1 << 40
+    model.alive.clear()
+    resident.alive.clear()
+    check(device, model, resident)
+    handle.remove()
+    check_at_rest(model, resident)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("flux", {}), ("unet", {"offload_type": "leaf_level"}), ("wan_kl", {})], ids=str
+)
+def test_real_models_where_memory_runs_out(name: str, options: dict[str, Any], device: SimulatedDevice) -> None:
+    """Wherever that is: the right bits, or an error that says what helps; and what comes later is right."""
+    make, inputs = tiny.MODELS[name]
+    expected = tiny.call(make(), inputs())
+    model = make()
+    num_bytes = sum(weight.nbytes for weight in model.parameters())
+    handle = offload(model, vram_budget=2 * num_bytes + (1 << 20), **options)
+
+    def run_it(room: int | None = None) -> torch.Tensor:
+        with torch.no_grad(), device.running():
+            on_device = tree_map_only(torch.Tensor, device.put, inputs())
+            device.capacity = 1 << 40 if room is None else device.total.now + room
+            try:
+                output = model(**on_device)[0]
+            finally:
+                device.capacity = 1 << 40
+        return device.get(output)
+
+    for _ in range(4):
+        assert torch.equal(run_it(), expected)
+    assert handle.stats().resident_bytes
+    device.reset_peak()
+    before = device.total.now
+    run_it()
+    most = device.peak_bytes_in_use() - before
+    errors = []
+    for share in (0.9, 0.5, 0.0):
+        try:
+            output = run_it(int(share * most))
+        except torch.OutOfMemoryError as error:
+            errors.append(str(error))
+        else:
+            assert torch.equal(output, expected)
+        assert torch.equal(run_it(), expected)
+    assert all(re.search("No group of .* stays on the device|cannot be run again by itself", error) for error in errors)
+    handle.remove()
+    assert torch.equal(tiny.call(model, inputs()), expected)
 
 
 def test_a_forward_that_cannot_run_again(device: SimulatedDevice) -> None:

@@ -664,10 +664,7 @@ class Engine:
         self._backend.release_unused()
         vram = self._budgeter.vram
         if not given_up or vram is None:
-            raise torch.OutOfMemoryError(
-                f"{error} No group of {type(self.root).__name__} stays on the device that could be given up: a smaller "
-                f"input, offload_type='leaf_level', or attention slicing needs less."
-            ) from error
+            raise self.too_little(error) from error
         what = attempt.why_not_again()
         if what is not None or self.counters.brought_back != self._brought_back_before:
             raise torch.OutOfMemoryError(
@@ -679,6 +676,13 @@ class Engine:
             "Device memory ran out in a forward of %s: %s of groups that stayed there were given up, and it runs again.",
             type(self.root).__name__,
             describe_bytes(given_up),
+        )
+
+    def too_little(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
+        """The same error, which no budget helps against, with what does."""
+        return torch.OutOfMemoryError(
+            f"{error} No group of {type(self.root).__name__} stays on the device that could be given up: a smaller input, "
+            f"offload_type='leaf_level', or attention slicing needs less."
         )
 
     # ---------------------------------------------------------------- how far ahead

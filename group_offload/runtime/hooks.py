@@ -97,7 +97,10 @@ class Gate:
                     return self._run(compiler, args, kwargs)
                 except torch.OutOfMemoryError as error:
                     self._engine.make_room(attempt, error)
-                return self._run(compiler, args, kwargs)
+                try:
+                    return self._run(compiler, args, kwargs)
+                except torch.OutOfMemoryError as error:
+                    raise self._engine.too_little(error) from error
         finally:
             set_eval_frame(compiler)
 
