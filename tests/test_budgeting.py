@@ -279,9 +279,7 @@ def test_memory_runs_out_again(device: SimulatedDevice) -> None:
     check_at_rest(model, resident)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"), [("flux", {}), ("unet", {"offload_type": "leaf_level"}), ("wan_kl", {})], ids=str
-)
+@pytest.mark.parametrize(("name", "options"), [("flux", {"offload_type": "leaf_level"}), ("wan_kl", {})], ids=str)
 def test_real_models_where_memory_runs_out(name: str, options: dict[str, Any], device: SimulatedDevice) -> None:
     """Wherever that is: the right bits, or an error that says what helps; and what comes later is right."""
     make, inputs = tiny.MODELS[name]
@@ -300,7 +298,7 @@ def test_real_models_where_memory_runs_out(name: str, options: dict[str, Any], d
                 device.capacity = 1 << 40
         return device.get(output)
 
-    for _ in range(4):
+    for _ in range(3):
         assert torch.equal(run_it(), expected)
     assert handle.stats().resident_bytes
     device.reset_peak()
@@ -308,7 +306,7 @@ def test_real_models_where_memory_runs_out(name: str, options: dict[str, Any], d
     run_it()
     most = device.peak_bytes_in_use() - before
     errors = []
-    for share in (0.9, 0.5, 0.0):
+    for share in (0.5, 0.0):
         try:
             output = run_it(int(share * most))
         except torch.OutOfMemoryError as error:
@@ -647,8 +645,10 @@ def test_weights_that_have_no_file_need_ram(device: SimulatedDevice, monkeypatch
     assert not device.pinned_bytes
 
 
-@pytest.mark.parametrize("schedule", ["eager", "lazy"])
-@pytest.mark.parametrize(("vram", "ram", "chunk_bytes"), [(0.25, 0.25, None), (0.27, 0.45, 8192), (0.55, 0.45, 8192)])
+@pytest.mark.parametrize(
+    ("vram", "ram", "chunk_bytes", "schedule"),
+    [(0.25, 0.25, None, "eager"), (0.25, 0.25, None, "lazy"), (0.27, 0.45, 8192, "eager"), (0.55, 0.45, 8192, "lazy")],
+)
 def test_three_tiers_read_each_group_of_the_drive_once(
     vram: float, ram: float, chunk_bytes: int | None, schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -660,7 +660,7 @@ def test_three_tiers_read_each_group_of_the_drive_once(
     if chunk_bytes is not None:
         for name in ("CHUNK_BYTES", "SMALL_CHUNK_BYTES"):
             monkeypatch.setattr(f"group_offload.runtime.reader.{name}", chunk_bytes)
-    resident = Model([1296] * 10 + [540] * 20).eval()
+    resident = Model([1296] * 6 + [540] * 12).eval()
     with use_simulated_device(SimulatedDevice(0, schedule)) as device:
         model, options = place(resident, "checkpoint", tmp_path, {})
         num_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())

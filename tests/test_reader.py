@@ -455,8 +455,9 @@ def test_the_drive_is_what_the_last_passes_found(monkeypatch: pytest.MonkeyPatch
         assert meter.bytes_per_s == expected, (now, num_bytes)
 
 
-@every_tier
-@pytest.mark.parametrize("budgets", [{}, {"vram_budget": 120_000, "ram_budget": "auto"}], ids=str)
+@pytest.mark.parametrize(
+    ("tier", "budgets"), [("folder", {}), ("checkpoint", {"vram_budget": 120_000, "ram_budget": "auto"})], ids=str
+)
 def test_the_plan_knows_a_drive_that_became_slow(
     budgets: dict[str, Any],
     tier: str,
