@@ -7,6 +7,7 @@ import random
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 os.environ["GROUP_OFFLOAD_PROGRESS_BAR"] = "0"
+os.environ["OMP_NUM_THREADS"] = "1"  # of child processes; here it is said below
 
 import pytest
 import torch

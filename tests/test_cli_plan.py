@@ -399,7 +399,7 @@ def command(*arguments: object) -> tuple[int, str]:
     return status, said.getvalue()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(vram=st.integers(1 << 30, 14 << 30), ram=st.integers(2 << 30, 14 << 30), activations=st.integers(0, 1 << 30))
 def test_budgets_are_kept(vram: int, ram: int, activations: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Or the error says the smallest that works, and that works."""
