@@ -82,6 +82,23 @@ def needed(device: SimulatedDevice, resident: Model, **options: Any) -> tuple[in
     return num_bytes, peak
 
 
+def all_resident(device: SimulatedDevice, **options: Any) -> tuple[Model, Model, OffloadHandle]:
+    """A resident model, its offloaded twin with room for all of it on the device, and the handle of that."""
+    resident = Model(WIDTHS).eval()
+    num_bytes, peak = needed(device, resident, **options)
+    model, handle = offloaded(resident, vram_budget=peak + num_bytes, **options)
+    for _ in range(4):
+        check(device, model, resident)
+    assert handle.stats().resident_bytes
+    return resident, model, handle
+
+
+def nothing_is_foreseen(handle: OffloadHandle) -> None:
+    """Else groups are given up before device memory runs out."""
+    for name in ("_replan", "_keep_within_budgets"):
+        setattr(handle._engine, name, lambda kind: None)
+
+
 @every_mode
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_a_budget_for_the_device(share: float, options: dict[str, Any], device: SimulatedDevice) -> None:
@@ -169,11 +186,7 @@ def test_both_budgets(tier: str, device: SimulatedDevice, tmp_path: Path) -> Non
 
 @every_mode
 def test_an_edit_of_what_stays_on_the_device(options: dict[str, Any], device: SimulatedDevice) -> None:
-    resident = Model(WIDTHS).eval()
-    num_bytes, peak = needed(device, resident, **options)
-    model, handle = offloaded(resident, vram_budget=peak + num_bytes, **options)
-    for _ in range(4):
-        check(device, model, resident)
+    resident, model, handle = all_resident(device, **options)
     assert handle.stats().resident_bytes > 0
     for edit in (lambda t: t.data.mul_(0.5), lambda t: t.detach().add_(0.1)):
         with torch.no_grad():
@@ -213,15 +226,10 @@ def test_larger_inputs_are_foreseen(device: SimulatedDevice) -> None:
 @every_mode
 def test_memory_runs_out(options: dict[str, Any], device: SimulatedDevice, caplog: pytest.LogCaptureFixture) -> None:
     """Somebody else takes device memory. The forward is run again without what stayed there, and is right."""
-    resident = Model(WIDTHS).eval()
-    num_bytes, peak = needed(device, resident, **options)
-    model, handle = offloaded(resident, vram_budget=peak + num_bytes, **options)
-    for _ in range(4):
-        check(device, model, resident)
-    taken = device.empty(num_bytes)
+    resident, model, handle = all_resident(device, **options)
+    taken = device.empty(weight_bytes(handle))
     device.capacity = device.total.now + 2 * DIM * 4  # room for the input, and no more
-    for name in ("_replan", "_keep_within_budgets"):  # it would be foreseen
-        setattr(handle._engine, name, lambda kind: None)
+    nothing_is_foreseen(handle)
     check(device, model, resident)
     assert "runs again" in caplog.text and handle.stats().resident_bytes == 0
     for name in ("_replan", "_keep_within_budgets"):
@@ -251,12 +259,7 @@ def test_memory_runs_out_where_nothing_can_be_given_up(device: SimulatedDevice) 
 
 def test_memory_runs_out_again(device: SimulatedDevice) -> None:
     """What stayed was given up, and it is not enough: the error says what helps, and nothing is lost."""
-    resident = Model(WIDTHS).eval()
-    num_bytes, peak = needed(device, resident)
-    model, handle = offloaded(resident, vram_budget=peak + num_bytes)
-    for _ in range(4):
-        check(device, model, resident)
-    assert handle.stats().resident_bytes
+    resident, model, handle = all_resident(device)
     engine: Any = handle._engine
     make_room = engine.make_room
 
@@ -266,8 +269,7 @@ def test_memory_runs_out_again(device: SimulatedDevice) -> None:
 
     engine.make_room = make_room_for_others
     device.capacity = device.total.now + 2 * DIM * 4  # room for the input, and no more
-    for name in ("_replan", "_keep_within_budgets"):  # it would be foreseen
-        setattr(engine, name, lambda kind: None)
+    nothing_is_foreseen(handle)
     with pytest.raises(torch.OutOfMemoryError, match=r"No group of Model stays on the device.*leaf_level"):
         check(device, model, resident)
     assert not handle.stats().resident_bytes
@@ -321,16 +323,11 @@ def test_real_models_where_memory_runs_out(name: str, options: dict[str, Any], d
 
 def test_a_forward_that_cannot_run_again(device: SimulatedDevice) -> None:
     """The error names the budget that would have worked; the next forward has the room."""
-    resident = Model(WIDTHS).eval()
-    num_bytes, peak = needed(device, resident)
-    model, handle = offloaded(resident, vram_budget=peak + num_bytes)
-    for _ in range(4):
-        check(device, model, resident)
+    resident, model, handle = all_resident(device)
     model.train()
-    taken = device.empty(num_bytes)
+    taken = device.empty(weight_bytes(handle))
     device.capacity = device.total.now + 2 * DIM * 4  # room for the input, and no more
-    for name in ("_replan", "_keep_within_budgets"):  # it would be foreseen
-        setattr(handle._engine, name, lambda kind: None)
+    nothing_is_foreseen(handle)
     with pytest.raises(torch.OutOfMemoryError, match=r"training mode.*vram_budget="):
         check(device, model, resident)
     model.alive.clear()

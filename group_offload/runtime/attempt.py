@@ -22,6 +22,7 @@ class State:
     """The attributes of a module and of those in it, whatever forwards may keep there (a cache, a count of steps)."""
 
     def __init__(self, module: nn.Module) -> None:
+        self.module = module
         # torch's own layers keep nothing but tensors, which are looked after elsewhere.
         self._tables = [part.__dict__ for part in module.modules() if not type(part).__module__.startswith("torch.nn.")]
 
@@ -37,16 +38,17 @@ class Attempt:
     No tensor is held: a forward that replaces what is in a list of its own counts on the old ones being freed.
     """
 
-    def __init__(self, module: nn.Module, state: State, args: Any, kwargs: Any, device: torch.device) -> None:
-        self._module, self._device = module, device
+    def __init__(self, state: State, args: Any, kwargs: Any, device: torch.device) -> None:
+        self._state, self._attributes = state, state.now()
         self._arguments = args, kwargs
         self._leaves, self._structure = _remember(self._arguments)
+        self._device = device
         self._random = _random_states(device)
-        self._state, self._attributes = state, state.now()
 
     def why_not_again(self) -> str | None:
         """What would make a second run compute something else than the first; None if nothing is known that would."""
-        if self._module.training:
+        module = self._state.module
+        if module.training:
             return "the module is in training mode, where dropout and statistics depend on how often it ran"
         leaves, structure = _remember(self._arguments)
         if structure != self._structure:
@@ -58,7 +60,7 @@ class Attempt:
                 return "it has changed an input in place"
         if _random_states(self._device) != self._random:
             return "it has drawn random numbers"
-        for name, part in self._module.named_modules():
+        for name, part in module.named_modules():
             registry = part.__dict__.get("_diffusers_hook")
             hooks = getattr(registry, "hooks", {}) if registry is not None else {}
             if any(getattr(hook, "_is_stateful", False) for hook in hooks.values()):

@@ -172,12 +172,12 @@ class Budgeter:
 
     def refresh(self) -> None:
         """Let the plan say what it would now, if the drive is not as fast as it was."""
-        plan, drive = self.plan, self.drive.bytes_per_s
-        if plan is None or drive is None:
+        plan = self.plan
+        if plan is None:
             return
-        before = plan.problem.speeds
-        if abs(drive - before.drive) > MIN_GAIN * before.drive:
-            problem = replace(plan.problem, speeds=replace(before, drive=drive))
+        before, now = plan.problem.speeds, self._current_speeds()
+        if abs(now.drive - before.drive) > MIN_GAIN * before.drive:
+            problem = replace(plan.problem, speeds=now)
             self.plan = replace(plan, problem=problem, prediction=simulate(problem, plan.places))
 
     def before_pass(self, kind: Kind, order: Sequence[Group], others: int) -> Plan | None:

@@ -548,8 +548,9 @@ class Engine:
         """The weight that a tensor is a view of, if it is onloaded: see `Group.find`."""
         address = tensor.data_ptr()
         for group in reversed(self._memory.bound):
-            if address in group.addresses:
-                return group.find(address)
+            found = group.find(address)
+            if found is not None:
+                return found
         return None
 
     def group_of(self, part: Part) -> Group:

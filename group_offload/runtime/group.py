@@ -97,8 +97,6 @@ class Group:
         """Where its images are, or are on their way to. They stay good between calls, until the slot is taken."""
         self.offset = 0
         """Where in the slot."""
-        self.addresses = range(0)
-        """Of its bytes in the slot that it was bound to last."""
         self.residence = Residence.AT_REST
         refs = [ref for part in self.parts for ref in part.refs]
         self._tensors = [ref.tensor for ref in refs]
@@ -155,8 +153,6 @@ class Group:
         for wrapped in self._wrapped:
             wrapped.put_on_device(bound)
         self._bound = bound
-        start = slot.memory.data_ptr() + self.offset
-        self.addresses = range(start, start + self.num_bytes)
         if self._is_plain:
             self._versions = [tensor._version for tensor in self._tensors]
         else:
@@ -206,7 +202,7 @@ class Group:
         """Whose bytes in the slot begin there: a part, the index of one of its tensors, and a byte of its image."""
         if self.slot is None:
             return None
-        at = address - self.addresses.start
+        at = address - self.slot.memory.data_ptr() - self.offset
         for part in self.parts:
             if 0 <= at - part.offset < part.image.layout.num_bytes:
                 return part, part.index_at(at - part.offset), at - part.offset

@@ -92,7 +92,7 @@ class Gate:
                 if self._engine.is_running or not self._engine.has_budget:
                     return self._run(compiler, args, kwargs)
                 self._state = self._state or State(self.module)
-                attempt = Attempt(self.module, self._state, args, kwargs, self._engine.device)
+                attempt = Attempt(self._state, args, kwargs, self._engine.device)
                 try:
                     return self._run(compiler, args, kwargs)
                 except torch.OutOfMemoryError as error:
@@ -178,12 +178,8 @@ class InnerGate(Gate):
             return call(*args, **kwargs)  # type: ignore[no-untyped-call]
         engine = self._engine
         backward = engine.backward
-        if backward.is_ours(hooks_in_force()):
-            for group in self.groups:
-                if not group.is_ready:
-                    break
-            else:
-                return call(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if backward.is_ours(hooks_in_force()) and all(group.is_ready for group in self.groups):
+            return call(*args, **kwargs)  # type: ignore[no-untyped-call]
         compiler = set_eval_frame(None)
         try:
             with engine.lock:
