@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 
@@ -26,6 +27,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collecting_is_quick() -> None:
+    """Many tests collect garbage. The libraries are a million objects, which it need not look at each time (0.2 s)."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import random
 import sys
 import threading
@@ -73,10 +74,11 @@ class _Access:
     timeline: _Timeline
     tick: int
     label: str
-    caller: str
+    file: str
+    line: int
 
     def __str__(self) -> str:
-        return f"{self.label!r} on {self.timeline.name} ({self.caller})"
+        return f"{self.label!r} on {self.timeline.name} ({Path(self.file).name}:{self.line})"
 
 
 def _before(access: _Access, clock: Clock) -> bool:
@@ -103,7 +105,7 @@ class _Region:
 
     def read(self, start: int, end: int, access: _Access, clock: Clock) -> None:
         for segment in self.segments[self._cut(start, end)]:
-            self._check(segment, f"{access} reads what was written by", [segment.write], clock)
+            self._check(segment, access, "reads what was written by", [segment.write], clock)
             if not segment.written:
                 raise UninitialisedRead(f"{access} reads what nobody wrote: {self._describe(segment)}.")
             segment.reads[access.timeline] = access
@@ -111,14 +113,16 @@ class _Region:
     def write(self, start: int, end: int, access: _Access, clock: Clock) -> None:
         inside = self._cut(start, end)
         for segment in self.segments[inside]:
-            self._check(segment, f"{access} writes what was written by", [segment.write], clock)
-            self._check(segment, f"{access} writes what was read by", segment.reads.values(), clock)
+            self._check(segment, access, "writes what was written by", [segment.write], clock)
+            self._check(segment, access, "writes what was read by", segment.reads.values(), clock)
         self.segments[inside] = [_Segment(start, end, True, access)]
 
-    def _check(self, segment: _Segment, clash: str, others: Iterable[_Access | None], clock: Clock) -> None:
+    def _check(
+        self, segment: _Segment, access: _Access, clash: str, others: Iterable[_Access | None], clock: Clock
+    ) -> None:
         for other in others:
             if other is not None and not _before(other, clock):
-                raise RaceError(f"{clash} {other}, and nothing orders the two: {self._describe(segment)}.")
+                raise RaceError(f"{access} {clash} {other}, and nothing orders the two: {self._describe(segment)}.")
 
     def _describe(self, segment: _Segment) -> str:
         span = f"bytes {segment.start - self.start} to {segment.end - self.start}"
@@ -263,7 +267,6 @@ class SimulatedDevice:
         self._pace = self._random.random()
         self._lock = threading.RLock()
         self._host = _Timeline("the host")
-        self._fake = FakeTensorMode(allow_fallback_kernels=False)
         self._compute = SimulatedStream(self, "compute")
         self._streams = [self._compute]
         self._thread = threading.local()
@@ -393,7 +396,7 @@ class SimulatedDevice:
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """A device copy of a host tensor."""
         with self._host_call():
-            target = self._like(tensor, self.current_stream())
+            target = self._make(_dense(tensor.shape, tensor.stride(), tensor.dtype), self.current_stream())
             self._copy(target, tensor.detach(), self.current_stream(), blocking=False)
             return target
 
@@ -441,11 +444,11 @@ class SimulatedDevice:
                 raise RuntimeError(f"Expected all operands of {func} on the device, but {list(tensor.shape)} is not.")
         given = _aliased_returns(func, args, kwargs)
         in_place = bool(given) or not func._schema.returns
-        shapes = [] if in_place else _fake_outputs(self._fake, func, args, kwargs)
-        leaves, layout = tree_flatten(shapes)
-        outputs = [self._like(leaf, stream) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        foreseen = _NO_OUTPUTS if in_place else _foresee(func, args, kwargs)
+        leaves, structure = foreseen or _NO_OUTPUTS
+        outputs = [self._make(leaf, stream) if isinstance(leaf, _Layout) else leaf for leaf in leaves]
         if name in _ALLOCATES:
-            return tree_unflatten(outputs, layout)
+            return tree_unflatten(outputs, structure)
 
         # Operands that are one tensor stay one tensor: some kernels look.
         operands = {id(t): self._alias(t.clone() if id(t) in read_at_call else t) for t, _, _ in uses}
@@ -463,15 +466,15 @@ class SimulatedDevice:
 
         reads = [tensor for tensor, is_read, _ in uses if is_read]
         work = self._enqueue(stream, str(func), kernel, reads=reads, writes=written + made)
-        if (shapes is None and _ASKS & set(func.tags)) or written_ids & {id(tensor) for tensor in host}:
+        if (foreseen is None and _ASKS & set(func.tags)) or written_ids & {id(tensor) for tensor in host}:
             self._wait([work])  # the host needs a value or a shape, or its own memory is written
-        elif shapes is None or torch.Tag.nondeterministic_seeded in func.tags:
+        elif foreseen is None or torch.Tag.nondeterministic_seeded in func.tags:
             self._run_until(work)  # orders nothing: real shapes are known without, random numbers are taken at the call
-        if shapes is None:
+        if foreseen is None:
             return tree_map_only(torch.Tensor, self.put, produced[0])
         if in_place:
             return None if not given else given[0] if len(given) == 1 else tuple(given)
-        return tree_unflatten(outputs, layout)
+        return tree_unflatten(outputs, structure)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: SimulatedStream, *, blocking: bool) -> None:
         if not target.numel():
@@ -589,8 +592,7 @@ class SimulatedDevice:
         frame = sys._getframe(1)
         while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_CALLERS):
             frame = frame.f_back
-        caller = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        return _Access(timeline, timeline.clock[timeline], label, caller)
+        return _Access(timeline, timeline.clock[timeline], label, frame.f_code.co_filename, frame.f_lineno)
 
     def _touch(self, tensors: Iterable[torch.Tensor], access: _Access, clock: Clock, *, write: bool) -> None:
         for tensor in tensors:
@@ -685,12 +687,9 @@ class SimulatedDevice:
                 block.poison()
                 self._cached.append(block)
 
-    def _like(self, tensor: torch.Tensor, stream: SimulatedStream) -> torch.Tensor:
-        """A new device tensor with the shape, dtype and (dense) strides of `tensor`."""
-        strides = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        layout = torch.empty_like(strides)
-        memory = self._allocate(layout.nbytes, stream, self.activations)
-        return _view(memory.untyped_storage(), 0, layout)
+    def _make(self, layout: _Layout, stream: SimulatedStream) -> torch.Tensor:
+        memory = self._allocate(layout.num_bytes, stream, self.activations)
+        return _place(memory.untyped_storage(), 0, layout.shape, layout.stride, layout.dtype)
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory, for queued work: does not keep device memory from being freed."""
@@ -709,14 +708,14 @@ class _Running(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = [*_tensors(args), *_tensors(kwargs.values())]
         plain = all(tensor.device.type == "cpu" and tensor.layout == torch.strided for tensor in tensors)
         if not tensors or not plain:
             return func(*args, **kwargs)
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE):
+        if _is_composite(func):
             with self:  # in inference mode torch leaves this to us: the parts come back here one by one
                 return func._op_dk(_COMPOSITE, *args, **kwargs)  # decompose() may take parts that round differently
-        if func.is_view or torch.Tag.inplace_view in func.tags or _asks_metadata(func):
+        if _needs_no_memory(func):
             return func(*args, **kwargs)
         return self.device._dispatch(func, args, kwargs, self.strict)
 
@@ -731,22 +730,46 @@ def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iter
 
 
 def _uses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[_Use]:
+    for (reads, writes), (argument, value) in zip(_kinds(func), _arguments(func, args, kwargs), strict=True):
+        if argument.name in ("running_mean", "running_var") and func._schema.name == "aten::native_batch_norm":
+            writes = bool(args[5])  # `training`: the schema does not tell
+        for tensor in _tensors([value]):
+            yield tensor, reads, writes
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Those among the arguments of an op, and in lists of them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
+
+
+@functools.cache
+def _kinds(func: Any) -> list[tuple[bool, bool]]:
+    """Of each argument: whether it is read, and whether it is written."""
     name = func._schema.name.partition("::")[2]
     ignored = name.startswith("new_") or name.endswith("_like")
-    for argument, value in _arguments(func, args, kwargs):
+    kinds = []
+    for argument in func._schema.arguments:
         writes = argument.alias_info is not None and argument.alias_info.is_write
-        reads = not ignored and not (writes and (argument.is_out or name in _OVERWRITES))
-        if name == "native_batch_norm" and argument.name in ("running_mean", "running_var"):
-            writes = bool(args[5])  # `training`: the schema does not tell
-        for tensor in tree_leaves(value):
-            if isinstance(tensor, torch.Tensor):
-                yield tensor, reads, writes
+        kinds.append((not ignored and not (writes and (argument.is_out or name in _OVERWRITES)), writes))
+    return kinds
 
 
-def _asks_metadata(func: Any) -> bool:
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)
+
+
+@functools.cache
+def _needs_no_memory(func: Any) -> bool:
+    """A view, or a question about metadata."""
     returns = " ".join(str(value.type) for value in func._schema.returns)
     needs_data = func._schema.is_mutable or torch.Tag.data_dependent_output in func.tags
-    return bool(returns) and "Tensor" not in returns and not needs_data
+    asks = bool(returns) and "Tensor" not in returns and not needs_data
+    return asks or func.is_view or torch.Tag.inplace_view in func.tags
 
 
 def _aliased_returns(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -755,7 +778,56 @@ def _aliased_returns(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return [names[frozenset(r.alias_info.before_set)] for r in func._schema.returns if r.alias_info]
 
 
-def _fake_outputs(fake: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """All of a dense tensor but its memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    num_bytes: int
+
+
+@functools.cache
+def _dense(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> _Layout:
+    """The layout of what torch makes for a result that is like a tensor with this shape and these strides."""
+    layout = torch.empty_like(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
+    return _Layout(tuple(layout.shape), layout.stride(), dtype, layout.nbytes)
+
+
+_NO_OUTPUTS: tuple[list[Any], Any] = tree_flatten([])
+_fake = FakeTensorMode(allow_fallback_kernels=False)
+_foreseen: dict[Any, tuple[list[Any], Any] | None] = {}
+_foreseeing = threading.Lock()
+
+
+def _foresee(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any] | None:
+    """The outputs, with layouts instead of tensors, and their structure; None where only the kernel can tell."""
+    key = func, _frozen(args), _frozen(kwargs), torch.get_default_dtype()
+    with _foreseeing:
+        if key not in _foreseen:
+            outputs = _fake_outputs(func, args, kwargs)
+            leaves, structure = tree_flatten(outputs)
+            layouts = [
+                _dense(leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+                for leaf in leaves
+            ]
+            _foreseen[key] = None if outputs is None else (layouts, structure)
+        return _foreseen[key]
+
+
+def _frozen(value: Any) -> Any:
+    """What an argument tells about outputs: hashable, and equal only for what is the same."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (tuple, list)):
+        return type(value), *map(_frozen, value)
+    if isinstance(value, dict):
+        return tuple((name, _frozen(each)) for name, each in value.items())
+    return type(value), value
+
+
+def _fake_outputs(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The outputs as tensors without memory, or None where only the kernel can tell."""
     if func is torch.ops.aten.mkldnn_rnn_layer.default:
         return None  # an LSTM's workspace: torch thinks that it is empty
@@ -764,7 +836,7 @@ def _fake_outputs(fake: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
 
     # Not meta tensors: some outputs have another dtype or shape on the CPU (the statistics of bf16 layer_norm).
-    with torch.inference_mode(False), torch.no_grad(), fake:
+    with torch.inference_mode(False), torch.no_grad(), _fake:
         args, kwargs = tree_map_only(torch.Tensor, shape, (args, kwargs))
         try:
             return func(*args, **kwargs)
@@ -776,6 +848,8 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """First and last (exclusive) address that the tensor can reach; for strided tensors the gaps count too."""
     if not tensor.numel():
         return 0, 0
+    if tensor.is_contiguous():
+        return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + int(last + 1) * tensor.itemsize
 
@@ -790,10 +864,20 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _view(storage: torch.UntypedStorage, offset_bytes: int, like: torch.Tensor) -> torch.Tensor:
-    view = torch.empty(0, dtype=like.dtype, device="cpu")
-    view.set_(storage, offset_bytes // like.itemsize, like.shape, like.stride())
+    view = _place(storage, offset_bytes, like.shape, like.stride(), like.dtype)
     view = view.conj() if like.is_conj() else view
     return view._neg_view() if like.is_neg() else view
+
+
+def _place(
+    storage: torch.UntypedStorage,
+    offset_bytes: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    view = torch.empty(0, dtype=dtype, device="cpu")
+    return view.set_(storage, offset_bytes // dtype.itemsize, shape, stride)
 
 
 @contextlib.contextmanager

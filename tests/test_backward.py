@@ -628,7 +628,7 @@ def in_a_thread(run: Callable[[], object]) -> tuple[Callable[..., None], list[St
     def hook(*args: Any) -> None:
         thread = threading.Thread(target=catch)
         thread.start()
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive()
 
     return hook, errors

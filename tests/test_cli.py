@@ -329,7 +329,7 @@ def test_prune_waits_for_a_set_up(folder: Path) -> None:
         assert process.stderr is not None
         assert "Waiting" in process.stderr.readline()
         assert names(folder) == before
-    said, _ = process.communicate(timeout=30)
+    said, _ = process.communicate(timeout=100)
     assert process.returncode == 0 and "Removed 5 files" in said
 
 
@@ -407,5 +407,5 @@ def test_whoever_reads_the_output_may_stop(tmp_path: Path) -> None:
     )
     os.close(writing)
     os.close(reading)
-    _, errors = process.communicate(b"go\n", timeout=60)
+    _, errors = process.communicate(b"go\n", timeout=100)
     assert (process.returncode, errors) == (0, b"")

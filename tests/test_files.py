@@ -8,7 +8,6 @@ import hashlib
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
@@ -59,7 +58,7 @@ def contents(folder: Path) -> dict[str, tuple[int, int, bytes]]:
     }
 
 
-def run_python(code: str, *args: object, **options: Any) -> subprocess.CompletedProcess[str]:
+def run_python(code: str, *args: object) -> subprocess.CompletedProcess[str]:
     """Run `code` in a process of its own, which may die."""
     root = Path(__file__).parents[1]
     prelude = "import copy, os, sys, pathlib, torch\nfrom torch import nn\n"
@@ -71,7 +70,6 @@ def run_python(code: str, *args: object, **options: Any) -> subprocess.Completed
         text=True,
         timeout=100,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        **options,
     )
 
 
@@ -275,11 +273,10 @@ def test_fifo_does_not_block(tmp_path: Path) -> None:
             check(model, reference, inputs())
             """,
             tmp_path,
-            preexec_fn=lambda: signal.alarm(10),
         )
     finally:
         (tmp_path / name_of("blocks_0_0")).unlink()
-    assert done.returncode == 0, done.stderr[-500:] or "it hung"
+    assert done.returncode == 0, done.stderr[-500:]
 
 
 # ---------------------------------------------------------------- edits

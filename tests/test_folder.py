@@ -505,7 +505,7 @@ def hold_the_lock(path: str) -> None:
     thread.start()
     assert not got.wait(0.3)
     os.kill(pid, signal.SIGKILL)
-    assert got.wait(10)
+    assert got.wait(60)
     thread.join()
     assert status_of(pid) == -signal.SIGKILL
 
@@ -540,7 +540,7 @@ def test_files_are_shared(tmp_path: Path) -> None:
     files = [folder.find_or_write("blocks_0", layout_of(named), list(named.values()), lambda num_bytes: None)]
     thread = threading.Thread(target=lambda: files.append(put(folder, named)), daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(60)
     assert [file.path for file in files] == [files[0].path] * 2
     os.close(files[0].fd)
 
@@ -562,7 +562,7 @@ def test_file_is_used_once_its_writer_is_done_with_it(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(os, "unlink", slow)
     put(folder, named)
-    assert found.wait(10)
+    assert found.wait(60)
     thread.join()
     assert len(names(tmp_path)) == 1
 

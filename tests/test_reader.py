@@ -237,7 +237,7 @@ def assert_tells(error: GroupFileError, rig: Rig, what: str) -> None:
     assert what in message and "load the model again" in message, message
 
 
-def eventually(holds: Callable[[], bool], seconds: float = 10.0) -> bool:
+def eventually(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
     """Threads of the pools may still be on their way out of a read."""
     deadline = time.monotonic() + seconds
     while not holds():
@@ -316,7 +316,7 @@ def test_what_comes_while_a_worker_leaves_is_read(rig: Rig, monkeypatch: pytest.
 
     monkeypatch.setattr(reader.Reader, "_next", leave_late)
     monkeypatch.setattr(reader.Job, "wait", wait_and_tell)
-    within(30, lambda: rig.check(3))
+    within(60, lambda: rig.check(3))
 
 
 def test_an_error_at_every_read(rig: Rig, preadv: Preadv) -> None:
@@ -377,7 +377,7 @@ def test_remove_while_every_read_fails(rig: Rig, preadv: Preadv) -> None:
     preadv.fail(errno.EIO, 0, 10**6)
     with pytest.raises(GroupFileError):
         rig.check(3)
-    within(30, rig.handle.remove)
+    within(60, rig.handle.remove)
     rig.check_at_rest()
 
 
@@ -1017,7 +1017,7 @@ class Slow:
 
     def __call__(self, real: Any, fd: int, buffers: Any, position: int) -> int:
         self.waiting.set()
-        self.go.wait(10)
+        self.go.wait(60)
         count: int = real(fd, buffers, position)
         return count
 
@@ -1062,7 +1062,7 @@ def test_an_interrupt_while_compute_waits_for_the_drive(tmp_path: Path, preadv: 
         slow = Slow(preadv)
 
         def interrupt() -> None:
-            slow.waiting.wait(10)
+            slow.waiting.wait(60)
             time.sleep(0.05)
             _thread.interrupt_main()
             time.sleep(0.2)
@@ -1208,11 +1208,11 @@ import atexit
 def last():
     try:
         try:
-            t.within_here(5, rig.forward)
+            t.within_here(60, rig.forward)
             print("ran", flush=True)
         except (RuntimeError, GroupFileError) as error:
             print(type(error).__name__, flush=True)
-        t.within_here(5, rig.handle.remove)
+        t.within_here(60, rig.handle.remove)
         print("removed", flush=True)
     except BaseException as error:
         import traceback; traceback.print_exc()
@@ -1301,7 +1301,7 @@ child = os.fork()
 if not child:
     os.preadv = real
     try:
-        t.within_here(5, rig.handle.remove)
+        t.within_here(60, rig.handle.remove)
         rig.check_at_rest()
     except BaseException:
         import traceback; traceback.print_exc()
@@ -1343,10 +1343,10 @@ def fails():
 try:
     rig.model.route = rig.resident.route = [3, 2, 1, 0]  # so that there is something to read
     for number in range(2):
-        assert t.within(5, fails), number
+        assert t.within(60, fails), number
     is_full = False
-    t.within(5, lambda: rig.check(3))
-    t.within(5, rig.handle.remove)
+    t.within(60, lambda: rig.check(3))
+    t.within(60, rig.handle.remove)
     rig.check_at_rest()
 except BaseException:
     import traceback; traceback.print_exc()

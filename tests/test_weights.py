@@ -1362,7 +1362,7 @@ def _in_threads(*jobs: Callable[[], None]) -> None:
 
     def work(job: Callable[[], None]) -> None:
         try:
-            barrier.wait(30)
+            barrier.wait(60)
             job()
         except BaseException as error:
             errors.append(error)
