@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,11 @@ PIPELINES = sorted((ROOT / "benchmarks" / "results").glob("pipeline-*.json"))
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("weights-*.json"))
 
 
+Run = Callable[..., str]
+
+
 def run(script: str, *arguments: str | Path) -> str:
-    """What a script prints."""
+    """What a script prints, in a process of its own."""
     done = subprocess.run(
         [sys.executable, str(ROOT / script), *map(str, arguments)],
         capture_output=True,
@@ -35,7 +40,56 @@ def run(script: str, *arguments: str | Path) -> str:
     return done.stdout
 
 
-def measure(folder: Path, model: str, *arms: str, options: tuple[str | Path, ...] = ()) -> dict[str, Any]:
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """The benchmarks as modules."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module
+
+
+@pytest.fixture
+def run_here(scripts: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`run` without processes, also for arms: to import the libraries takes longer than all that arms do."""
+    processes = scripts("processes")
+
+    class Here:
+        """In the place of `processes.Child`."""
+
+        def __init__(self, script: str, group: object = None) -> None:
+            self.work = scripts(Path(script).stem).work
+
+        def run(
+            self, job: Any, limit: float, next_child: object = None, before: Callable[[], object] | None = None
+        ) -> dict[str, Any]:
+            found: dict[str, Any] = {}
+
+            def begin() -> None:
+                found["anonymous_peak_bytes"] = processes.anonymous_bytes()
+                if before is not None:
+                    before()
+
+            result = self.work(json.loads(json.dumps(job)), begin)
+            return found | json.loads(json.dumps(result))
+
+        def end(self) -> None:
+            gc.collect()
+
+    def call(script: str, *arguments: str | Path) -> str:
+        module = scripts(Path(script).stem)
+        monkeypatch.setattr(processes, "Child", Here)
+        if hasattr(module, "work"):
+            monkeypatch.setattr(module, "Child", Here, raising=False)
+        monkeypatch.setattr("sys.argv", [script, *map(str, arguments)])
+        capsys.readouterr()
+        with warnings.catch_warnings(action="ignore"):
+            module.main()
+        return capsys.readouterr().out
+
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # scripts set it for good
+    return call
+
+
+def measure(run: Run, folder: Path, model: str, *arms: str, options: tuple[str | Path, ...] = ()) -> dict[str, Any]:
     arguments = ("--model", model, "--small", "--device", "cpu", "--steps", "2", "--slow-steps", "1", *options)
     table = run("benchmarks/weights.py", *arguments, "--output", folder, "--disk", folder, "--arms", *arms)
     assert table.count("| yes") == len(arms), table
@@ -58,8 +112,9 @@ def test_every_model_is_built_and_runs(name: str, scripts: Callable[[str], Any])
     handle.remove()
 
 
-def test_checkpoint_files_and_peers(tmp_path: Path) -> None:
+def test_checkpoint_files_and_peers(tmp_path: Path, run_here: Run) -> None:
     report = measure(
+        run_here,
         tmp_path,
         "flux",
         "resident",
@@ -75,6 +130,7 @@ def test_checkpoint_files_and_peers(tmp_path: Path) -> None:
 def test_files_with_little_ram_and_a_timeline(tmp_path: Path) -> None:
     limited = "ours leaf, checkpoint @1GiB"
     report = measure(
+        run,
         tmp_path,
         "flux",
         "resident",
@@ -92,8 +148,9 @@ def test_files_with_little_ram_and_a_timeline(tmp_path: Path) -> None:
     assert "file reads" in picture.read_text()
 
 
-def test_reading_is_compared(tmp_path: Path) -> None:
-    run("benchmarks/files.py", "--small", "--repeats", "1", "--ways", "ours", "--disk", tmp_path, "--output", tmp_path)
+def test_reading_is_compared(tmp_path: Path, run_here: Run) -> None:
+    arguments = ("--small", "--repeats", "1", "--ways", "ours", "--disk", tmp_path, "--output", tmp_path)
+    run_here("benchmarks/files.py", *arguments)
     (file,) = tmp_path.glob("*.json")
     report = json.loads(file.read_text())
     assert all("error" not in arm for arm in report["arms"].values())
@@ -101,6 +158,15 @@ def test_reading_is_compared(tmp_path: Path) -> None:
     way = report["reading"]["ways"]["ours"]
     assert len(way["cold"]["passes_s"]) == len(way["warm"]["passes_s"]) == 1
     assert sum(way["warm"]["reads"][0].values()) == report["arms"]["resident, from_pretrained"]["weight_bytes"]
+
+
+def test_opening_is_measured(tmp_path: Path, run_here: Run) -> None:
+    arms = ("diffusers, cast", "ours, cast")
+    options = ("--small", "--device", "cpu", "--output", tmp_path, "--disk", tmp_path)
+    table = run_here("benchmarks/opening.py", *options, "--arms", *arms)
+    assert table.count("| yes") == len(arms), table
+    (file,) = tmp_path.glob("opening-*.json")
+    assert set(json.loads(file.read_text())["arms"]) == set(arms)
 
 
 def test_timelines_are_drawn(tmp_path: Path) -> None:
@@ -123,7 +189,7 @@ def test_timelines_are_drawn(tmp_path: Path) -> None:
     assert ">8 ms<" in part.read_text()
 
 
-def test_training_runs(tmp_path: Path) -> None:
+def test_training_runs(tmp_path: Path, run_here: Run) -> None:
     output = tmp_path / "training.json"
     arms = [
         f"{where} + checkpointing{more}"
@@ -135,7 +201,7 @@ def test_training_runs(tmp_path: Path) -> None:
             ("diffusers block", ""),
         )
     ]
-    tables = run(
+    tables = run_here(
         "benchmarks/training.py",
         *("--small", "--device", "cpu", "--steps", "1", "--min-bytes", "0", "--disk", tmp_path, "--output", output),
         *("--arms", *arms),
@@ -148,7 +214,7 @@ def test_training_runs(tmp_path: Path) -> None:
     assert max(sent) <= frozen + 16384
     assert frozen < sum(sent)
     assert report["arms"]["ours block + checkpointing + activations"]["activations_bytes_per_step"] > 0
-    assert run("benchmarks/training.py", "--table", output) == tables
+    assert run_here("benchmarks/training.py", "--table", output) == tables
 
 
 def test_limit_of_a_training_step_is_the_sum_of_both_phases(scripts: Callable[[str], Any]) -> None:
@@ -174,11 +240,11 @@ def test_limit_of_a_training_step_is_the_sum_of_both_phases(scripts: Callable[[s
     assert (both["link_s"], both["limit_s"], both["is_equal"]) == (7.0, 7.0, False)
 
 
-def test_activations_are_measured(tmp_path: Path, scripts: Callable[[str], Any]) -> None:
+def test_activations_are_measured(tmp_path: Path, scripts: Callable[[str], Any], run_here: Run) -> None:
     """All arms give the same bits; there is a table and a picture; what a budget leaves out is said."""
     output = tmp_path / "activations.json"
     options = ("--small", "--device", "cpu", "--steps", "1", "--warm-up", "0", "--output", output)
-    tables = run("benchmarks/activations.py", *options, "--tokens", "16", "--blocks", "1", "3")
+    tables = run_here("benchmarks/activations.py", *options, "--tokens", "16", "--blocks", "1", "3")
     report = json.loads(output.read_text())
     (size,) = report["sizes"]
     arms = size["arms"]
@@ -192,7 +258,7 @@ def test_activations_are_measured(tmp_path: Path, scripts: Callable[[str], Any])
     module = scripts("activations")
     assert module.table(report).strip() == tables.strip()
     assert module.chart(report).count("<circle") == 6  # on the CPU only times, and copies beside are no way to train
-    tables = run(
+    tables = run_here(
         "benchmarks/activations.py",
         *(*options, "--model", "wan14b", "--frames", "1", "--blocks", "2", "--budget", "0", "--arms", "none"),
     )
@@ -214,8 +280,8 @@ def test_activations_are_compared_with_limits(scripts: Callable[[str], Any]) -> 
     assert (ours["expected_peak_bytes"], ours["exposed_s"]) == (20 - 13 + 10, 2.5)
 
 
-def test_pipeline_runs(tmp_path: Path) -> None:
-    tables = run(
+def test_pipeline_runs(tmp_path: Path, run_here: Run) -> None:
+    tables = run_here(
         "benchmarks/pipeline.py",
         *("--small", "--device", "cpu", "--steps", "2", "--output", tmp_path, "--arms", "resident", "--alone", "vae"),
     )
@@ -226,8 +292,8 @@ def test_pipeline_runs(tmp_path: Path) -> None:
     assert set(report["alone"]) == {"vae"}
 
 
-def test_pipeline_with_two_transformers_runs(tmp_path: Path, scripts: Callable[[str], Any]) -> None:
-    tables = run(
+def test_pipeline_with_two_transformers_runs(tmp_path: Path, scripts: Callable[[str], Any], run_here: Run) -> None:
+    tables = run_here(
         "benchmarks/pipeline.py",
         *("--pipeline", "wan", "--small", "--device", "cpu", "--steps", "5", "--output", tmp_path),
         *("--arms", "resident", "ours block"),
@@ -291,13 +357,6 @@ def test_committed_results_of_pipelines_are_rendered(file: Path, scripts: Callab
     tables = scripts("pipeline").render_tables(report)
     for name in report["arms"]:
         assert f"| {name} " in tables
-
-
-@pytest.fixture
-def scripts(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """The benchmarks as modules."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module
 
 
 @pytest.mark.parametrize("file", RESULTS, ids=[file.stem for file in RESULTS])

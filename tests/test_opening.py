@@ -710,14 +710,3 @@ def test_apply_group_offloading_gives_the_same(flux: Path, tmp_path: Path) -> No
     assert opened is not None
     assert [group.group_id for group in loaded.groups] == [group.group_id for group in opened.groups]
     assert files_in(tmp_path / "files") == before
-
-
-def test_the_benchmark_runs(tmp_path: Path) -> None:
-    script = Path(__file__).resolve().parent.parent / "benchmarks" / "opening.py"
-    arms = ("diffusers, cast", "ours, cast")
-    command = [sys.executable, script, "--small", "--device", "cpu", "--output", tmp_path, "--disk", tmp_path, "--arms"]
-    done = subprocess.run([*map(str, command), *arms], capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("| yes") == 2, done.stdout
-    (file,) = tmp_path.glob("opening-*.json")
-    assert set(json.loads(file.read_text())["arms"]) == set(arms)
