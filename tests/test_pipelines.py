@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import logging
 import pickle
@@ -1090,18 +1091,25 @@ def test_control_branch(tier: str, level: str, device: torch.device, tmp_path: P
 # ------------------------------------------------------------------------------------------------ compiled
 
 
+@functools.cache
+def compiled_resident(device: torch.device) -> tuple[torch.Tensor, int]:
+    """What it gives, and how many graphs it takes."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    model = tiny.flux_transformer().to(device)
+    model.compile_repeated_blocks(fullgraph=True, backend=counter)
+    return [tiny.call(model, tiny.flux_inputs()) for _ in range(3)][-1], counter.frame_count
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # importing torch's compiler
 @any_tier
 @any_level
 @pytest.mark.parametrize("is_first", [True, False], ids=["compiled first", "offloaded first"])
 def test_compile_repeated_blocks(tier: str, level: str, is_first: bool, device: torch.device, tmp_path: Path) -> None:
     """diffusers' regional compilation, in whole graphs: as many of them as for a resident model, however many blocks."""
+    expected, num_graphs = compiled_resident(device)
     torch._dynamo.reset()
-    counter, of_resident = torch._dynamo.testing.CompileCounter(), torch._dynamo.testing.CompileCounter()
-    resident = tiny.flux_transformer().to(device)
-    resident.compile_repeated_blocks(fullgraph=True, backend=of_resident)
-    expected = [tiny.call(resident, tiny.flux_inputs()) for _ in range(3)][-1]
-    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
     model = tiny.flux_transformer()
     if is_first:
         model.compile_repeated_blocks(fullgraph=True, backend=counter)
@@ -1112,5 +1120,5 @@ def test_compile_repeated_blocks(tier: str, level: str, is_first: bool, device: 
         before = handle.stats().onloads
         assert torch.equal(tiny.call(model, tiny.flux_inputs()), expected)
         assert handle.stats().onloads >= before + len(model.transformer_blocks) + len(model.single_transformer_blocks)
-    assert counter.frame_count == of_resident.frame_count
+    assert counter.frame_count == num_graphs
     torch._dynamo.reset()
