@@ -547,7 +547,7 @@ def drop_from_page_cache(path: Path) -> None:
             forget_writes(start, end - start)
     fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(fd)
+        os.fdatasync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)

@@ -58,7 +58,7 @@ def check(found: MachineSpeeds, path: Path) -> None:
 def write(path: Path, num_bytes: int = 3 * MIB) -> Path:
     path.write_bytes(os.urandom(num_bytes))
     with path.open("rb") as file:
-        os.fsync(file.fileno())
+        os.fdatasync(file.fileno())
     return path
 
 
