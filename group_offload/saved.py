@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch._C._dynamo.eval_frame import set_eval_frame
 
+from . import selective
 from .errors import StateError
 
 Pack = Callable[[torch.Tensor], Any]
@@ -93,16 +94,18 @@ def view_of(
 
 
 def unwatched(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A hook that no compiler looks into."""
+    """A hook that no compiler looks into, and no selective checkpoint. See [Note: Selective checkpoints]."""
 
     def call(value: Any) -> Any:
         if torch.compiler.is_compiling():
             torch._dynamo.skip_frame("group_offload has saved-tensor hooks here")
             return hook(value)
         compiler = set_eval_frame(None)
+        modes = selective.hide()
         try:
             return hook(value)
         finally:
+            selective.show(modes)
             set_eval_frame(compiler)
 
     return call

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,11 @@ from diffusers.utils import BaseOutput
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from group_offload import OffloadHandle, StateError, apply_activation_offloading, apply_group_offloading
 from group_offload.runtime import backward as backward_module
@@ -27,7 +33,20 @@ from group_offload.runtime import slots
 
 from .common import OnloadedOnly, same_bits
 from .simulated import SimulatedDevice, use_simulated_device
-from .test_activations import CHECKPOINTS, DIM, STEPS, TOKENS, Put, Step, assert_same_bits, data, in_part, plain, train
+from .test_activations import (
+    CHECKPOINTS,
+    DIM,
+    STEPS,
+    TOKENS,
+    Put,
+    Step,
+    assert_same_bits,
+    data,
+    in_part,
+    plain,
+    selective,
+    train,
+)
 
 __all__ = ["train"]
 
@@ -219,6 +238,26 @@ def test_bits_with_checkpoints_inside_blocks(run_part: Any, options: dict[str, A
 @pytest.mark.parametrize("run_block", CHECKPOINTS[1:])
 def test_bits_with_checkpoints_inside_of_checkpoints(run_block: Any, run_part: Any, tmp_path: Path) -> None:
     check(plain, "random", tmp_path, lambda: make(run_block=run_block, run_part=run_part))
+
+
+@pytest.mark.parametrize("where", ["run_block", "run_part"])
+@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}, {"in_files": True}], ids=str)
+def test_bits_with_selective_checkpoints(options: dict[str, Any], where: str, tmp_path: Path) -> None:
+    """They count operations: not ours, which are others each time."""
+    for step, device in (("plain", "random"), ("two_by_two", "cpu"), ("autocast", "cpu")):
+        check(STEPS[step], device, tmp_path / step, lambda: make(**{where: selective}), **options)
+
+
+def test_a_selective_checkpoint_that_keeps_views_of_weights_is_refused(tmp_path: Path) -> None:
+    """They would be views of a slot that holds something else by then."""
+
+    def keeps_all(block: nn.Module, *args: torch.Tensor) -> torch.Tensor:
+        context = partial(create_selective_checkpoint_contexts, lambda *args, **kwargs: CheckpointPolicy.MUST_SAVE)
+        return checkpoint(block, *args, use_reentrant=False, context_fn=context)
+
+    model = make(run_block=keeps_all)
+    with offloaded(model, "cpu", tmp_path) as (model, _handle, put, _), pytest.raises(RuntimeError, match="checkpoint"):
+        plain(model, put)
 
 
 @pytest.mark.parametrize("seed", range(5))

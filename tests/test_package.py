@@ -48,7 +48,8 @@ PUBLIC_NAMES = {
 }
 
 LAYERS = (
-    {"errors", "device", "progress", "saved", "terminal", "timeline"},
+    {"errors", "device", "progress", "selective"},
+    {"saved", "terminal", "timeline"},
     {"layout", "planner"},
     {"stores"},
     {"budgets", "speeds"},

@@ -20,6 +20,7 @@ from torch import nn
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.utils.hooks import RemovableHandle
 
+from .. import selective
 from .session import Session
 
 ROOT = "_group_offload_activations"
@@ -145,9 +146,11 @@ def _enter_group(module: nn.Module, args: Any) -> None:
 
 
 def _unwatched(call: Callable[..., object], *args: Any) -> None:
-    """Call without a compiler that looks into it."""
+    """Call without a compiler that looks into it, or a selective checkpoint. See [Note: Selective checkpoints]."""
     compiler = set_eval_frame(None)
+    modes = selective.hide()
     try:
         call(*args)
     finally:
+        selective.show(modes)
         set_eval_frame(compiler)

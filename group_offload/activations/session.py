@@ -194,9 +194,12 @@ class Session:
         start, end = extent(tensor)
         if end - start < max(config.min_bytes, 1):
             return None
+        # The version counts changes of what this is a view of. Not of the whole storage: what `unsafe_chunk` gives (a GRU's
+        # gates) shares that, and is changed in place part by part, each with a counter of its own.
+        counted = extent(tensor if tensor._base is None else tensor._base)
+        if counted[1] - counted[0] <= 2 * (end - start):
+            start, end = counted
         storage = tensor.untyped_storage()
-        if storage.nbytes() <= 2 * (end - start):
-            start, end = 0, storage.nbytes()
         key = storage._cdata, tensor._version, start, end - start
         if config.skip is not None and config.skip(tensor, tape.names[-1]):
             return None
@@ -337,6 +340,8 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
     if not tensor.numel():
         return 0, 0
     first = int(tensor.storage_offset()) * tensor.itemsize
+    if tensor.is_contiguous():
+        return first // _ALIGNMENT * _ALIGNMENT, first + tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return first // _ALIGNMENT * _ALIGNMENT, first + (int(last) + 1) * tensor.itemsize
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,8 +25,10 @@ import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.profiler import record_function
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from .. import selective
 from ..saved import hooks_in_force
 from .attempt import Attempt, State
 
@@ -82,29 +84,31 @@ class Gate:
         if torch.compiler.is_compiling():
             torch._dynamo.skip_frame("group_offload onloads weights between the calls in this frame")
             return self.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-        # Whatever compiler watches this thread has no business in the engine's own Python.
+        # Whatever compiler watches this thread has no business in the engine's own Python, and no selective checkpoint.
         compiler = set_eval_frame(None)
+        modes = selective.hide()
         try:
             with self._engine.lock:
                 if self.was_bypassed:  # by this thread, and then interrupted
                     self.leave_bypassed()
                 self._engine.backward.come_in(self.groups)
                 if self._engine.is_running or not self._engine.has_budget:
-                    return self._run(compiler, args, kwargs)
+                    return self._run(compiler, modes, args, kwargs)
                 self._state = self._state or State(self.module)
                 attempt = Attempt(self._state, args, kwargs, self._engine.device)
                 try:
-                    return self._run(compiler, args, kwargs)
+                    return self._run(compiler, modes, args, kwargs)
                 except torch.OutOfMemoryError as error:
                     self._engine.make_room(attempt, error)
                 try:
-                    return self._run(compiler, args, kwargs)
+                    return self._run(compiler, modes, args, kwargs)
                 except torch.OutOfMemoryError as error:
                     raise self._engine.too_little(error) from error
         finally:
+            selective.show(modes)
             set_eval_frame(compiler)
 
-    def _run(self, compiler: Any, args: Any, kwargs: Any) -> Any:
+    def _run(self, compiler: Any, modes: Sequence[TorchDispatchMode], args: Any, kwargs: Any) -> Any:
         try:
             self._engine.enter(self, args, kwargs)
             args, kwargs = self._inputs(args, kwargs)
@@ -112,11 +116,13 @@ class Gate:
             if self.groups and torch._C._autograd._profiler_enabled():
                 call = partial(_call_in_range, call, self.groups[-1].group_id)
             with self._engine.backward.hooks() or nullcontext():
+                selective.show(modes)
                 set_eval_frame(compiler)
                 try:
                     output = call(*args, **kwargs)
                 finally:
                     set_eval_frame(None)
+                    selective.hide()
             return self._engine.own(output, self) if self.groups else output
         except BaseException:
             self._engine.fail()
@@ -138,6 +144,7 @@ class Gate:
         if torch.compiler.is_compiling():
             torch._dynamo.skip_frame("group_offload onloads weights here")
         compiler = set_eval_frame(None)
+        modes = selective.hide()
         try:
             self._compiled = self.module.__dict__.get("_compiled_call_impl")
             self.module._compiled_call_impl = self  # from the next call on the gate is around it again
@@ -147,12 +154,14 @@ class Gate:
             self._engine.enter(self, args, kwargs)
             return self._engine.move_inputs(args, kwargs)
         finally:
+            selective.show(modes)
             set_eval_frame(compiler)
 
     def leave_bypassed(self) -> None:
         if torch.compiler.is_compiling():
             torch._dynamo.skip_frame("group_offload offloads weights here")
         compiler = set_eval_frame(None)
+        modes = selective.hide()
         try:
             self.was_bypassed = False
             try:
@@ -160,6 +169,7 @@ class Gate:
             finally:
                 self._engine.lock.release()
         finally:
+            selective.show(modes)
             set_eval_frame(compiler)
 
 
@@ -181,12 +191,14 @@ class InnerGate(Gate):
         if backward.is_ours(hooks_in_force()) and all(group.is_ready for group in self.groups):
             return call(*args, **kwargs)  # type: ignore[no-untyped-call]
         compiler = set_eval_frame(None)
+        modes = selective.hide()
         try:
             with engine.lock:
                 backward.come_in(self.groups)
                 if engine.is_running:  # by this thread: else it would hold the lock
-                    return self._run(compiler, args, kwargs)
+                    return self._run(compiler, modes, args, kwargs)
         finally:
+            selective.show(modes)
             set_eval_frame(compiler)
         return call(*args, **kwargs)  # type: ignore[no-untyped-call]
 
