@@ -260,6 +260,47 @@ def test_a_selective_checkpoint_that_keeps_views_of_weights_is_refused(tmp_path:
         plain(model, put)
 
 
+TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "grad": lambda model, x: torch.func.grad(lambda x: model(x).sum())(x),
+    "vmap": lambda model, x: torch.func.vmap(model)(x),
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (torch.ones_like(x),))[1],
+}
+
+
+def plain_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(DIM, DIM), nn.GELU()) for _ in range(3))).requires_grad_(False)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own jvp
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_transforms_of_torch_func_are_refused(transform: Callable[[nn.Module, torch.Tensor], Any]) -> None:
+    """What torch makes inside of them are no tensors that bytes could be copied to. What the error names works."""
+    model, x = plain_model(), torch.randn(4, DIM)
+    expected = transform(model, x)
+    slope = torch.autograd.functional.jacobian(lambda x: model(x).sum(0), x, vectorize=True)
+    handle = apply_group_offloading(model, "cpu")
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"torch\.func.*remove\(\)"):
+            transform(model, x)
+        assert same_bits(torch.autograd.functional.jacobian(lambda x: model(x).sum(0), x, vectorize=True), slope)
+    handle.remove()
+    assert same_bits(transform(model, x), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own jvp
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_activations_stay_in_transforms_of_torch_func(transform: Callable[[nn.Module, torch.Tensor], Any]) -> None:
+    model, x = plain_model(), torch.randn(4, DIM)
+    expected = transform(model, x)
+    handle = apply_activation_offloading(model, device="cpu", min_bytes=0)
+    assert same_bits(transform(model, x), expected)
+    assert handle.stats().saved_tensors == 0
+    model(x.requires_grad_()).sum().backward()
+    assert handle.stats().offloads > 0
+    handle.remove()
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_random_training(seed: int, tmp_path: Path) -> None:
     """Blocks that are left out or called again, checkpoints here and there, steps of all kinds, on any tier."""

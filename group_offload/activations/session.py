@@ -116,6 +116,8 @@ class Session:
         """The root's forward begins in this thread."""
         if torch._C._current_graph_task_id() != -1:
             return
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return  # transforms of torch.func refuse saved-tensor hooks
         if self._pass is not None:  # it was interrupted where no hook could run
             self.end()
         outer = hooks_in_force()

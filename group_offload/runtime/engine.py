@@ -316,6 +316,12 @@ class Engine:
     # ---------------------------------------------------------------- a pass
 
     def _begin(self, top: nn.Module, kind: Kind) -> None:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise StateError(
+                f"{type(self.root).__name__} is group-offloaded: its weights cannot be brought inside of a transform of "
+                f"torch.func (grad, vmap, jvp). Use torch.autograd.grad or torch.autograd.functional, which work, or call "
+                f"remove() before."
+            )
         self.counters.passes += 1
         self._begin_clean()
         watch = self._notice_changes(top) or self._rebuild_for(top)
