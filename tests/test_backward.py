@@ -267,6 +267,17 @@ TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
 }
 
 
+def named_in_the_error(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    y = x.clone().requires_grad_()
+    functional = torch.autograd.functional
+    return [
+        *torch.autograd.grad(model(y).sum(), y),
+        functional.jacobian(lambda x: model(x).sum(0), x, vectorize=True),
+        functional.hessian(lambda x: model(x).sum(), x),
+        functional.jvp(model, x, torch.ones_like(x))[1],
+    ]
+
+
 def plain_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(DIM, DIM), nn.GELU()) for _ in range(3))).requires_grad_(False)
@@ -278,12 +289,13 @@ def test_transforms_of_torch_func_are_refused(transform: Callable[[nn.Module, to
     """What torch makes inside of them are no tensors that bytes could be copied to. What the error names works."""
     model, x = plain_model(), torch.randn(4, DIM)
     expected = transform(model, x)
-    slope = torch.autograd.functional.jacobian(lambda x: model(x).sum(0), x, vectorize=True)
+    slopes = named_in_the_error(model, x)
     handle = apply_group_offloading(model, "cpu")
     for _ in range(2):
         with pytest.raises(StateError, match=r"torch\.func.*remove\(\)"):
             transform(model, x)
-        assert same_bits(torch.autograd.functional.jacobian(lambda x: model(x).sum(0), x, vectorize=True), slope)
+        for actual, wanted in zip(named_in_the_error(model, x), slopes, strict=True):
+            assert same_bits(actual, wanted)
     handle.remove()
     assert same_bits(transform(model, x), expected)
 
