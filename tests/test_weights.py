@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils.checkpoint import checkpoint
 
 from group_offload import ModuleError, OffloadHandle, StateError, apply_group_offloading, remove_group_offloading
+from group_offload.runtime import engine
+from group_offload.runtime.group import Part
 
 from .common import (
     LEVELS,
@@ -40,6 +42,7 @@ from .common import (
     run_onloaded,
     same_bits,
 )
+from .test_files import run_python
 
 Offload = Callable[..., OffloadHandle]
 
@@ -1756,6 +1759,71 @@ def test_remove_gives_the_module_back(offload: Offload) -> None:
     remove_group_offloading(model)
     with pytest.raises(StateError):
         handle.stats()
+
+
+def test_remove_that_finds_no_room_loses_nothing(offload: Offload, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What got memory of its own before keeps it; the next forward takes all up again, or `remove()` goes on."""
+    model, reference = pair()
+    handle = offload(model)
+    real, num_left = engine.materialise, 0
+
+    def materialise(part: Part) -> None:
+        nonlocal num_left
+        num_left -= 1
+        if num_left < 0:
+            raise MemoryError("no room")
+        real(part)
+
+    monkeypatch.setattr(engine, "materialise", materialise)
+    num_parts = sum(len(group.parts) for group in handle._engine.groups)
+    for at in range(num_parts):
+        check(model, reference, inputs())
+        _edit_in_place(model)
+        _edit_in_place(reference)
+        for _ in range(2):
+            num_left = at
+            with pytest.raises(MemoryError):
+                handle.remove()
+            assert handle.is_active
+            assert_at_rest(model, reference)
+        check(model, reference, inputs(), passes=2)
+    num_left = num_parts - 1
+    with pytest.raises(MemoryError):
+        handle.remove()
+    num_left = num_parts
+    handle.remove()
+    assert_at_rest(model, reference)
+    assert_own_memory(model)
+    assert_same(run(model, inputs()), run(reference, inputs()))
+
+
+_PEAK_OF_REMOVE = """
+import contextlib
+from group_offload.runtime import build
+build.SEGMENT_BYTES = 32 << 20
+peak = lambda: next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+where = contextlib.nullcontext()
+if sys.argv[1] == "mapped twice":
+    from tests.simulated import SimulatedDevice, use_simulated_device
+    where = use_simulated_device(SimulatedDevice())
+with where:
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Linear(2048, 2048, bias=False) for _ in range(24))
+    handle = apply_group_offloading(model, "cpu")
+    with contextlib.suppress(OSError):
+        open("/proc/self/clear_refs", "w").write("5")  # forget the peak
+    before = peak()
+    handle.remove()
+print(peak() - before, sum(weight.nbytes for weight in model.parameters()))
+"""
+
+
+@pytest.mark.parametrize("memory", ["pageable", "mapped twice"])
+def test_remove_takes_no_second_copy_of_the_model(memory: str) -> None:
+    done = run_python(_PEAK_OF_REMOVE, memory)
+    assert done.returncode == 0, done.stderr[-2000:]
+    more, model = map(int, done.stdout.split())
+    assert model == 24 << 24 and more < model / 4
 
 
 def test_remove_keeps_hooks_that_came_later(offload: Offload) -> None:

@@ -232,7 +232,11 @@ class Engine:
                 self._rebuild()
 
     def remove(self) -> None:
-        """Give every tensor memory of its own again, where it was before, and take the gates away."""
+        """Give every tensor memory of its own again, where it was before, and take the gates away.
+
+        Where there is no room for that it raises in between, and loses nothing: what has memory of its own keeps it, the
+        next forward takes it up again, and `remove()` goes on with the rest.
+        """
         with self.lock:
             self.backward.settle()
             if self.is_running:
@@ -243,11 +247,10 @@ class Engine:
                 self._recover()
             self._abandon_reads()
             self._memory.release()
-            self._materialise()  # it may raise, and then nothing has changed
+            self._give_up_images()
             self._trained.give_back()
             for gate in (*self._gates.values(), *self._inner_gates.values()):
                 gate.uninstall()
-            self._close_images()
             for path in self._manifest:
                 keep(path)  # as the files, for whoever comes next
             _leave_all(self._manifest)
@@ -261,15 +264,14 @@ class Engine:
             self.backward.close()
             self.transfer.close()
 
-    def _materialise(self) -> None:
+    def _give_up_images(self) -> None:
+        """Give tensors memory of their own, group by group: what their images took is given back meanwhile."""
+        for group in self.groups:
+            group.check()
         for group in self.groups:
             for part in group.parts:
                 materialise(part)
-
-    def _close_images(self) -> None:
-        for group in self.groups:
-            for part in group.parts:
-                part.image.close(forget=False)
+            group.give_up()
 
     # ---------------------------------------------------------------- calls
 
@@ -979,8 +981,7 @@ class Engine:
                 self._plan_first()
             except ConfigError:
                 if not before:  # nothing was said to anybody yet: all is as it was
-                    self._materialise()
-                    self._close_images()
+                    self._give_up_images()
                 raise
         if not self.config.has_budgets or not self._backend.has_streams:
             self._files.choose_ways()
@@ -995,7 +996,7 @@ class Engine:
         in_use = {part for group in self.groups for part in group.parts}
         for group in before:
             for part in group.parts:
-                if part not in in_use:
+                if part not in in_use and not part.is_given_up:
                     part.image.close(forget=True)
 
     def _publish_manifest(self) -> None:

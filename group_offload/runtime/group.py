@@ -67,8 +67,19 @@ class Part:
         version = _version_of(self.refs[index].tensor)
         return 0 if version < 0 else version - self.num_increments
 
+    @property
+    def is_given_up(self) -> bool:
+        return not self.rest and bool(self.refs)
+
+    def give_up(self) -> None:
+        """The tensors have memory of their own: give the image's back."""
+        self.image.close(forget=False)
+        self.image.rest = self.rest = []
+
     def as_left(self) -> list[bool]:
         """For each tensor, whether it is still the view at rest that it was bound to."""
+        if self.is_given_up:
+            return [False] * len(self.refs)
         return [
             _same_memory(ref.tensor, view) and (not ref.path or _inner(ref.holder, ref.path) is ref.tensor)
             for ref, view in zip(self.refs, self.rest, strict=True)
@@ -248,7 +259,13 @@ class Group:
     def check(self) -> None:
         """Raise if a file under the group was changed by somebody else, so that reading its tensors is not safe."""
         for part in self.parts:
-            part.image.check()
+            if not part.is_given_up:
+                part.image.check()
+
+    def give_up(self) -> None:
+        for part in self.parts:
+            part.give_up()
+        self._rest_views = []
 
     def is_as_left(self) -> bool:
         return all(all(part.as_left()) for part in self.parts)
@@ -257,10 +274,12 @@ class Group:
         """The tensors that are no longer bound to their place at rest (`weight.data = ...`).
 
         None if one of them does not fit there any more (another dtype, shape or strides), or shares memory in the image
-        with others, so that the group has to be laid out again.
+        with others, or there is no such place, so that the group has to be laid out again.
         """
         found = []
         for part in self.parts:
+            if part.is_given_up:
+                return None
             alone = {extent.tensors[0] for extent in part.image.layout.extents if len(extent.tensors) == 1}
             for index, is_left in enumerate(part.as_left()):
                 if is_left:

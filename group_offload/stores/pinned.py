@@ -107,11 +107,15 @@ class Segment:
         self._num_open += 1
 
     def let_go(self) -> None:
-        """One image less. The last one unlocks the memory."""
+        """One image less. The last one unlocks the memory, and gives it back if no tensor at rest is left."""
         self._num_open -= 1
-        if not self._num_open and self._unpin is not None:
+        if self._num_open:
+            return
+        if self._unpin is not None:
             self._unpin()
             self._unpin = None
+        self._private = self._twice = self._rest_memory = None
+        self.bytes = flat_view(b"", 0, 0)
 
     def take_up_edits(self, wait: Callable[[], None]) -> bool:
         private = self._private
