@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from group_offload import GroupFileError, OffloadHandle
+from group_offload.stores import files, folder
 from group_offload.stores.checkpoint import FileMap
 
 from . import tiny_models as tiny
@@ -442,3 +444,41 @@ def test_a_module_that_is_dropped(path: Path, device: SimulatedDevice) -> None:
     device.synchronize()
     assert device.pinned_bytes == 0 and device.allocated_bytes == 0
     assert mappings_of(path) == []
+
+
+# ---------------------------------------------------------------- garbage
+
+
+@pytest.mark.parametrize(
+    "lock", [folder._lock, files._Kept._lock, files.locked._lock], ids=["folder", "open", "locked"]
+)
+def test_a_model_is_collected_by_a_thread_that_has_a_lock(
+    lock: Any, path: Path, tmp_path: Path, device: SimulatedDevice
+) -> None:
+    """Garbage is collected wherever memory is allocated, and finalizers run there."""
+    gc.collect()
+    locked_before, open_before = files.locked.num_bytes, files._Kept._num
+    for options in ({}, {"offload_to_disk_path": tmp_path / "groups"}):
+        model: nn.Module = Model(WIDE)
+        if not options:
+            model = from_file(model, path)
+        offload(model, **options)
+        forward(device, model, torch.randn(3, DIM))
+        device.synchronize()
+        assert options or (files.locked.num_bytes > locked_before and files._Kept._num > open_before)
+        model.itself = [model]  # a cycle: only the collector takes it
+        del model
+
+    def collect() -> None:
+        with lock:
+            gc.collect()
+
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert (files.locked.num_bytes, files._Kept._num) == (locked_before, open_before)
+    with folder._lock:
+        folder._count_left()
+    written = [file for file in folder._written_here if file.is_relative_to(tmp_path)]
+    assert written and not any(folder._num_users[file] for file in written)

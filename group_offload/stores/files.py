@@ -51,7 +51,7 @@ class _Locked:
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # finalizers call `add`, perhaps in a thread that has the lock
 
     def add(self, num_bytes: int) -> None:
         with self._lock:
@@ -338,7 +338,7 @@ def _unlock(wait: Callable[[], None], unpin: Callable[[], object], memory: torch
 class _Kept:
     """The descriptors of a source that stay open, if not too many others do."""
 
-    _lock = threading.Lock()
+    _lock = threading.RLock()  # a finalizer calls `close` of another one, perhaps in a thread that has the lock
     _num = 0
 
     def __init__(self, fd: int | None) -> None:

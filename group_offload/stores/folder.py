@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,6 +27,8 @@ logger = logging.getLogger("group_offload")
 _lock = threading.Lock()
 _num_users: Counter[Path] = Counter()
 """Images of this process that rest in each file, and models that have each manifest. Models with equal weights share."""
+_left: deque[Path] = deque()
+"""Files with one image less, not counted yet. Whoever collects garbage leaves them, perhaps in a thread that has the lock."""
 _written_here: set[Path] = set()
 """Files that this process wrote: it may delete them once their content is out of date."""
 
@@ -242,17 +244,18 @@ def use(path: Path) -> None:
     """One more image of this process rests in the file."""
     with _lock:
         _num_users[path] += 1
+        _count_left()
 
 
 def leave(path: Path) -> None:
-    """One image less. The file stays."""
-    with _lock:
-        _num_users[path] -= 1
+    """One image less. The file stays. Takes no lock: finalizers call it, at any moment."""
+    _left.append(path)
 
 
 def delete_if_unused(path: Path) -> None:
     """Delete a file whose content is out of date, if this process wrote it and none of its images rests there."""
     with _lock:
+        _count_left()
         if _num_users[path] > 0 or path not in _written_here:
             return
         _written_here.discard(path)
@@ -264,3 +267,8 @@ def keep(path: Path) -> None:
     """Leave the file for whoever comes next, whatever happens."""
     with _lock:
         _written_here.discard(path)
+
+
+def _count_left() -> None:
+    while _left:
+        _num_users[_left.popleft()] -= 1
