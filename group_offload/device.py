@@ -8,7 +8,7 @@ land late.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import psutil
@@ -85,6 +85,9 @@ class Backend(Protocol):
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, *, blocking: bool = False) -> None:
         """Copy bytes on `stream`. Asynchronous if the host side is pinned, unless `blocking`."""
+
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:
+        """`copy` of each (target, source), in less of the host's time."""
 
     def pin(self, memory: torch.Tensor, *, read_only: bool = False) -> Callable[[], None] | None:
         """Page-lock host memory in place. Returns the call that undoes it, or None where that is not possible.
@@ -173,6 +176,10 @@ class HostBackend:
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, *, blocking: bool = False) -> None:
         target.copy_(source)
 
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:
+        for target, source in pairs:
+            target.copy_(source)
+
     def pin(self, memory: torch.Tensor, *, read_only: bool = False) -> Callable[[], None] | None:
         return None
 
@@ -239,6 +246,11 @@ class AcceleratorBackend:
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, *, blocking: bool = False) -> None:
         with _on(stream):
             target.copy_(source, non_blocking=not blocking)
+
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:
+        with _on(stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
 
     def pin(self, memory: torch.Tensor, *, read_only: bool = False) -> Callable[[], None] | None:
         if self.device.type != "cuda" or not memory.numel():

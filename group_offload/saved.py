@@ -105,7 +105,8 @@ def unwatched(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
         try:
             return hook(value)
         finally:
-            selective.show(modes)
+            if modes:
+                selective.show(modes)
             set_eval_frame(compiler)
 
     return call

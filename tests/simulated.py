@@ -20,7 +20,7 @@ import threading
 import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -381,6 +381,10 @@ class SimulatedDevice:
             self._touch([memory], access, self._host.clock, write=write)
 
     # Copies
+
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Any) -> None:
+        for target, source in pairs:
+            self.copy(target, source, stream)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, *, blocking: bool = False) -> None:
         with self._host_call():

@@ -9,7 +9,7 @@ trace, in milliseconds of real time and without an accelerator.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -111,6 +111,10 @@ class TimedDevice:
 
     def release_unused(self) -> None:
         pass
+
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Any) -> None:
+        for target, source in pairs:
+            self.copy(target, source, stream)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: TimedStream, *, blocking: bool = False) -> None:
         begun = max(stream.now, self._link)

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 
 import torch
 
-from ..device import Backend, Stream
+from ..device import Backend, Event, Stream
 from ..errors import GroupFileError
 from .config import ActivationConfig
 from .counters import Counters
 from .slab import Slab
 from .spill import Job, SpillFile
 from .stash import Dead, Place, Remains, Stash
-from .streams import CopyStreams
+from .streams import CONVOY_BYTES, CopyStreams
 from .trace import Tracer
 
 logger = logging.getLogger("group_offload")
@@ -30,7 +30,8 @@ class Lane:
     """One device: its streams, its slab, its file. All calls are made under the session's lock.
 
     Order of calls for a stash: `send`, then any number of `restore` (with `fetch` ahead of it, if the stash is foreseen)
-    and `evict`. `tick` marks that compute came to another group.
+    and `evict`. `tick` marks that compute came to another group. What is sent leaves in convoys, at the latest when anything
+    else is called.
     """
 
     def __init__(self, backend: Backend, config: ActivationConfig, counters: Counters) -> None:
@@ -40,6 +41,9 @@ class Lane:
         self._streams = CopyStreams(backend)
         self._slab = Slab(backend, config.host_budget_bytes, self._streams.drain)
         self._file = None if config.disk_path is None else SpillFile(config.disk_path)
+        self._convoy: list[Stash] = []
+        """What is to leave next, saved on one stream. Held here: its memory has to outlive a copy that nobody has enqueued."""
+        self._convoy_bytes = 0
         self._leaving: deque[weakref.ref[Stash]] = deque()
         self._oldest: deque[weakref.ref[Stash]] = deque()
         """Stashes in RAM, to be written to the file in this order: backward needs the first ones last."""
@@ -48,6 +52,8 @@ class Lane:
         self._reads: deque[weakref.ref[Stash]] = deque()
         """Stashes that were read from the file ahead of their use: they can be read again."""
         self._epoch = 0
+        self._last_wait: tuple[Stream, Event] | None = None
+        """Convoys share events: a stream that waited for one need not do so again."""
         self.dead: Dead = deque()
         self.inflight_bytes = 0
 
@@ -61,6 +67,7 @@ class Lane:
 
     def trace(self, tracer: Tracer | None) -> None:
         """Tell `tracer` of what happens from here on, or nobody."""
+        self._depart()
         self._streams.tracer = tracer
         if self._file is not None:
             self._file.tracer = tracer
@@ -70,30 +77,38 @@ class Lane:
         return 0 if self._file is None else self._file.used_bytes
 
     def send(self, stash: Stash) -> None:
-        """Start the copy of a stash to RAM. Without room it stays where it is."""
-        assert stash.place is Place.DEVICE and stash.device is not None
-        self.settle()
+        """Let the next convoy copy a stash to RAM. Without room it stays where it is."""
+        assert stash.place is Place.DEVICE
+        if self.dead:
+            self._take_back()
         if not self._take_block(stash):
             self._refuse(stash)
             return
-        assert stash.block is not None
-        stash.left = stash.guard = self._streams.send(stash.block, stash.device, stash.streams[0], stash.name)
+        if self._convoy and self._convoy[0].streams[0] != stash.streams[0]:
+            self._depart()
         stash.place = Place.LEAVING
         stash.epoch = self._epoch
-        self._counters.offloads += 1
-        self._counters.offloaded_bytes += stash.num_bytes
+        counters = self._counters
+        counters.offloads += 1
+        counters.offloaded_bytes += stash.num_bytes
         self.inflight_bytes += stash.num_bytes
-        self._leaving.append(weakref.ref(stash))
+        reference = weakref.ref(stash)
+        self._leaving.append(reference)
         if self._file is not None:
-            self._oldest.append(weakref.ref(stash))
-        if not self.backend.has_streams:
-            self._let_go(0, 0)
-        elif self._config.max_inflight_bytes is not None:
-            self._let_go(self._config.max_inflight_bytes, self._epoch)
-        self._counters.peak_inflight_bytes = max(self._counters.peak_inflight_bytes, self.inflight_bytes)
+            self._oldest.append(reference)
+        self._convoy.append(stash)
+        self._convoy_bytes += stash.num_bytes
+        if self._convoy_bytes >= CONVOY_BYTES or not self.backend.has_streams:
+            self._depart()
+        max_bytes = self._config.max_inflight_bytes
+        if max_bytes is not None and self.inflight_bytes > max_bytes:
+            self._let_go(max_bytes, self._epoch)
+        if self.inflight_bytes > counters.peak_inflight_bytes:
+            counters.peak_inflight_bytes = self.inflight_bytes
 
     def keep(self, stash: Stash, device: torch.Tensor) -> None:
         """A last group saves a stash as well that is to leave, or has left: it is on the device still."""
+        self._depart()
         if stash.place is Place.LEAVING:
             self._stay(stash)
         elif stash.place is Place.HOST:
@@ -121,6 +136,7 @@ class Lane:
         Returns:
             Those that were not on the device.
         """
+        self._depart()
         for stash in stashes:
             if stash.place is Place.LEAVING:
                 self._stay(stash)
@@ -145,13 +161,14 @@ class Lane:
 
     def restore(self, stash: Stash, stream: Stream) -> torch.Tensor:
         """The bytes on the device, for compute on `stream` from now on."""
-        self.fetch([stash], stream)
+        if stash.place is not Place.BACK:
+            self.fetch([stash], stream)
         if stash.place is Place.HOST:
             self._bring_from_file(stash, stream)
         assert stash.device is not None
         if stash.arrived is not None and (stash.waited_on is None or stash.waited_on != stream):
             reached = None if self.tracer is None else self.tracer.now(stream)
-            stream.wait_event(stash.arrived)
+            self._wait(stream, stash.arrived)
             if self.tracer is not None and reached is not None:
                 self.tracer.stalled(stash.name, reached, stream)
             stash.waited_on = stream
@@ -167,7 +184,11 @@ class Lane:
             self._drop(stash, is_done=False)
 
     def settle(self) -> None:
-        """Take back what dead stashes left behind."""
+        """Send what is to leave, and take back what dead stashes left behind."""
+        self._depart()
+        self._take_back()
+
+    def _take_back(self) -> None:
         for _ in range(len(self.dead)):
             remains = self.dead.popleft()
             if remains.job is not None and not remains.job.is_done:
@@ -185,15 +206,39 @@ class Lane:
 
     # Out
 
+    def _depart(self) -> None:
+        """Start the copies of what is to leave."""
+        if not self._convoy:
+            return
+        convoy, self._convoy, self._convoy_bytes = self._convoy, [], 0
+        cargo = []
+        for stash in convoy:
+            assert stash.block is not None and stash.device is not None
+            cargo.append((stash.block, stash.device, stash.name))
+        left = self._streams.send(cargo, convoy[0].streams[0])
+        for stash in convoy:
+            stash.left = stash.guard = left
+        if not self.backend.has_streams:
+            self._let_go(0, 0)
+
+    def _wait(self, stream: Stream, event: Event) -> None:
+        """Let a stream wait for an event that nobody records again, unless the last call here was the same."""
+        if self._last_wait is None or self._last_wait[1] is not event or self._last_wait[0] != stream:
+            stream.wait_event(event)
+            self._last_wait = stream, event
+
     def _let_go(self, max_bytes: int | None, max_epoch: int) -> None:
         """Drop the device memory of stashes that have left: done, or older than `max_epoch`, or past `max_bytes`."""
+        self._depart()
+        done: Event | None = None
         while self._leaving:
             stash = self._leaving[0]()
             if stash is None or stash.place is not Place.LEAVING:
                 self._leaving.popleft()
                 continue
             assert stash.left is not None
-            is_done = stash.left.query()
+            is_done = stash.left is done or stash.left.query()
+            done = stash.left if is_done else done
             is_due = stash.epoch <= max_epoch and (max_bytes is None or self.inflight_bytes > max_bytes)
             if not is_done and not is_due:
                 return
@@ -203,7 +248,7 @@ class Lane:
     def _drop(self, stash: Stash, *, is_done: bool) -> None:
         if stash.guard is not None and not is_done:
             for stream in stash.streams:
-                stream.wait_event(stash.guard)
+                self._wait(stream, stash.guard)
         if stash.place is Place.LEAVING:
             self.inflight_bytes -= stash.num_bytes
         stash.place = Place.HOST
@@ -226,7 +271,7 @@ class Lane:
     def _bury(self, remains: Remains) -> None:
         if remains.guard is not None:
             for stream in remains.streams:
-                stream.wait_event(remains.guard)
+                self._wait(stream, remains.guard)
             remains.device = None
         self.inflight_bytes -= remains.num_leaving_bytes
         if remains.block is not None:
@@ -240,9 +285,15 @@ class Lane:
         if not stashes:
             return
         memories, born = self._streams.allocate((stash.num_bytes for stash in stashes), stream)
+        cargo, after = [], [born]
         for stash, memory in zip(stashes, memories, strict=True):
             assert stash.block is not None
-            stash.arrived = self._streams.bring(memory, stash.block.memory, born, stash.left, stash.name)
+            cargo.append((memory, stash.block.memory, stash.name))
+            if stash.left is not None:
+                after.append(stash.left)
+        for stash, memory, arrived in zip(stashes, memories, self._streams.bring(cargo, after), strict=True):
+            assert stash.block is not None
+            stash.arrived = arrived
             if stash.spot is not None and stash.job is None:  # it is in the file, should it be needed once more
                 self._slab.give(stash.block, stash.arrived)
                 stash.block = stash.left = None
@@ -325,6 +376,7 @@ class Lane:
     def _write_oldest(self) -> bool:
         """Start to write the stash that has been in RAM longest. False if there is none."""
         assert self._file is not None
+        self._depart()
         while self._oldest:
             reference = self._oldest.popleft()
             stash = reference()

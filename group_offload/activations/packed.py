@@ -7,6 +7,9 @@ import torch
 from ..saved import check_version, describe, maker, view_of
 from .stash import Stash
 
+_nothing: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+"""A tensor without memory, of each kind."""
+
 
 class Away:
     """A view of a stash."""
@@ -23,8 +26,13 @@ class Away:
         self._version = tensor._version
         self._made_by = maker(tensor)
         # It shares the version counter of `tensor`, and none of its memory.
+        kind = self._dtype, tensor.device
+        nothing = _nothing.get(kind)
+        if nothing is None:
+            with torch.inference_mode(False):
+                nothing = _nothing[kind] = torch.empty(0, dtype=kind[0], device=kind[1])
         self._probe = tensor.detach()
-        self._probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._probe.data = nothing
 
     def check(self) -> None:
         if self._probe._version != self._version:

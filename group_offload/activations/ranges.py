@@ -9,19 +9,23 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+import torch
+
 from ..device import Event
 
 ALIGNMENT = 512
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Range:
-    """Bytes from `start` on."""
+    """Bytes from `start` on. Whoever has it may change all but where it is."""
 
     start: int
     num_bytes: int
     last_uses: tuple[Event, ...] = ()
     """Copies that may still use the bytes."""
+    memory: torch.Tensor | None = None
+    """The bytes, for whoever takes it next: views take their time."""
 
 
 class Ranges:

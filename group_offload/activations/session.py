@@ -171,17 +171,21 @@ class Session:
 
     def pack(self, tensor: torch.Tensor) -> Kept | Passed | Away:
         current = self._pass
-        if current is None or not self._moves(tensor, current):
-            return keep(tensor, None if current is None else current.outer)
-        with torch.no_grad(), self._lock:
+        if current is None:
+            return keep(tensor, None)
+        if not self._moves(tensor, current):
+            return keep(tensor, current.outer)
+        with self._lock:
             packed = self._stash(tensor, current)
         return keep(tensor, current.outer) if packed is None else packed
 
     def _moves(self, tensor: torch.Tensor, current: _Pass) -> bool:
         return (
-            current.tape.position >= 0
-            and type(tensor) is torch.Tensor
+            type(tensor) is torch.Tensor
             and tensor.layout is torch.strided
+            # Most that autograd saves is small, or a weight: this comes first. (One that repeats itself is measured below.)
+            and (tensor.nbytes >= self.config.min_bytes or not tensor.is_contiguous())
+            and current.tape.position >= 0
             and self.config.offloads(tensor.device)
             and torch._C._current_graph_task_id() == -1
             and not getattr(_threads, "num_off", 0)
@@ -198,34 +202,37 @@ class Session:
             return None
         # The version counts changes of what this is a view of. Not of the whole storage: what `unsafe_chunk` gives (a GRU's
         # gates) shares that, and is changed in place part by part, each with a counter of its own.
-        counted = extent(tensor if tensor._base is None else tensor._base)
-        if counted[1] - counted[0] <= 2 * (end - start):
-            start, end = counted
+        if tensor._base is not None:
+            counted = extent(tensor._base)
+            if counted[1] - counted[0] <= 2 * (end - start):
+                start, end = counted
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor._version, start, end - start
         if config.skip is not None and config.skip(tensor, tape.names[-1]):
             return None
         counters.saved_tensors += 1
-        is_last = tape.position >= tape.expected - config.keep_last
+        position = tape.position
+        is_last = position >= tape.expected - config.keep_last
         stash = tape.find(key)
         if stash is not None:
             counters.shared_tensors += 1
             tape.mark(stash)
             if is_last:
                 stash.lane.keep(stash, _alias(tensor, start, end))
-            return Away(tensor, stash, start, tape.position)
+            return Away(tensor, stash, start, position)
         lane = self._lane(tensor.device)
         stream = lane.backend.current_stream()
         stash = Stash(tape, lane, _alias(tensor, start, end), stream)
-        if stream != current.home(lane):
-            stash.streams.append(current.home(lane))
+        home = current.home(lane)
+        if stream != home:
+            stash.streams.append(home)
         tape.add(key, storage, stash)
         tape.mark(stash)
         if is_last:
             counters.kept_bytes += stash.num_bytes
         else:
             lane.send(stash)
-        return Away(tensor, stash, start, tape.position)
+        return Away(tensor, stash, start, position)
 
     def _lane(self, device: torch.device) -> Lane:
         lane = self._lanes.get(device)
@@ -241,7 +248,7 @@ class Session:
             return packed.unpack()
         packed.check()
         stash = packed.stash
-        with torch.no_grad(), self._lock:
+        with self._lock:
             stream = stash.lane.backend.current_stream()
             if stash.tape.reached != packed.position:
                 self._arrive(packed, stream)
@@ -315,7 +322,10 @@ class _Pass:
 
     def home(self, lane: Lane) -> Stream:
         """The stream that the pass began on, on the lane's device."""
-        return self._homes.setdefault(lane, lane.backend.current_stream())
+        found = self._homes.get(lane)
+        if found is None:
+            found = self._homes[lane] = lane.backend.current_stream()
+        return found
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is a parameter or buffer, a view of one, or autocast's copy of one: they stay anyway.
@@ -323,7 +333,9 @@ class _Pass:
         FSDP2 frees the memory of gathered parameters and gathers them again, in the same storage.
         """
         base = tensor if tensor._base is None else tensor._base
-        if isinstance(base, nn.Parameter) or base.untyped_storage()._cdata in self._weights:
+        if type(base) is not torch.Tensor and isinstance(base, nn.Parameter):
+            return True
+        if base.untyped_storage()._cdata in self._weights:
             return True
         made_by = base.grad_fn
         if made_by is None or made_by.name() != "ToCopyBackward0":

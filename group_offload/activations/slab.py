@@ -21,7 +21,7 @@ SEGMENT_BYTES = 256 << 20
 _SEGMENT_SPACING = 1 << 48
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Block:
     """A part of the slab."""
 
@@ -58,14 +58,16 @@ class Slab:
             return None
         self.used_bytes += found.num_bytes
         self.peak_used_bytes = max(self.peak_used_bytes, self.used_bytes)
-        index, start = divmod(found.start, _SEGMENT_SPACING)
-        with torch.inference_mode(False):
-            return Block(self._segments[index][start : start + num_bytes], found)
+        if found.memory is None or found.memory.numel() != num_bytes:
+            index, start = divmod(found.start, _SEGMENT_SPACING)
+            with torch.inference_mode(False):
+                found.memory = self._segments[index][start : start + num_bytes]
+        return Block(found.memory, found)
 
     def give(self, block: Block, *last_uses: Event | None) -> None:
         """Take a block back. The copies behind `last_uses` may still be using it."""
-        uses = tuple(use for use in last_uses if use is not None)
-        self._ranges.give(Range(block.range.start, block.range.num_bytes, uses))
+        block.range.last_uses = tuple(use for use in last_uses if use is not None)
+        self._ranges.give(block.range)
         self.used_bytes -= block.range.num_bytes
 
     def _grow(self, num_bytes: int) -> bool:

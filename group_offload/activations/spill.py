@@ -81,7 +81,7 @@ class SpillFile:
         return found
 
     def give(self, spot: Range) -> None:
-        self._ranges.give(Range(spot.start, spot.num_bytes))
+        self._ranges.give(spot)
         self.used_bytes -= spot.num_bytes
 
     def write(self, source: torch.Tensor, spot: Range, left: Event, name: str) -> Job:

@@ -7,17 +7,22 @@ allocator only after compute waited for *left*, recorded behind the copy: the ho
 host let go of it says nothing. In backward its new memory is allocated for compute's stream; the copy back starts behind
 *born*, recorded there (what had the memory before may still be running), and behind *left* (the RAM has to be written).
 Compute waits for *arrived* before it reads. The RAM is used again behind *left* and the last *arrived*.
+
+Events and waits cost the host more than a small copy does, so what is saved in a row shares them: copies go in convoys of
+`CONVOY_BYTES`, which take the link about half a millisecond. Large activations are a convoy each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from ..device import Backend, Event, Stream
 from .slab import Block
 from .trace import Tracer
+
+CONVOY_BYTES = 32 << 20
 
 
 class CopyStreams:
@@ -31,51 +36,63 @@ class CopyStreams:
         """H2D, beside backward."""
         self.tracer: Tracer | None = None
 
-    def send(self, block: Block, source: torch.Tensor, stream: Stream, name: str) -> Event:
-        """Copy `source`, which was written on `stream`, to RAM.
+    def send(self, cargo: Sequence[tuple[Block, torch.Tensor, str]], stream: Stream) -> Event:
+        """Copy what was written on `stream` to RAM.
 
         Args:
-            name: of the group, for a trace.
+            cargo: where to, what, and the group's name, for a trace.
 
         Returns:
-            *left*: recorded behind the copy.
+            *left*: recorded behind the copies.
         """
         packed = self._backend.new_event()
         packed.record(stream)
         self._out.wait_event(packed)
-        for use in block.range.last_uses:
+        for use in dict.fromkeys(use for block, _, _ in cargo for use in block.range.last_uses):
             self._out.wait_event(use)
-        begun = None if self.tracer is None else self.tracer.now(self._out)
-        self._backend.copy(block.memory, source, self._out)
+        if self.tracer is None:
+            self._backend.copy_all([(block.memory, source) for block, source, _ in cargo], self._out)
+        else:
+            for block, source, name in cargo:
+                begun = self.tracer.now(self._out)
+                self._backend.copy(block.memory, source, self._out)
+                self.tracer.left(name, begun, self.tracer.now(self._out), source.numel())
         left = self._backend.new_event()
         left.record(self._out)
-        if self.tracer is not None and begun is not None:
-            self.tracer.left(name, begun, left, source.numel())
         return left
 
     def allocate(self, sizes: Iterable[int], stream: Stream) -> tuple[list[torch.Tensor], Event]:
         """Device memory for activations that come back, owned by `stream`, and *born*, recorded behind it."""
-        memories = [self._backend.empty(num_bytes, stream) for num_bytes in sizes]
+        owner = None if stream == self._backend.current_stream() else stream  # None is quicker
+        memories = [self._backend.empty(num_bytes, owner) for num_bytes in sizes]
         born = self._backend.new_event()
         born.record(stream)
         return memories, born
 
-    def bring(self, memory: torch.Tensor, source: torch.Tensor, born: Event, left: Event | None, name: str) -> Event:
-        """Copy RAM to `memory`.
+    def bring(self, cargo: Sequence[tuple[torch.Tensor, torch.Tensor, str]], after: Iterable[Event]) -> list[Event]:
+        """Copy RAM to the device, behind `after`: *born*, and each *left*.
+
+        Args:
+            cargo: where to, what, and the group's name, for a trace.
 
         Returns:
-            *arrived*: recorded behind the copy.
+            *arrived* of each, recorded behind its copy.
         """
-        self._back.wait_event(born)
-        if left is not None:
-            self._back.wait_event(left)
-        begun = None if self.tracer is None else self.tracer.now(self._back)
-        self._backend.copy(memory, source, self._back)
-        arrived = self._backend.new_event()
-        arrived.record(self._back)
-        if self.tracer is not None and begun is not None:
-            self.tracer.came_back(name, begun, arrived, memory.numel())
-        return arrived
+        for event in dict.fromkeys(after):
+            self._back.wait_event(event)
+        found: list[Event] = []
+        for convoy in _convoys(cargo):
+            if self.tracer is None:
+                self._backend.copy_all([(memory, source) for memory, source, _ in convoy], self._back)
+            else:
+                for memory, source, name in convoy:
+                    begun = self.tracer.now(self._back)
+                    self._backend.copy(memory, source, self._back)
+                    self.tracer.came_back(name, begun, self.tracer.now(self._back), memory.numel())
+            arrived = self._backend.new_event()
+            arrived.record(self._back)
+            found += [arrived] * len(convoy)
+        return found
 
     def drain(self) -> None:
         """Wait until no copy is on its way."""
@@ -83,3 +100,14 @@ class CopyStreams:
             end = self._backend.new_event()
             end.record(stream)
             end.synchronize()
+
+
+def _convoys(
+    cargo: Sequence[tuple[torch.Tensor, torch.Tensor, str]],
+) -> Iterable[Sequence[tuple[torch.Tensor, torch.Tensor, str]]]:
+    first = num_bytes = 0
+    for index, (memory, _, _) in enumerate(cargo, 1):
+        num_bytes += memory.numel()
+        if num_bytes >= CONVOY_BYTES or index == len(cargo):
+            yield cargo[first:index]
+            first, num_bytes = index, 0
