@@ -173,6 +173,8 @@ class Engine:
         self._ahead: dict[Group, Ahead] = {}
         """What is read before there is a slot for it."""
         self._total_bytes = 0
+        self._outer: list[Group] = []
+        """Groups inside of whose modules others are needed."""
         self._activations: dict[nn.Module, Weighing] = {}
         """For each kind of pass, what activations take."""
         self._is_stable = False
@@ -764,10 +766,14 @@ class Engine:
             walk.soon.add(group)
             if 0 in walk.full and not self._may_read_ahead():
                 left -= 1
-                if not left:
+                if not left or not self._misses_others():
                     break
         if run:
             self._start_run(run, walk)
+
+    def _misses_others(self) -> bool:
+        """Whether a group could be onloaded though there is no room among those that take turns with most others."""
+        return self._memory.misses_residents or any(group.slot is None for group in self._outer)
 
     def _may_read_ahead(self) -> bool:
         return self._files.are_read and self.transfer.has_room_ahead
@@ -963,6 +969,7 @@ class Engine:
         self._refs = tuple(ref for part in self._group_of for ref in part.refs)
         self._memory.reside(frozenset(), self.groups, self.config)
         self._total_bytes = sum(group.num_bytes for group in self.groups)
+        self._outer = [group for group in self.groups if group.height and group.num_bytes]
         self._activations = {}
         self._schedule = Schedule(first_guess(self.groups))
         images = [part.image for group in self.groups for part in group.parts]

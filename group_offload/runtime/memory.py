@@ -175,6 +175,11 @@ class DeviceMemory:
         """Whether the group is to stay on the device, and there is room."""
         return group in self._residents and self._counters.resident_bytes + group.num_bytes <= self.resident_room
 
+    @property
+    def misses_residents(self) -> bool:
+        """Whether a group that is to stay on the device is not there."""
+        return any(group.slot is None for group in self._residents)
+
     def resident_slot(self, group: Group) -> Slot:
         slot = self._new_slot(group.num_bytes)
         slot.is_resident = True
