@@ -196,7 +196,7 @@ class AcceleratorBackend:
         self.device = device
 
     def current_stream(self) -> Stream:
-        return torch.accelerator.current_stream(self.device)
+        return torch.accelerator.current_stream(self.device.index)  # a device would be looked at for long
 
     def new_stream(self) -> Stream:
         return torch.Stream(device=self.device)
