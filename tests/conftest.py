@@ -29,9 +29,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _collecting_is_quick() -> None:
-    """Many tests collect garbage. The libraries are a million objects, which it need not look at each time (0.2 s)."""
+def pytest_collection_finish() -> None:
+    """Many tests collect garbage. The libraries are a million objects, which it need not look at each time (0.2 s).
+
+    Once, before any test has run: what one leaves behind is not to stay.
+    """
     gc.collect()
     gc.freeze()
 
