@@ -268,6 +268,10 @@ def test_in_a_full_graph_the_error_says_what_to_do() -> None:
 def test_the_callback_in_a_trainer(tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
+    # The same option, under its newer name and its older one.
+    names = {"activation_checkpointing", "gradient_checkpointing"} & set(TrainingArguments.__dataclass_fields__)
+    checkpointing: Any = {min(names): True}
+
     def run(*callbacks: Any) -> tuple[Any, Any]:
         torch.manual_seed(0)
         model = GPT2LMHeadModel(
@@ -279,7 +283,7 @@ def test_the_callback_in_a_trainer(tmp_path: Path) -> None:
             max_steps=3,
             per_device_train_batch_size=2,
             gradient_accumulation_steps=2,
-            activation_checkpointing=True,
+            **checkpointing,
             logging_steps=1,
             report_to=[],
             save_strategy="no",

@@ -196,7 +196,7 @@ def test_copies_that_are_in_time_stall_nobody() -> None:
 def test_a_profile_names_the_groups(tier: str, tmp_path: Path) -> None:
     model = common.make()
     handle = apply_group_offloading(model, "cpu", offload_to_disk_path=tmp_path if tier == "file" else None)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         common.run(model, common.inputs())
     names = {event.name for event in profile.events() if event.name.startswith("group_offload.onload")}
     assert names == {f"group_offload.onload {group.group_id}" for group in handle.groups}
