@@ -232,6 +232,10 @@ def product_of_sine(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.sin(x) @ w
 
 
+def sine_of_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.sin(torch.sin(x) @ w)
+
+
 def test_blocks_that_compute_on_streams_of_their_own() -> None:
     """What is saved on one stream was allocated on the stream that the pass began on."""
     with simulated(function=product_of_sine) as (device, model, x, expected):
@@ -255,6 +259,39 @@ def test_blocks_that_compute_on_streams_of_their_own() -> None:
         del actual
         order(device, main, side)
         alive.clear()
+
+
+def test_a_group_saves_on_two_streams() -> None:
+    """What leaves together was written by one stream: an event on the other says nothing of it."""
+    with simulated(function=sine_of_product) as (device, model, x, expected):
+        main, side = device.current_stream(), device.new_stream()
+        alive: list[torch.Tensor] = []
+
+        def hop(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            order(device, main, side)
+            with device.use_stream(side):
+                y = torch.sin(x)
+            alive.append(y)
+            order(device, side, main)
+            return torch.sin(y @ w)
+
+        for block in model.blocks:
+            assert isinstance(block, Call)
+            block.function = hop
+        model(x).sum().backward()
+        actual = take_gradients(model)
+        assert_gradients(device, actual, expected)
+        del actual
+        order(device, main, side)
+        alive.clear()
+
+
+@pytest.mark.parametrize("laziness", ["random", "lazy", "eager"])
+def test_large_activations_travel_in_several_convoys(laziness: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner in (lane, streams):
+        monkeypatch.setattr(owner, "CONVOY_BYTES", 1500)
+    for seed in range(6, 10):
+        exercise(seed, laziness)
 
 
 def test_removed_at_once() -> None:
@@ -361,6 +398,7 @@ def everything() -> None:
     test_a_stream_that_only_waited_for_forward_reads_what_left_later()
     test_blocks_of_ram_go_to_a_pass_on_another_stream()
     test_blocks_that_compute_on_streams_of_their_own()
+    test_a_group_saves_on_two_streams()
     test_the_file_is_written_and_read_in_time()
     test_a_retained_graph_comes_from_the_file_twice()
     for step in (plain, retained, two_by_two, stopped_backward):
