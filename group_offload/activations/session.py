@@ -344,7 +344,7 @@ class _Pass:
 
 
 def _tensors_of(root: nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters and buffers. In each forward: `Module.parameters()` takes four times as long."""
+    """Parameters and buffers. For each forward: `Module.parameters()` takes longer."""
     seen = {root}
     modules = [root]
     while modules:
