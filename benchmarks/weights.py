@@ -77,8 +77,9 @@ from processes import Child, Relay, anonymous_bytes, say, serve, tell_measured, 
 from tables import count, gib, markdown, seconds
 from torch import nn
 
-MAX_IN_A_ROW = 5
-"""Steps that are timed together, with no wait between them."""
+IN_A_ROW_SECONDS = 4
+"""So long are steps timed together, with no wait between them: at least two, and no more than a pipeline would take."""
+MAX_IN_A_ROW = 20
 SLOW_SECONDS = 3
 """Steps that take longer are not timed together."""
 MAX_TRACE_BYTES = 16 << 20
@@ -162,16 +163,17 @@ def run_arm(
         if times[-1] >= SLOW_SECONDS:
             tell_so_far({"first_step_s": times[0], "steps_s": times[1:]})
         reads.append(_reads(handle))
-    if statistics.median(times[1:]) < SLOW_SECONDS:
+    typical = statistics.median(times[1:])
+    if typical < SLOW_SECONDS:
         # As in a pipeline's loop: nobody waits between two steps.
-        num_in_a_row = min(num_steps, MAX_IN_A_ROW)
+        num_in_a_row = max(2, min(MAX_IN_A_ROW, int(IN_A_ROW_SECONDS / typical)))
         start = time.perf_counter()
         for _ in range(num_in_a_row):
             if copy_beside is not None:
                 copy_beside()
             output = model.call(module, inputs)
         synchronize(device)
-        result["in_a_row_s"] = (time.perf_counter() - start) / num_in_a_row
+        result |= {"in_a_row_s": (time.perf_counter() - start) / num_in_a_row, "num_in_a_row": num_in_a_row}
         outputs.append(output)
     say(f"first step {times[0]:.3f} s, then {statistics.median(times[1:]):.3f} s")
 

@@ -214,10 +214,10 @@ class AcceleratorBackend:
             return plain_empty(num_bytes, self.device)
 
     def bytes_in_use(self) -> int:
-        return int(self._runtime.memory_allocated(self.device))
+        return self._bytes_allocated("current")
 
     def peak_bytes_in_use(self) -> int:
-        return int(self._runtime.max_memory_allocated(self.device))
+        return self._bytes_allocated("peak")
 
     def reset_peak(self) -> None:
         self._runtime.reset_peak_memory_stats(self.device)
@@ -232,6 +232,11 @@ class AcceleratorBackend:
 
     def release_unused(self) -> None:
         self._runtime.empty_cache()
+
+    def _bytes_allocated(self, which: str) -> int:
+        # What memory_allocated() looks up, without all that it sorts before.
+        stats = self._runtime.memory.memory_stats_as_nested_dict(self.device)
+        return int(stats["allocated_bytes"]["all"][which]) if stats else 0
 
     @property
     def _runtime(self) -> Any:

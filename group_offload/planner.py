@@ -10,7 +10,8 @@ thing at a time and in order of use: the drive reads, the link copies to the dev
 - A resident group (`Place.DEVICE`) is computed as soon as what comes before it is. All other groups are sent in each use,
   uses that follow each other directly being one. Only if all that are used fit in the slots together is nothing sent.
 - The slots are a ring of bytes: a use has its place as soon as the last of the earlier uses whose bytes it takes was
-  computed. The gaps at the end of a real ring are left out.
+  computed. Where in the ring that is, `ring` says, to the engine too. (What the engine sends together, small groups, has
+  places of its own here.)
 - The link is one copy stream: it begins a use once the use before it has arrived and its place is free. A use that comes
   from a file arrives no sooner than the drive has read it, and those behind it wait, from RAM or not.
 - The drive is never further ahead of the link than the staging memory, and goes on reading while places are taken.
@@ -29,6 +30,7 @@ from itertools import accumulate, groupby, product
 from operator import itemgetter
 
 from .errors import ConfigError
+from .ring import Geometry
 
 _CHUNK_BYTES = 16 << 20
 """What is read last of a group is sent last: no sooner than it was read."""
@@ -42,6 +44,8 @@ _NEAR_ENOUGH = 1.005
 """A plan this near to its limit is not improved any further."""
 _FULL_EFFORT = 80_000
 """Uses that are simulated for one plan, at most: a few hundred plans of 57 groups, ten of 2,000."""
+_GUESS_EFFORT = 10_000
+"""The same where compute is not known yet: each of two searches."""
 _MAX_THRESHOLDS = 6
 """Numbers of groups that are resident whatever is spread over the rest."""
 _NUM_GIVERS = 8
@@ -249,7 +253,7 @@ def make_plan(problem: Problem) -> Plan:
     if any(group.compute_seconds for group in problem.groups):
         search = _search(problem, _FULL_EFFORT)
     else:
-        search = _search(problem, _FULL_EFFORT // 2)
+        search = _search(problem, _GUESS_EFFORT)
         _spread_unknown(problem, search)
     return _plan(problem, search.best.places, search.effort)
 
@@ -516,7 +520,8 @@ def _sent_uses(case: _Case, places: Sequence[Place], slot_bytes: int) -> list[_S
     speeds, sizes = case.problem.speeds, case.sizes
     sent, gaps = _gaps(case, places)
     sent_sizes = [sizes[index] for index, _ in sent]
-    backs = _backs(sent_sizes, slot_bytes)
+    largest = max([size for size, place in zip(sizes, places, strict=True) if place is not Place.DEVICE])
+    backs = _backs(sent_sizes, Geometry(slot_bytes, largest))
     reads = _reads([sizes[index] for index, _ in sent if places[index] is Place.FILE], case.problem)
     return [
         _Sent(index, gap, compute, size / speeds.h2d, back, next(reads) if places[index] is Place.FILE else None)
@@ -538,18 +543,33 @@ def _gaps(case: _Case, places: Sequence[Place]) -> tuple[list[tuple[int, float]]
     return sent, gaps
 
 
-def _backs(sizes: list[int], slot_bytes: int) -> list[int]:
+def _backs(sizes: list[int], geometry: Geometry) -> list[int]:
     """For each use of a pass, how many uses before it that one is whose compute has to be over before it has its place.
 
     In steady state: the uses of the pass before count too. They do not all fit, so none is more than a pass back.
     """
-    backs, live, tail = [], 0, 0
-    for head, size in enumerate(sizes * 2):
-        live += size
-        while live > slot_bytes:
-            live -= sizes[tail % len(sizes)]
-            tail += 1
-        backs.append(head - tail + 1)
+    live: list[tuple[int, int, int]] = []
+    """Oldest first: the use, and the bytes that it has."""
+    backs, head, over = [], 0, -1
+    for use, size in enumerate(sizes * 2):
+        found, best = 0, use
+        """Where it goes, and the use that has to be over before."""
+        for start in geometry.starts(size, head, (begin for _, begin, _ in live), is_first=use == len(sizes)):
+            end, last = start + size, -1
+            for other, begin, until in live:
+                if begin < end and start < until:
+                    last = other  # and none that is older matters
+            if last < best:
+                found, best = start, last
+            if best <= over:
+                break
+            if best <= live[0][0]:
+                break  # nothing is free sooner than the oldest
+        head = found + size
+        over = max(over, best)
+        live = [place for place in live if place[1] >= head or found >= place[2]]
+        live.append((use, found, head))
+        backs.append(use - over)
     return backs[len(sizes) :]
 
 
@@ -895,7 +915,7 @@ def _spread_unknown(problem: Problem, search: _Search) -> None:
     if not seconds:
         return
     groups = tuple(replace(group, compute_seconds=group.num_bytes * seconds) for group in problem.groups)
-    even = _search(replace(problem, groups=groups), _FULL_EFFORT // 2)
+    even = _search(replace(problem, groups=groups), _GUESS_EFFORT)
     search.effort += even.effort
     places = even.best.places
     run = _run(search.case, places, search.case.load(places))

@@ -28,7 +28,7 @@ from group_offload import (
 
 from . import tiny_models as tiny
 from .conftest import SPEEDS
-from .simulated import SimulatedDevice, use_simulated_device
+from .simulated import SimulatedDevice, SimulatedEvent, SimulatedStream, use_simulated_device
 from .test_files import run_python
 from .test_streams import DIM, Model, exercise, forward, from_file, run, watch_file_reads
 
@@ -526,6 +526,37 @@ def test_more_than_enough(options: dict[str, Any], device: SimulatedDevice) -> N
     outer = weight_bytes(handle) - sum(group.num_bytes for group in handle.plan.details.problem.groups)
     assert handle.stats().resident_bytes == weight_bytes(handle) - outer
     handle.remove()
+
+
+@pytest.mark.parametrize("options", MODES[:2], ids=str)  # at leaf level this model's blocks have weights of their own
+def test_groups_that_stay_put_nothing_between_kernels(
+    options: dict[str, Any], device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An event between two kernels takes the device as long as a small one."""
+    num_recorded = 0
+    record = SimulatedEvent.record
+
+    def count(event: SimulatedEvent, stream: SimulatedStream) -> None:
+        nonlocal num_recorded
+        num_recorded += 1
+        record(event, stream)
+
+    def recorded(widths: list[int]) -> int:
+        resident = Model(widths)
+        num_bytes, peak = needed(device, resident, **options)
+        model, handle = offloaded(resident, vram_budget=peak + num_bytes, **options)
+        for _ in range(6):
+            check(device, model, resident)
+        sent, before = handle.stats().onloads, num_recorded
+        check(device, model, resident)
+        assert handle.stats().onloads == sent
+        found = num_recorded - before
+        handle.remove()
+        return found
+
+    monkeypatch.setattr(SimulatedEvent, "record", count)
+    assert recorded(WIDTHS) == recorded(WIDTHS * 2) > 0
+
 
 
 def test_two_models_in_turn(device: SimulatedDevice) -> None:

@@ -460,7 +460,8 @@ def test_an_edit_waits_for_copies_on_all_streams() -> None:
         handle.remove()
 
 
-def test_what_a_forward_changed_is_fetched_after_it_was_changed() -> None:
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}], ids=str)
+def test_what_a_forward_changed_is_fetched_after_it_was_changed(options: dict[str, Any]) -> None:
     """The pass ends on another stream than the one on which a block, still expected again, was used last."""
     device = SimulatedDevice(0, "lazy")
     model = Model([16, 16], counts=True)
@@ -475,7 +476,7 @@ def test_what_a_forward_changed_is_fetched_after_it_was_changed() -> None:
             yield
 
     with use_simulated_device(device):
-        handle = offload(model)
+        handle = offload(model, **options)
         model.route = [0, 1, 1]
         forward(device, model, torch.randn(2, DIM))
         model.route = [0, 1]
@@ -932,7 +933,8 @@ def test_there_are_waits_to_remove() -> None:
 def everything() -> None:
     """Every scenario; quick ones, and those that alone find some missing wait, come first."""
     test_a_block_on_two_streams_that_nothing_orders()
-    test_what_a_forward_changed_is_fetched_after_it_was_changed()
+    test_what_a_forward_changed_is_fetched_after_it_was_changed({})
+    test_what_a_forward_changed_is_fetched_after_it_was_changed({"record_stream": True})
     test_an_edit_waits_for_copies_on_all_streams()
     test_at_rest_nothing_moves()
     test_a_lease_goes_from_stream_to_stream()

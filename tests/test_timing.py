@@ -30,7 +30,7 @@ from .timed import TimedDevice
 SCALE = 1024
 LINK = 55.2e9 / SCALE
 DOUBLE, SINGLE, REST = (num_bytes // SCALE for num_bytes in (679_600_000, 283_200_000, 110_000_000))
-DOUBLE_SECONDS, SINGLE_SECONDS, REST_SECONDS = 0.0031, 0.0030, 0.0005
+DOUBLE_SECONDS, SINGLE_SECONDS, REST_SECONDS = 0.00334, 0.00289, 0.0005
 COMPUTE = 19 * DOUBLE_SECONDS + 38 * SINGLE_SECONDS + REST_SECONDS
 
 
@@ -116,9 +116,9 @@ def test_streaming_everything_takes_what_the_link_takes(
         assert max(times) == pytest.approx(handle.plan.details.prediction.step_seconds, rel=0.02)
 
 
-@pytest.mark.parametrize("percent", [10, 12, 20, 25, 33, 40, 50, 55, 60, 66, 70, 72, 75, 80, 90, 100])
+@pytest.mark.parametrize("percent", [10, 12, 20, 25, 33, 40, 50, 55, 60, 64, 66, 70, 72, 75, 80, 90, 100])
 def test_budgets_reach_their_limit(percent: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At any budget a step takes at most 1.02 of the longer of compute and copies, and what was predicted."""
+    """At any budget a step takes at most 1.002 of the longer of compute and copies, and what was predicted."""
     total = sum(parameter.nbytes for parameter in Flux().parameters())
     budget = total * percent // 100
     with offloaded(monkeypatch, vram_budget=budget) as (device, model, handle):
@@ -127,11 +127,11 @@ def test_budgets_reach_their_limit(percent: int, monkeypatch: pytest.MonkeyPatch
         before = device.copied_bytes
         times = steps(device, model, 3)
         sent = (device.copied_bytes - before) / 3
-        assert max(times) <= 1.02 * limit(sent, COMPUTE)
+        assert max(times) <= 1.002 * limit(sent, COMPUTE)
         assert device.peak_bytes_in_use() <= budget
         assert sent <= total - budget + 2 * DOUBLE + REST + total // 32  # what has no slot stays
         assert handle.plan.details is not None
-        assert max(times) == pytest.approx(handle.plan.details.prediction.step_seconds, rel=0.03)
+        assert max(times) == pytest.approx(handle.plan.details.prediction.step_seconds, rel=0.005)
 
 
 def test_the_plan_and_the_trace_agree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -375,7 +375,7 @@ class Engine:
             self.transfer.note_drive(self._budgeter.drive)
         for slot in self._memory.slots:
             if slot.last_stream is not None and slot.last_stream != stream:
-                stream.wait_event(slot.last_use)  # the end of the pass is the end of what other streams did in it
+                stream.wait_event(slot.last_use())  # the end of the pass is the end of what other streams did in it
             if slot.owner is not None and slot.waited_on is None:
                 self._backend.record_stream(slot.memory, self.transfer.stream)  # if another module's pass drops it
         if not self._is_stable:
@@ -472,9 +472,8 @@ class Engine:
         slot = group.slot
         assert slot is not None
         if slot.last_stream is not None and slot.last_stream != stream:
-            stream.wait_event(slot.last_use)  # so that this end includes that one
-        slot.last_use.record(stream)
-        slot.last_stream = stream
+            stream.wait_event(slot.last_use())  # so that this end includes that one
+        slot.note_use(stream)
         if slot.owner is not None and slot.owner != stream:
             self._backend.record_stream(slot.memory, stream)
         if self.tracer is not None:
@@ -850,17 +849,25 @@ class Engine:
             slot = self._memory.slot_just_in_time(num_bytes, may_evict)
             found = None if slot is None else (slot, [])
         else:
-            found = ring.place(num_bytes, may_evict, restart=self._schedule.is_first(run[0]))
+            found = ring.place(num_bytes, may_evict, is_first=self._is_first(run[0]))
         if found is not None:
             self._send(run, *found)
         return found is not None
+
+    def _is_first(self, group: Group) -> bool:
+        """Whether passes like this one begin with `group`, as far as those go that take turns with it."""
+        order = self._schedule.order
+        return group is next((each for each in order if each.height == group.height and not self._stays(each)), None)
+
+    def _stays(self, group: Group) -> bool:
+        return group.slot is not None and group.slot.is_resident
 
     def _onload_now(self, group: Group) -> None:
         if self._memory.may_reside(group):
             self._send([group], self._memory.resident_slot(group), [])
             return
         ring = self._memory.ring(group.height)
-        found = None if ring is None else ring.place(group.num_bytes, self._is_free, restart=not self.config.use_stream)
+        found = None if ring is None else ring.place(group.num_bytes, self._is_free, is_first=not self.config.use_stream)
         if ring is not None and found is None:
             self._warn_of_aliases(ring.slots)
         self._send([group], *(found or (self._memory.loose_slot(group.num_bytes), [])))
@@ -881,7 +888,7 @@ class Engine:
             )
 
     def _send(self, run: list[Group], slot: Slot, evicted: list[Slot]) -> None:
-        after = [old.last_use for old in evicted] if slot.is_fixed else [slot.last_use]
+        after = [old.last_use() for old in evicted] if slot.is_fixed else [slot.last_use()]
         for old in evicted:
             self._memory.evict(old)
         self.stalls.collect(slot)

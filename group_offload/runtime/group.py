@@ -192,7 +192,7 @@ class Group:
                 self._recast[index] = tensor.detach()
                 continue
             value = plain_empty(span_bytes(tensor), torch.device("cpu"))
-            transfer.fetch(value, as_bytes(tensor), slot.last_use)
+            transfer.fetch(value, as_bytes(tensor), slot.last_use())
             with torch.inference_mode(False), torch.no_grad():
                 if not torch.equal(value, as_bytes(rest)):
                     self._needs_take_up |= part.image.write(place, value)

@@ -223,7 +223,7 @@ class DeviceMemory:
         assert self._lease is not None
         stream = self._backend.current_stream()
         slot = Slot(self._backend.empty(num_bytes), self._stalls.new_event, start=0, owner=stream)
-        slot.last_use.record(stream)  # of whatever was in that memory before
+        slot.last_use().record(stream)  # of whatever was in that memory before
         self._lease.loose.append(slot)
         self._count(num_bytes)
         return slot

@@ -102,10 +102,6 @@ class Schedule:
         """Whether `group` should be the very next one."""
         return self._next < len(self._order) and self._order[self._next] is group
 
-    def is_first(self, group: Group) -> bool:
-        """Whether passes like this one begin with `group`."""
-        return bool(self._order) and self._order[0] is group
-
     def end(self, *, completed: bool) -> None:
         """End the pass. One that broke off teaches nothing."""
         if completed:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from ..device import Backend, Event, Stream
+from ..ring import Geometry
 
 if TYPE_CHECKING:
     from .group import Group
@@ -39,6 +40,8 @@ class Slot:
 
     __slots__ = (
         "__weakref__",
+        "_is_recorded",
+        "_last_use",
         "aliases",
         "arrived",
         "groups",
@@ -46,7 +49,6 @@ class Slot:
         "is_resident",
         "job",
         "last_stream",
-        "last_use",
         "memory",
         "num_bytes_ahead",
         "owner",
@@ -73,7 +75,8 @@ class Slot:
         """What has yet to be read from files for it: until that is over, `ready` tells nothing."""
         self.arrived = new_event()
         """When compute came to where it waits for `ready`."""
-        self.last_use = new_event()
+        self._last_use = new_event()
+        self._is_recorded = True
         self.groups: list[Group] = []
         """Whose images are in it, or on their way."""
         self.unused: set[Group] = set()
@@ -83,11 +86,32 @@ class Slot:
         self.waited_on: Stream | None = None
         """The stream that waited for `ready` last; None if none has."""
         self.last_stream: Stream | None = None
-        """The stream that `last_use` was recorded on since the images were sent."""
+        """The stream that used it last since the images were sent."""
         self.views: dict[Group, tuple[int, list[torch.Tensor]]] = {}
         """For groups that were here before: where in the slot, and their tensors as views of `memory`."""
         self.aliases: list[StorageWeakRef] = []
         """Where a graph is recorded: storages that views of the slot were made of, for one call each."""
+
+    def note_use(self, stream: Stream) -> None:
+        """What was enqueued on `stream` so far uses the slot, and nothing elsewhere that is not awaited there."""
+        self.last_stream = stream
+        # A ring's slot is waited for soon. Of one that stays nobody may ever ask, and an event between two kernels takes
+        # the time of one.
+        self._is_recorded = self.is_fixed
+        if self.is_fixed:
+            self._last_use.record(stream)
+
+    def last_use(self) -> Event:
+        """Recorded behind the last kernel that read the slot: at once for a ring's, for others when it is asked for."""
+        if not self._is_recorded:
+            assert self.last_stream is not None
+            self._last_use.record(self.last_stream)
+            self._is_recorded = True
+        return self._last_use
+
+    def spare_event(self) -> Event:
+        """That of its last use, for others: the slot is given up."""
+        return self._last_use
 
     @property
     def is_aliased(self) -> bool:
@@ -119,11 +143,8 @@ class Slot:
 class Ring:
     """A run of device memory that slots are cut from, round and round.
 
-    Groups are needed in much the same order in each pass, so the oldest slots are the first that nobody needs any more. A
-    pass that starts at byte 0 gives each run of groups the same place every time: slots, and the views in them, are kept.
-
-    The ring has two parts, each as large as one of the two largest groups, and no slot lies in both: so a large group has
-    room once the few small ones in one part are done with, not only after all.
+    Groups are needed in much the same order in each pass, so the oldest slots are the first that nobody needs any more.
+    What comes to the place where it was before finds its slot, and the views in it, again.
     """
 
     def __init__(self, memory: torch.Tensor, backend: Backend, first_part: int) -> None:
@@ -132,7 +153,7 @@ class Ring:
             first_part: bytes.
         """
         self._memory = memory
-        self._first_part = first_part
+        self._geometry = Geometry(memory.numel(), first_part)
         self._backend = backend
         self._head = 0
         self._live: deque[Slot] = deque()
@@ -143,13 +164,15 @@ class Ring:
         return self._memory.numel()
 
     def place(
-        self, num_bytes: int, may_evict: Callable[[Slot], bool], *, restart: bool
+        self, num_bytes: int, may_evict: Callable[[Slot], bool], *, is_first: bool
     ) -> tuple[Slot, list[Slot]] | None:
         """A slot of `num_bytes`, and the slots that it takes the place of; None if there is no place that nobody needs.
 
-        `restart`: at the ring's beginning, not behind the last one.
+        Args:
+            is_first: of a pass.
         """
-        for start in self._starts(num_bytes, 0 if restart else self._head):
+        begins = [slot.start for slot in self._live]
+        for start in self._geometry.starts(num_bytes, self._head, begins, is_first=is_first):
             end = start + num_bytes
             evicted = [slot for slot in self._live if slot.start < end and start < slot.start + slot.memory.numel()]
             if not all(map(may_evict, evicted)):
@@ -165,22 +188,6 @@ class Ring:
             self._head = end
             return slot, evicted
         return None
-
-    def _starts(self, num_bytes: int, first: int) -> Iterator[int]:
-        """Where a slot may begin: at `first` if it fits there, and then, oldest first, where others do.
-
-        What is needed in the order in which it came is out of the way at `first`. It is not where a pass goes back the way
-        that the one before went.
-        """
-        before: set[int] = set()
-        for start in (first, *(slot.start for slot in self._live)):
-            if start < self._first_part < start + num_bytes and num_bytes <= self._first_part:
-                start = self._first_part
-            if start + num_bytes > self.num_bytes:
-                start = 0
-            if start not in before and start + num_bytes <= self.num_bytes:
-                before.add(start)
-                yield start
 
     @property
     def slots(self) -> tuple[Slot, ...]:

@@ -47,7 +47,7 @@ class Stalls:
         """The slot is given up: nobody waits for it from now on."""
         if not self._close(slot):
             self._spare += slot.arrived, slot.ready
-        self._spare.append(slot.last_use)
+        self._spare.append(slot.spare_event())
 
     def _close(self, slot: Slot) -> bool:
         """Whether the slot's wait cannot be read yet, so that its events have to be kept as they are."""

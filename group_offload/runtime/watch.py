@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
-from operator import attrgetter
+from itertools import chain, compress, repeat
+from operator import attrgetter, eq, is_
 from typing import Any
 
 import torch
@@ -14,8 +15,13 @@ from ..stores.base import Store
 from .group import Group
 from .hooks import Gate
 
-_values = dict.values
-_shape, _dtype = attrgetter("shape"), attrgetter("dtype")
+_values, _get = dict.values, dict.get
+_FORMS: tuple[Callable[[torch.Tensor], Any], ...] = (
+    torch.Tensor.data_ptr,
+    torch.Tensor.size,
+    torch.Tensor.stride,
+    attrgetter("dtype"),
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -24,7 +30,8 @@ class Seen:
 
     children: tuple[nn.Module, ...]
     tables: tuple[dict[str, Any], ...]
-    ids: tuple[tuple[int, ...], ...]
+    members: tuple[tuple[Any, ...], ...]
+    """What was in each of the tables."""
     names: dict[str, Any]
     call: Any
 
@@ -34,7 +41,7 @@ class Seen:
         return cls(
             children=tuple(child for child in module._modules.values() if child is not None),
             tables=tables,
-            ids=tuple(tuple(map(id, table.values())) for table in tables),
+            members=tuple(tuple(table.values()) for table in tables),
             names=module.__dict__,
             call=module.__dict__.get("_compiled_call_impl"),
         )
@@ -61,8 +68,10 @@ class Watch:
             pending.extend(seen[module].children)
         before = [seen[module] for module in inside]
         self._tables = [table for each in before for table in each.tables]
-        self._sizes = [len(ids) for each in before for ids in each.ids]
-        self._members = [member for each in before for ids in each.ids for member in ids]
+        members = [found for each in before for found in each.members]
+        self._sizes = list(map(len, members))
+        self._filled = list(compress(self._tables, members))
+        self._members = list(chain.from_iterable(members))
         self._names = [each.names for each in before]
         self._calls = [each.call for each in before]
         self.scope = set(scope)
@@ -73,27 +82,19 @@ class Watch:
         self.expect_tensors()
 
     def has_same_modules(self) -> bool:
+        # No lists, which Python's collector would look at: the device has nothing to do meanwhile.
         return (
-            list(map(len, self._tables)) == self._sizes
-            and list(map(id, chain.from_iterable(map(_values, self._tables)))) == self._members
-            and all(
-                names.get("_compiled_call_impl") is call for names, call in zip(self._names, self._calls, strict=True)
-            )
+            all(map(eq, map(len, self._tables), self._sizes))
+            and all(map(is_, chain.from_iterable(map(_values, self._filled)), self._members))
+            and all(map(is_, map(_get, self._names, repeat("_compiled_call_impl")), self._calls))
         )
 
     def has_same_tensors(self) -> bool:
         """Whether every tensor is the view that it was bound to."""
-        return _forms(self._tensors) == self._expected and all(all(part.as_left()) for part in self._wrapped)
+        are_same = (all(map(eq, map(form, self._tensors), known)) for form, known in zip(_FORMS, self._expected, strict=True))
+        return all(are_same) and all(all(part.as_left()) for part in self._wrapped)
 
     def expect_tensors(self) -> None:
         """Take the places where tensors rest now for those where they belong."""
-        self._expected = _forms([view for part in self._parts for view in part.rest])
-
-
-def _forms(tensors: list[torch.Tensor]) -> tuple[list[int], list[Any], list[Any], list[Any]]:
-    return (
-        list(map(torch.Tensor.data_ptr, tensors)),
-        list(map(_shape, tensors)),
-        list(map(torch.Tensor.stride, tensors)),
-        list(map(_dtype, tensors)),
-    )
+        views = [view for part in self._parts for view in part.rest]
+        self._expected = [list(map(form, views)) for form in _FORMS]

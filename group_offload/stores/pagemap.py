@@ -22,7 +22,7 @@ SLOW_SCAN_SECONDS = 1e-3
 
 _PAGEMAP_SCAN = 0xC0606610  # _IOWR('f', 16, struct pm_scan_arg)
 _IS_FILE, _IS_PRESENT, _IS_SWAPPED = 1 << 2, 1 << 3, 1 << 4
-_MAX_REGIONS = 512
+_MAX_REGIONS = 64
 
 # Bits of one 64-bit entry of /proc/self/pagemap.
 _ENTRY_PRESENT, _ENTRY_SWAPPED, _ENTRY_FILE = 1 << 63, 1 << 62, 1 << 61
