@@ -18,7 +18,7 @@ def test_places_lie_in_one_part(data: st.DataObject) -> None:
     found = list(ring.starts(size, head, live, is_first=data.draw(st.booleans())))
     assert found and len(set(found)) == len(found)
     for start in found:
-        assert 0 <= start and start + size <= ring.num_bytes
+        assert start >= 0 and start + size <= ring.num_bytes
         assert start + size <= first or start >= first
 
 
