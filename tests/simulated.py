@@ -509,8 +509,8 @@ class SimulatedDevice:
                 self._progress()
                 yield
             except AssertionError as error:
-                if error not in self.errors:
-                    self.errors.append(error)
+                # A copy, without the frames that it came through: they hold the models, whose finalizers hold this device.
+                self.errors.append(type(error)(*error.args))
                 raise
 
     def _enqueue(

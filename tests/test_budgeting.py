@@ -558,7 +558,6 @@ def test_groups_that_stay_put_nothing_between_kernels(
     assert recorded(WIDTHS) == recorded(WIDTHS * 2) > 0
 
 
-
 def test_two_models_in_turn(device: SimulatedDevice) -> None:
     """Device memory goes to whoever runs; the budget holds for both together."""
     residents = [Model(WIDTHS).eval(), Model([48] * 9).eval()]

@@ -971,6 +971,7 @@ FIRST: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # errors in what weakref.finalize calls
 @pytest.mark.parametrize(("owner", "name", "index"), WAITS, ids=[f"{o.__name__}.{n}-{i}" for o, n, i in WAITS])
 def test_every_wait_is_needed(owner: Any, name: str, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant, text = without_wait(owner, name, index)

@@ -867,7 +867,9 @@ class Engine:
             self._send([group], self._memory.resident_slot(group), [])
             return
         ring = self._memory.ring(group.height)
-        found = None if ring is None else ring.place(group.num_bytes, self._is_free, is_first=not self.config.use_stream)
+        found = (
+            None if ring is None else ring.place(group.num_bytes, self._is_free, is_first=not self.config.use_stream)
+        )
         if ring is not None and found is None:
             self._warn_of_aliases(ring.slots)
         self._send([group], *(found or (self._memory.loose_slot(group.num_bytes), [])))

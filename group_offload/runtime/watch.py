@@ -91,7 +91,9 @@ class Watch:
 
     def has_same_tensors(self) -> bool:
         """Whether every tensor is the view that it was bound to."""
-        are_same = (all(map(eq, map(form, self._tensors), known)) for form, known in zip(_FORMS, self._expected, strict=True))
+        are_same = (
+            all(map(eq, map(form, self._tensors), known)) for form, known in zip(_FORMS, self._expected, strict=True)
+        )
         return all(are_same) and all(all(part.as_left()) for part in self._wrapped)
 
     def expect_tensors(self) -> None:
