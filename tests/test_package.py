@@ -49,7 +49,7 @@ PUBLIC_NAMES = {
 
 LAYERS = (
     {"errors", "device", "progress", "selective"},
-    {"saved", "terminal", "timeline"},
+    {"ring", "saved", "terminal", "timeline"},
     {"layout", "planner"},
     {"stores"},
     {"budgets", "speeds"},
