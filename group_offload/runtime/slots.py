@@ -4,7 +4,8 @@
 A slot is written by copies and read by compute, on two streams that know nothing of each other. Two events keep them
 apart. *ready* is recorded on the copy stream behind the copies of the slot's images; compute waits for it before the
 first kernel that reads the slot. *last use* is recorded on the compute stream behind the last kernel that read it; the
-copies of whatever takes its bytes next wait for it. Both are recorded right where the work they stand for was enqueued.
+copies of whatever takes its bytes next wait for it. Both are recorded right where the work they stand for was enqueued;
+but the last use of a slot that is in no ring, and whose bytes nothing takes, when somebody asks for it.
 
 What a slot holds stays good until something else takes its bytes: between passes too, if the images' weights at rest
 are not what copies read (`Image.is_stable`). So the first groups of a pass are on their way before it begins, and a group
