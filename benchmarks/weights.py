@@ -175,14 +175,14 @@ def run_arm(
         synchronize(device)
         result |= {"in_a_row_s": (time.perf_counter() - start) / num_in_a_row, "num_in_a_row": num_in_a_row}
         outputs.append(output)
-    say(f"first step {times[0]:.3f} s, then {statistics.median(times[1:]):.3f} s")
+    say(f"first step {times[0]:.3f} s, then {typical:.3f} s")
 
     peak = device_peak(device)
     result |= {
         "first_step_s": times[0],
         "settling_s": settling,
         "steps_s": times[1:],
-        "step_s": statistics.median(times[1:]),
+        "step_s": typical,
         "step_min_s": min(times[1:]),
         "step_max_s": max(times[1:]),
         "first_step_reads": _difference(reads[0], reads[1]),

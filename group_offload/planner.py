@@ -561,10 +561,8 @@ def _backs(sizes: list[int], geometry: Geometry) -> list[int]:
                     last = other  # and none that is older matters
             if last < best:
                 found, best = start, last
-            if best <= over:
-                break
-            if best <= live[0][0]:
-                break  # nothing is free sooner than the oldest
+            if best <= over or best <= live[0][0]:
+                break  # it is free now, or as soon as the oldest one, before which nothing else is
         head = found + size
         over = max(over, best)
         live = [place for place in live if place[1] >= head or found >= place[2]]

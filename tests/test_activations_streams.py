@@ -236,9 +236,9 @@ def sine_of_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.sin(torch.sin(x) @ w)
 
 
-def test_blocks_that_compute_on_streams_of_their_own() -> None:
-    """What is saved on one stream was allocated on the stream that the pass began on."""
-    with simulated(function=product_of_sine) as (device, model, x, expected):
+def step_aside(function: Callable[..., torch.Tensor], last: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A step whose blocks take the sine on a stream of their own; `last` gets its product, on the stream of the pass."""
+    with simulated(function=function) as (device, model, x, expected):
         main, side = device.current_stream(), device.new_stream()
         alive: list[torch.Tensor] = []  # whoever takes memory to another stream keeps it until that is done
 
@@ -248,7 +248,7 @@ def test_blocks_that_compute_on_streams_of_their_own() -> None:
                 y = torch.sin(x)
             alive.append(y)
             order(device, side, main)
-            return y @ w
+            return last(y @ w)
 
         for block in model.blocks:
             assert isinstance(block, Call)
@@ -259,31 +259,16 @@ def test_blocks_that_compute_on_streams_of_their_own() -> None:
         del actual
         order(device, main, side)
         alive.clear()
+
+
+def test_blocks_that_compute_on_streams_of_their_own() -> None:
+    """What is saved on one stream was allocated on the stream that the pass began on."""
+    step_aside(product_of_sine, lambda product: product)
 
 
 def test_a_group_saves_on_two_streams() -> None:
     """What leaves together was written by one stream: an event on the other says nothing of it."""
-    with simulated(function=sine_of_product) as (device, model, x, expected):
-        main, side = device.current_stream(), device.new_stream()
-        alive: list[torch.Tensor] = []
-
-        def hop(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-            order(device, main, side)
-            with device.use_stream(side):
-                y = torch.sin(x)
-            alive.append(y)
-            order(device, side, main)
-            return torch.sin(y @ w)
-
-        for block in model.blocks:
-            assert isinstance(block, Call)
-            block.function = hop
-        model(x).sum().backward()
-        actual = take_gradients(model)
-        assert_gradients(device, actual, expected)
-        del actual
-        order(device, main, side)
-        alive.clear()
+    step_aside(sine_of_product, torch.sin)
 
 
 @pytest.mark.parametrize("laziness", ["random", "lazy", "eager"])

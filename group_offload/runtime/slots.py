@@ -96,8 +96,8 @@ class Slot:
     def note_use(self, stream: Stream) -> None:
         """What was enqueued on `stream` so far uses the slot, and nothing elsewhere that is not awaited there."""
         self.last_stream = stream
-        # A ring's slot is waited for soon. Of one that stays nobody may ever ask, and an event between two kernels takes
-        # the time of one.
+        # A ring's slot is waited for soon. Of one that stays nobody may ever ask, and between two kernels an
+        # event takes its time.
         self._is_recorded = self.is_fixed
         if self.is_fixed:
             self._last_use.record(stream)
