@@ -532,7 +532,7 @@ def test_more_than_enough(options: dict[str, Any], device: SimulatedDevice) -> N
 def test_groups_that_stay_put_nothing_between_kernels(
     options: dict[str, Any], device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An event between two kernels takes the device as long as a small one."""
+    """An event takes its time there: how many a pass records does not depend on how many groups stay."""
     num_recorded = 0
     record = SimulatedEvent.record
 

@@ -690,3 +690,34 @@ def test_a_weight_of_another_form_in_the_middle_of_a_forward(device: SimulatedDe
     model.edits = False
     assert model.blocks[1].gain.dtype == torch.float64
     handle.remove()
+
+
+class Scaled(nn.Module):
+    """A module without weights, until it gets one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = getattr(self, "scale", None)
+        return x if scale is None else x * scale
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "module"])
+def test_a_weight_that_a_module_without_any_gets_between_passes(kind: str, device: SimulatedDevice) -> None:
+    """It is onloaded like all others from the next pass on."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), Scaled()) for _ in range(3))).requires_grad_(False)
+    handle = offload(model)
+    x = torch.randn(2, 8)
+    outputs, num_bytes = [], []
+    for _ in range(2):
+        with torch.no_grad(), device.running():
+            outputs.append(device.get(model(device.put(x))))
+        num_bytes.append(sum(group.num_bytes for group in handle.groups))
+        late, scale = model.get_submodule("1.1"), torch.full((8,), 2.0)
+        if kind == "parameter":
+            late.register_parameter("scale", nn.Parameter(scale, requires_grad=False))
+        elif kind == "buffer":
+            late.register_buffer("scale", scale)
+        else:
+            late.add_module("extra", nn.Linear(8, 8))
+    assert num_bytes[0] < num_bytes[1]
+    assert torch.equal(*outputs) is (kind == "module")
+    handle.remove()
