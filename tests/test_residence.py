@@ -238,6 +238,46 @@ def test_an_edit_in_the_middle_of_a_forward(
         del output
 
 
+@any_mode
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data.double(),
+        lambda data: data.as_strided(data.shape, (1, data.shape[0])),
+    ],
+    ids=["another dtype", "other strides in the same memory"],
+)
+def test_another_form_in_the_middle_of_a_forward_is_refused(
+    options: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor], device: SimulatedDevice
+) -> None:
+    """And nothing is lost: the next forward computes with it, as it does if the change was made between forwards."""
+    model = EditsItsBlocks()
+    model.edits = False
+    handle = offload(model, **options)
+    x = torch.randn(2, DIM)
+    for _ in range(2):
+        forward(device, model, x)
+    weight = model.blocks[2].up.weight
+    wanted = change(weight.data.clone())
+
+    def reshape(position: int) -> None:
+        weight.data = change(weight.data)
+
+    seen = model.blocks[1].register_forward_hook(lambda *args: reshape(1))
+    with pytest.raises(StateError, match=r"blocks[._]2.*in the middle of a forward. Do that between forwards"):
+        forward(device, model, x)
+    seen.remove()
+    with device.running():
+        assert weight.dtype == wanted.dtype and torch.equal(weight, wanted)
+    if wanted.dtype == torch.float32:
+        resident = copy.deepcopy(model)
+        output = forward(device, model, x)
+        assert torch.equal(device.get(output), run(resident, x))
+        del output
+    handle.remove()
+    assert torch.equal(weight, wanted)
+
+
 # ---------------------------------------------------------------- forwards that change their own weights
 
 

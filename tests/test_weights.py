@@ -534,9 +534,19 @@ def _replace_data_with_other_shape(model: Any) -> None:
     model.blocks[1].down.weight.data = model.blocks[1].down.weight.data[:, :8]
 
 
-def _replace_data_with_a_view_of_itself(model: Any) -> None:
-    """Flips columns in place of a contiguous weight: the new value is in the old memory, with other strides."""
-    model.blocks[1].down.bias.data = model.blocks[1].down.bias.data.expand(WIDTH)
+def _replace_data_with_other_strides_in_the_same_memory(model: Any) -> None:
+    weight = model.blocks[1].up.weight
+    weight.data = weight.data.as_strided(weight.shape, (1, weight.shape[0]))
+
+
+def _replace_data_with_a_part_of_itself(model: Any) -> None:
+    block = model.blocks[1]
+    for tensor, part in (
+        (block.up.weight, block.up.weight.data[:8]),
+        (block.up.bias, block.up.bias.data[:8]),
+        (block.down.weight, block.down.weight.data[:, :8]),
+    ):
+        tensor.data = part
 
 
 def _replace_data_with_expanded(model: Any) -> None:

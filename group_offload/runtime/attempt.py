@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from enum import Enum
 from itertools import chain
+from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, NoneType
 from typing import Any
 
@@ -17,6 +18,11 @@ _UNCHANGEABLE = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
 
+_BOOKS = nn.Module().__dict__.keys()
+"""What torch itself keeps in each module: tables that are never exchanged, and whether it is in training."""
+_AT_LEAST_TWO = "training", "training"
+"""Looked at always: what gets two names or more gives a tuple."""
+
 
 class State:
     """The attributes of a module and of those in it, whatever forwards may keep there (a cache, a count of steps)."""
@@ -25,11 +31,30 @@ class State:
         self.module = module
         # torch's own layers keep nothing but tensors, which are looked after elsewhere.
         self._tables = [part.__dict__ for part in module.modules() if not type(part).__module__.startswith("torch.nn.")]
+        self._lay_out()
 
     def now(self) -> tuple[list[int], list[int]]:
         """How many attributes each has, and which objects they are."""
-        values = chain.from_iterable(table.values() for table in self._tables)
-        return list(map(len, self._tables)), list(map(id, values))
+        sizes = list(map(len, self._tables))
+        try:
+            if sizes == self._sizes:
+                return sizes, self._values()
+        except KeyError:  # one has gone, and another has come
+            pass
+        self._lay_out()
+        return self._sizes, self._values()
+
+    def _lay_out(self) -> None:
+        """Sort modules by what their attributes are called, so that C code can loop over those with the same."""
+        self._sizes = list(map(len, self._tables))
+        alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+        for table in self._tables:
+            alike.setdefault(tuple(name for name in table if name not in _BOOKS), []).append(table)
+        self._alike = [(itemgetter(*names, *_AT_LEAST_TWO), tables) for names, tables in alike.items()]
+
+    def _values(self) -> list[int]:
+        found = chain.from_iterable(map(get, tables) for get, tables in self._alike)
+        return list(map(id, chain.from_iterable(found)))
 
 
 class Attempt:

@@ -917,7 +917,9 @@ class Engine:
         """
         watch = self._watches.get(top)
         if watch is None:
-            watch = self._watches[top] = Watch(top, self._gates, self._seen)
+            is_cut_by_calls = self._records_graphs or self.config.offload_type is OffloadType.LEAF_LEVEL
+            watch = Watch(top, self._gates, self._seen, is_cut_by_calls=is_cut_by_calls)
+            self._watches[top] = watch
         if not watch.has_same_modules():
             return None
         if not watch.has_same_tensors():

@@ -15,6 +15,7 @@ from ..device import plain_empty
 from ..layout import as_bytes, span_bytes
 from ..partition import GroupSpec, Place, TensorRef
 from ..stores.base import Image
+from .forms import Forms
 from .slots import Slot
 from .transfer import Transfer
 
@@ -118,8 +119,7 @@ class Group:
         self._wrapped = _wrapped_holders(refs)
         self._is_plain = not self._wrapped and len(self._tracked) == len(self._tensors)
         self._rest_version = self._version_sum()
-        self._rest_views: list[torch.Tensor] = []
-        self._rest_addresses = [view.data_ptr() for part in self.parts for view in part.image.rest]
+        self._note_rest([view for part in self.parts for view in part.image.rest])
         self._versions: list[int] = []
         self._bound: list[torch.Tensor] = []
         """While onloaded: what each tensor was bound to."""
@@ -145,8 +145,12 @@ class Group:
         self.residence = Residence.AT_REST
         self._rest_version = self._version_sum()
         if self._rest_views is not views:
-            self._rest_views = views
-            self._rest_addresses = [view.data_ptr() for view in views]
+            self._note_rest(views)
+
+    def _note_rest(self, views: list[torch.Tensor]) -> None:
+        self._rest_views = views
+        self._rest_addresses = [view.data_ptr() for view in views]
+        self._rest_forms = Forms(views)
 
     def onload(self, *, is_watched: bool = False) -> None:
         """Bind the tensors to the slot, which holds the images (or will, once its ready event is reached).
@@ -225,7 +229,12 @@ class Group:
 
     def was_replaced(self) -> bool:
         """Whether a tensor at rest is bound to something else since it was bound there."""
-        return not self._recast and list(map(torch.Tensor.data_ptr, self._tensors)) != self._rest_addresses
+        is_elsewhere = list(map(torch.Tensor.data_ptr, self._tensors)) != self._rest_addresses
+        return not self._recast and (is_elsewhere or not self.has_forms())
+
+    def has_forms(self) -> bool:
+        """Whether the tensors at rest, wherever they are, have the sizes, strides and dtypes that they were bound with."""
+        return self._rest_forms.are_of(self._tensors)
 
     def take_up_edits(self, transfer: Transfer) -> None:
         """Make edits of tensors at rest part of what is sent from now on."""

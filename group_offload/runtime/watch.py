@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, compress, repeat
-from operator import attrgetter, eq, is_
+from operator import eq, is_
 from typing import Any
 
 import torch
@@ -15,13 +14,7 @@ from ..stores.base import Store
 from .group import Group
 from .hooks import Gate
 
-_values, _get = dict.values, dict.get
-_FORMS: tuple[Callable[[torch.Tensor], Any], ...] = (
-    torch.Tensor.data_ptr,
-    torch.Tensor.size,
-    torch.Tensor.stride,
-    attrgetter("dtype"),
-)
+_values, _get, _address = dict.values, dict.get, torch.Tensor.data_ptr
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +46,13 @@ class Watch:
     It is asked at the beginning of every pass, about every module and weight: so all that C code can loop over is flat.
     """
 
-    def __init__(self, top: nn.Module, gates: dict[nn.Module, Gate], seen: dict[nn.Module, Seen]) -> None:
+    def __init__(
+        self, top: nn.Module, gates: dict[nn.Module, Gate], seen: dict[nn.Module, Seen], *, is_cut_by_calls: bool
+    ) -> None:
+        """
+        Args:
+            is_cut_by_calls: it counts for every module, not only for those with gates, whether it is compiled.
+        """
         scope: dict[Group, None] = {}
         inside: dict[nn.Module, None] = {}
         pending = [top]
@@ -69,11 +68,12 @@ class Watch:
         before = [seen[module] for module in inside]
         self._tables = [table for each in before for table in each.tables]
         members = [found for each in before for found in each.members]
-        self._sizes = list(map(len, members))
+        self._sizes = tuple(map(len, members))
         self._filled = list(compress(self._tables, members))
         self._members = list(chain.from_iterable(members))
-        self._names = [each.names for each in before]
-        self._calls = [each.call for each in before]
+        called = [seen[module] for module in inside if is_cut_by_calls or module in gates]
+        self._names = [each.names for each in called]
+        self._calls = [each.call for each in called]
         self.scope = set(scope)
         self._parts = [part for group in scope for part in group.parts]
         self.stores: tuple[Store, ...] = tuple(dict.fromkeys(part.image.store for part in self._parts))
@@ -82,21 +82,21 @@ class Watch:
         self.expect_tensors()
 
     def has_same_modules(self) -> bool:
-        # No lists, which Python's collector would look at: the device has nothing to do meanwhile.
+        # No lists of modules, which Python's collector would look at: the device has nothing to do meanwhile.
         return (
-            all(map(eq, map(len, self._tables), self._sizes))
+            tuple(map(len, self._tables)) == self._sizes
             and all(map(is_, chain.from_iterable(map(_values, self._filled)), self._members))
             and all(map(is_, map(_get, self._names, repeat("_compiled_call_impl")), self._calls))
         )
 
     def has_same_tensors(self) -> bool:
         """Whether every tensor is the view that it was bound to."""
-        are_same = (
-            all(map(eq, map(form, self._tensors), known)) for form, known in zip(_FORMS, self._expected, strict=True)
+        return (
+            all(map(eq, map(_address, self._tensors), self._addresses))
+            and all(map(Group.has_forms, self.scope))
+            and all(all(part.as_left()) for part in self._wrapped)
         )
-        return all(are_same) and all(all(part.as_left()) for part in self._wrapped)
 
     def expect_tensors(self) -> None:
         """Take the places where tensors rest now for those where they belong."""
-        views = [view for part in self._parts for view in part.rest]
-        self._expected = [list(map(form, views)) for form in _FORMS]
+        self._addresses = [view.data_ptr() for part in self._parts for view in part.rest]

@@ -23,29 +23,78 @@ SLOW_SCAN_SECONDS = 1e-3
 _PAGEMAP_SCAN = 0xC0606610  # _IOWR('f', 16, struct pm_scan_arg)
 _IS_FILE, _IS_PRESENT, _IS_SWAPPED = 1 << 2, 1 << 3, 1 << 4
 _MAX_REGIONS = 64
+_REQUEST = struct.Struct("12Q")
+"""`struct pm_scan_arg`."""
+_WORD = struct.Struct("Q")
+_START, _WALK_END = 16, 32
+"""Where in it."""
 
 # Bits of one 64-bit entry of /proc/self/pagemap.
 _ENTRY_PRESENT, _ENTRY_SWAPPED, _ENTRY_FILE = 1 << 63, 1 << 62, 1 << 61
 
 
 def written_pages(address: int, num_bytes: int) -> list[tuple[int, int]] | None:
-    """Byte ranges, relative to `address`, of the pages of a private file mapping that hold something of their own.
+    """`PageScan.written`, once."""
+    return PageScan(address, num_bytes).written()
 
-    Args:
-        address: where the mapping starts (page-aligned).
-        num_bytes: its length.
 
-    Returns:
-        Ranges (start, end) in ascending order, page-aligned; None where this system does not tell.
+class PageScan:
+    """Looks again and again which pages of a private file mapping hold something of their own. Not thread-safe.
+
+    All that can be made ready is: every segment is looked at when a pass begins, while the device has nothing to do.
     """
-    end = -(-num_bytes // PAGE) * PAGE
-    fd = _open_pagemap()
-    if fd is None:
-        return None
-    try:
-        return _scan(fd, address, end)
-    except OSError:
-        return _read_entries(fd, address, end)
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        """
+        Args:
+            address: where the mapping starts (page-aligned).
+            num_bytes: its length.
+        """
+        self._address, self._length = address, -(-num_bytes // PAGE) * PAGE
+        self._regions = (ctypes.c_uint64 * (3 * _MAX_REGIONS))()
+        self._request = bytearray(_REQUEST.size)
+        _REQUEST.pack_into(
+            self._request,
+            0,
+            _REQUEST.size,
+            0,  # flags
+            address,
+            address + self._length,
+            0,  # walk_end: filled in by the kernel
+            ctypes.addressof(self._regions),
+            _MAX_REGIONS,
+            0,  # max_pages: no limit
+            _IS_FILE,  # inverted: the bits below ask for "not file"
+            _IS_FILE,  # all of these
+            _IS_PRESENT | _IS_SWAPPED,  # and one of these
+            _IS_FILE,
+        )
+
+    def written(self) -> list[tuple[int, int]] | None:
+        """
+        Returns:
+            Byte ranges (start, end) of those pages, relative to the mapping's start, ascending and page-aligned; None where
+            this system does not tell.
+        """
+        fd = _open_pagemap()
+        if fd is None:
+            return None
+        try:
+            return self._scan(fd)
+        except OSError:
+            return _read_entries(fd, self._address, self._length)
+
+    def _scan(self, fd: int) -> list[tuple[int, int]]:
+        found: list[tuple[int, int]] = []
+        start, end = self._address, self._address + self._length
+        while start < end:
+            _WORD.pack_into(self._request, _START, start)
+            count = fcntl.ioctl(fd, _PAGEMAP_SCAN, self._request)
+            for i in range(count):
+                first, last, _ = self._regions[3 * i : 3 * i + 3]
+                found.append((first - self._address, last - self._address))
+            (start,) = _WORD.unpack_from(self._request, _WALK_END)
+        return found
 
 
 @cache
@@ -62,34 +111,6 @@ def tells_writes() -> bool:
     private[PAGE] = b"c"
     after = shared[PAGE], written_pages(address, 2 * PAGE)
     return before == (b"a", []) and after == (b"b", [(PAGE, 2 * PAGE)])
-
-
-def _scan(fd: int, address: int, length: int) -> list[tuple[int, int]]:
-    regions = (ctypes.c_uint64 * (3 * _MAX_REGIONS))()
-    found = []
-    start = address
-    while start < address + length:
-        request = bytearray(
-            struct.pack(
-                "12Q",
-                96,  # size of this struct
-                0,  # flags
-                start,
-                address + length,
-                0,  # walk_end: filled in by the kernel
-                ctypes.addressof(regions),
-                _MAX_REGIONS,
-                0,  # max_pages: no limit
-                _IS_FILE,  # inverted: the bits below ask for "not file"
-                _IS_FILE,  # all of these
-                _IS_PRESENT | _IS_SWAPPED,  # and one of these
-                _IS_FILE,
-            )
-        )
-        count = fcntl.ioctl(fd, _PAGEMAP_SCAN, request)
-        found += [(regions[3 * i] - address, regions[3 * i + 1] - address) for i in range(count)]
-        start = struct.unpack_from("Q", request, 32)[0]
-    return found
 
 
 def _read_entries(fd: int, address: int, length: int) -> list[tuple[int, int]]:

@@ -24,7 +24,7 @@ from ..device import Backend
 from ..layout import ImageLayout, as_bytes, extent_bytes
 from .base import Mover, Tier, memory_of
 from .mapping import TwiceMapped, flat_view, forget_writes, map_anonymous
-from .pagemap import PAGE, SLOW_SCAN_SECONDS, tells_writes, written_pages
+from .pagemap import PAGE, SLOW_SCAN_SECONDS, PageScan, tells_writes
 
 logger = logging.getLogger("group_offload")
 
@@ -45,6 +45,7 @@ class Segment:
         self._pins = pin and backend.has_streams and num_bytes > 0
         self._num_bytes = num_bytes
         self._private: torch.Tensor | None = None
+        self._scan: PageScan | None = None
         self._images: weakref.WeakSet[RamImage] = weakref.WeakSet()
         self._num_open = 0
         self._unpin: Callable[[], object] | None = None
@@ -52,6 +53,7 @@ class Segment:
         if self._twice is not None:
             self._rest_memory = self._twice.private
             self._private = flat_view(self._rest_memory, 0, num_bytes)
+            self._scan = PageScan(self._private.data_ptr(), num_bytes)
             self.bytes = flat_view(self._twice.shared, 0, num_bytes)
         else:
             self._rest_memory = map_anonymous(num_bytes)
@@ -114,18 +116,18 @@ class Segment:
         if self._unpin is not None:
             self._unpin()
             self._unpin = None
-        self._private = self._twice = self._rest_memory = None
+        self._private = self._scan = self._twice = self._rest_memory = None
         self.bytes = flat_view(b"", 0, 0)
 
     def take_up_edits(self, wait: Callable[[], None]) -> bool:
-        private = self._private
-        if private is None:
+        private, scan = self._private, self._scan
+        if private is None or scan is None:
             return False
-        address = private.data_ptr()
         started = time.perf_counter()
-        ranges = written_pages(address, self._num_bytes)
+        ranges = scan.written()
         if ranges is None:  # it did once, and no longer does: compare
             ranges = [] if torch.equal(private, self.bytes) else [(0, -(-self._num_bytes // PAGE) * PAGE)]
+        address = private.data_ptr()
         if not ranges:
             if time.perf_counter() - started > SLOW_SCAN_SECONDS:
                 forget_writes(address, self._num_bytes)  # there are none: this unmaps what was read
@@ -158,7 +160,8 @@ class Segment:
             self._backend.device,
         )
         memory.copy_(self.bytes)
-        self.bytes, self._private, self._twice, self._rest_memory = memory, None, None, None
+        self.bytes = memory
+        self._private = self._scan = self._twice = self._rest_memory = None
         self._unpin = _nothing
 
 
