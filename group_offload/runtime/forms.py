@@ -16,7 +16,7 @@ import torch
 try:
     from torch._C._dynamo.guards import TensorGuards
 except ImportError:
-    TensorGuards = None
+    TensorGuards = None  # type: ignore[assignment,misc]
 
 _FORMS: tuple[Callable[[torch.Tensor], Any], ...] = (torch.Tensor.size, torch.Tensor.stride, attrgetter("dtype"))
 
