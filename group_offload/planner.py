@@ -43,7 +43,9 @@ _AS_FAST = 1.001
 _NEAR_ENOUGH = 1.005
 """A plan this near to its limit is not improved any further."""
 _FULL_EFFORT = 80_000
-"""Uses that are simulated for one plan, at most: a few hundred plans of 57 groups, ten of 2,000."""
+"""Uses that are simulated for one plan, at most: a few hundred plans of 57 groups."""
+_MANY_USES, _EFFORT_FOR_MANY = 500, 20_000
+"""For more than so many uses in a pass, a few plans have to do: the search is to take 0.2 s at most for 2,000."""
 _GUESS_EFFORT = 10_000
 """The same where compute is not known yet: each of two searches."""
 _MAX_THRESHOLDS = 6
@@ -250,12 +252,9 @@ def make_plan(problem: Problem) -> Plan:
         ConfigError: a budget that no placement fits; names the smallest that works.
     """
     _check_budgets(problem)
-    if any(group.compute_seconds for group in problem.groups):
-        search = _search(problem, _FULL_EFFORT)
-    else:
-        search = _search(problem, _GUESS_EFFORT)
-        _spread_unknown(problem, search)
-    return _plan(problem, search.best.places, search.effort)
+    case = _Case(problem)
+    effort = _FULL_EFFORT if len(case.uses) <= _MANY_USES else _EFFORT_FOR_MANY
+    return _plan(_search(case, effort) if case.compute else _search_evenly(case))
 
 
 def simulate(problem: Problem, places: Sequence[Place]) -> Prediction:
@@ -271,7 +270,9 @@ def simulate(problem: Problem, places: Sequence[Place]) -> Prediction:
             raise ValueError(f"group {group.name!r} has no file that it could rest in")
         if place is Place.DEVICE and not group.may_reside:
             raise ValueError(f"group {group.name!r} may not stay on the device")
-    return _predict(_Case(problem), places)
+    case = _Case(problem)
+    load = case.load(places)
+    return _prediction(case, load, _run(case, places, load))
 
 
 def smallest_device_bytes(problem: Problem) -> int:
@@ -307,17 +308,17 @@ def _check_budgets(problem: Problem) -> None:
         raise ConfigError("; and ".join(wrong))
 
 
-def _plan(problem: Problem, places: Sequence[Place], effort: int) -> Plan:
-    case = _Case(problem)
-    load = case.load(places)
+def _plan(search: _Search) -> Plan:
+    case, best = search.case, search.best
+    load = case.load(best.places)
     return Plan(
-        problem=problem,
-        places=tuple(places),
+        problem=case.problem,
+        places=tuple(best.places),
         slot_bytes=load.in_slots,
         device_bytes=load.device,
-        ram_bytes=smallest_ram_bytes(problem) + load.in_ram,
-        prediction=_predict(case, places),
-        num_simulated_uses=effort,
+        ram_bytes=smallest_ram_bytes(case.problem) + load.in_ram,
+        prediction=_prediction(case, load, best.run),
+        num_simulated_uses=search.effort,
     )
 
 
@@ -337,11 +338,17 @@ class _Load:
 
 
 class _Case:
-    """A problem, as the simulator and the search need it."""
+    """A problem, as the simulator and the search need it.
 
-    def __init__(self, problem: Problem) -> None:
+    Args:
+        problem: what it is about.
+        compute: seconds of each group per pass, in place of what the problem says.
+    """
+
+    def __init__(self, problem: Problem, compute: list[float] | None = None) -> None:
         self.problem = problem
         self.groups = problem.groups
+        self.compute_of = [group.compute_seconds for group in self.groups] if compute is None else compute
         self.sizes = [group.num_bytes for group in self.groups]
         num_uses = [0] * len(self.groups)
         for index in problem.order:
@@ -350,7 +357,7 @@ class _Case:
         """The group, and the seconds of compute. Uses that follow each other directly are one."""
         for index, run in groupby(problem.order):
             share = sum(1 for _ in run) / num_uses[index]
-            self.uses.append((index, share * self.groups[index].compute_seconds))
+            self.uses.append((index, share * self.compute_of[index]))
         self.num_sent = [0] * len(self.groups)
         """How often in a pass, unless resident."""
         for index, _ in self.uses:
@@ -418,17 +425,17 @@ class _Read:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """One use of a group that is sent."""
+    """The uses in one pass of groups that are sent: lists as long as there are such uses."""
 
-    group: int
-    gap: float
-    """Seconds of compute of resident groups right before it."""
-    compute: float
-    copy: float
+    groups: list[int]
+    gaps: list[float]
+    """Seconds of compute of resident groups right before each."""
+    computes: list[float]
+    copies: list[float]
     """Seconds on the link."""
-    back: int
-    """It takes the place of the use that many before it."""
-    read: _Read | None
+    backs: list[int]
+    """Each takes the place of the use that many before it."""
+    reads: list[_Read | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,9 +447,7 @@ class _Run:
     """Uses, over all passes."""
 
 
-def _predict(case: _Case, places: Sequence[Place]) -> Prediction:
-    load = case.load(places)
-    run = _run(case, places, load)
+def _prediction(case: _Case, load: _Load, run: _Run) -> Prediction:
     stalls = sorted(((case.groups[i].name, s) for i, s in run.stalls.items() if s > 0), key=lambda stall: -stall[1])
     return Prediction(
         step_seconds=run.step,
@@ -460,15 +465,15 @@ def _run(case: _Case, places: Sequence[Place], load: _Load) -> _Run:
     """Simulate passes until they are alike."""
     if not load.h2d:
         return _Run(case.compute, {}, 0)
-    uses = _sent_uses(case, places, load.in_slots)
-    clocks = _Clocks(uses)
+    sent = _sent_uses(case, places, load.in_slots)
+    clocks = _Clocks(sent)
     before, after, num_passes = [0.0], clocks.run_pass(), 1
     while num_passes < _MIN_PASSES or (num_passes < _MAX_PASSES and not _alike(case.compute, before, after)):
         before, after, num_passes = after, clocks.run_pass(), num_passes + 1
     stalls: dict[int, float] = {}
-    for use, *both in zip(uses, before, after, strict=True):
-        stalls[use.group] = stalls.get(use.group, 0.0) + sum(both) / 2
-    return _Run(case.compute + sum(stalls.values()), stalls, num_passes * len(uses))
+    for group, one, other in zip(sent.groups, before, after, strict=True):
+        stalls[group] = stalls.get(group, 0.0) + (one + other) / 2
+    return _Run(case.compute + sum(stalls.values()), stalls, num_passes * len(sent.groups))
 
 
 def _alike(compute: float, before: list[float], after: list[float]) -> bool:
@@ -479,28 +484,30 @@ def _alike(compute: float, before: list[float], after: list[float]) -> bool:
 class _Clocks:
     """When the drive, the link and compute are done with what they were given."""
 
-    def __init__(self, uses: list[_Sent]) -> None:
-        self._uses = uses
+    def __init__(self, sent: _Sent) -> None:
+        self._sent = sent
         self._drive = self._link = self._compute = 0.0
-        self._ends = [0.0] * len(uses)
+        self._ends = [0.0] * len(sent.groups)
         """Of the compute of each use; a pass that took no time is before the first one."""
-        self._starts = [0.0] * (sum(use.read is not None for use in uses) + 1)
+        self._starts = [0.0] * (sum(read is not None for read in sent.reads) + 1)
         """Of the copies of what comes from files."""
 
     def run_pass(self) -> list[float]:
         """The seconds that compute waits for each use."""
         ends, link, compute = self._ends, self._link, self._compute
-        stalls = []
-        for use in self._uses:
-            free = ends[-use.back]
+        stalls, sent = [], self._sent
+        for gap, seconds, copy, back, read in zip(
+            sent.gaps, sent.computes, sent.copies, sent.backs, sent.reads, strict=True
+        ):
+            free = ends[-back]
             start = free if free > link else link
-            link = start + use.copy
-            if use.read is not None:
-                link = max(link, self._read(use.read, start) + use.read.last_chunk)
-            compute += use.gap
+            link = start + copy
+            if read is not None:
+                link = max(link, self._read(read, start) + read.last_chunk)
+            compute += gap
             stall = link - compute if link > compute else 0.0
             stalls.append(stall)
-            compute += stall + use.compute
+            compute += stall + seconds
             ends.append(compute)
         self._link, self._compute = link, compute
         return stalls
@@ -515,32 +522,29 @@ class _Clocks:
         return drive
 
 
-def _sent_uses(case: _Case, places: Sequence[Place], slot_bytes: int) -> list[_Sent]:
-    """The uses in one pass of groups that are sent."""
+def _sent_uses(case: _Case, places: Sequence[Place], slot_bytes: int) -> _Sent:
     speeds, sizes = case.problem.speeds, case.sizes
-    sent, gaps = _gaps(case, places)
-    sent_sizes = [sizes[index] for index, _ in sent]
-    largest = max([size for size, place in zip(sizes, places, strict=True) if place is not Place.DEVICE])
-    backs = _backs(sent_sizes, Geometry(slot_bytes, largest))
-    reads = _reads([sizes[index] for index, _ in sent if places[index] is Place.FILE], case.problem)
-    return [
-        _Sent(index, gap, compute, size / speeds.h2d, back, next(reads) if places[index] is Place.FILE else None)
-        for (index, compute), gap, size, back in zip(sent, gaps, sent_sizes, backs, strict=True)
-    ]
-
-
-def _gaps(case: _Case, places: Sequence[Place]) -> tuple[list[tuple[int, float]], list[float]]:
-    """The uses of groups that are sent, and the compute of resident groups right before each."""
-    sent, gaps, gap = [], [], 0.0
-    for use in case.uses:
-        if places[use[0]] is Place.DEVICE:
-            gap += use[1]
+    groups, gaps, computes, gap = [], [], [], 0.0
+    for index, seconds in case.uses:
+        if places[index] is Place.DEVICE:
+            gap += seconds
         else:
-            sent.append(use)
+            groups.append(index)
             gaps.append(gap)
+            computes.append(seconds)
             gap = 0.0
     gaps[0] += gap  # what is left at the end of a pass is before the first use of the next one
-    return sent, gaps
+    largest = max([size for size, place in zip(sizes, places, strict=True) if place is not Place.DEVICE])
+    sent_sizes = [sizes[index] for index in groups]
+    reads = _reads([sizes[index] for index in groups if places[index] is Place.FILE], case.problem)
+    return _Sent(
+        groups=groups,
+        gaps=gaps,
+        computes=computes,
+        copies=[size / speeds.h2d for size in sent_sizes],
+        backs=_backs(sent_sizes, Geometry(slot_bytes, largest)),
+        reads=[next(reads) if places[index] is Place.FILE else None for index in groups],
+    )
 
 
 def _backs(sizes: list[int], geometry: Geometry) -> list[int]:
@@ -552,23 +556,32 @@ def _backs(sizes: list[int], geometry: Geometry) -> list[int]:
     """Oldest first: the use, and the bytes that it has."""
     backs, head, over = [], 0, -1
     for use, size in enumerate(sizes * 2):
-        found, best = 0, use
-        """Where it goes, and the use that has to be over before."""
-        for start in geometry.starts(size, head, (begin for _, begin, _ in live), is_first=use == len(sizes)):
-            end, last = start + size, -1
-            for other, begin, until in live:
-                if begin < end and start < until:
-                    last = other  # and none that is older matters
-            if last < best:
-                found, best = start, last
-            if best <= over or best <= live[0][0]:
-                break  # it is free now, or as soon as the oldest one, before which nothing else is
+        is_first = use == len(sizes)
+        # Mostly the first place will do: it is free now, or as soon as the oldest use is over, before which nothing is.
+        found = geometry.fit(0 if is_first else head, size)
+        best = _has_before(live, found, found + size)
+        if best > over and best > live[0][0]:
+            found, best = 0, use
+            for start in geometry.starts(size, head, (begin for _, begin, _ in live), is_first=is_first):
+                last = _has_before(live, start, start + size)
+                if last < best:
+                    found, best = start, last
+                if best <= over or best <= live[0][0]:
+                    break
         head = found + size
         over = max(over, best)
         live = [place for place in live if place[1] >= head or found >= place[2]]
         live.append((use, found, head))
         backs.append(use - over)
     return backs[len(sizes) :]
+
+
+def _has_before(live: list[tuple[int, int, int]], start: int, end: int) -> int:
+    """The use that has to be over before these bytes are free: the latest that has any of them. -1: they are free."""
+    for use, begin, until in reversed(live):
+        if begin < end and start < until:
+            return use
+    return -1
 
 
 def _reads(sizes: list[int], problem: Problem) -> Iterator[_Read]:
@@ -645,8 +658,7 @@ class _Search:
         return True
 
 
-def _search(problem: Problem, max_effort: int) -> _Search:
-    case = _Case(problem)
+def _search(case: _Case, max_effort: int) -> _Search:
     search = _Search(case, max_effort)
     near_enough = _lower_bound(case) * _NEAR_ENOUGH
     for places in _candidates(case):
@@ -779,7 +791,7 @@ def _fill_tiers(case: _Case, residents: Sequence[int], axis: _Axis, *, files_fir
 def _spread(case: _Case, indices: Sequence[int], room: float, axis: _Axis) -> set[int]:
     """Which of `indices` to take into `room` bytes, so that those left out come at an even rate along `axis`."""
     sizes = case.sizes
-    lengths = [case.groups[i].compute_seconds if axis is _Axis.TIME else sizes[i] for i in indices]
+    lengths = [case.compute_of[i] if axis is _Axis.TIME else sizes[i] for i in indices]
     total = sum(lengths) or 1
     left_out_in_all = max(0, sum(sizes[i] for i in indices) - room)
     taken, left_out, progress = set(), 0, 0.0
@@ -904,21 +916,25 @@ def _exchange(case: _Case, places: list[Place], index: int, givers: list[int]) -
     return None
 
 
-def _spread_unknown(problem: Problem, search: _Search) -> None:
-    """With no compute known, take the best plan for compute that is even over bytes, unless it is slower.
+def _search_evenly(case: _Case) -> _Search:
+    """With no compute known, find the best plan for compute that is even over bytes, unless it is slower.
 
     Without compute it makes no difference which groups are sent, as long as they are as many bytes.
     """
-    seconds = search.best.run.step / (sum(group.num_bytes for group in problem.groups) or 1)
-    if not seconds:
-        return
-    groups = tuple(replace(group, compute_seconds=group.num_bytes * seconds) for group in problem.groups)
-    even = _search(replace(problem, groups=groups), _GUESS_EFFORT)
+    lowest = _lower_bound(case)
+    if not lowest:
+        return _search(case, _GUESS_EFFORT)
+    seconds = lowest / sum(case.sizes)
+    guessed = _search(_Case(case.problem, [size * seconds for size in case.sizes]), _GUESS_EFFORT)
+    even = _Search(case, _GUESS_EFFORT, guessed.effort)
+    even.consider(guessed.best.places)
+    if even.fastest <= lowest * _NEARLY_AS_FAST:
+        return even
+    search = _search(case, _GUESS_EFFORT)
     search.effort += even.effort
-    places = even.best.places
-    run = _run(search.case, places, search.case.load(places))
-    if run.step <= search.fastest * _NEARLY_AS_FAST:
-        search.found[:] = [replace(even.best, run=run)]
+    if even.fastest <= search.fastest * _NEARLY_AS_FAST:
+        search.found[:] = even.found
+    return search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

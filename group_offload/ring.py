@@ -32,10 +32,14 @@ class Geometry:
         """
         before: set[int] = set()
         for start in chain((0, head) if is_first else (head,), live):
-            if start < self.first_part < start + num_bytes and num_bytes <= self.first_part:
-                start = self.first_part
-            if start + num_bytes > self.num_bytes:
-                start = 0
-            if start not in before and start + num_bytes <= self.num_bytes:
-                before.add(start)
-                yield start
+            fit = self.fit(start, num_bytes)
+            if fit not in before and fit + num_bytes <= self.num_bytes:
+                before.add(fit)
+                yield fit
+
+    def fit(self, start: int, num_bytes: int) -> int:
+        """Where a slot of `num_bytes` begins that is put at `start`: it lies in one part, and no further than the end."""
+        first_part = self.first_part
+        if start < first_part < start + num_bytes and num_bytes <= first_part:
+            start = first_part
+        return start if start + num_bytes <= self.num_bytes else 0
