@@ -644,12 +644,15 @@ class _Search:
     def consider(self, places: list[Place]) -> bool:
         """Take a placement if it is within the budgets and better than the best so far."""
         case, load = self.case, self.case.load(places)
-        if not case.fits(load) or case.limit(load) > self.fastest * _AS_FAST:
+        limit = case.limit(load)
+        if not case.fits(load) or limit > self.fastest * _AS_FAST:
             return False
+        taste = (load.h2d, load.drive, load.not_resident, load.device, load.in_ram)
+        if self.found and self.best.run.step <= min(self.fastest, limit) * _AS_FAST and taste >= self.best.taste:
+            return False  # however fast it is
         run = _run(case, places, load)
         self.effort += run.num_simulated
         self.fastest = min(self.fastest, run.step)
-        taste = (load.h2d, load.drive, load.not_resident, load.device, load.in_ram)
         if self.found and run.step > self.fastest * _AS_FAST:
             return False
         if self.found and self.best.run.step <= self.fastest * _AS_FAST and taste >= self.best.taste:
