@@ -119,7 +119,7 @@ class Group:
         self._wrapped = _wrapped_holders(refs)
         self._is_plain = not self._wrapped and len(self._tracked) == len(self._tensors)
         self._rest_version = self._version_sum()
-        self._note_rest([view for part in self.parts for view in part.image.rest])
+        self._note_rest()
         self._versions: list[int] = []
         self._bound: list[torch.Tensor] = []
         """While onloaded: what each tensor was bound to."""
@@ -135,22 +135,21 @@ class Group:
 
     def rest(self) -> None:
         """Bind the tensors to their place at rest."""
-        for part in self.parts:
-            part.rest = part.image.rest
-        views = self.parts[0].rest if len(self.parts) == 1 else [view for part in self.parts for view in part.rest]
-        for tensor, view in zip(self._tensors, self._fit(views), strict=True):
+        if any(part.rest is not part.image.rest for part in self.parts):
+            for part in self.parts:
+                part.rest = part.image.rest
+            self._note_rest()
+        for tensor, view in zip(self._tensors, self._fit(self._rest_views), strict=True):
             tensor.data = view
         for wrapped in self._wrapped:
             wrapped.put_back()
         self.residence = Residence.AT_REST
         self._rest_version = self._version_sum()
-        if self._rest_views is not views:
-            self._note_rest(views)
 
-    def _note_rest(self, views: list[torch.Tensor]) -> None:
-        self._rest_views = views
-        self._rest_addresses = [view.data_ptr() for view in views]
-        self._rest_forms = Forms(views)
+    def _note_rest(self) -> None:
+        self._rest_views = [view for part in self.parts for view in part.image.rest]
+        self._rest_addresses = [view.data_ptr() for view in self._rest_views]
+        self._rest_forms = Forms(self._rest_views)
 
     def onload(self, *, is_watched: bool = False) -> None:
         """Bind the tensors to the slot, which holds the images (or will, once its ready event is reached).
