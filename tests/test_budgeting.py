@@ -7,7 +7,7 @@ import json
 import random
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from group_offload import (
     disable_group_offload,
     enable_group_offload,
 )
+from group_offload.runtime.attempt import State
 
 from . import tiny_models as tiny
 from .conftest import SPEEDS
@@ -343,6 +344,8 @@ class Remembering(torch.nn.Module):
         super().__init__()
         self.blocks = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(6))
         self.num_steps = 1000
+        self.history: list[int] = []
+        self.kept: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor, act: Any = None, **kwargs: Any) -> torch.Tensor:
         for block in self.blocks:
@@ -384,12 +387,50 @@ def count_steps(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
     model.num_steps += 1
 
 
+def count_twice(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
+    """The second number may lie where the one before the first has lain."""
+    model.num_steps += 1
+    model.num_steps += 1
+
+
+def remember_twice(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
+    model.history = [*model.history, 1]
+    model.history = [*model.history, 2]
+
+
+def keep_two_outputs(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
+    model.kept = x + 1
+    model.kept = x + 2
+
+
 def keep_output(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
     model.last = x
 
 
 def nothing(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
     pass
+
+
+def test_attributes_that_came_or_went_are_watched_too() -> None:
+    model = Remembering()
+    state = State(model)
+
+    def tells(change: Callable[[], object]) -> bool:
+        before = state.now()
+        assert state.now() == before
+        change()
+        return state.now() != before
+
+    def rename() -> None:
+        model.first = object()
+        del model.last
+
+    assert tells(lambda: setattr(model, "last", object()))  # more
+    assert tells(lambda: setattr(model, "last", object()))  # another one in its place
+    assert tells(rename)
+    assert tells(lambda: setattr(model, "first", object()))
+    assert tells(lambda: delattr(model, "first"))
+    assert tells(model.eval)
 
 
 @pytest.mark.parametrize(
@@ -404,6 +445,9 @@ def nothing(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
         (draw, {}, "drawn random numbers"),
         (draw_from, {}, "changed an input"),
         (count_steps, {}, "changed attributes"),
+        (count_twice, {}, "changed attributes"),
+        (remember_twice, {}, "changed attributes"),
+        (keep_two_outputs, {}, "changed attributes"),
         (keep_output, {}, "changed attributes"),
         (nothing, {"cache": SimpleNamespace()}, "given a SimpleNamespace.*cannot be told"),
     ],

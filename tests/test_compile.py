@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
-from .common import LEVELS, TIERS, Model, assert_at_rest, assert_same, inputs, make, offload_to, run
+from .common import LEVELS, TIERS, WIDTH, Model, assert_at_rest, assert_same, inputs, make, offload_to, run
 
 every_level = pytest.mark.parametrize("level", LEVELS)
 
@@ -108,6 +109,54 @@ def test_blocks_compiled_between_passes(level: str, folder: Path | None, backend
     for block in model.blocks:
         block.compile(fullgraph=True, backend=backend)
     check(model, model, handle, expected, backend, 4 + (1 if level == "block_level" else 3))
+
+
+@every_level
+def test_blocks_without_weights_of_their_own_compiled_between_passes(
+    level: str, folder: Path | None, backend: Any
+) -> None:
+    """Leaf level has nothing around them until then."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(3))).eval()
+    expected = expected_of(model)
+    handle = offload_to(folder, model, level)
+    assert_same(run(model, inputs(0)), expected[0])
+    for block in model:
+        block.compile(fullgraph=True, backend=backend)
+    for number in range(4):
+        assert_same(run(model, inputs(number)), expected[number])
+    assert len([group for group in handle.groups if group.num_bytes]) == 3
+    assert backend.frame_count and not counters["graph_break"]
+
+
+@every_level
+def test_what_checkpoints_repeat_compiled_between_steps(level: str, folder: Path | None, backend: Any) -> None:
+    """The engine has to be around it again: else its weights are at rest when backward calls it."""
+
+    class Repeats(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+            self.scale = nn.Parameter(torch.randn(WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            repeated: torch.Tensor = checkpoint(self.inner, x, use_reentrant=False)
+            return x + repeated * self.scale
+
+    model = nn.Sequential(*(Repeats() for _ in range(3))).requires_grad_(False)
+    resident = copy.deepcopy(model)
+    handle = offload_to(folder, model, level)
+    for number in range(4):
+        if number == 2:
+            before = handle.stats().rebuilds
+            for block in model:
+                block.inner.compile(backend=backend)
+        gradients = []
+        for each in (model, resident):
+            x = inputs(number).requires_grad_()
+            each(x).square().sum().backward()
+            gradients.append(x.grad)
+        assert_same(gradients[0], gradients[1])
+    assert handle.stats().rebuilds == before + 1
 
 
 @pytest.mark.parametrize("how", ["wrap, apply to the wrapped", "wrap, apply to the module", "apply, wrap"])

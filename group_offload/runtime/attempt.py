@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from enum import Enum
 from itertools import chain
 from operator import itemgetter
@@ -18,6 +19,8 @@ _UNCHANGEABLE = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
 
+_BY_VALUE = frozenset({int, float, complex, bool, str, bytes, NoneType})
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _BOOKS = nn.Module().__dict__.keys()
 """What torch itself keeps in each module: tables that are never exchanged, and whether it is in training."""
 _AT_LEAST_TWO = "training", "training"
@@ -33,8 +36,8 @@ class State:
         self._tables = [part.__dict__ for part in module.modules() if not type(part).__module__.startswith("torch.nn.")]
         self._lay_out()
 
-    def now(self) -> tuple[list[int], list[int]]:
-        """How many attributes each has, and which objects they are."""
+    def now(self) -> tuple[list[int], list[Any]]:
+        """How many attributes each has, and what they are."""
         sizes = list(map(len, self._tables))
         try:
             if sizes == self._sizes:
@@ -52,9 +55,19 @@ class State:
             alike.setdefault(tuple(name for name in table if name not in _BOOKS), []).append(table)
         self._alike = [(itemgetter(*names, *_AT_LEAST_TWO), tables) for names, tables in alike.items()]
 
-    def _values(self) -> list[int]:
+    def _values(self) -> list[Any]:
         found = chain.from_iterable(map(get, tables) for get, tables in self._alike)
-        return list(map(id, chain.from_iterable(found)))
+        return [value if type(value) in _BY_VALUE else _mark(value) for value in chain.from_iterable(found)]
+
+
+def _mark(value: Any) -> Any:
+    """What is equal to itself as long as an attribute is this object. The object is not held.
+
+    One that is replaced twice may come to lie where it was: so more than its address is remembered.
+    """
+    if isinstance(value, torch.Tensor):
+        return id(value), weakref.ref(value)
+    return (id(value), len(value)) if isinstance(value, _CONTAINERS) else id(value)
 
 
 class Attempt:
