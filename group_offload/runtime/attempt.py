@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+_BY_VALUE = frozenset({int, float, complex, bool, str, bytes, NoneType})
 _UNCHANGEABLE = (
-    *(int, float, complex, bool, str, bytes, NoneType, Enum, type, FunctionType, BuiltinFunctionType, MethodType),
+    *(*_BY_VALUE, Enum, type, FunctionType, BuiltinFunctionType, MethodType),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
 
-_BY_VALUE = frozenset({int, float, complex, bool, str, bytes, NoneType})
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _BOOKS = nn.Module().__dict__.keys()
 """What torch itself keeps in each module: tables that are never exchanged, and whether it is in training."""
