@@ -45,7 +45,7 @@ _NEAR_ENOUGH = 1.005
 _FULL_EFFORT = 80_000
 """Uses that are simulated for one plan, at most: a few hundred plans of 57 groups."""
 _MANY_USES, _EFFORT_FOR_MANY = 500, 20_000
-"""For more than so many uses in a pass, a few plans have to do: the search is to take 0.2 s at most for 2,000."""
+"""For more than so many uses in a pass, a few plans have to do: the search is not to take long for 2,000 either."""
 _GUESS_EFFORT = 10_000
 """The same where compute is not known yet: each of two searches."""
 _MAX_THRESHOLDS = 6

@@ -10,7 +10,7 @@ import pytest
 
 from group_offload.stores import mapping
 from group_offload.stores.mapping import TwiceMapped, forget_writes
-from group_offload.stores.pagemap import PAGE, tells_writes, written_pages
+from group_offload.stores.pagemap import _MAX_REGIONS, PAGE, PageScan, tells_writes, written_pages
 
 pytestmark = pytest.mark.skipif(not tells_writes(), reason="this system does not tell which pages were written")
 
@@ -32,6 +32,23 @@ def test_bytes_of_any_number_in_pieces(num_bytes: int, monkeypatch: pytest.Monke
     memory.seal()
     assert num_descriptors() == before
     assert bytes(memory.shared) == bytes(memory.private) == content
+
+
+def test_one_scan_tells_again_and_again_of_more_pages_than_the_kernel_tells_at_once() -> None:
+    num_pages = 4 * _MAX_REGIONS + 3
+    memory = TwiceMapped(num_pages * PAGE)
+    memory.write([(0, memoryview(bytes(num_pages * PAGE)))])
+    memory.seal()
+    address = ctypes.addressof(memory.private)
+    scan = PageScan(address, num_pages * PAGE)
+    for step in (2, 1, 3):
+        assert scan.written() == []
+        for page in range(0, num_pages, step):
+            memory.private[page * PAGE] = b"b"
+        ranges = [(page * PAGE, (page + 1) * PAGE) for page in range(0, num_pages, step)]
+        wanted = [(0, num_pages * PAGE)] if step == 1 else ranges
+        assert scan.written() == scan.written() == wanted
+        forget_writes(address, num_pages * PAGE)
 
 
 def test_what_is_written_to_the_private_mapping_is_told_and_can_be_forgotten() -> None:

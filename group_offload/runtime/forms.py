@@ -1,8 +1,7 @@
 """Whether tensors still have the sizes, strides and dtypes that they had.
 
 It is asked of every weight when a pass begins, while the device has nothing to do. The guards of torch's compiler compare
-all that in one call, in a quarter of the time. Where torch has none, or they see something else that has changed, each
-tensor is looked at.
+all that in one call. Where torch has none, or they see something else that has changed, each tensor is looked at.
 """
 
 from __future__ import annotations
