@@ -275,6 +275,11 @@ def simulate(problem: Problem, places: Sequence[Place]) -> Prediction:
     return _prediction(case, load, _run(case, places, load))
 
 
+def least_seconds(problem: Problem) -> float:
+    """No placement within the budgets makes a pass faster than that. (None need be as fast.)"""
+    return _lower_bound(_Case(problem))
+
+
 def smallest_device_bytes(problem: Problem) -> int:
     """The smallest budget that works for the device: slots, and nothing resident."""
     return sum(nlargest(problem.num_slots, (group.num_bytes for group in problem.groups)))

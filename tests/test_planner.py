@@ -26,6 +26,7 @@ from group_offload.planner import (
     Prediction,
     Problem,
     Speeds,
+    least_seconds,
     make_plan,
     share_ram,
     simulate,
@@ -359,6 +360,7 @@ def assert_sound(plan: Plan) -> None:
     assert fits(problem, plan.places)
     assert plan.prediction == simulate(problem, plan.places)  # which refuses places where a group cannot rest
     assert plan.prediction.step_seconds >= plan.prediction.limit_seconds * (1 - 1e-9)
+    assert plan.prediction.step_seconds >= least_seconds(problem) * (1 - 1e-9)
     stalled = sum(seconds for _, seconds in plan.prediction.stalls)
     assert stalled == pytest.approx(plan.prediction.stall_seconds, abs=1e-6)
 

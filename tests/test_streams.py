@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from group_offload import GroupFileError, OffloadHandle, apply_group_offloading
-from group_offload.runtime import copies, engine, memory, reader, slots, staging, transfer
+from group_offload.runtime import copies, engine, lookahead, memory, reader, slots, staging, transfer
 from group_offload.runtime.schedule import Schedule
 from group_offload.runtime.transfer import Transfer
 from group_offload.stores.files import SourceFile
@@ -279,6 +279,15 @@ def options_for(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         real = {name: value for name, value in options.items() if name != "in_files"}
         yield {**real, "offload_to_disk_path": folder} if options.get("in_files") else real
+
+
+def assert_reads_have_owners(handle: OffloadHandle) -> None:
+    """What is read ahead is read for a group that waits for it: else it has its part of the staging memory for good."""
+    engine = handle._engine
+    assert engine is not None
+    engine.transfer.drain()
+    jobs = {ahead.job for ahead in engine._lookahead._ahead.values()}
+    assert set(engine.transfer._reader._announced) <= jobs and not engine.transfer._reader._submitted
 
 
 def on_their_way(device: SimulatedDevice) -> int:
@@ -570,9 +579,7 @@ def test_what_was_read_ahead_in_vain_is_given_up() -> None:
                     for twin in (model, resident):
                         twin.shift.add_(1)
             assert torch.equal(device.get(output), expected)
-            engine.transfer.drain()
-            jobs = {ahead.job for ahead in engine._ahead.values()}
-            assert set(engine.transfer._reader._announced) <= jobs and not engine.transfer._reader._submitted
+            assert_reads_have_owners(handle)
         model.alive.clear()
         handle.remove()
         assert device.pinned_bytes == 0
@@ -601,7 +608,9 @@ def test_an_edit_of_what_is_read_ahead(where: str) -> None:
             for _ in range(2):  # the first one learns the order
                 assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
             engine.transfer.drain()
-            ahead = {index for index in range(6) for group in engine._ahead if f"blocks_{index}" in group.group_id}
+            ahead = {
+                index for index in range(6) for group in engine._lookahead._ahead if f"blocks_{index}" in group.group_id
+            }
             assert ahead
             with torch.no_grad():
                 for index in ahead:
@@ -820,7 +829,7 @@ INTERRUPTED: list[tuple[Any, str, int]] = [
 
 
 @pytest.mark.parametrize("where", INTERRUPTED, ids=lambda where: f"{where[1]}-{where[2]}")
-@pytest.mark.parametrize("options", [{}, {"record_stream": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"in_files": True}], ids=str)
 def test_an_interrupt_in_the_middle_of_the_engine(options: dict[str, Any], where: tuple[Any, str, int]) -> None:
     """Ctrl-C comes while copies are being enqueued, or as the pass ends; then another model takes the slots."""
     device = SimulatedDevice(0, "lazy")
@@ -828,7 +837,13 @@ def test_an_interrupt_in_the_middle_of_the_engine(options: dict[str, Any], where
     x = torch.randn(2, DIM)
     expected = [run(model, x), run(other, x)]
     owner, name, at = where
-    with use_simulated_device(device), pytest.MonkeyPatch.context() as patch:
+    with (
+        use_simulated_device(device),
+        watch_file_reads(device),
+        many_frames(),
+        options_for(options) as options,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         handles = [offload(model, **options), offload(other, **options)]
         outputs = [(forward(device, model, x), expected[0]) for _ in range(2)]
         real = getattr(owner, name)
@@ -850,6 +865,8 @@ def test_an_interrupt_in_the_middle_of_the_engine(options: dict[str, Any], where
         outputs.append((forward(device, other, x), expected[1]))
         for output, wanted in outputs:
             assert torch.equal(device.get(output), wanted)
+        for handle in handles:
+            assert_reads_have_owners(handle)
         del outputs, output
         model.alive.clear()
         other.alive.clear()
@@ -885,7 +902,7 @@ NO_ORDER = {("Reader", "_next")}
 def find_waits() -> list[tuple[Any, str, int]]:
     """Every statement of the engine that only orders work: (class, method, index of the statement)."""
     found = []
-    for module in (copies, engine, memory, slots, transfer, reader, staging):
+    for module in (copies, engine, lookahead, memory, slots, transfer, reader, staging):
         for node in ast.parse(Path(module.__file__ or "").read_text()).body:
             if isinstance(node, ast.ClassDef):
                 for method in node.body:
@@ -945,6 +962,7 @@ def everything() -> None:
     for options in ({}, {"record_stream": True}):
         test_device_memory_is_the_formula(options)
         test_slots_go_to_another_model_while_a_side_stream_reads_them(options)
+    for options in ({}, {"record_stream": True}, {"in_files": True}):
         for where in INTERRUPTED:
             test_an_interrupt_in_the_middle_of_the_engine(options, where)
     test_what_rests_in_ram_does_not_overtake_what_is_read()

@@ -62,7 +62,7 @@ class Flux(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _sizes_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("engine.MAX_RUN_BYTES", "build.RESIDENT_BYTES", "budgeting.MARGIN_BYTES"):
+    for name in ("lookahead.MAX_RUN_BYTES", "build.RESIDENT_BYTES", "budgeting.MARGIN_BYTES"):
         module, constant = name.split(".")
         path = f"group_offload.runtime.{module}.{constant}"
         monkeypatch.setattr(path, _value_of(path) // SCALE)
@@ -88,9 +88,9 @@ def offloaded(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[tuple
         handle.remove()
 
 
-def steps(device: TimedDevice, model: nn.Module, num_steps: int) -> list[float]:
+def steps(device: TimedDevice, model: nn.Module, num_steps: int, x: torch.Tensor | None = None) -> list[float]:
     times = []
-    x = torch.zeros(1)
+    x = torch.zeros(1) if x is None else x
     with torch.no_grad():
         for _ in range(num_steps):
             begun = device.now
@@ -155,6 +155,51 @@ def test_the_plan_and_the_trace_agree(monkeypatch: pytest.MonkeyPatch, tmp_path:
                 if place is not Place.DEVICE
             )
             assert took["H2D"] == pytest.approx(sent / LINK, rel=0.03)
+
+
+@pytest.mark.parametrize("factor", [1.15, 0.7, 3.0])
+def test_the_plan_follows_compute(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device gets warm, or is shared: the 16th and the 32nd pass show that, and then the plan is for it."""
+    total = sum(parameter.nbytes for parameter in Flux().parameters())
+    with offloaded(monkeypatch, vram_budget=total * 6 // 10) as (device, model, handle):
+        steps(device, model, 8)
+        device.scale = factor
+        steps(device, model, 26)
+        before = device.copied_bytes
+        (seconds,) = steps(device, model, 1)
+        assert handle.plan.details is not None
+        prediction = handle.plan.details.prediction
+        assert prediction.compute_seconds == pytest.approx(COMPUTE * factor, rel=0.001)
+        assert prediction.step_seconds == pytest.approx(seconds, rel=0.01)
+        assert seconds <= 1.01 * limit(device.copied_bytes - before, COMPUTE * factor)
+
+
+def test_one_slow_pass_changes_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    total = sum(parameter.nbytes for parameter in Flux().parameters())
+    with offloaded(monkeypatch, vram_budget=total * 6 // 10) as (device, model, handle):
+        steps(device, model, 15)
+        before = handle.plan.details
+        device.scale = 5.0
+        steps(device, model, 1)  # the 16th is measured
+        device.scale = 1.0
+        steps(device, model, 4)
+        assert before is not None and handle.plan.details == before
+
+
+@pytest.mark.parametrize("is_first_larger", [False, True])
+def test_the_plan_is_for_inputs_as_they_are(is_first_larger: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs of another size compute for another time: what the others took does not count."""
+    total = sum(parameter.nbytes for parameter in Flux().parameters())
+    sizes = (4, 1) if is_first_larger else (1, 4)
+    with offloaded(monkeypatch, vram_budget=total * 6 // 10) as (device, model, handle):
+        for size in sizes:
+            device.scale = float(size)
+            steps(device, model, 6, torch.zeros(size))
+            details = handle.plan.details
+            assert details is not None
+            assert details.prediction.compute_seconds == pytest.approx(COMPUTE * size, rel=0.001)
+        (seconds,) = steps(device, model, 1, torch.zeros(size))
+        assert details.prediction.step_seconds == pytest.approx(seconds, rel=0.01)
 
 
 # ---------------------------------------------------------------- training

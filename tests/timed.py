@@ -54,6 +54,8 @@ class TimedDevice:
         self._capacity = capacity
         self.copied_bytes = 0
         self.copy_seconds = 0.0
+        self.scale = 1.0
+        """Compute takes that many times what it is told to."""
 
     @property
     def now(self) -> float:
@@ -61,7 +63,7 @@ class TimedDevice:
         return self._compute.now
 
     def compute(self, seconds: float) -> None:
-        self._compute.now += seconds
+        self._compute.now += seconds * self.scale
 
     def synchronize(self) -> None:
         pass

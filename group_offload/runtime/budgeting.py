@@ -4,7 +4,8 @@
 When a module is offloaded, files are shared out between RAM and the drive. Nothing stays on the device yet: how much
 room activations need is not known. The first pass of a kind (a part of the model, with inputs of certain shapes) measures
 that. From then on groups stay on the device, as many as fit beside it. The first three passes also measure how long each
-group computes. The plan is made again with that, and carried out if it is 3% faster.
+group computes. The plan is made again with that, and carried out if it is 3% faster. Compute is measured again now and then:
+a device that has become warm is slower, and other inputs take another time.
 
 Inputs of other shapes get room in proportion to their size, until they were measured too. If something needs more than
 was foreseen, groups are given up: before the pass if it can be foreseen, else when the device's memory runs out.
@@ -17,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -25,7 +27,18 @@ from torch.utils._pytree import tree_leaves
 from ..budgets import Auto, Budget, auto_ram, describe_bytes
 from ..device import Backend
 from ..errors import ConfigError
-from ..planner import Budgets, Place, Plan, PlannedGroup, Problem, Speeds, make_plan, simulate, smallest_device_bytes
+from ..planner import (
+    Budgets,
+    Place,
+    Plan,
+    PlannedGroup,
+    Problem,
+    Speeds,
+    least_seconds,
+    make_plan,
+    simulate,
+    smallest_device_bytes,
+)
 from ..stores.files import FileImage
 from ..stores.ram import LOCKED_SHARE, available_ram, ram_in_use
 from .drive import DriveMeter
@@ -36,7 +49,11 @@ logger = logging.getLogger("group_offload")
 MIN_GAIN = 0.03
 """A plan that is made again is carried out if it is faster by this share."""
 NUM_TIMED = 3
-"""Passes of a kind whose compute is measured."""
+"""Passes of a kind whose compute is measured at once; what counts is the median of as many, the last ones."""
+TIMED_EVERY = 32
+"""Later on one pass of so many is measured, more often at first: the 4th, 8th, 16th, 32nd, 64th, 96th."""
+NUM_TIMED_KINDS = 8
+"""Kinds whose times are remembered."""
 NUM_RECENT = 8
 """Passes whose activations have room."""
 MARGIN_BYTES = 16 << 20
@@ -72,7 +89,7 @@ class _Measured:
     def __init__(self) -> None:
         self.activation_bytes: int | None = None
         """Device memory besides weights, beyond what was in use before the pass."""
-        self.num_timed = 0
+        self.num_passes = 0
 
 
 class Budgeter:
@@ -98,14 +115,17 @@ class Budgeter:
         """Those that are planned."""
         self.outer_bytes = 0
         self._measured: dict[Kind, _Measured] = {}
+        self._timed: dict[Kind, deque[dict[str, float]]] = {}
+        """Seconds by group in the last passes of each kind that were timed; what was timed last comes last."""
         self._seconds: dict[str, float] = {}
-        """By group: how long it computes in a pass."""
-        self._rest_seconds = 0.0
-        """How long everything else does."""
+        """By group: how long it computes in a pass, as far as is known by now."""
+        self._planned_seconds = 0.0
+        """All of that, as of the last time that a plan was to be made for it."""
         self._order: tuple[Group, ...] = ()
         self._for: tuple[int | None, int] | None = None
-        """What the plan was made for: room on the device, and how many passes had been timed."""
-        self._num_timed = 0
+        """What the plan was made for: room on the device, and `_num_learnt`."""
+        self._num_learnt = 0
+        """How often compute turned out to be other than it was planned for."""
         self._kind: Kind | None = None
         self._recent: deque[Kind] = deque(maxlen=NUM_RECENT)
         self._others = 0
@@ -139,8 +159,9 @@ class Budgeter:
         self._order = tuple(order)
         self.vram = vram
         self.ram_bytes, self.outer_bytes, self._staging_bytes = ram_bytes, outer_bytes, staging_bytes
-        self._measured, self._seconds, self._rest_seconds = {}, {}, 0.0
-        self._num_timed = 0
+        self._measured, self._timed, self._seconds = {}, {}, {}
+        self._planned_seconds = 0.0
+        self._num_learnt = 0
         self.plan = self._for = None
         if not self.groups:
             return None
@@ -171,14 +192,14 @@ class Budgeter:
             self.plan = replace(make_plan(problem), places=tuple(places), prediction=simulate(problem, places))
 
     def refresh(self) -> None:
-        """Let the plan say what it would now, if the drive is not as fast as it was."""
+        """Let the plan say what it would now, if compute or the drive are not as fast as they were."""
         plan = self.plan
         if plan is None:
             return
-        before, now = plan.problem.speeds, self._current_speeds()
-        if abs(now.drive - before.drive) > MIN_GAIN * before.drive:
-            problem = replace(plan.problem, speeds=now)
-            self.plan = replace(plan, problem=problem, prediction=simulate(problem, plan.places))
+        drive, now = plan.problem.speeds.drive, self._problem(plan.problem.budgets.device_bytes)
+        has_learnt = self._for is not None and self._for[1] != self._num_learnt
+        if has_learnt or abs(now.speeds.drive - drive) > MIN_GAIN * drive:
+            self.plan = _as_of(now, plan)
 
     def before_pass(self, kind: Kind, order: Sequence[Group], others: int) -> Plan | None:
         """A pass of `kind` begins, and `others` is the device memory that is not this module's weights.
@@ -190,20 +211,18 @@ class Budgeter:
         self._recent.append(kind)
         self._order = tuple(order) or self._order
         room = self._room(kind, others)
-        asked = None if room is None else room // self._step * self._step, self._num_timed
+        asked = None if room is None else room // self._step * self._step, self._num_learnt
         if asked == self._for or not self.groups:
             return None
         if room is not None and self._measured_like(kind) is None:
             return None  # the first pass of all measures
         is_first, self._for = self._for is None, asked
         problem = self._problem(None if room is None else max(room, smallest_device_bytes(self._problem(None))))
-        plan = make_plan(problem)
         before = self.plan
         if before is not None and not is_first and (room is None or before.device_bytes <= room):
-            expected = simulate(problem, before.places).step_seconds
-            if plan.places != before.places and plan.prediction.step_seconds > expected * (1 - MIN_GAIN):
-                # Not worth it: but what is known about the plan that stays is newer.
-                plan = replace(before, problem=problem, prediction=simulate(problem, before.places))
+            plan = _plan_if_better(problem, before)
+        else:
+            plan = make_plan(problem)
         self.plan = plan
         # The first one may say what was guessed; but what stays on the device has not been carried out.
         return plan if is_first or before is None or plan.places != before.places else None
@@ -230,15 +249,12 @@ class Budgeter:
         return max(1, sum(group.num_bytes for group in self.groups) // _STEPS)
 
     def _problem(self, room: int | None) -> Problem:
-        # What is computed between groups (attention, at leaf level) is spread over them.
-        timed = sum(self._seconds.get(group.group_id, 0.0) for group in self.groups)
-        factor = 1 + self._rest_seconds / timed if timed else 1.0
         index = {group: number for number, group in enumerate(self.groups)}
         planned = [
             PlannedGroup(
                 name=group.group_id,
                 num_bytes=group.num_bytes,
-                compute_seconds=self._seconds.get(group.group_id, 0.0) * factor,
+                compute_seconds=self._seconds.get(group.group_id, 0.0),
                 is_in_file=any(isinstance(part.image, FileImage) for part in group.parts),
                 may_reside=group.is_stable,
             )
@@ -267,8 +283,11 @@ class Budgeter:
     # ---------------------------------------------------------------- what passes teach
 
     def is_timed(self, kind: Kind) -> bool:
-        """Whether the compute of this pass is to be measured."""
-        return self._measured.setdefault(kind, _Measured()).num_timed < NUM_TIMED
+        """A pass of this kind begins: whether its compute is to be measured."""
+        measured = self._measured.setdefault(kind, _Measured())
+        measured.num_passes += 1
+        number = measured.num_passes
+        return number <= NUM_TIMED or number % min(TIMED_EVERY, 1 << (number.bit_length() - 1)) == 0
 
     def start(self, kind: Kind, others: int, weights: int) -> bool:
         """A pass computes from here on.
@@ -317,12 +336,22 @@ class Budgeter:
 
     def note_times(self, kind: Kind, by_group: dict[Group, float], rest: float) -> None:
         """So long did groups compute, and everything else, in a pass of this kind."""
-        self._measured.setdefault(kind, _Measured()).num_timed += 1
-        self._num_timed += 1
-        is_first = not self._seconds
-        for group, seconds in by_group.items():
-            self._seconds[group.group_id] = min(seconds, self._seconds.get(group.group_id, seconds))
-        self._rest_seconds = rest if is_first else min(rest, self._rest_seconds)
+        is_known = bool(self._timed) and len(next(reversed(self._timed.values()))) >= NUM_TIMED
+        # What is computed between groups (attention, at leaf level) is spread over them.
+        timed = sum(by_group.values())
+        factor = 1 + rest / timed if timed else 1.0
+        last = self._timed.pop(kind, None) or deque(maxlen=NUM_TIMED)
+        last.append({group.group_id: seconds * factor for group, seconds in by_group.items()})
+        self._timed[kind] = last  # behind all others
+        while len(self._timed) > NUM_TIMED_KINDS:
+            del self._timed[next(iter(self._timed))]
+        for name in last[-1]:
+            # Of two the faster one: the first pass of all warms up.
+            self._seconds[name] = median_low(seconds[name] for seconds in last if name in seconds)
+        now = sum(self._seconds.values())
+        if not is_known or abs(now - self._planned_seconds) > MIN_GAIN * self._planned_seconds:
+            self._planned_seconds = now
+            self._num_learnt += 1
 
     def _activation_bytes(self, kind: Kind) -> int:
         like = self._measured_like(kind)
@@ -340,6 +369,21 @@ class Budgeter:
             return kind, found.activation_bytes
         known = [(other, m.activation_bytes) for other, m in self._measured.items() if m.activation_bytes is not None]
         return max(known, key=lambda entry: entry[0].num_elements, default=None)
+
+
+def _as_of(problem: Problem, plan: Plan) -> Plan:
+    """The same places, with what is known by now."""
+    return replace(plan, problem=problem, prediction=simulate(problem, plan.places))
+
+
+def _plan_if_better(problem: Problem, before: Plan) -> Plan:
+    """Another plan if it is faster by `MIN_GAIN` than the one there is; else that, with what is known by now."""
+    kept = _as_of(problem, before)
+    worth_it = kept.prediction.step_seconds * (1 - MIN_GAIN)
+    if least_seconds(problem) >= worth_it:
+        return kept  # no search finds one
+    plan = make_plan(problem)
+    return plan if plan.places == before.places or plan.prediction.step_seconds <= worth_it else kept
 
 
 def _is_read(group: Group) -> bool:

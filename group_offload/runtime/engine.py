@@ -28,9 +28,8 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -47,7 +46,7 @@ from ..partition import NEVER_CALLED, TensorRef
 from ..planner import Place, Plan, Speeds
 from ..saved import view_of
 from ..speeds import ASSUMED_DRIVE, known_speeds
-from ..stores.base import Image, Tier
+from ..stores.base import Tier
 from ..stores.files import FileImage
 from ..stores.folder import Folder, keep, leave
 from ..stores.group_file import GroupFile
@@ -59,10 +58,9 @@ from .cached import CachedFiles
 from .counters import Counters
 from .group import Group, Part, Residence
 from .hooks import Gate, InnerGate, map_tensors, moved
-from .lookahead import Ahead, Walk
+from .lookahead import LookAhead
 from .memory import DeviceMemory
-from .reader import NUM_FRAMES, SMALL_CHUNK_BYTES, Job
-from .schedule import Schedule
+from .reader import NUM_FRAMES, SMALL_CHUNK_BYTES
 from .slots import Slot
 from .stalls import Stalls
 from .stopwatch import Stopwatch
@@ -74,15 +72,11 @@ from .weighing import Weighing
 
 logger = logging.getLogger("group_offload")
 
-MAX_RUN_BYTES = 8 << 20
-"""Groups that follow one another are sent together up to this size: small ones cost the host more than the link."""
 MIN_WINDOW_BYTES = 4 << 20
 """Just in time: so much may be on its way, however small the groups are, or an eighth of all. Less would be all work and no
 memory saved."""
 _DEEP_WINDOW = 4
 """At leaf level, `record_stream` lets this many times the largest layer be on its way: for models that compute bounds."""
-_LOOK_BEYOND = 16
-"""Once there is no room for a group inside of whose modules nothing else is needed, this many more are looked at."""
 
 STAGING_BYTES = NUM_FRAMES * SMALL_CHUNK_BYTES
 """What files take of a RAM budget, besides weights."""
@@ -140,15 +134,10 @@ class Engine:
         self._has_failed = False
         self._is_clean = True
         """The last pass ended, and nothing was raised in it."""
-        self._is_behind = False
-        """Something may have changed about what can be started."""
-        self._has_warned_of_alias = False
-        self._blockers: set[Group] = set()
-        """The groups for whose bytes the next image waits."""
         # At leaf level least memory counts, and layers are small enough for torch's allocator to fit them in anywhere.
         is_leaf_level = config.offload_type is OffloadType.LEAF_LEVEL
         self._is_just_in_time = config.record_stream or (is_leaf_level and config.use_stream)
-        self._is_tight = is_leaf_level and not config.record_stream
+        self._is_tight = self._is_just_in_time and not config.record_stream
         self._memory = DeviceMemory(
             self._backend,
             self.transfer,
@@ -170,17 +159,20 @@ class Engine:
         )
         # Not a method of the engine: the two would keep each other.
         self._budgeter = Budgeter(self._backend, partial(_measure_speeds, self._backend, self._files), config.num_slots)
-        self._ahead: dict[Group, Ahead] = {}
-        """What is read before there is a slot for it."""
+        self._lookahead = LookAhead(
+            self._memory,
+            self.transfer,
+            self.stalls,
+            self.counters,
+            self._files,
+            use_stream=config.use_stream,
+            just_in_time=self._is_just_in_time,
+            model=type(root).__name__,
+        )
         self._total_bytes = 0
-        self._outer: list[Group] = []
-        """Groups inside of whose modules others are needed."""
         self._activations: dict[nn.Module, Weighing] = {}
         """For each kind of pass, what activations take."""
         self._is_stable = False
-        self._wraps = False
-        """The next pass's first images are started in this one."""
-        self._schedule = Schedule(())
         self._weighed = Weighing()
         self._build(casts)
 
@@ -247,7 +239,7 @@ class Engine:
                 )
             if not self._is_clean:
                 self._recover()
-            self._abandon_reads()
+            self._lookahead.abandon()
             self._memory.release()
             self._give_up_images()
             self._trained.give_back()
@@ -288,9 +280,8 @@ class Engine:
             if group.num_bytes:
                 self.hold(group)
                 self._calls[-1].append(group)
-        if self._is_just_in_time or self._is_behind or self._schedule.is_learning:
-            self._weigh_activations(gate)
-            self._prefetch()
+        self._weigh_activations(gate)
+        self._lookahead.before_call()
 
     def fail(self) -> None:
         """The call in progress raised: the pass teaches no order. (A checkpoint breaks off calls that it repeats.)"""
@@ -302,8 +293,7 @@ class Engine:
         while held:
             self.let_go(held.pop(), self._backend.current_stream())
         if self._calls:
-            if self._is_behind or self._schedule.is_learning:
-                self._prefetch()
+            self._lookahead.after_call()
         else:
             self._end()
 
@@ -344,11 +334,9 @@ class Engine:
             weighed = self._activations.setdefault(top, Weighing())
             weighed.begin(self._other_bytes() if self._is_tight else 0)
             self._weighed = weighed
-        self._schedule.begin(top, watch.scope)
         if self._budgeter.is_timed(kind):
             self._stopwatch.begin(kind, self._backend.current_stream())
-        self._is_behind = True
-        self._prefetch()
+        self._lookahead.begin(top, watch.scope)
 
     def _begin_clean(self) -> None:
         """What every pass begins with: nothing is left of one that was interrupted."""
@@ -367,7 +355,7 @@ class Engine:
     def _end(self) -> None:
         for group in [*self._memory.bound]:
             self._memory.unbind(group)
-        self._schedule.end(completed=not self._has_failed)
+        self._lookahead.schedule.end(completed=not self._has_failed)
         stream = self._backend.current_stream()
         self._stopwatch.end(stream, completed=not self._has_failed)
         self._budgeter.stop(self.counters.device_bytes, completed=not self._has_failed)
@@ -395,7 +383,7 @@ class Engine:
             if group.residence is Residence.ONLOADED:
                 group.rest()
         self._memory.recover()
-        self._abandon_reads()
+        self._lookahead.abandon()
         self._is_clean = True
 
     def hold(self, group: Group, *, binds: bool = True) -> None:
@@ -405,7 +393,7 @@ class Engine:
             binds: let the weights be views of the slot, for a module's call.
         """
         if not group.holds:
-            self._schedule.observe(group)
+            self._lookahead.schedule.observe(group)
         if group.residence is Residence.AT_REST:
             if group.was_replaced() and not self._absorb_replaced([group]):
                 raise StateError(
@@ -416,11 +404,10 @@ class Engine:
                 group.take_up_edits(self.transfer)
             if group.slot is not None and not group.is_current:
                 self._memory.drop(group)
-        was_ahead = group.slot is not None or group in self._ahead
+        was_ahead = self._lookahead.is_on_its_way(group)
         if group.slot is None:
             self.counters.stalls += 1
-            self._is_behind = True
-            self._onload_now(group)
+            self._lookahead.onload_now(group)
         slot = group.slot
         assert slot is not None
         stream = self._backend.current_stream()
@@ -458,7 +445,7 @@ class Engine:
             if not was_ahead:
                 raise
             self._memory.free(slot)
-            self._onload_now(group)
+            self._lookahead.onload_now(group)
             assert group.slot is not None
             slot = group.slot
             if slot.job is not None:
@@ -481,17 +468,12 @@ class Engine:
         if group.holds:
             return
         self._stopwatch.stop(group, stream)
-        if group in self._blockers:
-            self._is_behind = True
-        if not self._schedule.expects(group):
+        self._lookahead.was_let_go(group)
+        if not self._lookahead.schedule.expects(group):
             if group in self._memory.bound:
                 self._memory.unbind(group)
             if not slot.is_fixed and not slot.is_resident and not slot.unused and not slot.is_held:
                 self._memory.free(slot)
-
-    def _abandon_reads(self) -> None:
-        self._ahead.clear()
-        self.transfer.abandon()
 
     # ---------------------------------------------------------------- backward
 
@@ -507,7 +489,7 @@ class Engine:
 
     def begin_backward(self) -> None:
         """Autograd needs weights, or repeats calls. The lock is held now, and in each call until `end_backward`."""
-        forward = self._schedule.order
+        forward = self._lookahead.schedule.order
         self._calls.append([])
         self.counters.backward_passes += 1
         # What the forward has changed is for the next one: here the graph counts, and groups as they were.
@@ -518,9 +500,7 @@ class Engine:
         self._keep_within_budgets(kind)
         self._memory.window_bytes = self._window(self.root)
         self._weighed = Weighing()
-        self._schedule.begin((Backward, self.root), set(self.groups), guess=forward[::-1])
-        self._is_behind = True
-        self._prefetch()
+        self._lookahead.begin((Backward, self.root), set(self.groups), guess=forward[::-1])
 
     def end_backward(self, *, completed: bool) -> None:
         if not self._calls:
@@ -531,8 +511,7 @@ class Engine:
 
     def look_ahead(self) -> None:
         """Start what comes next, if there is something to start."""
-        if self._is_just_in_time or self._is_behind or self._schedule.is_learning:
-            self._prefetch()
+        self._lookahead.before_call()
 
     def is_in_forward(self, number: int) -> bool:
         """Whether the forward of this number has yet to end."""
@@ -624,7 +603,8 @@ class Engine:
         """
         self._note_times()
         if not self.config.has_budgets:
-            self._budgeter.describe(self.groups, self._schedule.order, outer_bytes=0, staging_bytes=STAGING_BYTES)
+            order = self._lookahead.schedule.order
+            self._budgeter.describe(self.groups, order, outer_bytes=0, staging_bytes=STAGING_BYTES)
         self._budgeter.refresh()
         return self._budgeter.plan
 
@@ -647,7 +627,8 @@ class Engine:
         """Make the plan again if more is known by now, and carry it out."""
         memory = self._memory
         others = max(0, self._backend.bytes_in_use() - memory.held_bytes - memory.others_bytes)
-        if self._budgeter.before_pass(kind, self._schedule.order_of(kind.top), others) is not None:
+        order = self._lookahead.schedule.order_of(kind.top)
+        if self._budgeter.before_pass(kind, order, others) is not None:
             self._memory.reside(self._budgeter.at(Place.DEVICE), self.groups, self.config)
             if self._backend.has_streams:
                 self._share_out_files()
@@ -718,194 +699,9 @@ class Engine:
         return self._backend.bytes_in_use() - self.counters.device_bytes
 
     def _weigh_activations(self, gate: Gate) -> None:
-        if self._is_tight and self._weighed.is_due(gate.module, self._schedule.is_learning, len(self._gates)):
+        is_learning = self._lookahead.schedule.is_learning
+        if self._is_tight and self._weighed.is_due(gate.module, is_learning, len(self._gates)):
             self._weighed.note(gate.module, self._other_bytes())
-
-    # ---------------------------------------------------------------- slots
-
-    def _prefetch(self) -> None:
-        """Start the images that come next, as far as there is room, or room in what is needed later.
-
-        What is read from files is read further ahead, as far as the staging memory reaches.
-        """
-        if not self.config.use_stream:
-            return
-        has_room = self._memory.next_bytes is not None and self._memory.has_room_for(self._memory.next_bytes)
-        if self._is_just_in_time and not self._is_behind and not has_room and not self._may_read_ahead():
-            return
-        self._is_behind = False
-        self._memory.next_bytes = None
-        self._blockers = set()
-        walk = Walk()
-        run: list[Group] = []
-        run_bytes = 0
-        left = _LOOK_BEYOND
-        for group in self._schedule.upcoming(wraps=self._wraps):
-            if group in walk.soon:
-                continue
-            if group.slot is None:
-                resides = self._memory.may_reside(group)
-                ahead = self._ahead.get(group)
-                fits = run and group.height == run[0].height and run_bytes + group.num_bytes <= self._run_limit(run[0])
-                if run and (ahead is not None or resides or not fits):
-                    self._start_run(run, walk)
-                    run, run_bytes = [], 0
-                if resides:
-                    self._send([group], self._memory.resident_slot(group), [])
-                    continue
-                if ahead is not None and ahead.run[0] is group and ahead.is_good:
-                    self._start_run(ahead.run, walk)
-                    walk.soon.update(ahead.run)
-                    continue
-                run.append(group)
-                run_bytes += group.num_bytes
-            elif run and not self._is_just_in_time:  # before what is there already counts as needed sooner
-                self._start_run(run, walk)
-                run, run_bytes = [], 0
-            walk.soon.add(group)
-            if 0 in walk.full and not self._may_read_ahead():
-                left -= 1
-                if not left or not self._misses_others():
-                    break
-        if run:
-            self._start_run(run, walk)
-
-    def _misses_others(self) -> bool:
-        """Whether a group could be onloaded though there is no room among those that take turns with most others."""
-        return self._memory.misses_residents or any(group.slot is None for group in self._outer)
-
-    def _may_read_ahead(self) -> bool:
-        return self._files.are_read and self.transfer.has_room_ahead
-
-    def _start_run(self, run: list[Group], walk: Walk) -> None:
-        """Start to onload `run`; where no slot is free, to read it."""
-        height = run[0].height
-        if height not in walk.full:
-            if self._onload_ahead(run, sum(group.num_bytes for group in run), walk.soon):
-                return
-            walk.full.add(height)
-        if self._files.are_read:
-            self._read_ahead(run, walk)
-
-    def _read_ahead(self, run: list[Group], walk: Walk) -> None:
-        ahead = self._ahead.get(run[0])
-        if ahead is not None and ahead.run == run and ahead.is_good:
-            walk.met.add(ahead)
-            return
-        self._give_up_ahead(run)
-        reads = self.transfer.reads_of(_images_of(run))
-        if not reads:
-            return
-        while not self.transfer.has_room_ahead:
-            stale = next((ahead for ahead in reversed(self._ahead.values()) if ahead not in walk.met), None)
-            if stale is None:
-                return
-            self._give_up_ahead(stale.run)  # it was expected sooner than it is now
-        ahead = Ahead(run, self.transfer.read_ahead(reads))
-        walk.met.add(ahead)
-        self._ahead.update(dict.fromkeys(run, ahead))
-
-    def _take_ahead(self, run: list[Group]) -> Job | None:
-        """What was read of `run` so far. What is of no use for it, but has some of its groups, is given up."""
-        ahead = self._ahead.get(run[0])
-        if ahead is not None and ahead.run == run and ahead.is_good:
-            self._forget_ahead(ahead)
-            return ahead.job
-        self._give_up_ahead(run)
-        return None
-
-    def _give_up_ahead(self, run: list[Group]) -> None:
-        """Forget what was read of any group of `run`."""
-        for group in run:
-            ahead = self._ahead.get(group)
-            if ahead is not None:
-                self._forget_ahead(ahead)
-                ahead.job.abandon()
-
-    def _forget_ahead(self, ahead: Ahead) -> None:
-        for group in ahead.run:
-            del self._ahead[group]
-
-    def _run_limit(self, group: Group) -> int:
-        is_loose = self._is_just_in_time and not group.height
-        room = 2 * self._memory.window_bytes if is_loose else self._memory.ring_sizes.get(group.height, 0)
-        return min(MAX_RUN_BYTES, room // 8)
-
-    def _onload_ahead(self, run: list[Group], num_bytes: int, soon: set[Group]) -> bool:
-        """Start the images of `run` in one slot. False if there is no room before something that is needed sooner goes."""
-
-        def may_evict(slot: Slot) -> bool:
-            if any(group.holds or group in soon for group in slot.groups):
-                self._blockers.update(slot.groups)
-                return False
-            if self._memory.is_kept(slot):  # for a moment only, if it is by frames of a call that raised
-                self._is_behind = True
-                return False
-            return True
-
-        ring = self._memory.ring(run[0].height)
-        found: tuple[Slot, list[Slot]] | None
-        if ring is None:
-            slot = self._memory.slot_just_in_time(num_bytes, may_evict)
-            found = None if slot is None else (slot, [])
-        else:
-            found = ring.place(num_bytes, may_evict, is_first=self._is_first(run[0]))
-        if found is not None:
-            self._send(run, *found)
-        return found is not None
-
-    def _is_first(self, group: Group) -> bool:
-        """Whether passes like this one begin with `group`, as far as those go that take turns with it."""
-        order = self._schedule.order
-        return group is next((each for each in order if each.height == group.height and not self._stays(each)), None)
-
-    def _stays(self, group: Group) -> bool:
-        return group.slot is not None and group.slot.is_resident
-
-    def _onload_now(self, group: Group) -> None:
-        if self._memory.may_reside(group):
-            self._send([group], self._memory.resident_slot(group), [])
-            return
-        ring = self._memory.ring(group.height)
-        found = (
-            None if ring is None else ring.place(group.num_bytes, self._is_free, is_first=not self.config.use_stream)
-        )
-        if ring is not None and found is None:
-            self._warn_of_aliases(ring.slots)
-        self._send([group], *(found or (self._memory.loose_slot(group.num_bytes), [])))
-
-    def _is_free(self, slot: Slot) -> bool:
-        return not slot.is_held and not self._memory.is_kept(slot)
-
-    def _warn_of_aliases(self, slots: Sequence[Slot]) -> None:
-        aliased = [slot for slot in slots if not slot.is_held and self._memory.is_kept(slot)]
-        if aliased and not self._has_warned_of_alias:
-            self._has_warned_of_alias = True
-            logger.warning(
-                "Something keeps views of weights of %s in %s beyond the call that they were used in: they stay on the device "
-                "as long as it does. (An autograd function, say, that keeps a weight in its context, and not with "
-                "save_for_backward.)",
-                " and ".join(group.group_id for slot in aliased for group in slot.groups),
-                type(self.root).__name__,
-            )
-
-    def _send(self, run: list[Group], slot: Slot, evicted: list[Slot]) -> None:
-        after = [old.last_use() for old in evicted] if slot.is_fixed else [slot.last_use()]
-        for old in evicted:
-            self._memory.evict(old)
-        self.stalls.collect(slot)
-        job = self._take_ahead(run)
-        images = _images_of(run)
-        offset = 0
-        for group in run:
-            group.was_sent(slot, offset)
-            offset += group.num_bytes
-        slot.groups = run
-        slot.unused = set(run)
-        slot.waited_on = slot.last_stream = None
-        self.counters.onloads += len(run)
-        # If it raises, so does the pass, and the next one starts from nothing.
-        self.transfer.send(images, slot, after, job=job)
 
     # ---------------------------------------------------------------- changes
 
@@ -963,7 +759,7 @@ class Engine:
         """Cut the module into groups, for the first time or because it has changed."""
         before = self.groups
         if before:
-            self._abandon_reads()  # images are about to go
+            self._lookahead.abandon()  # images are about to go
             self._stopwatch.clear()
             self._memory.release()  # and will have other sizes
         self.groups = build_groups(
@@ -980,14 +776,12 @@ class Engine:
         self._refs = tuple(ref for part in self._group_of for ref in part.refs)
         self._memory.reside(frozenset(), self.groups, self.config)
         self._total_bytes = sum(group.num_bytes for group in self.groups)
-        self._outer = [group for group in self.groups if group.height and group.num_bytes]
         self._activations = {}
-        self._schedule = Schedule(first_guess(self.groups))
         images = [part.image for group in self.groups for part in group.parts]
         self._is_stable = all(image.is_stable for image in images)
         # What goes through staging buffers of pageable memory holds the launching thread up.
         is_async = all(image.tier is not Tier.PAGEABLE for image in images)
-        self._wraps = self._is_stable and is_async and self.config.use_stream
+        self._lookahead.reset(self.groups, wraps=self._is_stable and is_async and self.config.use_stream)
         in_files: list[FileImage] = [
             image for image in images if isinstance(image, FileImage) and image.tier is Tier.FILE
         ]
@@ -1071,12 +865,6 @@ def _modules_inside(top: nn.Module, gates: Mapping[nn.Module, Gate]) -> list[nn.
         found[module] = None
         pending += module.children()
     return [module for module in found if not isinstance(module, NEVER_CALLED)]
-
-
-def _images_of(run: Sequence[Group]) -> list[tuple[int, str, Image]]:
-    """Where in a slot for `run` each image goes, the name of its group, and the image."""
-    starts = accumulate((group.num_bytes for group in run), initial=0)
-    return [image for group, start in zip(run, starts, strict=False) for image in group.images_at(start)]
 
 
 def _measure_speeds(backend: Backend, files: CachedFiles) -> Speeds:
