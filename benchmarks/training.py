@@ -12,7 +12,8 @@ deterministic algorithms are on, have the bits of the resident arm with the same
 is the sum of what its two phases could: of forward, and of backward, the longer of what the resident arm takes and of the time
 that the bytes sent in it need on the link. (They do not share: what backward has to spare comes after forward is over, and the
 device has no room for what is not needed soon.) Offloaded activations go out in forward, beside the weights that come in, and
-come back in backward, after one another with them; a byte out is taken to need as long as one in.
+come back in backward, after one another with them; a byte out is taken to need as long as one in. With a budget for RAM, files
+are read past the page cache, and the time that a plain reader needs for as many bytes of the same files counts as well.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
+from disk import drop_page_cache, files_in, read_all
 from machine import (
     alloc_retries,
     default_device,
@@ -57,6 +59,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "ours block": {},
     "ours leaf": {"offload_type": "leaf_level"},
     "ours files": {"in_files": True},
+    "ours files ram=8GiB": {"in_files": True, "ram_budget": "8GiB"},
     "ours block vram=50%": {"vram_share": 0.5},
 }
 ARMS = (
@@ -66,6 +69,7 @@ ARMS = (
     "ours block + checkpointing",
     "ours leaf + checkpointing",
     "ours files + checkpointing",
+    "ours files ram=8GiB + checkpointing",
     "ours block + activations",
     "ours block + checkpointing + activations",
     "ours block vram=50% + checkpointing",
@@ -74,7 +78,9 @@ ARMS = (
 )
 PARTS = ("step", "forward", "backward", "host", "stalled")
 """Times: of a step as a whole, of compute's stream in it, of the thread that launches, and of waits for weights."""
-SIZES = ("peak", "reserved", "after_forward", "sent")
+SIZES = ("peak", "reserved", "after_forward", "sent", "read")
+RAW_BYTES = 16 << 30
+"""What the plain reader reads, at most."""
 NUM_COMPARED = 3
 """Steps whose bits are compared."""
 
@@ -108,6 +114,16 @@ def add_lora(model: nn.Module, rank: int) -> None:
                 parent[int(last)] = wrapped
             else:
                 setattr(parent, last, wrapped)
+
+
+class Moved(NamedTuple):
+    sent: int
+    """To the device."""
+    read: int
+    """From the drive, past the page cache."""
+
+    def since(self, before: Moved) -> Moved:
+        return Moved(self.sent - before.sent, self.read - before.read)
 
 
 class Run:
@@ -197,18 +213,22 @@ class Run:
 
     def after_forward(self) -> None:
         self.after_forward_bytes = 0 if self.device.type == "cpu" else torch.accelerator.memory_allocated(self.device)
-        self.sent_after_forward = self.sent()
+        self.moved_after_forward = self.moved()
 
-    def sent(self) -> int:
+    def moved(self) -> Moved:
         """Bytes of weights, since this arm began."""
-        return 0 if self.handle is None else sum(self.handle.stats().bytes_onloaded.values())
+        if self.handle is None:
+            return Moved(0, 0)
+        stats = self.handle.stats()
+        return Moved(sum(stats.bytes_onloaded.values()), stats.bytes_read["direct"])
 
     def measure(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
         options = self.options
         torch.manual_seed(0)
         optimizer = torch.optim.AdamW(self.trained, lr=1e-3, foreach=True)
         bits = hashlib.sha256()
-        times, host, phases, sent = [], [], [], []
+        times, host, phases = [], [], []
+        moved: list[tuple[Moved, Moved]] = []
         before: Any = None
         retries = 0
         for number in range(NUM_COMPARED + options.steps):
@@ -219,7 +239,7 @@ class Run:
                 before = None if self.handle is None else self.handle.stats()
                 retries = alloc_retries(self.device)
             synchronize(self.device)
-            sent_before = self.sent()
+            moved_before = self.moved()
             begun = time.perf_counter()
             loss = self.step(inputs, optimizer)
             host.append(time.perf_counter() - begun)
@@ -227,7 +247,7 @@ class Run:
             times.append(time.perf_counter() - begun)
             start, middle, end = self.marks
             phases.append((elapsed(start, middle), elapsed(middle, end)))
-            sent.append((self.sent_after_forward - sent_before, self.sent() - self.sent_after_forward))
+            moved.append((self.moved_after_forward.since(moved_before), self.moved().since(self.moved_after_forward)))
             if number < NUM_COMPARED:
                 gradients = [parameter.grad for parameter in self.trained if parameter.grad is not None]
                 for tensor in (loss, *gradients, *self.trained):
@@ -248,8 +268,10 @@ class Run:
         if self.handle is not None:
             after = self.handle.stats()
             report |= {
-                "sent_forward_bytes": statistics.median(forward for forward, _ in sent[NUM_COMPARED:]),
-                "sent_backward_bytes": statistics.median(backward for _, backward in sent[NUM_COMPARED:]),
+                "sent_forward_bytes": statistics.median(forward.sent for forward, _ in moved[NUM_COMPARED:]),
+                "sent_backward_bytes": statistics.median(backward.sent for _, backward in moved[NUM_COMPARED:]),
+                "read_forward_bytes": statistics.median(forward.read for forward, _ in moved[NUM_COMPARED:]),
+                "read_backward_bytes": statistics.median(backward.read for _, backward in moved[NUM_COMPARED:]),
                 "stalls_per_step": (after.stalls - before.stalls) / options.steps,
                 "stalled_s": (after.stalled_seconds - before.stalled_seconds) / options.steps,
                 "pinned_bytes": after.pinned_bytes,
@@ -260,6 +282,20 @@ class Run:
             stats = self.activations.stats()
             report["activations_bytes_per_step"] = stats.offloaded_bytes // stats.passes
         return report
+
+
+def measure_drive(folder: Path) -> float | None:
+    """Bytes a second that a plain reader gets of the files; None if the file system has no direct reads."""
+    files, num_bytes = [], 0
+    for file in files_in(folder):
+        if file.suffix == ".safetensors" and num_bytes < RAW_BYTES:
+            files.append(file)
+            num_bytes += file.stat().st_size
+    drop_page_cache(files, may_drop_all=False)
+    try:
+        return max(num_bytes / read_all(files, num_threads, direct=True) for num_threads in (4, 8))
+    except OSError:
+        return None
 
 
 def limit_device_memory(size: str | None, device: torch.device) -> None:
@@ -308,6 +344,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 finally:
                     torch.use_deterministic_algorithms(False)
                     arm.close()
+                if "ram=" in name:
+                    report["arms"][name]["raw_bytes_per_s"] = measure_drive(Path(folder))
         except (RuntimeError, NotImplementedError) as error:  # torch.OutOfMemoryError is one
             report["arms"][name] = {"error": _first_line(error)}
         if "error" in report["arms"][name] or not name.startswith(("resident", "ours")):
@@ -345,14 +383,25 @@ def judge(report: dict[str, Any]) -> None:
             arm["sent_bytes"] = forward + backward
             links = max(forward, activations) / bandwidth, (backward + activations) / bandwidth
             arm["link_s"] = sum(links)
-            arm["limit_s"] = max(links[0], twin.get("forward_s", 0.0)) + max(links[1], twin.get("backward_s", 0.0))
+            reads = 0.0, 0.0
+            if arm.get("raw_bytes_per_s"):
+                arm["read_bytes"] = arm["read_forward_bytes"] + arm["read_backward_bytes"]
+                reads = (
+                    arm["read_forward_bytes"] / arm["raw_bytes_per_s"],
+                    arm["read_backward_bytes"] / arm["raw_bytes_per_s"],
+                )
+                arm["drive_s"] = sum(reads)
+            forward_s, backward_s = twin.get("forward_s", 0.0), twin.get("backward_s", 0.0)
+            arm["limit_s"] = max(links[0], reads[0], forward_s) + max(links[1], reads[1], backward_s)
             arm["times_of_limit"] = arm["step_s"] / arm["limit_s"]
 
 
 HEAD = (
-    *("arm", *(f"{part}, s" for part in PARTS), "peak, GiB", "reserved, GiB", "after forward, GiB", "sent a step, GiB"),
-    *("link alone, s", "limit, s", "x limit", "same bits"),
+    *("arm", *(f"{part}, s" for part in PARTS), "peak, GiB", "reserved, GiB", "after forward, GiB"),
+    *("sent a step, GiB", "read a step, GiB", "link alone, s", "drive alone, s", "limit, s", "x limit", "same bits"),
 )
+
+DRIVE = ("read a step, GiB", "drive alone, s")
 
 
 def table(report: dict[str, Any]) -> str:
@@ -368,9 +417,11 @@ def table(report: dict[str, Any]) -> str:
             rows.append((name, arm["error"], *[""] * (len(HEAD) - 2)))
             continue
         numbers = (*(_number(arm, f"{part}_s") for part in PARTS), *(_gib(arm, f"{key}_bytes") for key in SIZES))
-        limits = _number(arm, "link_s"), _number(arm, "limit_s"), _number(arm, "times_of_limit")
+        limits = tuple(_number(arm, key) for key in ("link_s", "drive_s", "limit_s", "times_of_limit"))
         rows.append((name, *numbers, *limits, {True: "yes", False: "NO", None: ""}[arm["is_equal"]]))
-    return "\n".join([*lines, "", markdown(rows)])
+    # Without an arm that reads from the drive there is nothing to tell about it.
+    kept = [at for at, title in enumerate(HEAD) if title not in DRIVE or any(row[at] for row in rows[1:])]
+    return "\n".join([*lines, "", markdown([tuple(row[at] for at in kept) for row in rows])])
 
 
 def _gib(arm: dict[str, Any], key: str) -> str:

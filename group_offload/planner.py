@@ -689,8 +689,10 @@ def _lower_bound(case: _Case) -> float:
     RAM with what has a file.
     """
     room = case.device_budget - _least_in_slots(case) if case.has_residents else 0
-    if sum(case.sizes[index] for index in case.used) <= case.device_budget:
-        room = case.device_budget
+    most = case.device_budget if case.has_residents else sum(nlargest(case.problem.num_slots, case.sizes))
+    used = sum(case.sizes[index] for index in case.used)
+    if used <= most:  # then all of them may fit there together, resident or in slots
+        room = used
     sent = _least_sent(case, case.used, room)
     read = _least_sent(case, [index for index in case.used if case.groups[index].is_in_file], room + case.ram_room)
     return max(case.compute, sent / case.problem.speeds.h2d, read / case.problem.speeds.drive)

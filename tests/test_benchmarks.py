@@ -197,6 +197,7 @@ def test_training_runs(tmp_path: Path, run_here: Run) -> None:
             ("resident", ""),
             ("ours block", ""),
             ("ours block", " + activations"),
+            ("ours files ram=8GiB", ""),
             ("fsdp2", ""),
             ("diffusers block", ""),
         )
@@ -238,6 +239,10 @@ def test_limit_of_a_training_step_is_the_sum_of_both_phases(scripts: Callable[[s
         True,
     )
     assert (both["link_s"], both["limit_s"], both["is_equal"]) == (7.0, 7.0, False)
+    ours |= {"read_forward_bytes": 4, "read_backward_bytes": 8, "raw_bytes_per_s": 2.0}
+    report["arms"]["ours files ram=8GiB"] = ours
+    scripts("training").judge(report)
+    assert (ours["drive_s"], ours["limit_s"]) == (6.0, 2.0 + 4.0)
 
 
 def test_activations_are_measured(tmp_path: Path, scripts: Callable[[str], Any], run_here: Run) -> None:
