@@ -12,8 +12,9 @@ deterministic algorithms are on, have the bits of the resident arm with the same
 is the sum of what its two phases could: of forward, and of backward, the longer of what the resident arm takes and of the time
 that the bytes sent in it need on the link. (They do not share: what backward has to spare comes after forward is over, and the
 device has no room for what is not needed soon.) Offloaded activations go out in forward, beside the weights that come in, and
-come back in backward, after one another with them; a byte out is taken to need as long as one in. With a budget for RAM, files
-are read past the page cache, and the time that a plain reader needs for as many bytes of the same files counts as well.
+come back in backward, after one another with them; a byte out is taken to need as long as one in. With a budget for RAM,
+files are dropped from the page cache and read past it, and the time that a plain reader needs for as many bytes of the same
+files counts as well.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class Moved(NamedTuple):
     sent: int
     """To the device."""
     read: int
-    """From the drive, past the page cache."""
+    """From files that are not page-locked."""
 
     def since(self, before: Moved) -> Moved:
         return Moved(self.sent - before.sent, self.read - before.read)
@@ -162,6 +163,8 @@ class Run:
             if (share := choice.pop("vram_share", None)) is not None:  # of the weights
                 choice["vram_budget"] = int(share * sum(parameter.nbytes for parameter in self.model.parameters()))
             self.handle = apply_group_offloading(self.model, self.device, **choice)
+            if "ram_budget" in choice:  # what is in the page cache would be taken from there
+                drop_page_cache(files_in(folder), may_drop_all=False)
         if "activations" in extras:
             self.activations = apply_activation_offloading(
                 self.model, device=self.device, min_bytes=self.options.min_bytes
@@ -220,7 +223,7 @@ class Run:
         if self.handle is None:
             return Moved(0, 0)
         stats = self.handle.stats()
-        return Moved(sum(stats.bytes_onloaded.values()), stats.bytes_read["direct"])
+        return Moved(sum(stats.bytes_onloaded.values()), stats.bytes_read["direct"] + stats.bytes_read["page cache"])
 
     def measure(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
         options = self.options
