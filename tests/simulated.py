@@ -239,6 +239,17 @@ class SimulatedEvent:
                 self.device._wait([self.point])
 
 
+@contextlib.contextmanager
+def _no_autocast() -> Iterator[None]:
+    """`torch.autocast` forgets all casts when a thread leaves its outermost one: also those of other threads."""
+    is_enabled = torch.is_autocast_enabled("cpu")
+    torch.set_autocast_enabled("cpu", False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cpu", is_enabled)
+
+
 class SimulatedDevice:
     """A `Backend` for tests. `laziness`: work runs at random moments, only when somebody waits, or as soon as it may.
 
@@ -561,7 +572,7 @@ class SimulatedDevice:
         if run is not None:
             self.log.append((work.stream.name, work.access.label))
             # Some kernels ask for the grad mode: it is the enqueuer's, not that of whoever happens to wait.
-            with torch.inference_mode(False), torch.set_grad_enabled(work.grad), torch.autocast("cpu", enabled=False):
+            with torch.inference_mode(False), torch.set_grad_enabled(work.grad), _no_autocast():
                 try:
                     run()
                 except Exception as error:

@@ -313,6 +313,12 @@ def test_activations_stay_in_transforms_of_torch_func(transform: Callable[[nn.Mo
     handle.remove()
 
 
+@pytest.mark.parametrize("options", [{}, {"in_checkpoint": True}], ids=str)
+def test_calls_of_a_block_share_autocasts_copies(options: dict[str, Any], tmp_path: Path) -> None:
+    """Which a thread that reads files must not make autocast forget: gradients are added up in bfloat16."""
+    check(STEPS["autocast"], "random", tmp_path, lambda: make(5, order=[0, 1, 0]), **options)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_random_training(seed: int, tmp_path: Path) -> None:
     """Blocks that are left out or called again, checkpoints here and there, steps of all kinds, on any tier."""
