@@ -386,13 +386,11 @@ def judge(report: dict[str, Any]) -> None:
             arm["sent_bytes"] = forward + backward
             links = max(forward, activations) / bandwidth, (backward + activations) / bandwidth
             arm["link_s"] = sum(links)
-            reads = 0.0, 0.0
+            reads = [0.0, 0.0]
             if arm.get("raw_bytes_per_s"):
-                arm["read_bytes"] = arm["read_forward_bytes"] + arm["read_backward_bytes"]
-                reads = (
-                    arm["read_forward_bytes"] / arm["raw_bytes_per_s"],
-                    arm["read_backward_bytes"] / arm["raw_bytes_per_s"],
-                )
+                read = arm["read_forward_bytes"], arm["read_backward_bytes"]
+                arm["read_bytes"] = sum(read)
+                reads = [num_bytes / arm["raw_bytes_per_s"] for num_bytes in read]
                 arm["drive_s"] = sum(reads)
             forward_s, backward_s = twin.get("forward_s", 0.0), twin.get("backward_s", 0.0)
             arm["limit_s"] = max(links[0], reads[0], forward_s) + max(links[1], reads[1], backward_s)

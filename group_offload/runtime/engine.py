@@ -136,14 +136,14 @@ class Engine:
         """The last pass ended, and nothing was raised in it."""
         # At leaf level least memory counts, and layers are small enough for torch's allocator to fit them in anywhere.
         is_leaf_level = config.offload_type is OffloadType.LEAF_LEVEL
-        self._is_just_in_time = config.record_stream or (is_leaf_level and config.use_stream)
-        self._is_tight = self._is_just_in_time and not config.record_stream
+        is_just_in_time = config.record_stream or (is_leaf_level and config.use_stream)
+        self._is_tight = is_just_in_time and not config.record_stream
         self._memory = DeviceMemory(
             self._backend,
             self.transfer,
             self.stalls,
             self.counters,
-            just_in_time=self._is_just_in_time,
+            just_in_time=is_just_in_time,
             tight=self._is_tight,
         )
         self._gates: dict[nn.Module, Gate] = {}
@@ -166,7 +166,6 @@ class Engine:
             self.counters,
             self._files,
             use_stream=config.use_stream,
-            just_in_time=self._is_just_in_time,
             model=type(root).__name__,
         )
         self._total_bytes = 0
@@ -187,7 +186,7 @@ class Engine:
     @property
     def slot_bytes(self) -> int:
         """Device memory that a pass takes for weights, at most."""
-        if not self._is_just_in_time:
+        if not self._memory.is_just_in_time:
             return sum(self._memory.ring_sizes.values())
         return self._memory.largest + self._window(None) + self._memory.outer_bytes
 
@@ -329,7 +328,7 @@ class Engine:
         self._files.before_pass(type(self.root).__name__)
         self._memory.take()
         self._keep_within_budgets(kind)
-        if self._is_just_in_time:
+        if self._memory.is_just_in_time:
             self._memory.window_bytes = self._window(top)
             weighed = self._activations.setdefault(top, Weighing())
             weighed.begin(self._other_bytes() if self._is_tight else 0)

@@ -41,13 +41,11 @@ class LookAhead:
         files: CachedFiles,
         *,
         use_stream: bool,
-        just_in_time: bool,
         model: str,
     ) -> None:
         """
         Args:
             use_stream: without a stream nothing is started before it is needed.
-            just_in_time: see [Note: Slots in rings, and just in time].
             model: for messages.
         """
         self._memory = memory
@@ -56,7 +54,6 @@ class LookAhead:
         self._counters = counters
         self._files = files
         self._use_stream = use_stream
-        self._is_just_in_time = just_in_time
         self._model = model
         self.schedule = Schedule(())
         self._wraps = False
@@ -89,7 +86,7 @@ class LookAhead:
 
     def before_call(self) -> None:
         """What a call needs is ready: start what comes next, if there is something to start."""
-        if self._is_just_in_time or self._is_behind or self.schedule.is_learning:
+        if self._memory.is_just_in_time or self._is_behind or self.schedule.is_learning:
             self._look()
 
     def after_call(self) -> None:
@@ -130,7 +127,7 @@ class LookAhead:
         if not self._use_stream:
             return
         has_room = self._memory.next_bytes is not None and self._memory.has_room_for(self._memory.next_bytes)
-        if self._is_just_in_time and not self._is_behind and not has_room and not self._may_read_ahead():
+        if self._memory.is_just_in_time and not self._is_behind and not has_room and not self._may_read_ahead():
             return
         self._is_behind = False
         self._memory.next_bytes = None
@@ -158,7 +155,7 @@ class LookAhead:
                     continue
                 run.append(group)
                 run_bytes += group.num_bytes
-            elif run and not self._is_just_in_time:  # before what is there already counts as needed sooner
+            elif run and not self._memory.is_just_in_time:  # before what is there already counts as needed sooner
                 self._start_run(run, walk)
                 run, run_bytes = [], 0
             walk.soon.add(group)
@@ -226,7 +223,7 @@ class LookAhead:
             del self._ahead[group]
 
     def _run_limit(self, group: Group) -> int:
-        is_loose = self._is_just_in_time and not group.height
+        is_loose = self._memory.is_just_in_time and not group.height
         room = 2 * self._memory.window_bytes if is_loose else self._memory.ring_sizes.get(group.height, 0)
         return min(MAX_RUN_BYTES, room // 8)
 

@@ -39,7 +39,7 @@ class DeviceMemory:
         self._transfer = transfer
         self._stalls = stalls
         self._counters = counters
-        self._is_just_in_time = just_in_time
+        self.is_just_in_time = just_in_time
         self._is_tight = tight
         self._arena = arena_for(backend)
         self._lease: Lease | None = None
@@ -124,7 +124,7 @@ class DeviceMemory:
         """A pass begins: the slots are there from here on. What is in them and out of date is given up."""
         stream = self._backend.current_stream()
         before, counters = self._lease, self._counters
-        sizes = {height: size for height, size in self.ring_sizes.items() if height or not self._is_just_in_time}
+        sizes = {height: size for height, size in self.ring_sizes.items() if height or not self.is_just_in_time}
         lease = self._lease = self._arena.lease(before, sum(sizes.values()), stream, self._transfer.stream)
         self._has_lease = True
         assert lease.memory is not None
