@@ -159,7 +159,7 @@ def test_the_plan_and_the_trace_agree(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 @pytest.mark.parametrize("factor", [1.15, 0.7, 3.0])
 def test_the_plan_follows_compute(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device gets warm, or is shared: the 16th and the 32nd pass show that, and then the plan is for it."""
+    """A device becomes slower or faster: the 16th and the 32nd pass show that, and then the plan is for it."""
     total = sum(parameter.nbytes for parameter in Flux().parameters())
     with offloaded(monkeypatch, vram_budget=total * 6 // 10) as (device, model, handle):
         steps(device, model, 8)

@@ -5,7 +5,7 @@ When a module is offloaded, files are shared out between RAM and the drive. Noth
 room activations need is not known. The first pass of a kind (a part of the model, with inputs of certain shapes) measures
 that. From then on groups stay on the device, as many as fit beside it. The first three passes also measure how long each
 group computes. The plan is made again with that, and carried out if it is 3% faster. Compute is measured again now and then:
-a device that has become warm is slower, and other inputs take another time.
+a device is not always as fast, and other inputs take another time.
 
 Inputs of other shapes get room in proportion to their size, until they were measured too. If something needs more than
 was foreseen, groups are given up: before the pass if it can be foreseen, else when the device's memory runs out.
