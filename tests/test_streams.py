@@ -13,10 +13,11 @@ import os
 import random
 import tempfile
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from torch import nn
 
 from group_offload import GroupFileError, OffloadHandle, apply_group_offloading
 from group_offload.runtime import copies, engine, lookahead, memory, reader, slots, staging, transfer
+from group_offload.runtime.reader import Reader
 from group_offload.runtime.schedule import Schedule
 from group_offload.runtime.transfer import Transfer
 from group_offload.stores.files import SourceFile
@@ -113,6 +115,45 @@ def slow_reads(seconds: float) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SourceFile, "read", slow)
         yield
+
+
+class HeldReads:
+    """Some reads wait from `close` on until `open`."""
+
+    def __init__(self) -> None:
+        self._is_open = threading.Event()
+
+    def open(self) -> None:
+        self._is_open.set()
+
+    def close(self) -> None:
+        self._is_open.clear()
+
+    def wait(self) -> None:
+        assert self._is_open.wait(60)
+
+
+@contextmanager
+def held_reads(*names: str) -> Iterator[HeldReads]:
+    """Reads for groups whose names begin like this can be held; there are threads enough for the others."""
+    held, read = HeldReads(), Reader._read
+    threads = ThreadPoolExecutor(16)
+
+    def reading(self: Reader, job: Any, chunk: Any) -> None:
+        if any(each.label.startswith(names) for _, reads in chunk.spans for each in reads):
+            held.wait()
+        read(self, job, chunk)
+
+    held.open()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "pool", lambda: threads)
+        patch.setattr(reader, "num_threads", lambda: 16)
+        patch.setattr(Reader, "_read", reading)
+        try:
+            yield held
+        finally:
+            held.open()
+            threads.shutdown()
 
 
 @contextmanager
@@ -539,7 +580,7 @@ def test_slots_go_to_another_model_while_copies_to_them_are_on_their_way() -> No
 
 @pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)
 def test_slots_go_to_another_model_while_files_are_being_read(options: dict[str, Any]) -> None:
-    """The first one's next pass is being read when the other one, in RAM, takes its slots."""
+    """The first one's next pass is being read when the other one, in RAM, takes its slots; then those reads end."""
     device = SimulatedDevice(0, "lazy")
     one, two = Model([16] * 4), Model([16] * 4)
     x = torch.randn(2, DIM)
@@ -547,15 +588,25 @@ def test_slots_go_to_another_model_while_files_are_being_read(options: dict[str,
     with (
         use_simulated_device(device),
         watch_file_reads(device),
-        slow_reads(0.02),
+        held_reads("blocks_0", "embed") as held,
         options_for({**options, "in_files": True}) as in_files,
     ):
+        one.on_block = lambda position: closing(held) if position == 0 else nullcontext()  # read for the next pass
         handles = [offload(one, **in_files), offload(two, **options)]
-        for _ in range(2):
-            outputs = [forward(device, one, x) for _ in range(2)]
+        assert handles[0]._engine is not None
+        transfer = handles[0]._engine.transfer
+        for _ in range(3):
+            held.open()
+            outputs = [forward(device, one, x)]
+            unread = [*transfer._reader._submitted]
             outputs += [forward(device, two, x) for _ in range(2)]
-            for output, wanted in zip(outputs, [expected[0]] * 2 + [expected[1]] * 2, strict=True):
+            held.open()
+            transfer.drain()
+            for output, wanted in zip(outputs, [expected[0]] + [expected[1]] * 2, strict=True):
                 assert torch.equal(device.get(output), wanted)
+        assert unread
+        one.alive.clear()
+        two.alive.clear()
         for handle in handles:
             handle.remove()
 
