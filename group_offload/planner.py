@@ -44,10 +44,11 @@ _NEAR_ENOUGH = 1.005
 """A plan this near to its limit is not improved any further."""
 _FULL_EFFORT = 80_000
 """Uses that are simulated for one plan, at most: a few hundred plans of 57 groups."""
-_MANY_USES, _EFFORT_FOR_MANY = 500, 20_000
-"""For more than so many uses in a pass, a few plans have to do: the search is not to take long for 2,000 either."""
 _GUESS_EFFORT = 10_000
 """The same where compute is not known yet: each of two searches."""
+_MANY_USES = 500
+"""For more than so many uses in a pass, a few plans have to do: the search is not to take long for 2,000 either."""
+_EFFORT_FOR_MANY, _GUESS_EFFORT_FOR_MANY = 20_000, 4_000
 _MAX_THRESHOLDS = 6
 """Numbers of groups that are resident whatever is spread over the rest."""
 _NUM_GIVERS = 8
@@ -253,8 +254,10 @@ def make_plan(problem: Problem) -> Plan:
     """
     _check_budgets(problem)
     case = _Case(problem)
-    effort = _FULL_EFFORT if len(case.uses) <= _MANY_USES else _EFFORT_FOR_MANY
-    return _plan(_search(case, effort) if case.compute else _search_evenly(case))
+    has_many = len(case.uses) > _MANY_USES
+    if case.compute:
+        return _plan(_search(case, _EFFORT_FOR_MANY if has_many else _FULL_EFFORT))
+    return _plan(_search_evenly(case, _GUESS_EFFORT_FOR_MANY if has_many else _GUESS_EFFORT))
 
 
 def simulate(problem: Problem, places: Sequence[Place]) -> Prediction:
@@ -557,36 +560,36 @@ def _backs(sizes: list[int], geometry: Geometry) -> list[int]:
 
     In steady state: the uses of the pass before count too. They do not all fit, so none is more than a pass back.
     """
-    live: list[tuple[int, int, int]] = []
-    """Oldest first: the use, and the bytes that it has."""
+    live: dict[int, int] = {}
+    """Where uses begin whose bytes nothing has taken since, oldest first."""
+    begins: list[int] = []
+    """The same in the order of the bytes: there may be many small ones."""
+    ends: list[int] = []
+    uses: list[int] = []
     backs, head, over = [], 0, -1
     for use, size in enumerate(sizes * 2):
         is_first = use == len(sizes)
         # Mostly the first place will do: it is free now, or as soon as the oldest use is over, before which nothing is.
         found = geometry.fit(0 if is_first else head, size)
-        best = _has_before(live, found, found + size)
-        if best > over and best > live[0][0]:
-            found, best = 0, use
-            for start in geometry.starts(size, head, (begin for _, begin, _ in live), is_first=is_first):
-                last = _has_before(live, start, start + size)
+        i, j = bisect_right(ends, found), bisect_left(begins, found + size)
+        best = uses[i] if j == i + 1 else max(uses[i:j], default=-1)
+        if best > over and best > next(iter(live)):
+            best = use
+            for start in geometry.starts(size, head, live.values(), is_first=is_first):
+                last = max(uses[bisect_right(ends, start) : bisect_left(begins, start + size)], default=-1)
                 if last < best:
                     found, best = start, last
-                if best <= over or best <= live[0][0]:
+                if best <= over or best == next(iter(live)):
                     break
+            i, j = bisect_right(ends, found), bisect_left(begins, found + size)
         head = found + size
         over = max(over, best)
-        live = [place for place in live if place[1] >= head or found >= place[2]]
-        live.append((use, found, head))
+        for taken in uses[i:j]:
+            del live[taken]
+        live[use] = found
+        begins[i:j], ends[i:j], uses[i:j] = [found], [head], [use]
         backs.append(use - over)
     return backs[len(sizes) :]
-
-
-def _has_before(live: list[tuple[int, int, int]], start: int, end: int) -> int:
-    """The use that has to be over before these bytes are free: the latest that has any of them. -1: they are free."""
-    for use, begin, until in reversed(live):
-        if begin < end and start < until:
-            return use
-    return -1
 
 
 def _reads(sizes: list[int], problem: Problem) -> Iterator[_Read]:
@@ -926,21 +929,21 @@ def _exchange(case: _Case, places: list[Place], index: int, givers: list[int]) -
     return None
 
 
-def _search_evenly(case: _Case) -> _Search:
+def _search_evenly(case: _Case, max_effort: int) -> _Search:
     """With no compute known, find the best plan for compute that is even over bytes, unless it is slower.
 
     Without compute it makes no difference which groups are sent, as long as they are as many bytes.
     """
     lowest = _lower_bound(case)
     if not lowest:
-        return _search(case, _GUESS_EFFORT)
+        return _search(case, max_effort)
     seconds = lowest / sum(case.sizes)
-    guessed = _search(_Case(case.problem, [size * seconds for size in case.sizes]), _GUESS_EFFORT)
-    even = _Search(case, _GUESS_EFFORT, guessed.effort)
+    guessed = _search(_Case(case.problem, [size * seconds for size in case.sizes]), max_effort)
+    even = _Search(case, max_effort, guessed.effort)
     even.consider(guessed.best.places)
     if even.fastest <= lowest * _NEARLY_AS_FAST:
         return even
-    search = _search(case, _GUESS_EFFORT)
+    search = _search(case, max_effort)
     search.effort += even.effort
     if even.fastest <= search.fastest * _NEARLY_AS_FAST:
         search.found[:] = even.found
