@@ -47,15 +47,6 @@ CLASSES: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """These models are so small that a second thread only waits for the first."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 every_level = pytest.mark.parametrize("level", LEVELS)
 
 

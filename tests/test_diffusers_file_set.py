@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +25,6 @@ DIFFUSERS_MODELS = [name for name in tiny.MODELS if name not in ("clip", "t5")]
 
 any_model = pytest.mark.parametrize("name", DIFFUSERS_MODELS)
 any_level = pytest.mark.parametrize("level", ["block_level", "leaf_level"])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """These models are so small that a second thread only waits for the first."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

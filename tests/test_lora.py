@@ -41,15 +41,6 @@ before_or_after = pytest.mark.parametrize("order", ["before", "after"])
 Step = Callable[[Any], Any]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """These models are so small that a second thread only waits for the first."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def device() -> torch.device:
     return tiny.device()

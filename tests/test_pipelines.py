@@ -46,15 +46,6 @@ any_tier = pytest.mark.parametrize("tier", ["ram", "disk"])
 any_level = pytest.mark.parametrize("level", ["block_level", "leaf_level"])
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """These models are so small that a second thread only waits for the first."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def device() -> torch.device:
     return tiny.device()

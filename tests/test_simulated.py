@@ -6,7 +6,6 @@ import contextlib
 import copy
 import gc
 import threading
-from collections.abc import Iterator
 from typing import Any, get_args
 
 import pytest
@@ -24,15 +23,6 @@ SCHEDULES = [(seed, laziness) for laziness in get_args(Laziness) for seed in ran
 
 any_schedule = pytest.mark.parametrize(("seed", "laziness"), SCHEDULES)
 any_laziness = pytest.mark.parametrize("laziness", get_args(Laziness))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Torch's threads cost more than these small tensors, most of all on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_layers() -> tuple[list[torch.Tensor], torch.Tensor]:
