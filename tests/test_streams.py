@@ -104,19 +104,6 @@ def watch_file_reads(device: SimulatedDevice) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def slow_reads(seconds: float) -> Iterator[None]:
-    read = SourceFile.read
-
-    def slow(self: SourceFile, *args: Any, **kwargs: Any) -> bool:
-        time.sleep(seconds)
-        return read(self, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SourceFile, "read", slow)
-        yield
-
-
 class HeldReads:
     """Some reads wait from `close` on until `open`."""
 
@@ -681,14 +668,18 @@ def test_files_are_being_read_when(end: str) -> None:
     with (
         use_simulated_device(device),
         watch_file_reads(device),
-        slow_reads(0.05),
+        held_reads("blocks_0") as held,
         options_for({"in_files": True}) as options,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(reader, "CHUNK_BYTES", 4096)  # so that the staging memory has another size after the change
         handle = offload(model, **options)
-        for _ in range(2):
-            forward(device, model, x)
+        forward(device, model, x)
+        model.on_block = lambda position: closing(held) if position == 0 else nullcontext()  # read for the next pass
+        forward(device, model, x)
+        model.on_block = stay
+        assert handle._engine is not None and handle._engine.transfer._reader._submitted
+        threading.Timer(0.2, held.open).start()
         if end == "change":
             model.blocks[2] = Block(400, counts=False)
             assert device.get(forward(device, model, x)).isfinite().all()
@@ -721,15 +712,27 @@ def test_what_rests_in_ram_does_not_overtake_what_is_read() -> None:
     device = SimulatedDevice(0, "lazy")
     resident = Model([400, 400, 100, 100, 100]).eval()
     x = torch.randn(2, DIM)
-    with use_simulated_device(device), watch_file_reads(device), tempfile.TemporaryDirectory() as folder:
+    with (
+        use_simulated_device(device),
+        watch_file_reads(device),
+        held_reads("blocks_2") as held,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         model: Any = from_file(resident, Path(folder) / "model.safetensors")
         handle = apply_group_offloading(model, "cpu", offload_device="disk")
         for twin in (model, resident):
             state = {name: torch.full_like(value, 0.1) for name, value in resident.blocks[3].state_dict().items()}
             twin.blocks[3].load_state_dict(state, assign=True)
+
+        def until_needed(position: int) -> Any:
+            if position == 2:
+                held.open()
+            return nullcontext()
+
+        model.on_block = until_needed
         for _ in range(3):
-            with slow_reads(0.01):
-                assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+            held.close()
+            assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
         assert {group.tier for group in handle.groups if group.group_id == "blocks_3_3"} == {"ram"}
         handle.remove()
         model.alive.clear()
