@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch._C._dynamo.eval_frame import set_eval_frame
+from torch.autograd.graph import saved_tensors_hooks
 
 from . import selective
 from .errors import StateError
@@ -19,6 +20,18 @@ def hooks_in_force() -> tuple[Pack, Unpack] | None:
     """What this thread's saved-tensor hooks are: those that were pushed last, the only ones that autograd calls."""
     found: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return found
+
+
+def pop_hooks(hooks: saved_tensors_hooks) -> None:
+    """Take saved-tensor hooks off this thread's, and leave those that lie over them."""
+    over = []
+    while (top := hooks_in_force()) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        if top[0] is hooks.pack_hook:
+            break
+        over.append(top)
+    for pack, unpack in reversed(over):
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 class Kept:

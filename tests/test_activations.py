@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -761,6 +762,55 @@ def _without(block: nn.Module, *args: torch.Tensor) -> torch.Tensor:
     with no_activation_offloading(), no_activation_offloading():
         result: torch.Tensor = block(*args)
     return result
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own jvp
+def test_forward_mode_differentiation() -> None:
+    """Its zeros have no memory at all."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(3)])
+    x, tangent = torch.randn(2, DIM), torch.randn(2, DIM)
+
+    def jvp() -> torch.Tensor:
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(model(forward_ad.make_dual(x, tangent))).tangent
+
+    expected = jvp()
+    with activation_offloading(model, device="cpu", min_bytes=0):
+        assert torch.equal(jvp(), expected)
+
+
+class Padded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        nested = torch.nested.as_nested_tensor([y[:1], y[1:]])
+        return torch.nested.to_padded_tensor(nested * nested, 0.0)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_stay() -> None:
+    model = nn.Sequential(Padded(), Padded())
+    x = torch.randn(3, DIM)
+    model(x).sum().backward()
+    expected = model[0].layer.weight.grad  # type: ignore[union-attr]
+    model.zero_grad()
+    with activation_offloading(model, device="cpu", min_bytes=0) as handle:
+        model(x).sum().backward()
+        assert handle.stats().offloads > 0
+    assert torch.equal(model[0].layer.weight.grad, expected)
+
+
+def test_where_hooks_are_forbidden_nothing_is_offloaded() -> None:
+    model = Model()
+    with activation_offloading(model, device="cpu", min_bytes=0) as handle:
+        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+            plain(model, torch.clone)
+        assert handle.stats().offloads == 0
+        plain(model, torch.clone)
+        assert handle.stats().offloads > 0
 
 
 def test_forwards_without_gradients_are_left_alone() -> None:

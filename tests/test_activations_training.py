@@ -19,6 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 
+from group_offload import StateError, apply_activation_offloading
 from group_offload.integrations.training import ActivationOffloadCallback
 
 from . import distributed_training, tiny_models
@@ -316,6 +317,26 @@ def test_the_callback_follows_any_protocol() -> None:
     callback.on_log(None, None, None, logs=logs)
     callback.on_train_end(None, None, None)
     assert logs == {"loss": 1.0}
+
+
+def test_the_callback_of_a_training_that_was_broken_off_is_no_obstacle() -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)])
+    broken = ActivationOffloadCallback(device="cpu", min_bytes=0)
+    broken.on_train_begin(None, None, None, model=model)  # and no `on_train_end`
+    wrapped = nn.Sequential(model)  # as DDP does, anew for each training
+    for again in (model, wrapped):
+        callback = ActivationOffloadCallback(device="cpu", min_bytes=0, groups=nn.Linear)
+        callback.on_train_begin(None, None, None, model=again)
+        assert broken.handle is not None and not broken.handle.is_active
+        assert callback.handle is not None and callback.handle.is_active
+        broken = callback
+    broken.on_train_end(None, None, None)
+    assert not model._forward_pre_hooks
+
+    own = apply_activation_offloading(model, device="cpu")
+    with pytest.raises(StateError, match="other options"):
+        ActivationOffloadCallback(device="cpu", min_bytes=0).on_train_begin(None, None, None, model=model)
+    own.remove()
 
 
 # ---------------------------------------------------------------- several processes

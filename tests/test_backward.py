@@ -21,6 +21,7 @@ from diffusers.utils import BaseOutput
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -551,6 +552,152 @@ def test_weights_modified_between_forward_and_backward_are_an_error(tmp_path: Pa
             loss.backward()
         plain(model, put)  # as it is now
         handle.remove()
+
+
+@pytest.mark.parametrize("device", ["cpu", "random"])
+@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}, {"in_files": True}], ids=str)
+def test_a_value_that_is_replaced_between_forward_and_backward(
+    options: dict[str, Any], device: str, tmp_path: Path
+) -> None:
+    """Backward computes with what its forward had. (LoRA is fused that way.)
+
+    Without offloading it does where autograd has saved a view of the weight, and not where it has saved the weight itself.
+    """
+
+    def replace(model: Any) -> None:
+        for block in model.blocks:
+            for weight in (block.mix, block.down.base.weight):
+                weight.data = weight.data * 1.5
+
+    def step(model: Any, put: Put, *, is_late: bool) -> torch.Tensor:
+        loss = model(data(0, put)).square().mean()
+        if not is_late:
+            replace(model)
+        loss.backward()
+        if is_late:
+            replace(model)
+        return loss.detach()
+
+    resident, ours = make(), make()
+    expected = train(resident, partial(step, is_late=True), num_steps=3)
+    with offloaded(ours, device, tmp_path, **options) as (_, handle, put, get):
+        assert_same_bits(train(ours, partial(step, is_late=False), put, num_steps=3), expected, get)
+        gc.collect()
+        handle.remove()
+    for name, value in frozen_bits(ours).items():
+        assert same_bits(value, frozen_bits(resident)[name]), name
+
+
+def test_a_value_that_a_forward_has_taken_up_before_an_earlier_backward_is_an_error(tmp_path: Path) -> None:
+    with offloaded(make(), "cpu", tmp_path) as (model, _, put, _):
+        early = model(data(0, put)).sum()
+        model.blocks[1].mix.data = model.blocks[1].mix.data * 2
+        late = model(data(0, put)).sum()
+        with pytest.raises(StateError, match=r"modified by an inplace operation: the weight 'blocks\.1\.mix'"):
+            early.backward()
+        late.backward()
+
+
+class Halves(nn.Module):
+    """Its weights were made as views of one tensor, as converters of checkpoints do: they share a version counter."""
+
+    def __init__(self, *weights: torch.Tensor) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(weight, requires_grad=False) for weight in weights)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(x @ self.up) @ self.down
+
+
+class Stacked(nn.Module):
+    """Each block has views of one tensor, or (if `is_one`) all blocks have."""
+
+    def __init__(self, is_one: bool) -> None:
+        super().__init__()
+        stacked = torch.randn(6, DIM, DIM) / 4
+        parts = stacked.unbind() if is_one else [half for pair in stacked.clone().split(2) for half in pair.clone()]
+        self.blocks = nn.ModuleList(Halves(*parts[at : at + 2]) for at in (0, 2, 4))
+        self.head = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x.requires_grad_() if x.is_leaf else x)
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+def stacked(is_one: bool) -> Stacked:
+    torch.manual_seed(0)
+    return Stacked(is_one)
+
+
+@pytest.mark.parametrize("step", ["plain", "accumulated", "retained"])
+@pytest.mark.parametrize("is_one", [False, True], ids=["of each block", "of all"])
+@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}, {"in_files": True}], ids=str)
+def test_weights_that_share_a_version_counter(options: dict[str, Any], is_one: bool, step: str, tmp_path: Path) -> None:
+    check(STEPS[step], "random", tmp_path, partial(stacked, is_one), **options)
+
+
+@pytest.mark.parametrize("is_one", [False, True], ids=["of each block", "of all"])
+def test_an_edit_of_a_weight_that_shares_its_version_counter_is_an_error(is_one: bool, tmp_path: Path) -> None:
+    model: Any
+    with offloaded(stacked(is_one), "cpu", tmp_path) as (model, handle, put, _):
+        for _ in range(2):
+            model(data(0, put)).sum().backward()
+        loss = model(data(0, put)).sum()
+        with torch.no_grad():
+            model.blocks[1].up.mul_(2)
+        with pytest.raises(StateError, match="modified by an inplace operation: the weight"):
+            loss.backward()
+        model.blocks.append(Halves(*torch.randn(2, DIM, DIM).unbind()))  # cut into groups again
+        for _ in range(2):
+            model(data(0, put)).sum().backward()
+        handle.remove()
+
+
+def test_a_checkpoint_that_is_saved_while_training_can_be_read(tmp_path: Path) -> None:
+    """Storages of trained parameters are as large as these: `torch.save` writes, and checks, whole storages."""
+    with offloaded(make(), "cpu", tmp_path) as (model, _, put, _):
+        plain(model, put)
+        torch.save(model.state_dict(), tmp_path / "state.pt")
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+    found = torch.load(tmp_path / "state.pt")
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert same_bits(value, expected[name]), name
+    for name, parameter in model.named_parameters():
+        assert not parameter.requires_grad or parameter.untyped_storage().nbytes() == parameter.nbytes, name
+
+
+def test_an_optimizers_state_that_was_loaded_before_the_first_forward(tmp_path: Path) -> None:
+    def resume(model: nn.Module, state: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        optimizer.load_state_dict(copy.deepcopy(state))
+        return optimizer
+
+    resident = make()
+    first = torch.optim.AdamW([p for p in resident.parameters() if p.requires_grad], lr=0.1)
+    plain(resident, torch.clone)
+    first.step()
+    state = copy.deepcopy(first.state_dict())
+    ours = copy.deepcopy(resident)
+    resident.zero_grad()
+    ours.zero_grad()
+    torch.manual_seed(1)
+    plain(resident, torch.clone)
+    resume(resident, state).step()
+    num_hooks = len(hooks)  # of handles that other tests left to the garbage collector
+    with offloaded(ours, "random", tmp_path) as (ours, handle, put, get):
+        optimizer = resume(ours, state)  # on the CPU, as the parameters are
+        torch.manual_seed(1)
+        plain(ours, put)
+        optimizer.step()
+        for one, other in zip(ours.parameters(), resident.parameters(), strict=True):
+            if one.requires_grad:
+                assert same_bits(get(one), other)
+        assert len(hooks) == num_hooks + 1
+        handle.remove()
+        assert len(hooks) == num_hooks
 
 
 @pytest.mark.parametrize("change", ["remove", "cut again"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
+
+from group_offload import ActivationOffloadHandle, apply_activation_offloading
 
 from .common import LEVELS, TIERS, WIDTH, Model, assert_at_rest, assert_same, inputs, make, offload_to, run
 
@@ -280,6 +283,73 @@ def test_compiled_model_that_raises_after_it_was_compiled_late(folder: Path | No
     for _ in range(2):
         assert_same(run(model, inputs()), run(reference, inputs()))
         assert_at_rest(model, reference)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("order", ["".join(order) for order in permutations("CGA")])
+def test_blocks_that_are_compiled_with_weights_and_activations_offloaded(order: str, folder: Path | None) -> None:
+    """In any order: compiled (C), weights (G), activations (A)."""
+    torch.manual_seed(0)
+    model = Model(12).requires_grad_(False)
+    resident = copy.deepcopy(model)
+    handles: list[Any] = []
+
+    def compile_blocks() -> None:
+        for block in model.blocks:
+            block.compile(fullgraph=True, backend="aot_eager")
+
+    steps = {
+        "C": compile_blocks,
+        "G": lambda: handles.append(offload_to(folder, model)),
+        "A": lambda: handles.append(apply_activation_offloading(model, device="cpu", min_bytes=0)),
+    }
+    for name in order:
+        steps[name]()
+    for number in range(3):
+        grads = []
+        for each in (model, resident):
+            x = inputs(number).requires_grad_()
+            each(x).square().sum().backward()
+            grads.append(x.grad)
+        assert torch.equal(grads[0], grads[1])
+    activations = next(handle for handle in handles if isinstance(handle, ActivationOffloadHandle))
+    assert activations.stats().passes == 3 and activations.stats().offloads > 0
+    for handle in handles:
+        handle.remove()
+    for block in model.blocks:
+        assert not hasattr(block.__dict__["_compiled_call_impl"], "compiled")  # no gate is left
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_model_compiled_late_that_records_graphs(folder: Path | None) -> None:
+    """The pass in which gates are put around modules inside as well, while the root's was gone past."""
+    torch.manual_seed(0)
+    model = Model(12).requires_grad_(False)
+    resident = copy.deepcopy(model)
+    handle = offload_to(folder, model)
+    model.compile(backend="eager")
+    for number in range(3):
+        grads = []
+        for each in (model, resident):
+            x = inputs(number).requires_grad_()
+            each(x).square().sum().backward()
+            grads.append(x.grad)
+        assert torch.equal(grads[0], grads[1])
+        assert handle.stats().passes == handle.stats().backward_passes == number + 1
+    handle.remove()
+
+
+def test_a_model_compiled_late_that_is_cut_again(folder: Path | None) -> None:
+    torch.manual_seed(0)
+    model = Model(12).eval()
+    handle = offload_to(folder, model)
+    run(model, inputs(0))
+    model.blocks[1] = copy.deepcopy(model.blocks[2])
+    model.compile(backend="eager")
+    run(model, inputs(0))
+    run(model, inputs(1))
+    assert handle.stats().passes == 3
+    handle.remove()
 
 
 def test_aot_autograd(folder: Path | None) -> None:

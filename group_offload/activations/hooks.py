@@ -53,23 +53,23 @@ class Mark(_NotCopied):
 
     def place(self) -> None:
         """Put the mark where it is outside of what the module compiles for itself; it may have been compiled since."""
-        compiled = self._module.__dict__.get("_compiled_call_impl")
-        if compiled is not None and hasattr(compiled, "_torchdynamo_orig_callable"):
+        around, call = _innermost(self._module, self._gate)
+        if call is self._gate is not None:
+            return
+        self._gate = None
+        if call is not None and hasattr(call, "_torchdynamo_orig_callable"):
             self._unhook()
-            self._gate = _Gate(self, compiled)
-            self._module._compiled_call_impl = self._gate
-        elif self._gate is None and self._hook is None:
-            self._hook = self._module.register_forward_pre_hook(_enter_group)
-        elif self._gate is not None and compiled is None:
-            self._gate = None
+            self._gate = _Gate(self, call)
+            _put(self._module, around, self._gate)
+        elif self._hook is None:
             self._hook = self._module.register_forward_pre_hook(_enter_group)
 
     def remove(self) -> None:
         self._unhook()
         gate, self._gate = self._gate, None
-        if gate is not None:
-            is_there = self._module.__dict__.get("_compiled_call_impl") is gate
-            self._module._compiled_call_impl = gate.compiled if is_there else self._module._compiled_call_impl
+        around, call = _innermost(self._module, gate)
+        if gate is not None and call is gate:
+            _put(self._module, around, gate.compiled)
         self._module.__dict__.pop(GROUP, None)
 
     def _unhook(self) -> None:
@@ -90,6 +90,21 @@ class _Gate(_NotCopied):
             torch._dynamo.skip_frame("group_offload offloads activations: use block.compile(), or drop fullgraph=True")
         _unwatched(self._mark.session.enter, self._mark.name)
         return self.compiled(*args, **kwargs)
+
+
+def _innermost(module: nn.Module, until: _Gate | None) -> tuple[Any, Any]:
+    """What `module` calls inside of all gates (ours, and those of its weights), or the gate `until`; and the gate around."""
+    around, call = None, module.__dict__.get("_compiled_call_impl")
+    while call is not None and call is not until and hasattr(call, "compiled"):
+        around, call = call, call.compiled
+    return around, call
+
+
+def _put(module: nn.Module, around: Any, call: Callable[..., Any]) -> None:
+    if around is None:
+        module._compiled_call_impl = call
+    else:
+        around.compiled = call
 
 
 class RootHooks(_NotCopied):

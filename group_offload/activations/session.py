@@ -118,6 +118,8 @@ class Session:
             return
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return  # transforms of torch.func refuse saved-tensor hooks
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            return  # nor does `torch.autograd.graph.disable_saved_tensors_hooks` let them
         if self._pass is not None:  # it was interrupted where no hook could run
             self.end()
         outer = hooks_in_force()
@@ -190,8 +192,10 @@ class Session:
             and torch._C._current_graph_task_id() == -1
             and not getattr(_threads, "num_off", 0)
             and not tensor.is_quantized
+            and not tensor.is_nested
             and not tensor.is_conj()
             and not tensor.is_neg()
+            and not tensor._is_zerotensor()  # what forward-mode differentiation has for zeros: without memory
             and not current.is_weight(tensor)
         )
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from ..activations import ActivationOffloadHandle, ActivationStats, apply_activation_offloading
+
+_applied: weakref.WeakSet[ActivationOffloadHandle] = weakref.WeakSet()
+"""By callbacks. A training that was broken off leaves its own behind: nobody calls `on_train_end` then."""
 
 
 class ActivationOffloadCallback:
@@ -30,7 +34,11 @@ class ActivationOffloadCallback:
         self._reported: ActivationStats | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **kwargs: Any) -> None:
+        for left in [*_applied]:
+            if left.is_active and not set(left.module.modules()).isdisjoint(model.modules()):
+                left.remove()
         self.handle = apply_activation_offloading(model, **self._options)
+        _applied.add(self.handle)
         self._reported = None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -77,6 +77,7 @@ class SavedWeight:
         self.pass_number = backward.pass_number
 
     def unpack(self) -> torch.Tensor:
+        self._backward.check(self.part)
         check_version(self.part.version_of(self.index), self._version, f"the weight {self.fqn!r}")
         view = self._backward.bring(self)
         if self._is_conj:
@@ -208,10 +209,16 @@ class Backward:
 
     # ---------------------------------------------------------------- bringing back
 
+    def check(self, part: Part) -> None:
+        """
+        Raises:
+            StateError: the engine was removed, or has given the part up.
+        """
+        self._engine.group_of(part)
+
     def bring(self, saved: SavedWeight) -> torch.Tensor:
         """The bytes of a weight, on the device, for the node that autograd is at."""
         engine = self._engine
-        engine.group_of(saved.part)
         task = torch._C._current_graph_task_id()
         if task == -1 or engine.is_in_forward(saved.pass_number):
             # For whoever looks at a graph, or runs it inside of the forward that records it.

@@ -67,6 +67,7 @@ from .stopwatch import Stopwatch
 from .trace import Tracer
 from .trained import Trained
 from .transfer import Transfer
+from .versions import share_counters
 from .watch import Seen, Watch
 from .weighing import Weighing
 
@@ -394,12 +395,14 @@ class Engine:
         if not group.holds:
             self._lookahead.schedule.observe(group)
         if group.residence is Residence.AT_REST:
-            if group.was_replaced() and not self._absorb_replaced([group]):
+            # (Backward computes with what its forward had, which the image holds still.)
+            was_replaced = group.was_replaced()
+            if was_replaced and binds and not self._absorb_replaced([group]):
                 raise StateError(
                     f"A weight of {group.group_id!r} was given another dtype, shape or memory that others share, in the "
                     f"middle of a forward. Do that between forwards."
                 )
-            if group.was_touched():
+            if group.was_touched() and (binds or not was_replaced):
                 group.take_up_edits(self.transfer)
             if group.slot is not None and not group.is_current:
                 self._memory.drop(group)
@@ -483,6 +486,7 @@ class Engine:
             return self._rebuild_for(top)
         if not is_first:
             return watch
+        share_counters(self.groups)
         self._install_gates()
         return self._notice_changes(top) or self._rebuild_for(top)
 
@@ -771,6 +775,8 @@ class Engine:
             casts,
             self._trained.ids,
         )
+        if self._records_graphs:
+            share_counters(self.groups)
         self._group_of = {part: group for group in self.groups for part in group.parts}
         self._refs = tuple(ref for part in self._group_of for ref in part.refs)
         self._memory.reside(frozenset(), self.groups, self.config)

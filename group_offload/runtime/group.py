@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -36,10 +38,12 @@ class Part:
         "devices",
         "image",
         "num_increments",
+        "num_replaced",
         "offset",
         "refs",
         "rest",
         "sent_generation",
+        "shared_counters",
         "starts",
     )
 
@@ -56,6 +60,10 @@ class Part:
         """Of the image, when it was sent to the group's slot."""
         self.num_increments = 0
         """How often the engine, and nobody else, has raised the tensors' versions."""
+        self.shared_counters: dict[int, SharedCounter] = {}
+        """Of tensors that do not have a version of their own, by index."""
+        self.num_replaced: Counter[int] = Counter()
+        """How often something else was put in the place of a tensor's value, by index."""
         self.starts = sorted((spec.offset, i) for i, spec in enumerate(image.layout.specs) if 0 not in spec.shape)
         """Where in the image each tensor begins, and its index."""
 
@@ -63,10 +71,17 @@ class Part:
         """The index of the tensor that byte `offset` of the image belongs to."""
         return self.starts[bisect_right(self.starts, (offset, len(self.refs))) - 1][1]
 
+    def has_version(self, index: int) -> bool:
+        return _tracks_version(self.refs[index].tensor)
+
     def version_of(self, index: int) -> int:
         """How often anybody but the engine has modified a tensor, as far as it tells."""
         version = _version_of(self.refs[index].tensor)
-        return 0 if version < 0 else version - self.num_increments
+        if version < 0:
+            return 0
+        counter = self.shared_counters.get(index)
+        num_increments = self.num_increments if counter is None else counter.num_increments
+        return version - num_increments + self.num_replaced[index]
 
     @property
     def is_given_up(self) -> bool:
@@ -85,6 +100,14 @@ class Part:
             _same_memory(ref.tensor, view) and (not ref.path or _inner(ref.holder, ref.path) is ref.tensor)
             for ref, view in zip(self.refs, self.rest, strict=True)
         ]
+
+
+@dataclass(slots=True, eq=False)
+class SharedCounter:
+    """The version counter of tensors that were made as views of one: what `chunk` or `unbind` give, say."""
+
+    num_increments: int
+    """By the engine."""
 
 
 class Group:
@@ -118,6 +141,9 @@ class Group:
         self._tracked = [t for t, tracks in zip(self._tensors, self._tracks_version, strict=True) if tracks]
         self._wrapped = _wrapped_holders(refs)
         self._is_plain = not self._wrapped and len(self._tracked) == len(self._tensors)
+        self._to_increment = self._tracked
+        """One tensor for each version counter."""
+        self._shared_counters: list[SharedCounter] = []
         self._rest_version = self._version_sum()
         self._note_rest()
         self._versions: list[int] = []
@@ -203,14 +229,33 @@ class Group:
         if not torch.is_inference_mode_enabled():
             # Whatever autograd saved of these weights, past our hooks, is about to be overwritten in the slot. Their
             # version makes a backward pass over it raise instead of being silently wrong.
-            torch.autograd.graph.increment_version(self._tracked)
-            for part in self.parts:
-                part.num_increments += 1
+            self.increment_versions()
         self._bound = []
         self.rest()
         for index, value in self._recast.items():  # the next pass lays the group out again
             self._tensors[index].data = value.cpu()
         return num_changed
+
+    def increment_versions(self) -> None:
+        """Raise each version counter once, and remember that it was not somebody else."""
+        torch.autograd.graph.increment_version(self._to_increment)
+        for part in self.parts:
+            part.num_increments += 1
+        for counter in self._shared_counters:
+            counter.num_increments += 1
+
+    def note_shared_counters(self) -> None:
+        """The parts know by now which tensors share a version counter."""
+        known: dict[SharedCounter, None] = {}
+        self._to_increment = []
+        for (part, index), tensor, tracks in zip(self._places, self._tensors, self._tracks_version, strict=True):
+            counter = part.shared_counters.get(index)
+            if tracks and counter not in known:
+                self._to_increment.append(tensor)
+            if counter is not None:
+                known[counter] = None
+        self._shared_counters = list(known)
+        self._rest_version = self._version_sum()
 
     def find(self, address: int) -> tuple[Part, int, int] | None:
         """Whose bytes in the slot begin there: a part, the index of one of its tensors, and a byte of its image."""
@@ -301,8 +346,10 @@ class Group:
     def absorb_replaced(self) -> None:
         """Copy the values of `replaced()` tensors to their places at rest, and bind the tensors there again."""
         for part in self.parts:
-            for ref, view, is_left in zip(part.refs, part.image.rest, part.as_left(), strict=True):
+            for index, is_left in enumerate(part.as_left()):
                 if not is_left:
+                    ref, view = part.refs[index], part.image.rest[index]
+                    part.num_replaced[index] += 1
                     with torch.inference_mode(False), torch.no_grad():
                         view.copy_(ref.tensor.detach())
                     ref.tensor.data = fit_for(ref.tensor, view)
@@ -339,7 +386,8 @@ class Group:
         return [fit_for(tensor, view) for tensor, view in zip(self._tensors, views, strict=True)]
 
     def _version_sum(self) -> int:
-        return sum([tensor._version for tensor in self._tracked])
+        others = sum([counter.num_increments for counter in self._shared_counters])  # other groups' too
+        return sum([tensor._version for tensor in self._to_increment]) - others
 
     def _in_use(self) -> list[torch.Tensor]:
         """The tensors that a forward sees: for a tensor subclass, those inside the stand-in."""

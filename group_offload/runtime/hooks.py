@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import set_eval_frame
+from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from .. import selective
-from ..saved import hooks_in_force
+from ..saved import hooks_in_force, pop_hooks
 from .attempt import Attempt, State
 
 if TYPE_CHECKING:
@@ -49,20 +50,19 @@ class Gate:
         self.groups: tuple[Group, ...] = ()
         """What the call needs; what is needed longest comes first."""
         self._engine = engine
-        self._compiled: Callable[..., Any] | None = module.__dict__.get("_compiled_call_impl")
+        self.compiled: Callable[..., Any] | None = module.__dict__.get("_compiled_call_impl")
+        """What the module has compiled for itself; perhaps another gate around that."""
         self._handles: list[RemovableHandle] = []
         self._state: State | None = None
         """Known once a call of it was a pass."""
         self.was_bypassed = False
         """A call is in progress that went past the gate: a forward hook will end it."""
-
-    @property
-    def compiled(self) -> Callable[..., Any] | None:
-        return self._compiled
+        self._pushed: saved_tensors_hooks | None = None
+        """In such a call."""
 
     def install(self) -> None:
         module = self.module
-        if self._compiled is not None and not self.is_root:
+        if self.compiled is not None and not self.is_root:
             self._handles.append(module.register_forward_pre_hook(_allow_trace))
         else:
             self._handles.append(module.register_forward_pre_hook(_refuse_trace, with_kwargs=True))
@@ -75,10 +75,10 @@ class Gate:
             handle.remove()
         self._handles.clear()
         if self.module.__dict__.get("_compiled_call_impl") is self:
-            if self._compiled is None:
+            if self.compiled is None:
                 del self.module._compiled_call_impl
             else:
-                self.module._compiled_call_impl = self._compiled
+                self.module._compiled_call_impl = self.compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -112,7 +112,7 @@ class Gate:
         try:
             self._engine.enter(self, args, kwargs)
             args, kwargs = self._inputs(args, kwargs)
-            call = self._compiled or self.module._call_impl
+            call = self.compiled or self.module._call_impl
             if self.groups and torch._C._autograd._profiler_enabled():
                 call = partial(_call_in_range, call, self.groups[-1].group_id)
             with self._engine.backward.hooks() or nullcontext():
@@ -146,12 +146,20 @@ class Gate:
         compiler = set_eval_frame(None)
         modes = selective.hide()
         try:
-            self._compiled = self.module.__dict__.get("_compiled_call_impl")
+            self.compiled = self.module.__dict__.get("_compiled_call_impl")
             self.module._compiled_call_impl = self  # from the next call on the gate is around it again
             self._engine.lock.acquire()
             self._engine.backward.come_in(self.groups)
             self.was_bypassed = True
-            self._engine.enter(self, args, kwargs)
+            try:
+                self._engine.enter(self, args, kwargs)
+            finally:
+                self.was_bypassed = False
+                gate = self._engine.root_gate  # another one, if gates were put around all modules again
+                gate.was_bypassed = True
+            gate._pushed = self._engine.backward.hooks()
+            if gate._pushed is not None:
+                gate._pushed.__enter__()
             return self._engine.move_inputs(args, kwargs)
         finally:
             selective.show(modes)
@@ -165,6 +173,9 @@ class Gate:
         try:
             self.was_bypassed = False
             try:
+                if self._pushed is not None:
+                    pop_hooks(self._pushed)
+                    self._pushed = None
                 self._engine.leave()
             finally:
                 self._engine.lock.release()

@@ -8,10 +8,14 @@ work: a parameter that is bound to memory of another device gets another node fo
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..device import Backend, plain_empty
@@ -32,6 +36,8 @@ class Trained:
         self._homes: dict[int, tuple[torch.Tensor, torch.device]] = {}
         """By id: the parameters that stay on the device, and where they were before."""
         self._asked: frozenset[int] = frozenset()
+        self._optimizers: RemovableHandle | None = None
+        """Looks at each step of each optimizer. See `_bring_state`."""
         self._guards: list[RemovableHandle] = []
         """On those that require gradients and take turns. See [Note: Gradients of what is offloaded]."""
 
@@ -69,6 +75,9 @@ class Trained:
         for key, (parameter, _) in self._homes.items():
             if key not in homes:
                 self._bring(parameter)
+        if self._optimizers is None and self._homes:
+            self._optimizers = register_optimizer_step_pre_hook(partial(_bring_state, weakref.ref(self)))
+            weakref.finalize(self, self._optimizers.remove).atexit = False
         self._guard([ref for ref in refs if is_trainable(ref) and id(ref.holder) not in self._homes])
         return self._homes.keys() != homes.keys()
 
@@ -76,6 +85,9 @@ class Trained:
         """Let the parameters be where they were before."""
         homes, self._homes, self._asked = self._homes, {}, frozenset()
         self._guard(())
+        if self._optimizers is not None:
+            self._optimizers.remove()
+            self._optimizers = None
         for parameter, home in homes.values():
             if home != self._backend.device or home.type == "cpu":
                 self._move(parameter, home)
@@ -92,7 +104,11 @@ class Trained:
     def _bring(self, parameter: torch.Tensor) -> None:
         with torch.inference_mode(False), torch.no_grad():
             source = as_bytes(parameter)
-            memory = self._backend.empty(source.numel())
+            num_bytes = source.numel()
+            if self._backend.has_streams:
+                memory = self._backend.empty(num_bytes)
+            else:  # that of the backend is aligned, so larger, and `torch.save` writes all of a storage
+                memory = plain_empty(num_bytes, self._backend.device)
             self._backend.copy(memory, source, self._backend.current_stream(), blocking=True)
             parameter.data = view_of(memory, 0, parameter.dtype, parameter.shape, parameter.stride())
             if parameter.grad is not None:
@@ -105,6 +121,16 @@ class Trained:
             parameter.data = view_of(value, 0, parameter.dtype, parameter.shape, parameter.stride()).to(home)
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.to(home)
+
+
+def _bring_state(trained: weakref.ref[Trained], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """What an optimizer holds of a parameter follows it: its state may have been loaded before the parameter was brought."""
+    owner = trained()
+    for parameter, home in () if owner is None else owner._homes.values():
+        state = (optimizer.state.get(parameter) or {}) if home != parameter.device else {}
+        for name, value in [*state.items()]:
+            if isinstance(value, torch.Tensor) and value.dim() and value.device == home:  # a count of steps stays
+                state[name] = value.to(parameter.device)
 
 
 def _refuse(fqn: str, had_gradient: bool, parameter: torch.Tensor) -> None:
