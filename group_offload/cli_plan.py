@@ -311,7 +311,7 @@ def _problem(
             f"{f'{name}: ' if name else ''}--vram is {describe_bytes(vram)}, and the smallest that works is "
             f"{describe_bytes(least, round_up=True)}: {describe_bytes(least - others)} for groups to take turns in, "
             f"{describe_bytes(_outer_bytes(model))} for what is needed around them, {describe_bytes(activations)} of "
-            f"activations."
+            f"activations, {describe_bytes(MARGIN_BYTES)} to spare."
         )
     return replace(problem, budgets=Budgets(device_bytes=vram - others, ram_bytes=ram))
 

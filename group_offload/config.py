@@ -124,6 +124,11 @@ class OffloadConfig:
                 f"vram_budget={vram_budget!r}: {str(device)!r} has no memory of its own. Pass ram_budget, or another "
                 f"onload_device."
             )
+        if vram_budget is not None and low_cpu_mem_usage:
+            raise ConfigError(
+                f"vram_budget={vram_budget!r} contradicts low_cpu_mem_usage=True: nothing tells of edits of weights in RAM "
+                f"that is not page-locked, so none could stay on the device. Drop one of the two."
+            )
         kind = _as_offload_type(offload_type)
         if kind is OffloadType.LEAF_LEVEL:
             if num_blocks_per_group not in (None, 1):
@@ -186,4 +191,9 @@ def _as_path(value: Any) -> Path:
         path = ""
     if not path or "\0" in path:
         raise ConfigError(f"offload_to_disk_path={value!r}: expected the path of a folder.")
-    return Path(path).expanduser().absolute()
+    try:
+        return Path(path).expanduser().absolute()
+    except OSError as error:
+        raise ConfigError(
+            f"offload_to_disk_path={value!r}: the current directory was deleted. Pass a full path."
+        ) from error

@@ -247,7 +247,12 @@ def _outline_of(
     if not seen:
         raise GroupFileError(f"There are no weights in {', '.join(str(path) for path in files)}.")
     blocks = frozenset(_BLOCK_MODULES.get(model_class, ()))
-    return Outline(model_class, tuple(_cut(root, "", blocks, may_descend=not is_diffusers)), num_cast)
+    groups = tuple(_cut(root, "", blocks, may_descend=not is_diffusers))
+    if not groups:
+        raise GroupFileError(
+            f"There are no weights in {', '.join(str(path) for path in files)}: all tensors are empty."
+        )
+    return Outline(model_class, groups, num_cast)
 
 
 def _weights_in(path: Path, dtype: torch.dtype | None) -> Iterator[tuple[str, int, bool]]:

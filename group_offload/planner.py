@@ -747,11 +747,16 @@ def _try_all(search: _Search) -> None:
 
 
 def _candidates(case: _Case) -> Iterator[list[Place]]:
-    """Placements that fill the budgets, each spread evenly in another way."""
+    """Placements that fill the budgets, each spread evenly in another way; and one that leaves the smallest holes."""
     axes = (_Axis.TIME, _Axis.BYTES) if case.compute else (_Axis.BYTES,)
     orders = (False, True) if case.ram_room < math.inf else (False,)
-    for residents, axis, files_first in product(_first_residents(case), axes, orders):
-        yield _fill_tiers(case, residents, axis, files_first=files_first)
+    even = (
+        _fill_tiers(case, residents, axis, files_first=files_first)
+        for residents, axis, files_first in product(_first_residents(case), axes, orders)
+    )
+    yield next(even)
+    yield _fill_in_order(case, _by_size(case, case.used))
+    yield from even
 
 
 def _first_residents(case: _Case) -> Iterator[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import random
 import re
@@ -24,8 +25,11 @@ from group_offload import (
     apply_group_offloading,
     disable_group_offload,
     enable_group_offload,
+    remove_group_offloading,
 )
 from group_offload.runtime.attempt import State
+from group_offload.runtime.budgeting import MARGIN_RAM_BYTES, _budgeters
+from group_offload.runtime.engine import STAGING_BYTES
 
 from . import tiny_models as tiny
 from .conftest import SPEEDS
@@ -524,13 +528,14 @@ def test_what_a_forward_replaces_is_freed(device: SimulatedDevice) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"vram_budget": 1000}, "vram_budget is 1000 B.*weights alone take turns in"),
+        ({"vram_budget": 1000}, "vram_budget is 1000 B.*weights of Model alone take turns in"),
         ({"vram_budget": "-1GiB"}, "vram_budget='-1GiB'"),
         ({"vram_budget": 0}, "vram_budget=0"),
         ({"vram_budget": "lots"}, "vram_budget='lots'.*'8GiB'"),
         ({"ram_budget": "1KiB"}, "ram_budget is 1 KiB.*without any weights"),
         ({"ram_budget": "120%"}, "ram_budget='120%'"),
         ({"vram_budget": True}, "vram_budget=True"),
+        ({"vram_budget": "1GiB", "low_cpu_mem_usage": True}, "contradicts low_cpu_mem_usage=True"),
     ],
     ids=str,
 )
@@ -706,14 +711,141 @@ def test_four_gib_in_one(tmp_path: Path) -> None:
 
 
 def test_weights_that_have_no_file_need_ram(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    for owner in ("group_offload.runtime.engine", "group_offload.integrations.sharing"):
-        monkeypatch.setattr(f"{owner}.ram_for_weights", lambda budget, in_ram, staging: 1000)
+    """The error names a budget that works."""
+    monkeypatch.setattr("group_offload.runtime.budgeting.ram_in_use", lambda: 100 << 20)
     model = Model(WIDTHS)
-    with pytest.raises(ConfigError, match=r"RAM budget for weights is \d+ bytes.*that have no file"):
-        offload(model, ram_budget="4GiB")
-    with pytest.raises(ConfigError, match=r"RAM budget for weights is .*all weights that have no file"):
-        enable_group_offload(SimpleNamespace(components={"transformer": model}), "cpu", ram_budget="4GiB")
-    assert not device.pinned_bytes
+    pipeline = SimpleNamespace(components={"transformer": model})
+    named = ""
+    for call in (
+        lambda budget: offload(model, ram_budget=budget),
+        lambda budget: enable_group_offload(pipeline, "cpu", ram_budget=budget),
+    ):
+        with pytest.raises(ConfigError, match="for weights that are in no file") as error:
+            call((164 << 20) - 1)
+        assert not device.pinned_bytes
+        found = re.search(r"this process needs ([\d.]+ \w+):", str(error.value))
+        assert found is not None
+        named = found[1]
+        call(named)
+        remove_group_offloading(model)
+
+
+RAM_WITHOUT_WEIGHTS = 200 << 20
+
+
+@pytest.fixture
+def ram(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """What the process takes besides weights: now."""
+    ram = {"now": RAM_WITHOUT_WEIGHTS}
+    monkeypatch.setattr("group_offload.runtime.budgeting.ram_in_use", lambda: ram["now"])
+    return ram
+
+
+def budget_for(num_bytes: int) -> int:
+    """A budget for RAM that leaves so much for weights in files."""
+    return RAM_WITHOUT_WEIGHTS + STAGING_BYTES + MARGIN_RAM_BYTES + num_bytes
+
+
+@pytest.mark.parametrize("where", ["checkpoint", "folder"])
+def test_a_module_that_is_cut_again_keeps_its_ram(
+    where: str, device: SimulatedDevice, ram: dict[str, int], tmp_path: Path
+) -> None:
+    """By then the process has taken what weights are read into, pages that it has locked, and whatever else it needs."""
+    resident = Model(WIDTHS).eval()
+    model: Any = (
+        from_file(resident, tmp_path / "model.safetensors") if where == "checkpoint" else copy.deepcopy(resident)
+    )
+    rests: dict[str, Any] = {"offload_device": "disk"} if where == "checkpoint" else {"offload_to_disk_path": tmp_path}
+    handle = offload(model, ram_budget=budget_for(20_000), **rests)
+    for _ in range(3):
+        check(device, model, resident)
+    locked = handle.stats().pinned_bytes
+    assert locked > 0
+    ram["now"] += 1 << 30
+    for twin in (model, resident):
+        twin.blocks[0].register_parameter("extra", torch.nn.Parameter(torch.ones(3)))
+    for _ in range(4):
+        check(device, model, resident)
+    assert handle.stats().rebuilds == 1 and 0.8 * locked <= handle.stats().pinned_bytes <= 1.2 * locked
+    handle.remove()
+    check_at_rest(model, resident)
+
+
+def test_one_budget_for_ram_is_for_all_modules(device: SimulatedDevice, ram: dict[str, int], tmp_path: Path) -> None:
+    models, residents, handles = [], [], []
+    for number in range(2):
+        residents.append(Model(WIDTHS).eval())
+        models.append(from_file(residents[-1], tmp_path / f"{number}.safetensors"))
+    whole = sum(parameter.nbytes for parameter in models[0].parameters())
+    for model in models:
+        handles.append(offload(model, offload_device="disk", ram_budget=budget_for(whole + 20_000)))
+    for _ in range(4):
+        for model, resident in zip(models, residents, strict=True):
+            check(device, model, resident)  # type: ignore[arg-type]
+    assert sum(budgeter.promised_bytes for budgeter in _budgeters) <= whole + 20_000
+    first, second = (handle.stats().pinned_bytes for handle in handles)
+    assert first > whole and second <= 40_000
+    handles[0].remove()
+    handles[1].remove()
+    again = offload(models[1], offload_device="disk", ram_budget=budget_for(whole + 20_000))
+    for _ in range(4):
+        check(device, models[1], residents[1])  # type: ignore[arg-type]
+    assert again.stats().pinned_bytes > whole
+    again.remove()
+
+
+def test_memory_that_others_have_taken_is_learnt(
+    device: SimulatedDevice, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One forward runs twice, not all; and what stayed on the device comes back once there is room again."""
+    monkeypatch.setattr("group_offload.runtime.budgeting.PASSES_UNTIL_LOOK", 4)
+    resident, model, handle = all_resident(device)
+    before = handle.stats().resident_bytes
+    device.capacity = device.total.now + 2 * DIM * 4
+    for _ in range(20):
+        check(device, model, resident)
+    assert caplog.text.count("runs again") == 1 and handle.stats().resident_bytes < before
+    device.capacity = 1 << 40
+    for _ in range(10):
+        check(device, model, resident)
+    assert handle.stats().resident_bytes == before
+    handle.remove()
+
+
+class Counting(Model):
+    """Cannot run again by itself."""
+
+    count = 0
+
+    def forward(self, x: torch.Tensor, finish: bool = True) -> torch.Tensor:
+        self.count += 1
+        return super().forward(x, finish)
+
+
+def test_the_budget_that_an_error_names_works(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has less than the budget: what the budget was says nothing about how much there is."""
+    monkeypatch.setattr("group_offload.runtime.budgeting.MARGIN_BYTES", 4096)
+    monkeypatch.setattr(SimulatedDevice, "total_bytes", lambda self: 1 << 30)
+    resident = Model(WIDTHS).eval()
+    model = Counting(WIDTHS).eval()
+    model.load_state_dict(resident.state_dict())
+    handle = offload(model, vram_budget="90%")
+    for _ in range(4):
+        check(device, model, resident)
+    device.capacity = device.total.now + 2 * DIM * 4
+    with pytest.raises(torch.OutOfMemoryError, match="cannot be run again by itself") as error:
+        check(device, model, resident)
+    found = re.search(r"vram_budget='([^']+)'", str(error.value))
+    assert found is not None
+    del error
+    model.alive.clear()
+    handle.remove()
+    device.synchronize()
+    gc.collect()
+    handle = offload(model, vram_budget=found[1])
+    for _ in range(6):
+        check(device, model, resident)
+    handle.remove()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import errno
 import fcntl
@@ -10,6 +11,7 @@ import itertools
 import logging
 import os
 import resource
+import shutil
 import signal
 import stat
 import subprocess
@@ -24,8 +26,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
-from group_offload import GroupFileError
+from group_offload import GroupFileError, apply_group_offloading
 from group_offload.layout import ImageLayout, lay_out
 from group_offload.stores import publish as publish_module
 from group_offload.stores.folder import Folder, ProvenFile, delete_if_unused, file_name, keep, leave, use
@@ -138,6 +141,24 @@ def test_metadata(tmp_path: Path) -> None:
     assert finding.group is not None and finding.group.layout == layout_of(weights())
     assert (finding.group.model_class, finding.group.group_id) == ("Model", "blocks_0")
     assert finding.group.content == file.entry.content and finding.num_bytes == file.entry.num_bytes
+
+
+def test_a_folder_that_is_deleted_under_a_running_model(tmp_path: Path) -> None:
+    """What is in use stays open; what is written later makes it again."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    resident = copy.deepcopy(model)
+    handle = apply_group_offloading(model, "cpu", offload_to_disk_path=tmp_path / "offload", offload_type="leaf_level")
+    x = torch.randn(2, 4)
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.equal(model(x), resident(x))
+            for twin in (model, resident):
+                twin[0].weight.mul_(2)  # type: ignore[operator]
+        shutil.rmtree(tmp_path / "offload")
+    with torch.no_grad():
+        assert torch.equal(model(x), resident(x))
+    handle.remove()
+    assert torch.equal(model[0].weight, resident[0].weight)  # type: ignore[arg-type]
 
 
 def test_other_weights_are_told_by_the_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

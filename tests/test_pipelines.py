@@ -839,8 +839,9 @@ def test_modules_on_the_stock_engine_are_refused(part: str, device: torch.device
 def test_stock_call_on_an_offloaded_module_is_refused(device: torch.device) -> None:
     model = tiny.flux_transformer()
     apply_group_offloading(model, device)
-    with pytest.raises(StateError, match="already"):
-        imported_before_patching(model, device, num_blocks_per_group=1)
+    for target in (model, nn.Sequential(model), model.transformer_blocks[0]):  # else its weights at rest would be lost
+        with pytest.raises(StateError, match="already"):
+            imported_before_patching(target, device, num_blocks_per_group=1)
 
 
 # ------------------------------------------------------------------------------------------------ truth at rest

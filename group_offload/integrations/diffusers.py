@@ -32,12 +32,12 @@ from ..api import (
     OffloadHandle,
     add_listener,
     apply_group_offloading,
-    handle_of,
     offload,
     remove_group_offloading,
 )
 from ..config import OffloadConfig, OffloadType
 from ..errors import ConfigError, ModuleError, StateError
+from ..runtime.engine import is_offloaded
 from .sharing import shares_of
 
 logger = logging.getLogger("group_offload")
@@ -407,9 +407,10 @@ def _install_seam() -> None:
         if handle is not None and handle.is_active:
             handle.refresh()
             _mark(handle)
-        elif handle_of(module) is not None:
+        elif any(map(is_offloaded, module.modules())):
             raise StateError(
-                f"{type(module).__name__} is group-offloaded by group_offload already. Call remove_group_offloading() first."
+                f"{type(module).__name__}, or a part of it, is group-offloaded by group_offload already. Call "
+                f"remove_group_offloading() on what it was applied to first."
             )
         elif _restore is not None:
             _enable_on_model(module, **_options_of(config))

@@ -14,6 +14,7 @@ was foreseen, groups are given up: before the pass if it can be foreseen, else w
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +40,7 @@ from ..planner import (
     simulate,
     smallest_device_bytes,
 )
-from ..stores.files import FileImage
+from ..stores.files import FileImage, locked
 from ..stores.ram import LOCKED_SHARE, available_ram, ram_in_use
 from .drive import DriveMeter
 from .group import Group
@@ -54,6 +55,8 @@ TIMED_EVERY = 32
 """Later on one pass of so many is measured, more often at first: the 4th, 8th, 16th, 32nd, 64th, 96th."""
 NUM_TIMED_KINDS = 8
 """Kinds whose times are remembered."""
+PASSES_UNTIL_LOOK = 32
+"""Once less was there than the budget: after so many passes the device is asked again."""
 NUM_RECENT = 8
 """Passes whose activations have room."""
 MARGIN_BYTES = 16 << 20
@@ -92,6 +95,9 @@ class _Measured:
         self.num_passes = 0
 
 
+_budgeters: weakref.WeakSet[Budgeter] = weakref.WeakSet()
+
+
 class Budgeter:
     """Keeps a module within its budgets. Owned by an engine, and used under its lock."""
 
@@ -100,9 +106,14 @@ class Budgeter:
         Args:
             speeds: asked when they are needed first.
         """
+        _budgeters.add(self)
         self._backend = backend
         self.vram: int | None = None
-        """Device memory for the whole process; None for no budget."""
+        """Device memory for the whole process, as far as the device has it; None for no budget."""
+        self._asked_vram: int | None = None
+        self._passes_until_look = 0
+        self.promised_bytes = 0
+        """RAM of the process's budget for what the module has in files."""
         self.ram_bytes: int | None = None
         """RAM for weights: what is in no file, and what is page-locked."""
         self._speeds = cache(speeds)
@@ -144,6 +155,7 @@ class Budgeter:
         ram_bytes: int | None,
         outer_bytes: int,
         staging_bytes: int,
+        too_small: Callable[[int], ConfigError | None],
     ) -> Plan | None:
         """The module was cut into groups: what rests where, before anything is measured.
 
@@ -151,13 +163,14 @@ class Budgeter:
             vram: device memory for the whole process; None for no budget.
             ram_bytes: for weights; None for no limit.
             outer_bytes: device memory for groups that are needed around others.
+            too_small: is given what `vram` has to be, and says how to tell; None: then it is that.
 
         Raises:
             ConfigError: a budget is too small.
         """
         self.groups = tuple(group for group in groups if group.num_bytes and not group.height)
         self._order = tuple(order)
-        self.vram = vram
+        self.vram = self._asked_vram = vram
         self.ram_bytes, self.outer_bytes, self._staging_bytes = ram_bytes, outer_bytes, staging_bytes
         self._measured, self._timed, self._seconds = {}, {}, {}
         self._planned_seconds = 0.0
@@ -168,11 +181,10 @@ class Budgeter:
         problem = self._problem(None)
         least = smallest_device_bytes(problem)
         if self.vram is not None and self.vram < least + outer_bytes:
-            raise ConfigError(
-                f"vram_budget is {describe_bytes(self.vram)}, and the weights alone take turns in "
-                f"{describe_bytes(least + outer_bytes, round_up=True)}. Give it that and what activations need, or make the "
-                f"groups smaller: offload_type='leaf_level'."
-            )
+            error = too_small(least + outer_bytes)
+            if error is not None:
+                raise error
+            self.vram = self._asked_vram = least + outer_bytes
         # Half of the device is a guess, which the first pass puts right before anything stays there.
         room = None if self.vram is None else max(least, self.vram // 2)
         self.plan = make_plan(self._problem(room))
@@ -207,6 +219,10 @@ class Budgeter:
         Returns:
             Another plan, if the one there is does not fit, or is slower.
         """
+        if self.vram != self._asked_vram:
+            self._passes_until_look -= 1
+            if not self._passes_until_look:
+                self._look_at_device()
         self._kind = kind
         self._recent.append(kind)
         self._order = tuple(order) or self._order
@@ -326,13 +342,32 @@ class Budgeter:
     def clear(self) -> None:
         """The groups are given up."""
         self.groups = self._order = ()
+        self.promised_bytes = 0
         self.plan = self._kind = None
         self._recent.clear()
 
-    def forget(self, kind: Kind) -> None:
-        """A pass of this kind ran out of device memory: what was measured is not enough."""
+    def ran_out(self, kind: Kind) -> None:
+        """A pass of this kind ran out of device memory: what was measured is not enough, or others have taken some.
+
+        Nothing stays on the device now, and what torch held without using it was given back.
+        """
         self._measured.pop(kind, None)
         self._recent.clear()
+        self._look_at_device()
+
+    def smaller_budget(self, given_up: int) -> int:
+        """One with which a pass that ran out of memory had not, where `given_up` bytes of groups stayed on the device."""
+        assert self.vram is not None and self._asked_vram is not None
+        if self.vram < self._asked_vram:
+            return self.vram  # the device does not have what was asked for: with that, fewer groups stay
+        return max(self.vram - given_up, smallest_device_bytes(self._problem(None)) + self.outer_bytes)
+
+    def _look_at_device(self) -> None:
+        """No budget is larger than what the device has for this process now."""
+        self._passes_until_look = PASSES_UNTIL_LOOK
+        if self._asked_vram is not None:
+            there = self._backend.bytes_in_use() + self._backend.free_bytes()
+            self.vram = min(self._asked_vram, there)
 
     def note_times(self, kind: Kind, by_group: dict[Group, float], rest: float) -> None:
         """So long did groups compute, and everything else, in a pass of this kind."""
@@ -391,24 +426,34 @@ def _is_read(group: Group) -> bool:
 
 
 def ram_for_weights(budget: Budget | None, in_ram: int, staging_bytes: int) -> int:
-    """What a process may take of RAM for weights, `in_ram` of which it has taken already.
+    """What a module, or a pipeline, that gets offloaded may take of RAM for weights; `in_ram` it has taken already.
 
     Args:
         budget: for the whole process; None: as much as files are page-locked without anybody asking for it.
         staging_bytes: are still to be taken from it.
 
     Raises:
-        ConfigError: the process takes more already, without any weights.
+        ConfigError: the process takes more already, without any weights in files.
     """
     if budget is None:
         return in_ram + int(available_ram() * LOCKED_SHARE)
     if isinstance(budget, Auto):
         return in_ram + max(0, auto_ram() - staging_bytes)
+    # Files of other modules that are offloaded: what those were promised, or have locked without a budget.
+    elsewhere = max(locked.num_bytes, sum(budgeter.promised_bytes for budgeter in _budgeters))
     others = max(0, ram_in_use() - in_ram) + staging_bytes + MARGIN_RAM_BYTES
-    if budget < others:
-        frames = f", and {describe_bytes(staging_bytes)} to read files into" if staging_bytes else ""
+    if budget < others + elsewhere + in_ram:
+        needs = [f"{describe_bytes(others, round_up=True)} without any weights (Python, torch, the device's driver"]
+        needs[0] += f", and {describe_bytes(staging_bytes)} to read files into)" if staging_bytes else ")"
+        if elsewhere:
+            needs.append(f"{describe_bytes(elsewhere, round_up=True)} for files of others that are offloaded")
+        if in_ram:
+            needs.append(
+                f"{describe_bytes(in_ram, round_up=True)} for weights that are in no file (with offload_to_disk_path they are)"
+            )
+        total = describe_bytes(others + elsewhere + in_ram, round_up=True)
         raise ConfigError(
-            f"ram_budget is {describe_bytes(budget)}, and this process needs {describe_bytes(others, round_up=True)} without "
-            f"any weights: Python, torch, the device's driver{frames}. Give it that at least."
+            f"ram_budget is {describe_bytes(budget)}, and this process needs {total}: {', '.join(needs)}. Give it that at "
+            f"least."
         )
-    return budget - others
+    return budget - others - elsewhere

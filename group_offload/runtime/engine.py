@@ -169,6 +169,8 @@ class Engine:
             use_stream=config.use_stream,
             model=type(root).__name__,
         )
+        self._ram: int | None = None
+        """For weights, as it was when the module was offloaded; None for no limit."""
         self._total_bytes = 0
         self._activations: dict[nn.Module, Weighing] = {}
         """For each kind of pass, what activations take."""
@@ -370,7 +372,8 @@ class Engine:
             # What copies read is what can be edited from now on, and nothing would tell.
             self.transfer.finish()
             for slot in self._memory.slots:
-                self._memory.free(slot)
+                if not all(group.is_stable for group in slot.groups):
+                    self._memory.free(slot)
         self._memory.give_back()
         self._is_clean = not self._has_failed
 
@@ -566,8 +569,11 @@ class Engine:
 
     # ---------------------------------------------------------------- budgets
 
-    def _plan_first(self) -> None:
+    def _plan_first(self, *, is_first: bool) -> None:
         """Decide what the budgets are, for weights alone, and share files out between RAM and the drive.
+
+        Args:
+            is_first: the module is being offloaded. Else it was cut into groups again, and keeps the RAM that it was given.
 
         Raises:
             ConfigError: a budget is too small.
@@ -575,13 +581,14 @@ class Engine:
         config = self.config
         images = [part.image for group in self.groups for part in group.parts]
         in_ram = sum(image.layout.num_bytes for image in images if not isinstance(image, FileImage))
-        vram, ram = config.vram_budget, None
+        vram = config.vram_budget
         if vram is AUTO:
             vram = int((self._backend.bytes_in_use() + self._backend.free_bytes()) * _AUTO_SHARE)
-        if config.ram_share is not None:
-            ram = in_ram + config.ram_share
-        elif self._files.images or config.ram_budget is not None:
-            ram = ram_for_weights(config.ram_budget, in_ram, STAGING_BYTES if self._files.images else 0)
+        if is_first:
+            self._ram = self._ram_for_weights(in_ram)
+        ram = None if self._ram is None else max(self._ram, in_ram)
+        if ram is not None and self._backend.has_streams and (config.ram_budget, config.ram_share) != (None, None):
+            self._budgeter.promised_bytes = ram - in_ram
         if not self._backend.has_streams and ram is not None and self._files.images:
             # The device is RAM: what rests there is in its way already, and the rest is for what comes from files.
             vram, ram = int((ram - in_ram) * (1 - HOST_ACTIVATIONS_SHARE)), in_ram
@@ -595,9 +602,36 @@ class Engine:
             ram_bytes=ram,
             outer_bytes=self._memory.outer_bytes,
             staging_bytes=STAGING_BYTES,
+            too_small=partial(self._too_small, vram=vram, is_first=is_first),
         )
         if plan is not None and self._backend.has_streams:
             self._share_out_files()
+
+    def _ram_for_weights(self, in_ram: int) -> int | None:
+        """RAM for weights, `in_ram` of which they take already; None for no limit."""
+        config = self.config
+        if config.ram_share is not None:
+            return in_ram + config.ram_share
+        if self._files.images or config.ram_budget is not None:
+            return ram_for_weights(config.ram_budget, in_ram, STAGING_BYTES if self._files.images else 0)
+        return None
+
+    def _too_small(self, least: int, *, vram: int | None, is_first: bool) -> ConfigError | None:
+        """How to tell that weights need `least` bytes to take turns in; None: they take them."""
+        smaller = "or make the groups smaller: offload_type='leaf_level'."
+        if self._backend.has_streams:
+            return ConfigError(
+                f"vram_budget is {describe_bytes(vram or 0)}, and the weights of {type(self.root).__name__} alone take turns "
+                f"in {describe_bytes(least, round_up=True)}. Give it that and what activations need, {smaller}"
+            )
+        if not is_first or not isinstance(self.config.ram_budget, int):
+            return None
+        missing = int((least - (vram or 0)) / (1 - HOST_ACTIVATIONS_SHARE)) + 1
+        return ConfigError(
+            f"ram_budget is {describe_bytes(self.config.ram_budget)}, and the weights of {type(self.root).__name__} take turns "
+            f"in {describe_bytes(least, round_up=True)} of it. Give it "
+            f"{describe_bytes(self.config.ram_budget + missing, round_up=True)} at least, {smaller}"
+        )
 
     def current_plan(self) -> Plan | None:
         """The plan that is carried out, with what is known by now; without budgets, what they would say of how things are.
@@ -653,18 +687,17 @@ class Engine:
         """
         given_up = self.counters.resident_bytes
         self._memory.give_up_residents(0)
-        if self._kind is not None:
-            self._budgeter.forget(self._kind)
         self._backend.release_unused()
-        vram = self._budgeter.vram
-        if not given_up or vram is None:
+        if self._kind is not None:
+            self._budgeter.ran_out(self._kind)
+        if not given_up:
             raise self.too_little(error) from error
         what = attempt.why_not_again()
         if what is not None or self.counters.brought_back != self._brought_back_before:
             raise torch.OutOfMemoryError(
                 f"{error} Groups that stayed on the device took {describe_bytes(given_up)} and were given up, but this forward "
                 f"cannot be run again by itself: {what or 'it has changed weights or buffers'}. Call it again; with "
-                f"vram_budget={describe_bytes(vram - given_up)!r} it would have had that room."
+                f"vram_budget={describe_bytes(self._budgeter.smaller_budget(given_up))!r} it would have had that room."
             ) from error
         logger.warning(
             "Device memory ran out in a forward of %s: %s of groups that stayed there were given up, and it runs again.",
@@ -795,7 +828,7 @@ class Engine:
         self._files.begin(in_files)
         if self.config.has_budgets:
             try:
-                self._plan_first()
+                self._plan_first(is_first=not before)
             except ConfigError:
                 if not before:  # nothing was said to anybody yet: all is as it was
                     self._give_up_images()

@@ -22,6 +22,8 @@ from .manifest import Manifest, ManifestEntry, publish_manifest
 from .publish import folder_lock, mark_in_use, open_to_read, publish
 from .safetensors_file import content_of, encode_header, holds, pieces
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
 logger = logging.getLogger("group_offload")
 
 _lock = threading.Lock()
@@ -210,11 +212,13 @@ class Folder:
         on_written: Callable[[int], None],
     ) -> int | None:
         try:
+            self.path.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it: what is in use stays open
             return publish(path, header, pieces(layout, tensors), on_written)
         except OSError as error:
+            remedy = "Free some room or pass" if error.errno in _NO_ROOM else "Pass"
             raise GroupFileError(
                 f"Cannot write group {group_id!r} ({len(header) + layout.num_bytes:,} bytes) to {path}: {error.strerror}. "
-                f"Free some room or pass another folder as offload_to_disk_path. The weights are still in RAM."
+                f"{remedy} another folder as offload_to_disk_path. The weights are still in RAM."
             ) from error
 
 

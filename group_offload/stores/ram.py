@@ -29,13 +29,14 @@ def available_ram() -> int:
 
 
 def ram_in_use() -> int:
-    """RAM that this process takes, without what the page cache could give up (weights that are views of files)."""
+    """RAM that this process takes, without weights in the page cache: views of files, and what is page-locked there."""
     found = {}
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, value = line.partition(":")
         if name in ("RssAnon", "RssShmem", "RssFile"):
             found[name] = int(value.split()[0]) << 10
-    return found.get("RssAnon", 0) + found.get("RssShmem", 0) + min(found.get("RssFile", 0), _MAX_LIBRARY_BYTES)
+    of_files = max(0, found.get("RssFile", 0) - locked.num_bytes)
+    return found.get("RssAnon", 0) + found.get("RssShmem", 0) + min(of_files, _MAX_LIBRARY_BYTES)
 
 
 def fits(num_bytes: int) -> bool:
