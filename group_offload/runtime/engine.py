@@ -584,11 +584,12 @@ class Engine:
         vram = config.vram_budget
         if vram is AUTO:
             vram = int((self._backend.bytes_in_use() + self._backend.free_bytes()) * _AUTO_SHARE)
-        if is_first:
+        if is_first or self._ram is None:  # without a limit, as long as nothing was in files
             self._ram = self._ram_for_weights(in_ram)
         ram = None if self._ram is None else max(self._ram, in_ram)
+        promised = 0
         if ram is not None and self._backend.has_streams and (config.ram_budget, config.ram_share) != (None, None):
-            self._budgeter.promised_bytes = ram - in_ram
+            promised = ram - in_ram
         if not self._backend.has_streams and ram is not None and self._files.images:
             # The device is RAM: what rests there is in its way already, and the rest is for what comes from files.
             vram, ram = int((ram - in_ram) * (1 - HOST_ACTIVATIONS_SHARE)), in_ram
@@ -604,6 +605,7 @@ class Engine:
             staging_bytes=STAGING_BYTES,
             too_small=partial(self._too_small, vram=vram, is_first=is_first),
         )
+        self._budgeter.promised_bytes = promised
         if plan is not None and self._backend.has_streams:
             self._share_out_files()
 
