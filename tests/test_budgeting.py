@@ -28,7 +28,7 @@ from group_offload import (
     remove_group_offloading,
 )
 from group_offload.runtime.attempt import State
-from group_offload.runtime.budgeting import MARGIN_RAM_BYTES, _budgeters
+from group_offload.runtime.budgeting import MARGIN_RAM_BYTES
 from group_offload.runtime.engine import STAGING_BYTES
 
 from . import tiny_models as tiny
@@ -736,6 +736,7 @@ RAM_WITHOUT_WEIGHTS = 200 << 20
 @pytest.fixture
 def ram(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """What the process takes besides weights: now."""
+    gc.collect()  # what other tests left behind has been promised RAM
     ram = {"now": RAM_WITHOUT_WEIGHTS}
     monkeypatch.setattr("group_offload.runtime.budgeting.ram_in_use", lambda: ram["now"])
     return ram
@@ -744,6 +745,11 @@ def ram(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 def budget_for(num_bytes: int) -> int:
     """A budget for RAM that leaves so much for weights in files."""
     return RAM_WITHOUT_WEIGHTS + STAGING_BYTES + MARGIN_RAM_BYTES + num_bytes
+
+
+def locked_bytes(handle: OffloadHandle) -> int:
+    assert handle._engine is not None
+    return sum(image.layout.num_bytes for image in handle._engine._files.images if image.is_locked)
 
 
 @pytest.mark.parametrize("where", ["checkpoint", "folder"])
@@ -759,14 +765,14 @@ def test_a_module_that_is_cut_again_keeps_its_ram(
     handle = offload(model, ram_budget=budget_for(20_000), **rests)
     for _ in range(3):
         check(device, model, resident)
-    locked = handle.stats().pinned_bytes
-    assert locked > 0
+    locked = locked_bytes(handle)
+    assert locked > 10_000
     ram["now"] += 1 << 30
     for twin in (model, resident):
         twin.blocks[0].register_parameter("extra", torch.nn.Parameter(torch.ones(3)))
     for _ in range(4):
         check(device, model, resident)
-    assert handle.stats().rebuilds == 1 and 0.8 * locked <= handle.stats().pinned_bytes <= 1.2 * locked
+    assert handle.stats().rebuilds == 1 and 0.7 * locked <= locked_bytes(handle) <= 30_000  # whole pages
     handle.remove()
     check_at_rest(model, resident)
 
@@ -774,23 +780,24 @@ def test_a_module_that_is_cut_again_keeps_its_ram(
 def test_one_budget_for_ram_is_for_all_modules(device: SimulatedDevice, ram: dict[str, int], tmp_path: Path) -> None:
     models, residents, handles = [], [], []
     for number in range(2):
-        residents.append(Model(WIDTHS).eval())
+        residents.append(Model([640] * 6).eval())
         models.append(from_file(residents[-1], tmp_path / f"{number}.safetensors"))
     whole = sum(parameter.nbytes for parameter in models[0].parameters())
     for model in models:
-        handles.append(offload(model, offload_device="disk", ram_budget=budget_for(whole + 20_000)))
+        budget = budget_for(whole + 20_000) + STAGING_BYTES
+        handles.append(offload(model, offload_device="disk", ram_budget=budget))
+        ram["now"] += STAGING_BYTES  # and for weights the first one leaves 20,000 bytes at most
     for _ in range(4):
         for model, resident in zip(models, residents, strict=True):
             check(device, model, resident)  # type: ignore[arg-type]
-    assert sum(budgeter.promised_bytes for budgeter in _budgeters) <= whole + 20_000
-    first, second = (handle.stats().pinned_bytes for handle in handles)
-    assert first > whole and second <= 40_000
+    assert locked_bytes(handles[0]) >= whole and locked_bytes(handles[1]) <= 60_000 < whole
     handles[0].remove()
     handles[1].remove()
+    ram["now"] = RAM_WITHOUT_WEIGHTS
     again = offload(models[1], offload_device="disk", ram_budget=budget_for(whole + 20_000))
     for _ in range(4):
         check(device, models[1], residents[1])  # type: ignore[arg-type]
-    assert again.stats().pinned_bytes > whole
+    assert locked_bytes(again) >= whole
     again.remove()
 
 

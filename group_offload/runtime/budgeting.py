@@ -439,21 +439,20 @@ def ram_for_weights(budget: Budget | None, in_ram: int, staging_bytes: int) -> i
         return in_ram + int(available_ram() * LOCKED_SHARE)
     if isinstance(budget, Auto):
         return in_ram + max(0, auto_ram() - staging_bytes)
-    # Files of other modules that are offloaded: what those were promised, or have locked without a budget.
-    elsewhere = max(locked.num_bytes, sum(budgeter.promised_bytes for budgeter in _budgeters))
     others = max(0, ram_in_use() - in_ram) + staging_bytes + MARGIN_RAM_BYTES
-    if budget < others + elsewhere + in_ram:
+    if budget < others + in_ram:
         needs = [f"{describe_bytes(others, round_up=True)} without any weights (Python, torch, the device's driver"]
         needs[0] += f", and {describe_bytes(staging_bytes)} to read files into)" if staging_bytes else ")"
-        if elsewhere:
-            needs.append(f"{describe_bytes(elsewhere, round_up=True)} for files of others that are offloaded")
         if in_ram:
             needs.append(
                 f"{describe_bytes(in_ram, round_up=True)} for weights that are in no file (with offload_to_disk_path they are)"
             )
-        total = describe_bytes(others + elsewhere + in_ram, round_up=True)
+        total = describe_bytes(others + in_ram, round_up=True)
         raise ConfigError(
             f"ram_budget is {describe_bytes(budget)}, and this process needs {total}: {', '.join(needs)}. Give it that at "
             f"least."
         )
-    return budget - others - elsewhere
+    # Files of other modules that are offloaded: what those were promised, or have locked without a budget. What comes
+    # later may find nothing left: it is read from the drive.
+    elsewhere = max(locked.num_bytes, sum(budgeter.promised_bytes for budgeter in _budgeters))
+    return max(in_ram, budget - others - elsewhere)

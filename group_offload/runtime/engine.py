@@ -589,7 +589,7 @@ class Engine:
         ram = None if self._ram is None else max(self._ram, in_ram)
         promised = 0
         if ram is not None and self._backend.has_streams and (config.ram_budget, config.ram_share) != (None, None):
-            promised = ram - in_ram
+            promised = min(ram - in_ram, sum(image.layout.num_bytes for image in self._files.images))
         if not self._backend.has_streams and ram is not None and self._files.images:
             # The device is RAM: what rests there is in its way already, and the rest is for what comes from files.
             vram, ram = int((ram - in_ram) * (1 - HOST_ACTIVATIONS_SHARE)), in_ram
