@@ -1013,6 +1013,10 @@ def everything() -> None:
     test_removed_after_an_interrupt_at_the_end_of_a_pass()
     for options in FIRST:
         exercise(0, "random", options)
+    test_what_was_read_ahead_in_vain_is_given_up()
+    test_slots_go_to_another_model_while_files_are_being_read({})
+    for end in ("remove", "change"):
+        test_files_are_being_read_when(end)
     for options in ({}, {"record_stream": True}):
         test_device_memory_is_the_formula(options)
         test_slots_go_to_another_model_while_a_side_stream_reads_them(options)
@@ -1021,12 +1025,8 @@ def everything() -> None:
             test_an_interrupt_in_the_middle_of_the_engine(options, where)
     test_what_rests_in_ram_does_not_overtake_what_is_read()
     test_what_could_not_be_read_ahead_is_read_again()
-    test_what_was_read_ahead_in_vain_is_given_up()
-    test_slots_go_to_another_model_while_files_are_being_read({})
     test_slots_go_to_another_model_while_copies_to_them_are_on_their_way()
     test_files_and_pageable_ram_go_through_the_staging_buffers_in_turn()
-    for end in ("remove", "change"):
-        test_files_are_being_read_when(end)
     for options in ({}, {"record_stream": True}, {"in_files": True}):
         test_removed_right_after_a_forward(options)
         test_cut_into_groups_again_right_after_a_forward(options)
