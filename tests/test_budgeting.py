@@ -801,6 +801,27 @@ def test_one_budget_for_ram_is_for_all_modules(device: SimulatedDevice, ram: dic
     again.remove()
 
 
+def test_weights_that_nothing_tells_edits_of_do_not_keep_others_from_staying(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("group_offload.stores.pinned.tells_writes", lambda: False)
+    resident = Model(WIDTHS).eval()
+    num_bytes, peak = needed(device, resident)
+    model: Any = from_file(resident, tmp_path / "model.safetensors")
+    handle = offload(model, offload_device="disk", vram_budget=peak + num_bytes)
+    state = {name: value.clone() for name, value in resident.blocks[3].state_dict().items()}
+    model.blocks[3].load_state_dict(state, assign=True)  # in RAM; all others in the file
+    for _ in range(5):
+        check(device, model, resident)
+        with torch.no_grad():
+            for twin in (model, resident):
+                twin.blocks[3].up.weight.mul_(1.5)
+    assert handle.stats().resident_bytes > 0
+    check(device, model, resident)
+    handle.remove()
+    check_at_rest(model, resident)
+
+
 def test_memory_that_others_have_taken_is_learnt(
     device: SimulatedDevice, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

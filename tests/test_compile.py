@@ -69,6 +69,13 @@ def check(
     assert compiled[0] > 0 and compiled[1] == compiled[3]
 
 
+def gradient(model: nn.Module, number: int) -> torch.Tensor:
+    x = inputs(number).requires_grad_()
+    model(x).square().sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
 def expected_of(model: nn.Module) -> list[torch.Tensor]:
     return [run(model, inputs(number)) for number in range(4)]
 
@@ -306,12 +313,7 @@ def test_blocks_that_are_compiled_with_weights_and_activations_offloaded(order: 
     for name in order:
         steps[name]()
     for number in range(3):
-        grads = []
-        for each in (model, resident):
-            x = inputs(number).requires_grad_()
-            each(x).square().sum().backward()
-            grads.append(x.grad)
-        assert torch.equal(grads[0], grads[1])
+        assert torch.equal(gradient(model, number), gradient(resident, number))
     activations = next(handle for handle in handles if isinstance(handle, ActivationOffloadHandle))
     assert activations.stats().passes == 3 and activations.stats().offloads > 0
     for handle in handles:
@@ -329,12 +331,7 @@ def test_a_model_compiled_late_that_records_graphs(folder: Path | None) -> None:
     handle = offload_to(folder, model)
     model.compile(backend="eager")
     for number in range(3):
-        grads = []
-        for each in (model, resident):
-            x = inputs(number).requires_grad_()
-            each(x).square().sum().backward()
-            grads.append(x.grad)
-        assert torch.equal(grads[0], grads[1])
+        assert torch.equal(gradient(model, number), gradient(resident, number))
         assert handle.stats().passes == handle.stats().backward_passes == number + 1
     handle.remove()
 

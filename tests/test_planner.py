@@ -251,7 +251,7 @@ def test_two_thousand_groups_take_less_than_a_fifth_of_a_second(share: float, co
     problem = large(share, compute=compute, shape=shape)
     assert make_plan(problem).num_simulated_uses < 50_000
     if shape != "mixed":
-        return  # they take as long on an idle machine, and half as long again on a busy one
+        return  # these are bounded by the effort alone: how long it takes depends on what else the machine does
     gc.disable()  # what it takes to look through all that tests have left is not the planner's
     try:
         # A machine that others use at the same time may be several times slower for seconds: one of many has to do.
