@@ -163,7 +163,8 @@ class OffloadHandle:
         """
         engine = self._live
         with engine.lock:
-            return OffloadPlan(type(self.module).__name__, engine.current_plan())
+            has_memory = engine.config.backend.has_streams
+            return OffloadPlan(type(self.module).__name__, engine.current_plan(), device_has_memory=has_memory)
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from enum import Enum
 from fractions import Fraction
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,8 @@ def _amount(found: re.Match[str], value: str, name: str, *, shares: bool) -> int
 def _from_number(value: Any, name: str) -> int:
     if isinstance(value, Integral) and not isinstance(value, bool):
         return int(value)
-    if isinstance(value, float):
+    if isinstance(value, Real) and not isinstance(value, bool):
+        value = float(value)
         if value.is_integer():
             return int(value)
         if 0 < value < 1:

@@ -193,7 +193,7 @@ def _size(text: str | None, name: str) -> int | None:
         return None
     num_bytes = parse_bytes(text, name)
     if not num_bytes:
-        raise ConfigError(f"{name} {text}: a budget is more than 0 bytes.")
+        raise ConfigError(f"{name} {text}: it has to be more than 0 bytes.")
     return num_bytes
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
 from .budgets import describe_bytes
-from .planner import Place, Plan
+from .planner import Place, Plan, PlannedGroup
 
 _GIB = 1 << 30
 
@@ -19,6 +19,8 @@ class OffloadPlan:
     model: str
     details: Plan | None
     """The plan itself: places, predicted times, stalls and bytes. None if no weights take turns."""
+    device_has_memory: bool = True
+    """Of its own. Else it is the CPU, which computes with what rests in RAM where it is: all that moves is what is read."""
 
     @property
     def step_seconds(self) -> float | None:
@@ -30,13 +32,25 @@ class OffloadPlan:
         """What bounds a forward, how far from that limit it is, and what more memory would bring."""
         if self.details is None:
             return "There are no weights that take turns."
-        return " ".join([self.details.verdict(), *_gains(self.details)])
+        if self.device_has_memory:
+            return " ".join([self.details.verdict(), *_gains(self.details)])
+        p = self.details.prediction
+        if not p.drive_bytes:
+            return "All weights are in RAM: a forward waits for none."
+        gain = self.details.gain_from(device_bytes=_GIB)
+        return (
+            f"{p.bound.capitalize()} bounds a forward: reading takes {p.drive_seconds:.4g} s. One GiB more of RAM would save "
+            f"{gain:.3g} s."
+        )
 
     def __str__(self) -> str:
         plan = self.details
         if plan is None:
             return f"{self.model}: {self.verdict}"
-        rows = [("groups", "number", "size", "rests on"), *_rows(plan)]
+        rows = [
+            ("groups", "number", "size", "rests on"),
+            *_rows(plan, _WHERE if self.device_has_memory else _WHERE_ON_CPU),
+        ]
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = [
             f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip() for row in rows
@@ -44,6 +58,11 @@ class OffloadPlan:
         lines.insert(1, "-" * max(map(len, lines)))
         resident = plan.device_bytes - plan.slot_bytes
         p = plan.prediction
+        if not self.device_has_memory:
+            in_ram = sum(g.num_bytes for g, place in _places(plan) if place is not Place.FILE)
+            turns = f"what is read takes turns in {describe_bytes(plan.slot_bytes)} of it; " if p.drive_bytes else ""
+            what = f"{self.model}: {describe_bytes(in_ram)} stay in RAM; {turns}each forward reads"
+            return "\n".join([*lines, f"{what} {describe_bytes(p.drive_bytes)} from the drive.", self.verdict])
         lines += [
             f"{self.model}: on the device {describe_bytes(resident)} stay and {describe_bytes(plan.slot_bytes)} are slots; "
             f"{describe_bytes(plan.ram_bytes)} of RAM; each forward sends {describe_bytes(p.h2d_bytes)} and reads "
@@ -53,15 +72,19 @@ class OffloadPlan:
         return "\n".join(lines)
 
 
-def _rows(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
+def _places(plan: Plan) -> list[tuple[PlannedGroup, Place]]:
+    return [(g, place) for g, place in zip(plan.problem.groups, plan.places, strict=True) if g.num_bytes]
+
+
+def _rows(plan: Plan, words: Mapping[Place, str]) -> Iterator[tuple[str, str, str, str]]:
     """Neighbours that rest on the same tier are one row."""
-    groups = [(g, place) for g, place in zip(plan.problem.groups, plan.places, strict=True) if g.num_bytes]
-    for place, run in groupby(groups, key=lambda each: each[1]):
+    for where, run in groupby(_places(plan), key=lambda each: words[each[1]]):
         mine = [group for group, _ in run]
         name = mine[0].name if len(mine) == 1 else f"{mine[0].name} to {mine[-1].name}"
-        yield name, str(len(mine)), describe_bytes(sum(group.num_bytes for group in mine)), _WHERE[place]
+        yield name, str(len(mine)), describe_bytes(sum(group.num_bytes for group in mine)), where
 
 
+_WHERE_ON_CPU = {Place.DEVICE: "RAM", Place.RAM: "RAM", Place.FILE: "drive"}
 _WHERE = {Place.DEVICE: "device", Place.RAM: "RAM", Place.FILE: "drive"}
 
 

@@ -189,6 +189,26 @@ def test_both_budgets(tier: str, device: SimulatedDevice, tmp_path: Path) -> Non
     assert device.pinned_bytes == 0
 
 
+def test_a_plan_for_the_cpu_speaks_of_ram_and_reading_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("group_offload.runtime.engine.ram_for_weights", lambda budget, in_ram, staging: ram)
+    ram = 1 << 30
+    handle = apply_group_offloading(Model(WIDTHS).eval(), "cpu", offload_to_disk_path=tmp_path, ram_budget="1GiB")
+    text = str(handle.plan)
+    assert "stay in RAM; each forward reads 0 B from the drive." in text
+    assert text.endswith("All weights are in RAM: a forward waits for none.")
+    num_bytes = sum(group.num_bytes for group in handle.plan.details.problem.groups)
+    handle.remove()
+    ram = num_bytes
+    model = Model(WIDTHS).eval()
+    handle = apply_group_offloading(model, "cpu", offload_to_disk_path=tmp_path, ram_budget="1GiB")
+    for _ in range(3):
+        model(torch.zeros(1, DIM))
+    text = str(handle.plan)
+    assert "Drive bounds a forward" in text and "One GiB more of RAM would save" in text
+    assert not any(word in text for word in ("VRAM", "PCIe", "device"))
+    handle.remove()
+
+
 @every_mode
 def test_an_edit_of_what_stays_on_the_device(options: dict[str, Any], device: SimulatedDevice) -> None:
     resident, model, handle = all_resident(device, **options)
@@ -942,6 +962,19 @@ def test_a_pipeline_with_a_budget_for_ram(
         if tier != "ram" and device is not None:
             assert not any(way in ("direct", "page cache") for way in {group.way for group in handle.groups})
         assert before.passes
+        handle.remove()
+
+
+def test_too_small_a_budget_of_a_pipeline_names_what_is_enough_for_all(device: SimulatedDevice) -> None:
+    models = {name: Model([width] * 4).eval() for name, width in (("first", 100), ("largest", 400), ("last", 200))}
+    pipeline = SimpleNamespace(components=models)
+    with pytest.raises(ConfigError, match="vram_budget is 1000 B") as caught:
+        enable_group_offload(pipeline, "cpu", vram_budget=1000)
+    found = re.search(r"take turns in ([0-9.]+ [A-Za-z]+)", str(caught.value))
+    assert found is not None and device.pinned_bytes == 0
+    handles = enable_group_offload(pipeline, "cpu", vram_budget=found[1])
+    assert list(handles) == ["first", "largest", "last"]
+    for handle in handles.values():
         handle.remove()
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,6 +29,7 @@ UNITS |= {f"{x}iB": 1024**n for n, x in enumerate("KMGT", 1)}
         (1, 1),
         (8 * GIB, 8 * GIB),
         (8e9, 8_000_000_000),
+        (numpy.float32(2.0**33), 8 * GIB),
         ("8589934592", 8 * GIB),
         ("8GiB", 8 * GIB),
         ("8 GB", 8_000_000_000),

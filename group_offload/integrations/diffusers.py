@@ -36,7 +36,8 @@ from ..api import (
     remove_group_offloading,
 )
 from ..config import OffloadConfig, OffloadType
-from ..errors import ConfigError, ModuleError, StateError
+from ..errors import ConfigError, GroupOffloadError, ModuleError, StateError
+from ..runtime.build import bytes_in_turn
 from ..runtime.engine import is_offloaded
 from .sharing import shares_of
 
@@ -109,20 +110,18 @@ def enable_group_offload(
         vram_budget=vram_budget,
         ram_budget=ram_budget,
     )
-    handles: dict[str, OffloadHandle] = {}
     by_model: dict[int, OffloadHandle] = {}
     try:
-        for name, (model, options) in plan.offloaded.items():
+        for model, options in plan.offloaded.values():
             if id(model) not in by_model:  # one model may have two names
                 by_model[id(model)] = offload(model, **options)
-            handles[name] = by_model[id(model)]
     except BaseException:
         for handle in by_model.values():
             handle.remove()
         raise
     for model in plan.excluded:
         model.to(plan.device)
-    return handles
+    return {name: by_model[id(model)] for name, model in _models_of(pipeline).items() if id(model) in by_model}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +129,7 @@ class PipelinePlan:
     """What becomes of the models of a pipeline."""
 
     offloaded: dict[str, tuple[nn.Module, dict[str, Any]]]
-    """By name: a model, and what `offload` is to be called with."""
+    """By name, in the order in which to offload them: a model, and what `offload` is to be called with."""
     excluded: tuple[nn.Module, ...]
     """Those that go to `device` as a whole."""
     device: torch.device
@@ -163,11 +162,22 @@ def plan_pipeline(
         )
         for name, share in shares.items():
             offloaded[name][1]["ram_share"] = share
+    if common.get("vram_budget") is not None:
+        # If it is too small, the error is about the model that needs most of it, and names what is enough for all.
+        offloaded = dict(sorted(offloaded.items(), key=lambda item: _need_of(*item[1]), reverse=True))
     return PipelinePlan(
         offloaded=offloaded,
         excluded=tuple(models[name] for name in excluded),
         device=OffloadConfig.from_options(onload_device=common["onload_device"]).onload_device,
     )
+
+
+def _need_of(model: nn.Module, options: Mapping[str, Any]) -> int:
+    """About as much device memory as its weights take turns in."""
+    try:
+        return bytes_in_turn(model, OffloadConfig.from_options(**options))
+    except GroupOffloadError:
+        return sys.maxsize  # it comes first, and says what is wrong when it is offloaded
 
 
 def disable_group_offload(pipeline: Any) -> None:

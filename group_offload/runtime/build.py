@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from heapq import nlargest
 from itertools import accumulate
 
 import torch
@@ -25,6 +26,7 @@ from ..stores.pagemap import tells_writes
 from ..stores.pinned import SEGMENT_BYTES, RamImage, Segment
 from ..stores.ram import fits
 from .group import Group, Part, fit_for
+from .hooks import is_compiled
 from .trained import may_be_trained
 
 logger = logging.getLogger("group_offload")
@@ -38,7 +40,6 @@ def build_groups(
     config: OffloadConfig,
     folder: Folder | None,
     before: Sequence[Group],
-    is_compiled: Callable[[nn.Module], bool],
     wait: Callable[[], None],
     casts: Mapping[int, torch.dtype],
     trained: frozenset[int] = frozenset(),
@@ -367,6 +368,14 @@ def size_rings(groups: Iterable[Group], config: OffloadConfig) -> dict[int, int]
         if height and config.use_stream:
             rings[height] = max(rings[height], min(sum(found), RESIDENT_BYTES))
     return rings
+
+
+def bytes_in_turn(root: nn.Module, config: OffloadConfig) -> int:
+    """About as much device memory as the weights of `root` need to take turns in, once it is offloaded. Nothing is touched."""
+    sizes = [
+        sum(span_bytes(ref.tensor) for ref in spec.tensors) for spec in partition(root, config, is_compiled).groups
+    ]
+    return sum(nlargest(config.num_slots, sizes))
 
 
 def first_guess(groups: Iterable[Group]) -> list[Group]:

@@ -57,7 +57,7 @@ from .build import build_groups, first_guess, materialise
 from .cached import CachedFiles
 from .counters import Counters
 from .group import Group, Part, Residence
-from .hooks import Gate, InnerGate, map_tensors, moved
+from .hooks import Gate, InnerGate, is_compiled, map_tensors, moved
 from .lookahead import LookAhead
 from .memory import DeviceMemory
 from .reader import NUM_FRAMES, SMALL_CHUNK_BYTES
@@ -85,6 +85,8 @@ HOST_ACTIVATIONS_SHARE = 0.2
 """Of a RAM budget, where the CPU computes: so much is for activations, which nobody can measure there."""
 _AUTO_SHARE = 0.95
 """Of the device memory that is there to take, if the budget is "auto"."""
+_IN_PLACE = 1e18
+"""Bytes a second: what rests in RAM is computed with where it is."""
 
 _offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -805,7 +807,6 @@ class Engine:
             self.config,
             self._folder,
             before,
-            _is_compiled,
             self.transfer.last_copies.synchronize,
             casts,
             self._trained.ids,
@@ -900,7 +901,7 @@ def _modules_inside(top: nn.Module, gates: Mapping[nn.Module, Gate]) -> list[nn.
     pending = list(top.children())
     while pending:
         module = pending.pop()
-        if module in found or module in gates or _is_compiled(module):
+        if module in found or module in gates or is_compiled(module):
             continue
         found[module] = None
         pending += module.children()
@@ -909,14 +910,10 @@ def _modules_inside(top: nn.Module, gates: Mapping[nn.Module, Gate]) -> list[nn.
 
 def _measure_speeds(backend: Backend, files: CachedFiles) -> Speeds:
     found = known_speeds(backend, next((image.source.path for image in files.images), None))
-    return Speeds(h2d=found.h2d, drive=found.drive or ASSUMED_DRIVE)
+    h2d = found.h2d if backend.has_streams else _IN_PLACE
+    return Speeds(h2d=h2d, drive=found.drive or ASSUMED_DRIVE)
 
 
 def _leave_all(paths: list[Path]) -> None:
     while paths:
         leave(paths.pop())
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    call = module.__dict__.get("_compiled_call_impl")
-    return (call.compiled if isinstance(call, Gate) else call) is not None

@@ -217,6 +217,12 @@ class InnerGate(Gate):
         return args, kwargs
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether the module was compiled for itself, with `module.compile()`."""
+    call = module.__dict__.get("_compiled_call_impl")
+    return (call.compiled if isinstance(call, Gate) else call) is not None
+
+
 def _call_in_range(call: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
     with record_function(f"group_offload.compute {name}"):
         return call(*args, **kwargs)
