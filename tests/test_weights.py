@@ -983,6 +983,47 @@ def test_any_order_of_layers(orders: list[tuple[int, ...]], folder: Path | None)
             check(model, reference, inputs(), order, extra=extra, passes=2)
 
 
+class Encoder(nn.Module):
+    """As text encoders are: what is around the blocks lies two levels down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text_model = nn.Module()
+        self.text_model.embeddings = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.text_model.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.text_model.norm = nn.LayerNorm(WIDTH)
+        self.text_model.forward = self.encode
+        self.norms_itself = False
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.text_model.embeddings(x)
+        for layer in self.text_model.layers:
+            x = layer(x)
+        return x if self.norms_itself else self.text_model.norm(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.text_model(x)
+        return self.text_model.norm(x) if self.norms_itself else x
+
+
+def test_parts_of_parts_called_without_the_root(offload_either: Offload) -> None:
+    """`text_encoder.text_model.final_layer_norm(x)`, as pipelines do that skip layers of CLIP."""
+    model, reference = pair(Encoder)
+    handle = offload_either(model)
+    x = inputs()
+    for part in ("text_model.norm", "text_model.embeddings", "text_model.embeddings.0", "text_model", "", "text_model.norm"):
+        for _ in range(2):
+            before = handle.stats().passes
+            expected = run(reference.get_submodule(part), x)
+            assert_same(run_onloaded(model, x, call=model.get_submodule(part)), expected)
+            assert handle.stats().passes == before + 1
+            assert_at_rest(model, reference)
+    for twin in (model, reference):
+        twin.norms_itself = True  # outside of the call whose weights it uses, inside of a forward
+    for _ in range(2):
+        assert_same(run_onloaded(model, x), run(reference, x))
+
+
 def test_part_called_without_the_root(offload_either: Offload) -> None:
     class Autoencoder(nn.Module):
         def __init__(self) -> None:

@@ -116,7 +116,7 @@ class Engine:
         weakref.finalize(self, _leave_all, self._manifest).atexit = False
         self.backward = Backward(self)
         self._trained = Trained(self._backend)
-        self._records_graphs = False
+        self.records_graphs = False
         """A forward has recorded a graph, so that modules inside of groups may be called alone, by a checkpoint."""
         self.transfer = Transfer(
             self._backend,
@@ -134,6 +134,8 @@ class Engine:
         self.tracer: Tracer | None = None
         self._calls: list[list[Group]] = []
         """The gated calls in progress, outermost first: the groups that each of them holds."""
+        self._thread = 0
+        """That began the outermost."""
         self._has_failed = False
         self._is_clean = True
         """The last pass ended, and nothing was raised in it."""
@@ -199,6 +201,16 @@ class Engine:
     def is_running(self) -> bool:
         """A pass is in progress, forward or backward."""
         return bool(self._calls)
+
+    @property
+    def runs_here(self) -> bool:
+        """The calling thread is in the middle of a pass."""
+        return bool(self._calls) and self._thread == threading.get_ident()
+
+    @property
+    def is_inside_a_call(self) -> bool:
+        """The gated call that begins is not the outermost one."""
+        return len(self._calls) > 1
 
     @property
     def device(self) -> torch.device:
@@ -277,6 +289,7 @@ class Engine:
         """Make the weights that `gate`'s call needs ready. The lock is held; `leave` follows, whatever happens."""
         self._calls.append([])
         if len(self._calls) == 1:
+            self._thread = threading.get_ident()
             self._begin(gate.module, Kind.of(gate.module, args, kwargs))
         # Another one, if the module was just cut into groups again.
         now = self._gates.get(gate.module) or self._inner_gates.get(gate.module)
@@ -486,7 +499,7 @@ class Engine:
 
     def _prepare_for_backward(self, top: nn.Module, watch: Watch) -> Watch:
         """A forward that records a graph begins."""
-        is_first, self._records_graphs = not self._records_graphs, True
+        is_first, self.records_graphs = not self.records_graphs, True
         if self._trained.take_up(self._refs):
             return self._rebuild_for(top)
         if not is_first:
@@ -499,6 +512,7 @@ class Engine:
         """Autograd needs weights, or repeats calls. The lock is held now, and in each call until `end_backward`."""
         forward = self._lookahead.schedule.order
         self._calls.append([])
+        self._thread = threading.get_ident()
         self.counters.backward_passes += 1
         # What the forward has changed is for the next one: here the graph counts, and groups as they were.
         self._begin_clean()
@@ -753,8 +767,9 @@ class Engine:
         """
         watch = self._watches.get(top)
         if watch is None:
-            is_cut_by_calls = self._records_graphs or self.config.offload_type is OffloadType.LEAF_LEVEL
-            watch = Watch(top, self._gates, self._seen, is_cut_by_calls=is_cut_by_calls)
+            is_cut_by_calls = self.records_graphs or self.config.offload_type is OffloadType.LEAF_LEVEL
+            gates = self._gates | self._inner_gates
+            watch = Watch(top, gates, self._seen, is_cut_by_calls=is_cut_by_calls)
             self._watches[top] = watch
         if not watch.has_same_modules():
             return None
@@ -811,7 +826,7 @@ class Engine:
             casts,
             self._trained.ids,
         )
-        if self._records_graphs:
+        if self.records_graphs:
             share_counters(self.groups)
         self._group_of = {part: group for group in self.groups for part in group.parts}
         self._refs = tuple(ref for part in self._group_of for ref in part.refs)
@@ -874,17 +889,20 @@ class Engine:
             gate = self._gates[module] = Gate(self, module, is_root=module is self.root)
             gate.groups = tuple(sorted(groups, key=lambda group: -group.height))
             gate.install()
-        self._inner_gates = {}
-        if self._records_graphs:
-            self._install_inner_gates()
+        self._install_inner_gates()
         self._watches = {}
         _offloaded.difference_update(self._seen)
         self._seen = {module: Seen.of(module) for module in self.root.modules()}
         _offloaded.update(self._seen)
 
     def _install_inner_gates(self) -> None:
+        """A checkpoint may repeat the call of any module. Without gradients only what is in no block is called by itself."""
+        self._inner_gates = {}
         needs: dict[nn.Module, dict[Group, None]] = {}
+        tops = {self.root, *self.root.children()}
         for module, gate in self._gates.items():
+            if module not in tops and not self.records_graphs:
+                continue
             groups = [group for group in gate.groups if group.num_bytes]
             if groups and (gate.compiled is None or module is self.root):
                 for inside in _modules_inside(module, self._gates):

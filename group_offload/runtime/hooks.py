@@ -187,7 +187,8 @@ class Gate:
 class InnerGate(Gate):
     """Stands around the call of a module inside of a group's: what a checkpoint in between repeats begins here.
 
-    In a forward the group is held by the gate around. It is not in the way of a compiler, which never looks at it.
+    In a forward the group is held by the gate around, and a call that is in none is a pass of its own. It is not in the way
+    of a compiler, which never looks at it.
     """
 
     def install(self) -> None:
@@ -195,26 +196,19 @@ class InnerGate(Gate):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self.module._call_impl
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
             return call(*args, **kwargs)  # type: ignore[no-untyped-call]
         engine = self._engine
-        backward = engine.backward
-        if backward.is_ours(hooks_in_force()) and all(group.is_ready for group in self.groups):
+        if engine.records_graphs and torch.is_grad_enabled():
+            is_inside = engine.backward.is_ours(hooks_in_force())
+        else:
+            is_inside = engine.runs_here
+        if is_inside and all(group.is_ready for group in self.groups):
             return call(*args, **kwargs)  # type: ignore[no-untyped-call]
-        compiler = set_eval_frame(None)
-        modes = selective.hide()
-        try:
-            with engine.lock:
-                backward.come_in(self.groups)
-                if engine.is_running:  # by this thread: else it would hold the lock
-                    return self._run(compiler, modes, args, kwargs)
-        finally:
-            selective.show(modes)
-            set_eval_frame(compiler)
-        return call(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return super().__call__(*args, **kwargs)
 
     def _inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return args, kwargs
+        return (args, kwargs) if self._engine.is_inside_a_call else super()._inputs(args, kwargs)
 
 
 def is_compiled(module: nn.Module) -> bool:
