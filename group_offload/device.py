@@ -274,7 +274,7 @@ class AcceleratorBackend:
     def empty_pinned(self, num_bytes: int) -> torch.Tensor | None:
         try:
             with torch.inference_mode(False):
-                return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+                return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError:  # the driver's own limits
             return None
 

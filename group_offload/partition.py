@@ -177,7 +177,7 @@ def _block_units_of(module: nn.Module, path: str, prefix: str, blocks: frozenset
             rest.subtrees.append(child_path)
             # Called without the root (vae.decode), the child must bring the rest along itself.
             rest.modules.extend(_callable_parts(child))
-    if rest.subtrees or _holds_tensors(module):
+    if rest.subtrees or holds_tensors(module):
         yield rest
 
 
@@ -222,7 +222,7 @@ def _leaf_units(
             taken.add(path)
             leaf = leaves.setdefault(module, _Unit(f"{config.identity}{path}", modules=[module]))
             leaf.subtrees.append(path)
-        elif _holds_tensors(module):
+        elif holds_tensors(module):
             holder = _nearest_called(path, modules)
             owner = owners.setdefault(modules[holder], _Unit(f"{config.identity}{holder}", modules=[modules[holder]]))
             owner.owners.append(path)
@@ -265,6 +265,11 @@ def _flatten(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], 
     """The plain tensors inside `tensor`: itself, or the inner tensors of a (quantised) tensor subclass."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
+        if _is_distributed(tensor):
+            raise ModuleError(
+                f"{fqn} is a DTensor, shared out among devices (by FSDP2, or tensor parallelism), which moves it itself. For "
+                f"weights in RAM there use fully_shard's CPUOffloadPolicy; under DDP each process can offload its own model."
+            )
         for name in names:
             for path, plain in _flatten(fqn, getattr(tensor, name)):
                 yield (name, *path), plain
@@ -282,6 +287,11 @@ def _flatten(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], 
     if tensor.layout is not torch.strided:
         raise ModuleError(f"{fqn} has the layout {tensor.layout}. Only dense (strided) tensors can be offloaded.")
     yield (), tensor
+
+
+def _is_distributed(tensor: torch.Tensor) -> bool:
+    dtensor = sys.modules.get("torch.distributed.tensor")  # which not every build of torch has
+    return dtensor is not None and isinstance(tensor, dtensor.DTensor)
 
 
 def _gather(units: list[_Unit], refs: list[TensorRef], users: list[set[int]]) -> tuple[GroupSpec, ...]:
@@ -329,7 +339,7 @@ def _heights(groups: tuple[GroupSpec, ...], modules: dict[str, nn.Module]) -> tu
     return tuple(height(index) for index in range(len(groups)))
 
 
-def _holds_tensors(module: nn.Module) -> bool:
+def holds_tensors(module: nn.Module) -> bool:
     return any(tensor is not None for table in (module._parameters, module._buffers) for tensor in table.values())
 
 

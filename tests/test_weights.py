@@ -989,6 +989,7 @@ class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.text_model = nn.Module()
+        self.text_model.scale = nn.Parameter(torch.rand(()))
         self.text_model.embeddings = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
         self.text_model.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.text_model.norm = nn.LayerNorm(WIDTH)
@@ -996,7 +997,7 @@ class Encoder(nn.Module):
         self.norms_itself = False
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.text_model.embeddings(x)
+        x = self.text_model.embeddings(x) * self.text_model.scale
         for layer in self.text_model.layers:
             x = layer(x)
         return x if self.norms_itself else self.text_model.norm(x)
@@ -1022,6 +1023,41 @@ def test_parts_of_parts_called_without_the_root(offload_either: Offload) -> None
         twin.norms_itself = True  # outside of the call whose weights it uses, inside of a forward
     for _ in range(2):
         assert_same(run_onloaded(model, x), run(reference, x))
+
+
+def test_a_shallow_copy_computes_too(offload_either: Offload) -> None:
+    model, reference = pair(Encoder)
+    handle = offload_either(model)
+    for twins in (model, reference), (copy.copy(model), copy.copy(reference)), (model, reference):
+        assert_same(run_onloaded(model, inputs(), call=twins[0]), run(twins[1], inputs()))
+    handle.remove()
+    assert_same(run(copy.copy(model), inputs()), run(reference, inputs()))
+
+
+def test_a_default_device(folder: Path | None) -> None:
+    """`torch.set_default_device("cuda")`, as user interfaces have it: what the engine makes for itself is not made there."""
+    model, reference = pair(nn.Linear, 10, 10)  # with room around its tensors
+    for _ in range(2):
+        with torch.device("meta"):
+            handle = offload_to(folder, model)
+        for _ in range(2):
+            with torch.device("meta"):
+                output = model(torch.ones(1, 10, device="cpu"))
+            assert_same(output, reference(torch.ones(1, 10)))
+        with torch.device("meta"), torch.no_grad():
+            for twin in (model, reference):
+                twin.weight.mul_(0.5)
+        with torch.device("meta"):
+            output = model(torch.ones(1, 10, device="cpu"))
+            assert_same(output, reference(torch.ones(1, 10, device="cpu")))
+            handle.remove()
+
+
+def test_what_others_take_for_a_mark_of_compiling(offload_either: Offload) -> None:
+    """peft looks whether `_compiled_call_impl` is true."""
+    model, _ = pair(Encoder)
+    offload_either(model)
+    assert not any(getattr(module, "_compiled_call_impl", False) for module in model.modules())
 
 
 def test_part_called_without_the_root(offload_either: Offload) -> None:

@@ -42,7 +42,7 @@ from ..config import OffloadConfig, OffloadType
 from ..device import Backend, Stream
 from ..errors import ConfigError, GroupFileError, StateError
 from ..layout import overlapping
-from ..partition import NEVER_CALLED, TensorRef
+from ..partition import NEVER_CALLED, TensorRef, holds_tensors
 from ..planner import Place, Plan, Speeds
 from ..saved import view_of
 from ..speeds import ASSUMED_DRIVE, known_speeds
@@ -292,7 +292,7 @@ class Engine:
             self._thread = threading.get_ident()
             self._begin(gate.module, Kind.of(gate.module, args, kwargs))
         # Another one, if the module was just cut into groups again.
-        now = self._gates.get(gate.module) or self._inner_gates.get(gate.module)
+        now = self._gates.get(gate.module, self._inner_gates.get(gate.module))
         for group in () if now is None else now.groups:
             if group.num_bytes:
                 self.hold(group)
@@ -899,13 +899,15 @@ class Engine:
         """A checkpoint may repeat the call of any module. Without gradients only what is in no block is called by itself."""
         self._inner_gates = {}
         needs: dict[nn.Module, dict[Group, None]] = {}
-        tops = {self.root, *self.root.children()}
+        blocks = {block for each in self.root.modules() if isinstance(each, NEVER_CALLED) for block in each.children()}
         for module, gate in self._gates.items():
-            if module not in tops and not self.records_graphs:
+            if module in blocks and not self.records_graphs:
                 continue
             groups = [group for group in gate.groups if group.num_bytes]
             if groups and (gate.compiled is None or module is self.root):
                 for inside in _modules_inside(module, self._gates):
+                    if not self.records_graphs and not any(map(holds_tensors, inside.modules())):
+                        continue
                     needs.setdefault(inside, {}).update(dict.fromkeys(groups))
         for module, held in needs.items():
             inner = self._inner_gates[module] = InnerGate(self, module, is_root=False)

@@ -112,7 +112,7 @@ class Gate:
         try:
             self._engine.enter(self, args, kwargs)
             args, kwargs = self._inputs(args, kwargs)
-            call = self.compiled or self.module._call_impl
+            call = self.module._call_impl if self.compiled is None else self.compiled
             if self.groups and torch._C._autograd._profiler_enabled():
                 call = partial(_call_in_range, call, self.groups[-1].group_id)
             with self._engine.backward.hooks() or nullcontext():
@@ -133,21 +133,30 @@ class Gate:
     def _inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return self._engine.move_inputs(args, kwargs)
 
+    def __bool__(self) -> bool:
+        """Whether the module is compiled: that is what others (peft) look for where the gate is."""
+        return bool(self.compiled)
+
     def __deepcopy__(self, memo: object) -> None:
         return None
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()
 
-    def enter_bypassed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Step in from inside a call that went past the gate: the root was compiled (`model.compile()`) after applying."""
+    def enter_bypassed(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Step in from inside a call that went past the gate: the root was compiled (`model.compile()`) after applying.
+
+        Args:
+            module: the root, or a shallow copy of it, which shares its hooks and its weights.
+        """
         if torch.compiler.is_compiling():
             torch._dynamo.skip_frame("group_offload onloads weights here")
         compiler = set_eval_frame(None)
         modes = selective.hide()
         try:
-            self.compiled = self.module.__dict__.get("_compiled_call_impl")
-            self.module._compiled_call_impl = self  # from the next call on the gate is around it again
+            if module is self.module:
+                self.compiled = module.__dict__.get("_compiled_call_impl")
+                module._compiled_call_impl = self  # from the next call on the gate is around it again
             self._engine.lock.acquire()
             self._engine.backward.come_in(self.groups)
             self.was_bypassed = True
@@ -234,16 +243,16 @@ def _refuse_trace(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] 
     if handle is None or isinstance(module.__dict__.get("_compiled_call_impl"), Gate):
         return None
     gate: Gate = handle.root_gate
-    return gate.enter_bypassed(args, kwargs)
+    return gate.enter_bypassed(module, args, kwargs)
 
 
 def _leave_bypassed(module: nn.Module, args: Any, output: Any) -> None:
     if torch.compiler.is_compiling():
         torch._dynamo.skip_frame("group_offload offloads weights here")
         return
-    gate = module.__dict__.get("_compiled_call_impl")
-    if isinstance(gate, Gate) and gate.was_bypassed:
-        gate.leave_bypassed()
+    handle = module.__dict__.get(HANDLE)
+    if handle is not None and handle.root_gate.was_bypassed:
+        handle.root_gate.leave_bypassed()
 
 
 def moved(value: Any, device: torch.device, non_blocking: bool) -> Any:

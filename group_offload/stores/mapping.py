@@ -161,7 +161,7 @@ def trim_heap() -> None:
 def flat_view(buffer: Any, offset: int, num_bytes: int) -> torch.Tensor:
     """`num_bytes` of a mapping as a uint8 tensor with a storage of its own, which keeps the mapping alive."""
     if not num_bytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     with torch.inference_mode(False):
         return torch.frombuffer(buffer, dtype=torch.uint8, count=num_bytes, offset=offset)
 

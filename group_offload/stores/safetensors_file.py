@@ -92,10 +92,10 @@ def pieces(layout: ImageLayout, tensors: Sequence[torch.Tensor]) -> Iterable[tor
     """The data section in order, as flat uint8 CPU tensors: what fills each extent, and zeros between them."""
     end = 0
     for extent in layout.extents:
-        yield torch.zeros(extent.offset - end, dtype=torch.uint8)
+        yield torch.zeros(extent.offset - end, dtype=torch.uint8, device="cpu")
         yield extent_bytes(tensors, extent).cpu()
         end = extent.offset + extent.num_bytes
-    yield torch.zeros(layout.num_bytes - end, dtype=torch.uint8)
+    yield torch.zeros(layout.num_bytes - end, dtype=torch.uint8, device="cpu")
 
 
 def content_of(data: Iterable[torch.Tensor]) -> str:
@@ -295,7 +295,7 @@ def _read(fd: int, position: int, num_bytes: int) -> bytes:
 
 
 def _equals(fd: int, position: int, expected: torch.Tensor) -> bool:
-    buffer = torch.empty(min(_CHUNK_BYTES, expected.numel()), dtype=torch.uint8)
+    buffer = torch.empty(min(_CHUNK_BYTES, expected.numel()), dtype=torch.uint8, device="cpu")
     for start in range(0, expected.numel(), _CHUNK_BYTES):
         part = expected[start : start + _CHUNK_BYTES]
         chunk = buffer[: part.numel()]
