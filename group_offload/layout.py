@@ -148,6 +148,12 @@ def overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     return sorted(sorted(cluster) for cluster in clusters)
 
 
+def num_uses(tensor: torch.Tensor) -> int:
+    """How many tensors (and arrays) have the storage of `tensor`, itself included."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]  # less `storage` itself
+
+
 def span_bytes(tensor: torch.Tensor) -> int:
     """Bytes from the first to the last element of `tensor`, the gaps of its strides included."""
     return span_of(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype.itemsize)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import operator
 import random
 import re
 import weakref
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.utils._pytree import tree_map_only
@@ -190,7 +192,7 @@ def test_both_budgets(tier: str, device: SimulatedDevice, tmp_path: Path) -> Non
 
 
 def test_a_plan_for_the_cpu_speaks_of_ram_and_reading_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("group_offload.runtime.engine.ram_for_weights", lambda budget, in_ram, staging: ram)
+    monkeypatch.setattr("group_offload.runtime.engine.ram_for_weights", lambda budget, in_ram, staging, **_: ram)
     ram = 1 << 30
     handle = apply_group_offloading(Model(WIDTHS).eval(), "cpu", offload_to_disk_path=tmp_path, ram_budget="1GiB")
     text = str(handle.plan)
@@ -407,6 +409,14 @@ def draw_from(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
     torch.randn(1, generator=kwargs["generator"])
 
 
+def draw_from_python(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
+    random.random()
+
+
+def draw_from_numpy(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
+    numpy.random.rand()
+
+
 def count_steps(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
     model.num_steps += 1
 
@@ -457,6 +467,26 @@ def test_attributes_that_came_or_went_are_watched_too() -> None:
     assert tells(model.eval)
 
 
+def test_what_attributes_hold_is_watched_too() -> None:
+    model = Remembering()
+    model.books = {"steps": [0, {"kept": []}], "names": {"one"}, "numbers": numpy.zeros(4), "tensor": torch.zeros(4)}
+    model.space = SimpleNamespace(step=0)
+    state = State(model)
+    changes: list[Callable[[], object]] = [
+        lambda: operator.setitem(model.books["steps"], 0, 1),
+        lambda: model.books["steps"][1]["kept"].append(1),
+        lambda: model.books["names"].add("two"),
+        lambda: operator.setitem(model.books["numbers"], 2, 1.0),
+        lambda: model.books["tensor"].add_(1),
+        lambda: setattr(model.space, "step", 1),
+    ]
+    for change in changes:
+        before = state.now()
+        assert state.now() == before
+        change()
+        assert state.now() != before
+
+
 @pytest.mark.parametrize(
     ("act", "more", "why"),
     [
@@ -468,6 +498,8 @@ def test_attributes_that_came_or_went_are_watched_too() -> None:
         (change_in_place, {}, "changed an input"),
         (draw, {}, "drawn random numbers"),
         (draw_from, {}, "changed an input"),
+        (draw_from_python, {}, "drawn random numbers"),
+        (draw_from_numpy, {}, "drawn random numbers"),
         (count_steps, {}, "changed attributes"),
         (count_twice, {}, "changed attributes"),
         (remember_twice, {}, "changed attributes"),
@@ -980,7 +1012,7 @@ def test_too_small_a_budget_of_a_pipeline_names_what_is_enough_for_all(device: S
 
 def test_a_pipeline(device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two denoisers of one class, and an encoder that runs once: both budgets hold for all of them together."""
-    monkeypatch.setattr("group_offload.integrations.sharing.ram_for_weights", lambda budget, in_ram, staging: ram)
+    monkeypatch.setattr("group_offload.integrations.sharing.ram_for_weights", lambda budget, in_ram, staging, **_: ram)
     residents = {
         "text_encoder": Model([300] * 6).eval(),
         "transformer": Model([500] * 6).eval(),

@@ -1053,6 +1053,89 @@ def test_a_default_device(folder: Path | None) -> None:
             handle.remove()
 
 
+def test_values_that_are_exchanged_are_kept(offload_either: Offload) -> None:
+    """`w.data, other = other, w.data`, as averages of weights are tried: neither is lost."""
+    model, reference = pair()
+    handle = offload_either(model)
+    x = inputs()
+    kept = [{name: 2 * w.detach() for name, w in twin.named_parameters()} for twin in (model, reference)]
+    for _ in range(3):
+        for twin, values in zip((model, reference), kept, strict=True):
+            for name, w in twin.named_parameters():
+                w.data, values[name] = values[name], w.data
+        assert_same(run_onloaded(model, x), run(reference, x))
+        assert all(torch.equal(value, kept[1][name]) for name, value in kept[0].items())
+    before = [twin.state_dict() for twin in (model, reference)]
+    for twin in (model, reference):
+        for w in twin.parameters():
+            w.data = w.data + 1
+    assert_same(run_onloaded(model, x), run(reference, x))
+    for twin, values in zip((model, reference), before, strict=True):
+        twin.load_state_dict(values)
+    assert_same(run_onloaded(model, x), run(reference, x))
+    handle.remove()
+    assert_at_rest(model, reference)
+
+
+@pytest.mark.parametrize("when", ["before the first forward", "later"])
+def test_weights_that_were_moved_to_shared_memory_can_be_edited(when: str, offload_either: Offload) -> None:
+    model, reference = pair()
+    handle = offload_either(model)
+    x = inputs()
+    if when == "later":
+        assert_same(run_onloaded(model, x), run(reference, x))
+    model.share_memory()
+    for factor in (2.0, 0.5):
+        with torch.no_grad():
+            for twin in (model, reference):
+                for w in twin.parameters():
+                    w.mul_(factor)
+        assert_same(run_onloaded(model, x), run(reference, x))
+        assert_at_rest(model, reference)
+    handle.remove()
+    assert_at_rest(model, reference)
+
+
+def test_views_of_weights_that_are_kept_stay_right(offload_either: Offload, caplog: pytest.LogCaptureFixture) -> None:
+    """By a block, or a hook, beyond the call in which they were made, without gradients."""
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.linear(x))
+
+    class Collects(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Keeps() for _ in range(6))
+            for block in self.blocks:
+                block.linear.register_forward_hook(self.collect)
+
+        def collect(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            self.rows.append(module.weight.detach()[0])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.rows: list[torch.Tensor] = []
+            for block in self.blocks:
+                x = block(x)
+            return x + torch.stack(self.rows).sum(0)
+
+    torch.manual_seed(0)
+    model = Collects()
+    torch.manual_seed(0)
+    reference = Collects()
+    handle = offload_either(model)
+    for _ in range(3):
+        assert_same(run_onloaded(model, inputs()), run(reference, inputs()))
+        assert all(torch.equal(*rows) for rows in zip(model.rows, reference.rows, strict=True))
+    assert caplog.text.count("keeps views of weights") == 1
+    model.rows.clear()
+    handle.remove()
+
+
 def test_what_others_take_for_a_mark_of_compiling(offload_either: Offload) -> None:
     """peft looks whether `_compiled_call_impl` is true."""
     model, _ = pair(Encoder)

@@ -62,7 +62,7 @@ def shares_of(
             wanted = max(0, wanted - on_device)
         uses = NUM_STEPS if name.startswith(_DENOISERS) else 1
         loads.append(ComponentLoad(num_bytes=must + wanted, uses=uses, must_bytes=must))
-    ram = ram_for_weights(parsed, in_ram, STAGING_BYTES * num_readers)
+    ram = ram_for_weights(parsed, in_ram, STAGING_BYTES * num_readers, stay=not has_folder)
     rest = ram - sum(load.must_bytes for load in loads)
     shares = [share - load.must_bytes for load, share in zip(loads, share_ram(loads, ram), strict=True)]
     by_model = dict(zip(distinct, shares if has_device else [rest] * len(loads), strict=True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 import weakref
 from collections import deque
 from enum import Enum
@@ -20,6 +22,11 @@ _UNCHANGEABLE = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
 
+_MINE = __name__.partition(".")[0]
+_MAX_DEPTH = 4
+"""Of what attributes hold: in a list of dictionaries of lists no further."""
+_MAX_ITEMS = 1000
+"""Of one container, or bytes of an array: of larger ones only the size is looked at."""
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _BOOKS = nn.Module().__dict__.keys()
 """What torch itself keeps in each module: tables that are never exchanged, and whether it is in training."""
@@ -60,14 +67,26 @@ class State:
         return [value if type(value) in _BY_VALUE else _mark(value) for value in chain.from_iterable(found)]
 
 
-def _mark(value: Any) -> Any:
-    """What is equal to itself as long as an attribute is this object. The object is not held.
+def _mark(value: Any, depth: int = _MAX_DEPTH) -> Any:
+    """What is equal to itself as long as an attribute is this object, and has not changed. The object is not held.
 
     One that is replaced twice may come to lie where it was: so more than its address is remembered.
     """
     if isinstance(value, torch.Tensor):
-        return id(value), weakref.ref(value)
-    return (id(value), len(value)) if isinstance(value, _CONTAINERS) else id(value)
+        return id(value), weakref.ref(value), None if value.is_inference() else value._version
+    if isinstance(value, _UNCHANGEABLE) or not depth:
+        return id(value)
+    if isinstance(value, nn.Module) or type(value).__module__.startswith(_MINE):
+        return id(value)  # it has a table of its own, or is what runs the forward
+    if isinstance(value, _CONTAINERS):
+        if len(value) > _MAX_ITEMS:
+            return id(value), len(value)
+        inside = chain(value.keys(), value.values()) if isinstance(value, dict) else value
+    elif isinstance(getattr(value, "__array_interface__", None), dict):  # numpy's
+        return id(value), value.tobytes() if value.nbytes <= _MAX_ITEMS else None
+    else:
+        inside = getattr(value, "__dict__", {}).values()
+    return id(value), [each if type(each) in _BY_VALUE else _mark(each, depth - 1) for each in inside]
 
 
 class Attempt:
@@ -131,8 +150,14 @@ def _remembered(leaf: Any) -> Any:
     return leaf if isinstance(leaf, _UNCHANGEABLE) else _Unknown(f"a {type(leaf).__name__}")
 
 
-def _random_states(device: torch.device) -> list[bytes]:
+def _random_states(device: torch.device) -> list[Any]:
     states = [torch.get_rng_state()]
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state(device))
-    return [state.numpy().tobytes() for state in states]
+    found: list[Any] = [state.numpy().tobytes() for state in states]
+    found.append(random.getstate())
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, *rest = numpy.random.get_state()
+        found.append((name, keys.tobytes(), *rest))
+    return found

@@ -425,10 +425,11 @@ def _is_read(group: Group) -> bool:
     return any(isinstance(part.image, FileImage) and not part.image.is_locked for part in group.parts)
 
 
-def ram_for_weights(budget: Budget | None, in_ram: int, staging_bytes: int) -> int:
+def ram_for_weights(budget: Budget | None, in_ram: int, staging_bytes: int, *, stay: bool = True) -> int:
     """What a module, or a pipeline, that gets offloaded may take of RAM for weights; `in_ram` it has taken already.
 
     Args:
+        stay: these do. Else they get files, and give their RAM back.
         budget: for the whole process; None: as much as files are page-locked without anybody asking for it.
         staging_bytes: are still to be taken from it.
 
@@ -440,6 +441,8 @@ def ram_for_weights(budget: Budget | None, in_ram: int, staging_bytes: int) -> i
     if isinstance(budget, Auto):
         return in_ram + max(0, auto_ram() - staging_bytes)
     others = max(0, ram_in_use() - in_ram) + staging_bytes + MARGIN_RAM_BYTES
+    if not stay:
+        in_ram = 0
     if budget < others + in_ram:
         needs = [f"{describe_bytes(others, round_up=True)} without any weights (Python, torch, the device's driver"]
         needs[0] += f", and {describe_bytes(staging_bytes)} to read files into)" if staging_bytes else ")"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,12 +15,14 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..device import plain_empty
-from ..layout import as_bytes, span_bytes
+from ..layout import as_bytes, num_uses, span_bytes
 from ..partition import GroupSpec, Place, TensorRef
 from ..stores.base import Image
 from .forms import Forms
-from .slots import Slot
+from .slots import Slot, Views
 from .transfer import Transfer
+
+logger = logging.getLogger("group_offload")
 
 
 class Residence(Enum):
@@ -174,18 +177,19 @@ class Group:
 
     def _note_rest(self) -> None:
         self._rest_views = [view for part in self.parts for view in part.image.rest]
-        self._rest_addresses = [view.data_ptr() for view in self._rest_views]
+        self.rest_addresses = [view.data_ptr() for view in self._rest_views]
+        """Where the tensors belong at rest."""
         self._rest_forms = Forms(self._rest_views)
 
     def onload(self, *, is_watched: bool = False) -> None:
         """Bind the tensors to the slot, which holds the images (or will, once its ready event is reached).
 
         Args:
-            is_watched: let the slot notice if somebody keeps views of them.
+            is_watched: a graph is recorded, which may keep views of them for a while, and tells nobody.
         """
         assert self.slot is not None
         slot = self.slot
-        bound = self._views_in(slot.alias(self.offset, self.num_bytes)) if is_watched else self._views_of(slot)
+        bound = self._views_in(slot.alias_once(self.offset, self.num_bytes)) if is_watched else self._views_of(slot)
         if self._recast:
             bound = [self._recast.get(index, view) for index, view in enumerate(bound)]
         for tensor, view in zip(self._tensors, bound, strict=True):
@@ -273,7 +277,7 @@ class Group:
 
     def was_replaced(self) -> bool:
         """Whether a tensor at rest is bound to something else since it was bound there."""
-        is_elsewhere = list(map(torch.Tensor.data_ptr, self._tensors)) != self._rest_addresses
+        is_elsewhere = list(map(torch.Tensor.data_ptr, self._tensors)) != self.rest_addresses
         return not self._recast and (is_elsewhere or not self.has_forms())
 
     def has_forms(self) -> bool:
@@ -292,8 +296,16 @@ class Group:
 
     def rebind_moved(self) -> None:
         """Bind the tensors again if an image rests somewhere else by now (in a new file)."""
-        if any(part.rest is not part.image.rest for part in self.parts):
-            self.rest()
+        moved = [part for part in self.parts if part.rest is not part.image.rest]
+        if not moved:
+            return
+        if any(_is_kept(view, 2) for part in moved for view in part.rest):  # beside `view` and the weight
+            logger.warning(
+                "Weights of %s were edited, and rest in another file since. Tensors that were taken from them before (by "
+                "state_dict(), or detach()) are copies now: edits of those change nothing. Take them again.",
+                self.group_id,
+            )
+        self.rest()
 
     @property
     def is_ready(self) -> bool:
@@ -318,7 +330,7 @@ class Group:
     def give_up(self) -> None:
         for part in self.parts:
             part.give_up()
-        self._rest_views = []
+        self._rest_views, self.rest_addresses = [], []
 
     def is_as_left(self) -> bool:
         return all(all(part.as_left()) for part in self.parts)
@@ -327,7 +339,8 @@ class Group:
         """The tensors that are no longer bound to their place at rest (`weight.data = ...`).
 
         None if one of them does not fit there any more (another dtype, shape or strides), or shares memory in the image
-        with others, or there is no such place, so that the group has to be laid out again.
+        with others, or there is no such place, or somebody keeps what it was bound to (`w.data, kept = kept, w.data`), so
+        that the group has to be laid out again.
         """
         found = []
         for part in self.parts:
@@ -338,10 +351,23 @@ class Group:
                 if is_left:
                     continue
                 tensor = part.refs[index].tensor
-                if index not in alone or part.refs[index].path or not _same_form(tensor, part.image.rest[index]):
+                place = part.image.rest[index]
+                if index not in alone or part.refs[index].path or not _same_form(tensor, place) or _is_kept(place, 1):
                     return None
                 found.append(tensor)
         return found
+
+    def take_back_moved(self) -> bool:
+        """Whether the places at rest were exchanged below torch's tensors (`module.share_memory()`, a queue of processes).
+
+        Tensors get memory of their own then, for the group to be laid out again.
+        """
+        if [view.data_ptr() for view in self._rest_views] == self.rest_addresses:
+            return False
+        with torch.inference_mode(False), torch.no_grad():
+            for tensor in self._tensors:
+                tensor.data = fit_for(tensor, tensor.detach().clone())
+        return True
 
     def absorb_replaced(self) -> None:
         """Copy the values of `replaced()` tensors to their places at rest, and bind the tensors there again."""
@@ -367,11 +393,11 @@ class Group:
 
     def _views_of(self, slot: Slot) -> list[torch.Tensor]:
         known = slot.views.get(self)
-        if known is not None and known[0] == self.offset:
-            return known[1]
-        views = self._views_in(slot.memory[self.offset : self.offset + self.num_bytes])
-        slot.views[self] = self.offset, views
-        return views
+        if known is None or known.offset != self.offset:
+            memory = slot.alias(self.offset, self.num_bytes)
+            views = self._views_in(memory)
+            known = slot.views[self] = Views(self.offset, memory, views)
+        return known.tensors
 
     def _views_in(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """The tensors, as views of flat uint8 memory that holds the images."""
@@ -494,6 +520,11 @@ def _rewrap(tensor: Any, inner: dict[tuple[str, ...], torch.Tensor], path: tuple
     parts = {name: _rewrap(getattr(tensor, name), inner, (*path, name)) for name in names}
     wrapped: torch.Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
     return wrapped
+
+
+def _is_kept(view: torch.Tensor, num_ours: int) -> bool:
+    """Whether somebody keeps a tensor of the storage of `view`, of which we have so many. (A view holds what it is a view of.)"""
+    return num_uses(view) > num_ours + view._is_view()
 
 
 def fit_for(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:

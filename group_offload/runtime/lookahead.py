@@ -267,8 +267,8 @@ class LookAhead:
             self._has_warned_of_alias = True
             logger.warning(
                 "Something keeps views of weights of %s in %s beyond the call that they were used in: they stay on the device "
-                "as long as it does. (An autograd function, say, that keeps a weight in its context, and not with "
-                "save_for_backward.)",
+                "as long as it does. (A hook that collects weights, say, or an autograd function that keeps one in its context "
+                "and not with save_for_backward.)",
                 " and ".join(group.group_id for slot in aliased for group in slot.groups),
                 self._model,
             )

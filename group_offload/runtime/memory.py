@@ -265,10 +265,9 @@ class DeviceMemory:
 
     def is_kept(self, slot: Slot) -> bool:
         """Whether somebody keeps views of a slot that no call holds. What is still bound, in vain, is bound to rest."""
-        if slot.aliases:
-            for group in [*slot.groups]:
-                if group in self.bound:
-                    self.unbind(group)
+        for group in [*slot.groups]:
+            if group in self.bound:
+                self.unbind(group)
         return slot.is_aliased
 
     def free(self, slot: Slot) -> None:

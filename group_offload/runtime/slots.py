@@ -25,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from ..device import Backend, Event, Stream
+from ..layout import num_uses
 from ..ring import Geometry
 
 if TYPE_CHECKING:
@@ -88,8 +89,8 @@ class Slot:
         """The stream that waited for `ready` last; None if none has."""
         self.last_stream: Stream | None = None
         """The stream that used it last since the images were sent."""
-        self.views: dict[Group, tuple[int, list[torch.Tensor]]] = {}
-        """For groups that were here before: where in the slot, and their tensors as views of `memory`."""
+        self.views: dict[Group, Views] = {}
+        """For groups that were here before."""
         self.aliases: list[StorageWeakRef] = []
         """Where a graph is recorded: storages that views of the slot were made of, for one call each."""
 
@@ -116,14 +117,19 @@ class Slot:
 
     @property
     def is_aliased(self) -> bool:
-        """Whether somebody keeps views of the slot beyond the call that they were made for."""
+        """Whether somebody keeps views of the slot beyond the call that they were made for. None of its groups is bound."""
         if self.aliases:
             self.aliases = [alias for alias in self.aliases if not alias.expired()]  # type: ignore[no-untyped-call]
-        return bool(self.aliases)
+        return bool(self.aliases) or any(views.are_kept for views in self.views.values())
 
     def alias(self, start: int, num_bytes: int) -> torch.Tensor:
         """Bytes of the slot, with a storage of their own, so that it is noticed if a view of them is kept."""
         alias: torch.Tensor = from_dlpack(to_dlpack(self.memory[start : start + num_bytes]))
+        return alias
+
+    def alias_once(self, start: int, num_bytes: int) -> torch.Tensor:
+        """The same, of which nobody else keeps a view: not even who made them, after this call."""
+        alias = self.alias(start, num_bytes)
         self.aliases.append(StorageWeakRef(alias.untyped_storage()))  # type: ignore[no-untyped-call]
         return alias
 
@@ -139,6 +145,27 @@ class Slot:
         for group in self.groups:
             group.slot = None
         self.groups.clear()
+
+
+class Views:
+    """A group's tensors as views of a slot, to be bound again and again."""
+
+    __slots__ = ("_memory", "_num_uses", "offset", "tensors")
+
+    def __init__(self, offset: int, memory: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+        """
+        Args:
+            offset: where in the slot.
+            memory: what `tensors` are views of, with a storage of its own.
+        """
+        self.offset, self.tensors = offset, tensors
+        self._memory = memory
+        self._num_uses = num_uses(memory)
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether somebody else keeps one, or a view of one. None of them is bound."""
+        return num_uses(self._memory) > self._num_uses
 
 
 class Ring:

@@ -75,6 +75,7 @@ class Watch:
         self._names = [each.names for each in called]
         self._calls = [each.call for each in called]
         self.scope = set(scope)
+        self._groups = tuple(scope)
         self._parts = [part for group in scope for part in group.parts]
         self.stores: tuple[Store, ...] = tuple(dict.fromkeys(part.image.store for part in self._parts))
         self._tensors = [ref.tensor for part in self._parts for ref in part.refs]
@@ -99,4 +100,4 @@ class Watch:
 
     def expect_tensors(self) -> None:
         """Take the places where tensors rest now for those where they belong."""
-        self._addresses = [view.data_ptr() for part in self._parts for view in part.rest]
+        self._addresses = [address for group in self._groups for address in group.rest_addresses]
