@@ -9,6 +9,7 @@ import io
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -1133,6 +1134,49 @@ def test_views_of_weights_that_are_kept_stay_right(offload_either: Offload, capl
         assert all(torch.equal(*rows) for rows in zip(model.rows, reference.rows, strict=True))
     assert caplog.text.count("keeps views of weights") == 1
     model.rows.clear()
+    handle.remove()
+
+
+def test_a_block_of_another_offloaded_model_is_refused(offload_either: Offload, tmp_path: Path) -> None:
+    (model, reference), (other, other_reference) = pair(), pair()
+    handle = offload_either(model)
+    other_handle = offload_to(None, other)
+    x = inputs()
+    mine, theirs = model.blocks[1], other.blocks[1]
+    model.blocks[1] = theirs
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"blocks\.1 of Model is group-offloaded as a part of another module"):
+            run(model, x)
+        assert_same(run_onloaded(other, x), run(other_reference, x))
+    model.blocks[1] = mine
+    assert_same(run_onloaded(model, x), run(reference, x))
+    other_handle.remove()
+    model.blocks[1], reference.blocks[1] = theirs, other_reference.blocks[1]
+    assert_same(run_onloaded(model, x), run(reference, x))
+    handle.remove()
+
+
+def test_blocks_that_a_forward_calls_in_threads_are_refused(offload_either: Offload) -> None:
+    """The forward waits for the threads: they must not wait for it."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+            self.max_workers = 2
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.max_workers:
+                return sum(block(x) for block in self.blocks)
+            with ThreadPoolExecutor(self.max_workers) as pool:
+                return sum(pool.map(lambda block: block(x), self.blocks))
+
+    model, reference = pair(Branches)
+    handle = offload_either(model)
+    with pytest.raises(StateError, match="in another thread than the forward that it is in"):
+        run(model, inputs())
+    model.max_workers = 0
+    assert_same(run_onloaded(model, inputs()), run(reference, inputs()))
     handle.remove()
 
 

@@ -260,11 +260,25 @@ class Lane:
         stash.place = Place.BACK
 
     def _refuse(self, stash: Stash) -> None:
-        if not self._counters.refused_bytes:
+        if stash.was_refused:  # it is tried again as long as it is saved
+            return
+        stash.was_refused = True
+        budget = self._config.host_budget_bytes
+        if self._counters.refused_bytes:
+            pass
+        elif self._file is not None and budget is not None and stash.num_bytes > budget:
+            logger.warning(
+                "An activation of %d bytes is larger than host_budget_bytes=%d, through which all has to pass on its way to "
+                "the file: such ones stay on the device. Give it that at least.",
+                stash.num_bytes,
+                budget,
+            )
+        else:
             logger.warning(
                 "Activations of more than %d bytes are saved for backward at once, which is all the RAM that they may take: "
-                "the rest stays on the device. Raise host_budget_bytes, or pass disk_path.",
-                self._slab.num_bytes,
+                "the rest stays on the device. Raise host_budget_bytes%s.",
+                self._slab.num_bytes if budget is None else budget,
+                ", or pass disk_path" if self._file is None else "",
             )
         self._counters.refused_bytes += stash.num_bytes
 

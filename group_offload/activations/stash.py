@@ -54,6 +54,7 @@ class Stash:
         "streams",
         "tape",
         "waited_on",
+        "was_refused",
     )
 
     def __init__(self, tape: Tape, lane: Lane, device: torch.Tensor, stream: Stream) -> None:
@@ -73,6 +74,8 @@ class Stash:
         self.spot: Range | None = None
         self.job: Job | None = None
         """What threads write from, or read into, `block`."""
+        self.was_refused = False
+        """There was no room for it in RAM once."""
         self.left: Event | None = None
         self.arrived: Event | None = None
         self.waited_on: Stream | None = None

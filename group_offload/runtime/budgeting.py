@@ -425,11 +425,14 @@ def _is_read(group: Group) -> bool:
     return any(isinstance(part.image, FileImage) and not part.image.is_locked for part in group.parts)
 
 
-def ram_for_weights(budget: Budget | None, in_ram: int, staging_bytes: int, *, stay: bool = True) -> int:
+def ram_for_weights(
+    budget: Budget | None, in_ram: int, staging_bytes: int, *, stay: bool = True, turn_bytes: int = 0
+) -> int:
     """What a module, or a pipeline, that gets offloaded may take of RAM for weights; `in_ram` it has taken already.
 
     Args:
         stay: these do. Else they get files, and give their RAM back.
+        turn_bytes: what weights from files need to take turns in, where that is RAM.
         budget: for the whole process; None: as much as files are page-locked without anybody asking for it.
         staging_bytes: are still to be taken from it.
 
@@ -443,14 +446,17 @@ def ram_for_weights(budget: Budget | None, in_ram: int, staging_bytes: int, *, s
     others = max(0, ram_in_use() - in_ram) + staging_bytes + MARGIN_RAM_BYTES
     if not stay:
         in_ram = 0
-    if budget < others + in_ram:
+    if budget < others + in_ram + turn_bytes:
         needs = [f"{describe_bytes(others, round_up=True)} without any weights (Python, torch, the device's driver"]
         needs[0] += f", and {describe_bytes(staging_bytes)} to read files into)" if staging_bytes else ")"
         if in_ram:
             needs.append(
                 f"{describe_bytes(in_ram, round_up=True)} for weights that are in no file (with offload_to_disk_path they are)"
             )
-        total = describe_bytes(others + in_ram, round_up=True)
+        if turn_bytes:
+            turns = f"{describe_bytes(turn_bytes, round_up=True)} for weights to take turns in, and activations"
+            needs.append(f"{turns} (less with offload_type='leaf_level')")
+        total = describe_bytes(others + in_ram + turn_bytes, round_up=True)
         raise ConfigError(
             f"ram_budget is {describe_bytes(budget)}, and this process needs {total}: {', '.join(needs)}. Give it that at "
             f"least."

@@ -30,6 +30,7 @@ import threading
 import weakref
 from collections.abc import Mapping
 from functools import partial
+from heapq import nlargest
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -136,6 +137,8 @@ class Engine:
         """The gated calls in progress, outermost first: the groups that each of them holds."""
         self._thread = 0
         """That began the outermost."""
+        self._top: nn.Module | None = None
+        """The module of the outermost, in a forward."""
         self._has_failed = False
         self._is_clean = True
         """The last pass ended, and nothing was raised in it."""
@@ -266,13 +269,18 @@ class Engine:
             _leave_all(self._manifest)
             for module in self._seen:
                 _offloaded.discard(module)
-            self._gates, self._watches, self._seen, self.groups = {}, {}, {}, ()
-            self._inner_gates, self._group_of, self._refs = {}, {}, ()
+            self._gates, self._watches, self._seen, self._inner_gates = {}, {}, {}, {}
             self._stopwatch.clear()
-            self._budgeter.clear()
-            self._files.begin(())
+            self._forget_groups()
             self.backward.close()
             self.transfer.close()
+
+    def _forget_groups(self) -> None:
+        """So that what maps files goes at once, not when Python's collector comes: until then it counts as RAM in use."""
+        self.groups, self._group_of, self._refs = (), {}, ()
+        self._lookahead.reset((), wraps=False)
+        self._budgeter.clear()
+        self._files.begin(())
 
     def _give_up_images(self) -> None:
         """Give tensors memory of their own, group by group: what their images took is given back meanwhile."""
@@ -285,11 +293,27 @@ class Engine:
 
     # ---------------------------------------------------------------- calls
 
+    def check_turn(self, gate: Gate) -> None:
+        """A call has to wait for a pass in another thread.
+
+        Raises:
+            StateError: it is part of that forward, which would wait for it in turn.
+        """
+        top, module = self._top, gate.module
+        if gate.may_wait or top is None or torch._C._current_graph_task_id() != -1:
+            return
+        if any(part is module for part in top.modules()):
+            raise StateError(
+                f"A part of {type(self.root).__name__} ({type(module).__name__}) is called in another thread than the forward "
+                f"that it is in, which may wait for that thread. Call the parts of an offloaded module in the thread of its "
+                f"forward."
+            )
+
     def enter(self, gate: Gate, args: Any, kwargs: Any) -> None:
         """Make the weights that `gate`'s call needs ready. The lock is held; `leave` follows, whatever happens."""
         self._calls.append([])
         if len(self._calls) == 1:
-            self._thread = threading.get_ident()
+            self._thread, self._top = threading.get_ident(), gate.module
             self._begin(gate.module, Kind.of(gate.module, args, kwargs))
         # Another one, if the module was just cut into groups again.
         now = self._gates.get(gate.module, self._inner_gates.get(gate.module))
@@ -312,6 +336,7 @@ class Engine:
         if self._calls:
             self._lookahead.after_call()
         else:
+            self._top = None
             self._end()
 
     def move_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -601,7 +626,7 @@ class Engine:
         if vram is AUTO:
             vram = int((self._backend.bytes_in_use() + self._backend.free_bytes()) * _AUTO_SHARE)
         if is_first or self._ram is None:  # without a limit, as long as nothing was in files
-            self._ram = self._ram_for_weights(in_ram)
+            self._ram = self._ram_for_weights(in_ram, is_first=is_first)
         ram = None if self._ram is None else max(self._ram, in_ram)
         promised = 0
         if ram is not None and self._backend.has_streams and (config.ram_budget, config.ram_share) != (None, None):
@@ -625,13 +650,19 @@ class Engine:
         if plan is not None and self._backend.has_streams:
             self._share_out_files()
 
-    def _ram_for_weights(self, in_ram: int) -> int | None:
+    def _ram_for_weights(self, in_ram: int, *, is_first: bool) -> int | None:
         """RAM for weights, `in_ram` of which they take already; None for no limit."""
         config = self.config
         if config.ram_share is not None:
             return in_ram + config.ram_share
         if self._files.images or config.ram_budget is not None:
-            return ram_for_weights(config.ram_budget, in_ram, STAGING_BYTES if self._files.images else 0)
+            staging = STAGING_BYTES if self._files.images else 0
+            turns = 0
+            if is_first and self._files.images and not self._backend.has_streams:
+                sizes = [group.num_bytes for group in self.groups if not group.height]
+                least = sum(nlargest(config.num_slots, sizes)) + self._memory.outer_bytes
+                turns = int(least / (1 - HOST_ACTIVATIONS_SHARE)) + 1
+            return ram_for_weights(config.ram_budget, in_ram, staging, turn_bytes=turns)
         return None
 
     def _too_small(self, least: int, *, vram: int | None, is_first: bool) -> ConfigError | None:
@@ -809,6 +840,12 @@ class Engine:
         return True
 
     def _rebuild(self) -> None:
+        for name, module in self.root.named_modules():
+            if module not in self._seen and is_offloaded(module):
+                raise StateError(
+                    f"{name} of {type(self.root).__name__} is group-offloaded as a part of another module. Call "
+                    f"remove_group_offloading() on that one before its parts are used here, or put a copy there."
+                )
         self.counters.rebuilds += 1
         self._build()
 
@@ -852,6 +889,7 @@ class Engine:
             except ConfigError:
                 if not before:  # nothing was said to anybody yet: all is as it was
                     self._give_up_images()
+                    self._forget_groups()
                 raise
         if not self.config.has_budgets or not self._backend.has_streams:
             self._files.choose_ways()
@@ -890,6 +928,7 @@ class Engine:
         for module, groups in needs.items():
             gate = self._gates[module] = Gate(self, module, is_root=module is self.root)
             gate.groups = tuple(sorted(groups, key=lambda group: -group.height))
+            gate.may_wait = module is self.root or any(module is child for child in self.root.children())
             gate.install()
         self._install_inner_gates()
         self._watches = {}

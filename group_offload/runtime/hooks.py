@@ -55,6 +55,8 @@ class Gate:
         self._handles: list[RemovableHandle] = []
         self._state: State | None = None
         """Known once a call of it was a pass."""
+        self.may_wait = True
+        """For a forward in another thread. One that called a block there would wait for it in turn."""
         self.was_bypassed = False
         """A call is in progress that went past the gate: a forward hook will end it."""
         self._pushed: saved_tensors_hooks | None = None
@@ -88,6 +90,10 @@ class Gate:
         compiler = set_eval_frame(None)
         modes = selective.hide()
         try:
+            if self._engine.lock.acquire(blocking=False):
+                self._engine.lock.release()
+            else:
+                self._engine.check_turn(self)
             with self._engine.lock:
                 if self.was_bypassed:  # by this thread, and then interrupted
                     self.leave_bypassed()

@@ -67,6 +67,8 @@ class Folder:
         self.path = path
         self.model_class = model_class
         self._num_in_the_way = 0
+        self._mine: set[Path] = set()
+        """Files of groups of the module that this folder is for. It gives them up when it is laid out again."""
 
     def report(self) -> None:
         """Say once what was found in the way since the last call."""
@@ -155,9 +157,10 @@ class Folder:
                 else:
                     fd = _open_if_equal(path, header, layout, tensors)  # another process was quicker
             if fd is not None:
+                self._mine.add(path)
                 return ProvenFile(path, fd, ManifestEntry(group_id, path.name, content, len(header) + layout.num_bytes))
             logger.info("%s is not what group %r rests in: left alone, another name is used.", path, group_id)
-            self._num_in_the_way += 1
+            self._num_in_the_way += path not in self._mine
         raise GroupFileError(
             f"{self.path} holds 1000 files with the names of group {group_id!r}. Empty it, or pass another folder."
         )
