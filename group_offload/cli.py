@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -31,18 +33,34 @@ _STYLES = {Kind.DAMAGED: "red", Kind.FOREIGN: "dim", Kind.OUTDATED: "yellow", Ki
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with `argv`, the process's own arguments by default, and return its exit status."""
     arguments = _parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names may have letters that the terminal has not
     try:
         status: int = arguments.run(arguments)
-        sys.stdout.flush()  # here, where it may fail
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where it may fail
     except GroupOffloadError as error:
         complain(str(error))
         return FAILED
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # whoever reads the output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        _write_nothing_more()
         return OK
+    except SystemExit:  # the same, from rich
+        return OK
+    except OSError as error:
+        complain(str(error))
+        _write_nothing_more()
+        return FAILED
     return status
+
+
+def _write_nothing_more() -> None:
+    """Python flushes once more at its end."""
+    with suppress(OSError, ValueError, AttributeError):  # there is none, or it is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from heapq import nlargest
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -234,7 +235,8 @@ def _components(models: Mapping[str, Outline], asked: _Asked, speeds: Speeds) ->
     shares = _shares(models, uses, asked, 0)
     more_shares = _shares(models, uses, asked, _GIB)
     found = []
-    for name, model in models.items():
+    # If the device's budget is too small, the error is about the model that needs most of it.
+    for name, model in sorted(models.items(), key=lambda item: _turn_bytes(item[1]), reverse=True):
         is_timed = asked.step_seconds is not None and (len(models) == 1 or name.startswith(_DENOISERS))
         seconds = asked.step_seconds if is_timed else None
         problem = _problem(name, model, asked.vram, shares[name], asked.activations, seconds, speeds)
@@ -250,7 +252,8 @@ def _components(models: Mapping[str, Outline], asked: _Asked, speeds: Speeds) ->
                 name, model, uses[name], plan, _outer_bytes(model), is_timed, share, gain_from_vram, gain_from_ram
             )
         )
-    return found
+    names = list(models)
+    return sorted(found, key=lambda component: names.index(component.name))
 
 
 def _shares(models: Mapping[str, Outline], uses: Mapping[str, int], asked: _Asked, more: int) -> dict[str, int | None]:
@@ -269,6 +272,11 @@ def _shares(models: Mapping[str, Outline], uses: Mapping[str, int], asked: _Aske
 
 def _outer_bytes(model: Outline) -> int:
     return sum(group.num_bytes for group in model.groups if group.is_outer)
+
+
+def _turn_bytes(model: Outline) -> int:
+    """About what its groups need to take turns in."""
+    return _outer_bytes(model) + sum(nlargest(2, (group.num_bytes for group in model.groups if not group.is_outer)))
 
 
 def _problem(
@@ -482,7 +490,7 @@ def _write_chart(path: Path, components: Sequence[_Component], asked: _Asked) ->
     if component.is_timed:
         facts += f", compute {asked.step_seconds:.3g} s"
     try:
-        path.write_text(draw_chart(title, facts, sizes, lines, chosen))
+        path.write_text(draw_chart(title, facts, sizes, lines, chosen), encoding="utf-8")
     except OSError as error:
         raise GroupFileError(f"Cannot write {path}: {error.strerror or error}.") from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from enum import Enum, StrEnum
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -172,9 +173,9 @@ def _as_offload_type(value: Any) -> OffloadType:
 
 
 def _as_count(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ConfigError(f"num_blocks_per_group={value!r}: expected a whole number of 1 or more.")
-    return value
+    return int(value)
 
 
 def _as_names(value: Any, option: str) -> tuple[str, ...]:
@@ -192,7 +193,7 @@ def _as_path(value: Any) -> Path:
     if not path or "\0" in path:
         raise ConfigError(f"offload_to_disk_path={value!r}: expected the path of a folder.")
     try:
-        return Path(path).expanduser().absolute()
+        return Path(os.path.expanduser(path)).absolute()  # Path's own raises if there is no such user
     except OSError as error:
         raise ConfigError(
             f"offload_to_disk_path={value!r}: the current directory was deleted. Pass a full path."

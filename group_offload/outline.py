@@ -105,8 +105,8 @@ def find_checkpoint(name: str) -> Path:
     Raises:
         GroupFileError: there is neither.
     """
-    path = Path(name).expanduser()
-    if path.exists():
+    path = Path(os.path.expanduser(name))  # Path's own methods raise if there is no such user,
+    if os.path.exists(path):  # or the name is too long
         return path
     found = _downloaded(name)
     if found is None:

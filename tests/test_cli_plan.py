@@ -6,6 +6,7 @@ import ast
 import io
 import json
 import os
+import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -462,8 +463,16 @@ def test_errors(arguments: list[str], message: str, model: Path, run: Terminal) 
     assert said.startswith("group-offload: ") and said.count("\n") == 1 and message in said
 
 
+def test_too_little_vram_of_a_pipeline_is_told_for_all_of_it(pipeline: Path, run: Terminal) -> None:
+    said = run("plan", pipeline, "--vram", "1MiB", status=2)
+    least = re.search(r"smallest that works is ([0-9.]+ \w+)", said)
+    assert least is not None
+    run("plan", pipeline, "--vram", least[1].replace(" ", ""))
+
+
 def test_no_model(tmp_path: Path, run: Terminal) -> None:
-    assert "There is no" in run("plan", tmp_path / "nothing", status=2)
+    for name in (tmp_path / "nothing", "x" * 300, "~no-such-user/model"):
+        assert "There is no" in run("plan", name, status=2)
     with pytest.raises(SystemExit):
         cli.main(["plan"])
 

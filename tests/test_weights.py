@@ -1013,7 +1013,14 @@ def test_parts_of_parts_called_without_the_root(offload_either: Offload) -> None
     model, reference = pair(Encoder)
     handle = offload_either(model)
     x = inputs()
-    for part in ("text_model.norm", "text_model.embeddings", "text_model.embeddings.0", "text_model", "", "text_model.norm"):
+    for part in (
+        "text_model.norm",
+        "text_model.embeddings",
+        "text_model.embeddings.0",
+        "text_model",
+        "",
+        "text_model.norm",
+    ):
         for _ in range(2):
             before = handle.stats().passes
             expected = run(reference.get_submodule(part), x)

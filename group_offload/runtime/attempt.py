@@ -6,6 +6,7 @@ import random
 import sys
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from enum import Enum
 from itertools import chain
 from operator import itemgetter
@@ -81,7 +82,7 @@ def _mark(value: Any, depth: int = _MAX_DEPTH) -> Any:
     if isinstance(value, _CONTAINERS):
         if len(value) > _MAX_ITEMS:
             return id(value), len(value)
-        inside = chain(value.keys(), value.values()) if isinstance(value, dict) else value
+        inside: Iterable[Any] = chain(value.keys(), value.values()) if isinstance(value, dict) else value
     elif isinstance(getattr(value, "__array_interface__", None), dict):  # numpy's
         return id(value), value.tobytes() if value.nbytes <= _MAX_ITEMS else None
     else:

@@ -442,8 +442,8 @@ class Engine:
             was_replaced = group.was_replaced()
             if was_replaced and binds and not self._absorb_replaced([group]):
                 raise StateError(
-                    f"A weight of {group.group_id!r} was given another dtype, shape or memory that others share, or what it was "
-                    f"before is kept, in the middle of a forward. Do that between forwards."
+                    f"A weight of {group.group_id!r} was given another dtype, shape or memory that others share, or what it "
+                    f"was before is kept, in the middle of a forward. Do that between forwards."
                 )
             if group.was_touched() and (binds or not was_replaced):
                 group.take_up_edits(self.transfer)
@@ -805,7 +805,8 @@ class Engine:
         if not watch.has_same_modules():
             return None
         if not watch.has_same_tensors():
-            if any([group.take_back_moved() for group in watch.scope]):
+            moved = [group for group in watch.scope if group.take_back_moved()]
+            if moved:
                 return None
             if not self._absorb_replaced([group for group in watch.scope if not group.is_as_left()]):
                 return None

@@ -523,7 +523,7 @@ def _rewrap(tensor: Any, inner: dict[tuple[str, ...], torch.Tensor], path: tuple
 
 
 def _is_kept(view: torch.Tensor, num_ours: int) -> bool:
-    """Whether somebody keeps a tensor of the storage of `view`, of which we have so many. (A view holds what it is a view of.)"""
+    """Whether somebody has a tensor of the storage of `view` beside ours. (A view holds what it is a view of.)"""
     return num_uses(view) > num_ours + view._is_view()
 
 

@@ -118,7 +118,7 @@ class Gate:
         try:
             self._engine.enter(self, args, kwargs)
             args, kwargs = self._inputs(args, kwargs)
-            call = self.module._call_impl if self.compiled is None else self.compiled
+            call: Callable[..., Any] = self.module._call_impl if self.compiled is None else self.compiled
             if self.groups and torch._C._autograd._profiler_enabled():
                 call = partial(_call_in_range, call, self.groups[-1].group_id)
             with self._engine.backward.hooks() or nullcontext():
