@@ -6,7 +6,6 @@ import random
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable
 from enum import Enum
 from itertools import chain
 from operator import itemgetter
@@ -24,10 +23,10 @@ _UNCHANGEABLE = (
 )
 
 _MINE = __name__.partition(".")[0]
-_MAX_DEPTH = 4
-"""Of what attributes hold: in a list of dictionaries of lists no further."""
+_MAX_DEPTH = 3
+"""Of what an attribute holds: of a list in a dictionary in a list in a dictionary only the length is looked at."""
 _MAX_ITEMS = 1000
-"""Of one container, or bytes of an array: of larger ones only the size is looked at."""
+"""Of one attribute, or bytes of an array: of what is beyond only the size is looked at."""
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _BOOKS = nn.Module().__dict__.keys()
 """What torch itself keeps in each module: tables that are never exchanged, and whether it is in training."""
@@ -65,29 +64,39 @@ class State:
 
     def _values(self) -> list[Any]:
         found = chain.from_iterable(map(get, tables) for get, tables in self._alike)
-        return [value if type(value) in _BY_VALUE else _mark(value) for value in chain.from_iterable(found)]
+        return [
+            value if type(value) in _BY_VALUE else _Marker().mark(value, _MAX_DEPTH)
+            for value in chain.from_iterable(found)
+        ]
 
 
-def _mark(value: Any, depth: int = _MAX_DEPTH) -> Any:
-    """What is equal to itself as long as an attribute is this object, and has not changed. The object is not held.
+class _Marker:
+    """Of one attribute."""
 
-    One that is replaced twice may come to lie where it was: so more than its address is remembered.
-    """
-    if isinstance(value, torch.Tensor):
-        return id(value), weakref.ref(value), None if value.is_inference() else value._version
-    if isinstance(value, _UNCHANGEABLE) or not depth:
-        return id(value)
-    if isinstance(value, nn.Module) or type(value).__module__.startswith(_MINE):
-        return id(value)  # it has a table of its own, or is what runs the forward
-    if isinstance(value, _CONTAINERS):
-        if len(value) > _MAX_ITEMS:
-            return id(value), len(value)
-        inside: Iterable[Any] = chain(value.keys(), value.values()) if isinstance(value, dict) else value
-    elif isinstance(getattr(value, "__array_interface__", None), dict):  # numpy's
-        return id(value), value.tobytes() if value.nbytes <= _MAX_ITEMS else None
-    else:
-        inside = getattr(value, "__dict__", {}).values()
-    return id(value), [each if type(each) in _BY_VALUE else _mark(each, depth - 1) for each in inside]
+    def __init__(self) -> None:
+        self._num_left = _MAX_ITEMS
+
+    def mark(self, value: Any, depth: int) -> Any:
+        """What is equal to itself as long as `value` is this object, and has not changed. The object is not held.
+
+        One that is replaced twice may come to lie where it was: so more than its address is remembered.
+        """
+        if isinstance(value, torch.Tensor):
+            return id(value), weakref.ref(value), None if value.is_inference() else value._version
+        if isinstance(value, _UNCHANGEABLE):
+            return id(value)
+        if isinstance(value, nn.Module) or type(value).__module__.startswith(_MINE):
+            return id(value)  # it has a table of its own, or is what runs the forward
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.ndarray):
+            return id(value), value.tobytes() if value.nbytes <= _MAX_ITEMS else None
+        inside = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", ())
+        self._num_left -= len(inside)
+        if not depth or self._num_left < 0:
+            return id(value), len(inside)
+        # At once, as another thread may change it.
+        items = [*inside.keys(), *inside.values()] if isinstance(inside, dict) else [*inside]
+        return id(value), [each if type(each) in _BY_VALUE else self.mark(each, depth - 1) for each in items]
 
 
 class Attempt:
