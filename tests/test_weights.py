@@ -2398,3 +2398,37 @@ def test_uninitialised_parameters_are_refused(level: str) -> None:
     with pytest.raises(ValueError, match=r"1\.weight"):
         apply_group_offloading(model, "cpu", offload_type=level)
     assert _snapshot(model) == before
+
+
+def test_weights_of_fsdp2_are_refused() -> None:
+    """Before, and when they become such in place of offloaded ones."""
+    done = run_python(
+        """
+        import torch
+        import torch.distributed as dist
+        from torch import nn
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from group_offload import ModuleError, apply_group_offloading
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        mesh = init_device_mesh("cpu", (1,))
+
+        def refused(call):
+            try:
+                call()
+            except ModuleError as error:
+                assert "weight is a DTensor" in str(error) and "CPUOffloadPolicy" in str(error), error
+            else:
+                raise AssertionError
+
+        model = fully_shard(nn.Sequential(nn.Linear(8, 8)), mesh=mesh)
+        refused(lambda: apply_group_offloading(model, "cpu"))
+        model = nn.Sequential(nn.Linear(8, 8))
+        apply_group_offloading(model, "cpu")
+        fully_shard(model, mesh=mesh)
+        refused(lambda: model(torch.zeros(1, 8)))
+        dist.destroy_process_group()
+        """
+    )
+    assert done.returncode == 0, done.stderr
