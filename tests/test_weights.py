@@ -1163,8 +1163,11 @@ def test_a_block_of_another_offloaded_model_is_refused(offload_either: Offload, 
     handle.remove()
 
 
-def test_blocks_that_a_forward_calls_in_threads_are_refused(offload_either: Offload) -> None:
+def test_blocks_that_a_forward_calls_in_threads_are_refused(
+    offload_either: Offload, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The forward waits for the threads: they must not wait for it."""
+    monkeypatch.setattr(engine, "PATIENCE_SECONDS", 0.2)
 
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -1180,7 +1183,7 @@ def test_blocks_that_a_forward_calls_in_threads_are_refused(offload_either: Offl
 
     model, reference = pair(Branches)
     handle = offload_either(model)
-    with pytest.raises(StateError, match="in another thread than the forward that it is in"):
+    with pytest.raises(StateError, match="in another thread than a forward that is in progress"):
         run(model, inputs())
     model.max_workers = 0
     assert_same(run_onloaded(model, inputs()), run(reference, inputs()))

@@ -65,6 +65,7 @@ from .reader import NUM_FRAMES, SMALL_CHUNK_BYTES
 from .slots import Slot
 from .stalls import Stalls
 from .stopwatch import Stopwatch
+from .threads import where_it_waits
 from .trace import Tracer
 from .trained import Trained
 from .transfer import Transfer
@@ -86,6 +87,8 @@ HOST_ACTIVATIONS_SHARE = 0.2
 """Of a RAM budget, where the CPU computes: so much is for activations, which nobody can measure there."""
 _AUTO_SHARE = 0.95
 """Of the device memory that is there to take, if the budget is "auto"."""
+PATIENCE_SECONDS = 5.0
+"""With a forward in another thread. If that stands at one place for as long, waiting for a thread, it will for ever."""
 _IN_PLACE = 1e18
 """Bytes a second: what rests in RAM is computed with where it is."""
 
@@ -137,8 +140,6 @@ class Engine:
         """The gated calls in progress, outermost first: the groups that each of them holds."""
         self._thread = 0
         """That began the outermost."""
-        self._top: nn.Module | None = None
-        """The module of the outermost, in a forward."""
         self._has_failed = False
         self._is_clean = True
         """The last pass ended, and nothing was raised in it."""
@@ -293,27 +294,29 @@ class Engine:
 
     # ---------------------------------------------------------------- calls
 
-    def check_turn(self, gate: Gate) -> None:
-        """A call has to wait for a pass in another thread.
+    def wait_for_turn(self, module: nn.Module) -> None:
+        """Return once no pass is in progress in another thread.
 
         Raises:
-            StateError: it is part of that forward, which would wait for it in turn.
+            StateError: that pass waits for a thread, which is most likely the calling one.
         """
-        top, module = self._top, gate.module
-        if gate.may_wait or top is None or torch._C._current_graph_task_id() != -1:
-            return
-        if any(part is module for part in top.modules()):
-            raise StateError(
-                f"A part of {type(self.root).__name__} ({type(module).__name__}) is called in another thread than the forward "
-                f"that it is in, which may wait for that thread. Call the parts of an offloaded module in the thread of its "
-                f"forward."
-            )
+        before: object = None
+        while not self.lock.acquire(timeout=PATIENCE_SECONDS):
+            now = where_it_waits(self._thread)
+            if now is not None and now == before:
+                raise StateError(
+                    f"{type(module).__name__}, of {type(self.root).__name__}, is called in another thread than a forward that "
+                    f"is in progress and waits for a thread: each would wait for the other. Call the parts of an offloaded "
+                    f"module in the thread of its forward."
+                )
+            before = now
+        self.lock.release()
 
     def enter(self, gate: Gate, args: Any, kwargs: Any) -> None:
         """Make the weights that `gate`'s call needs ready. The lock is held; `leave` follows, whatever happens."""
         self._calls.append([])
         if len(self._calls) == 1:
-            self._thread, self._top = threading.get_ident(), gate.module
+            self._thread = threading.get_ident()
             self._begin(gate.module, Kind.of(gate.module, args, kwargs))
         # Another one, if the module was just cut into groups again.
         now = self._gates.get(gate.module, self._inner_gates.get(gate.module))
@@ -336,7 +339,6 @@ class Engine:
         if self._calls:
             self._lookahead.after_call()
         else:
-            self._top = None
             self._end()
 
     def move_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -929,7 +931,6 @@ class Engine:
         for module, groups in needs.items():
             gate = self._gates[module] = Gate(self, module, is_root=module is self.root)
             gate.groups = tuple(sorted(groups, key=lambda group: -group.height))
-            gate.may_wait = module is self.root or any(module is child for child in self.root.children())
             gate.install()
         self._install_inner_gates()
         self._watches = {}

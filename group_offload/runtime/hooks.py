@@ -55,8 +55,6 @@ class Gate:
         self._handles: list[RemovableHandle] = []
         self._state: State | None = None
         """Known once a call of it was a pass."""
-        self.may_wait = True
-        """For a forward in another thread. One that called a block there would wait for it in turn."""
         self.was_bypassed = False
         """A call is in progress that went past the gate: a forward hook will end it."""
         self._pushed: saved_tensors_hooks | None = None
@@ -93,7 +91,7 @@ class Gate:
             if self._engine.lock.acquire(blocking=False):
                 self._engine.lock.release()
             else:
-                self._engine.check_turn(self)
+                self._engine.wait_for_turn(self.module)
             with self._engine.lock:
                 if self.was_bypassed:  # by this thread, and then interrupted
                     self.leave_bypassed()
