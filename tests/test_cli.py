@@ -415,14 +415,13 @@ def test_output_that_cannot_be_written(folder: Path) -> None:
     """The drive is full; there is none at all; the terminal has no letters for a name. No traceback."""
     command = f"{sys.executable} -m group_offload.cli"
     (folder / "mödel").touch()
-    for more, status in (("> /dev/full", 2), (">&-", 0), ("", 0)):
-        for form in ("", "--json"):
-            done = subprocess.run(
-                f"{command} inspect {folder} {form} {more}",
-                shell=True,
-                capture_output=True,
-                text=True,
-                env={**os.environ, "PYTHONIOENCODING": "ascii"},
-                timeout=100,
-            )
-            assert done.returncode == status and "Traceback" not in done.stderr, done.stderr
+    for more, status in (("> /dev/full", 2), ("--json >&-", 0), ("", 0)):
+        done = subprocess.run(
+            f"{command} inspect {folder} {more}",
+            shell=True,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONIOENCODING": "ascii"},
+            timeout=100,
+        )
+        assert done.returncode == status and "Traceback" not in done.stderr, done.stderr
