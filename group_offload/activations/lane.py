@@ -263,10 +263,13 @@ class Lane:
         if stash.was_refused:  # it is tried again as long as it is saved
             return
         stash.was_refused = True
+        if not self._counters.refused_bytes:
+            self._warn_of_refusal(stash)
+        self._counters.refused_bytes += stash.num_bytes
+
+    def _warn_of_refusal(self, stash: Stash) -> None:
         budget = self._config.host_budget_bytes
-        if self._counters.refused_bytes:
-            pass
-        elif self._file is not None and budget is not None and stash.num_bytes > budget:
+        if self._file is not None and budget is not None and stash.num_bytes > budget:
             logger.warning(
                 "An activation of %d bytes is larger than host_budget_bytes=%d, through which all has to pass on its way to "
                 "the file: such ones stay on the device. Give it that at least.",
@@ -280,7 +283,6 @@ class Lane:
                 self._slab.num_bytes if budget is None else budget,
                 ", or pass disk_path" if self._file is None else "",
             )
-        self._counters.refused_bytes += stash.num_bytes
 
     def _bury(self, remains: Remains) -> None:
         if remains.guard is not None:
