@@ -997,6 +997,38 @@ def test_a_pipeline_with_a_budget_for_ram(
         handle.remove()
 
 
+def test_a_ram_budget_that_an_error_names_works(tmp_path: Path) -> None:
+    """What was tried before leaves nothing in RAM, and weights that get files need none: for a model and a pipeline."""
+    done = run_python(
+        """
+        import gc, re
+        from types import SimpleNamespace
+        gc.disable()
+        offloads = (
+            lambda model, **options: apply_group_offloading(model, "cpu", **options),
+            lambda model, **options: enable_group_offload(SimpleNamespace(components={"unet": model}), "cpu", **options),
+        )
+        for number, offload in enumerate(offloads):
+            model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(16)))
+            budget = 1000
+            for _ in range(5):  # the process itself takes a little more, now and then
+                try:
+                    offload(model, ram_budget=budget, offload_to_disk_path=f"{sys.argv[1]}/{number}")
+                    break
+                except ConfigError as error:
+                    assert "in no file" not in str(error), error
+                    found = re.search(r"(?:needs|Give it) ([0-9.]+ [A-Za-z]+)", str(error))
+                    budget = found[1]
+            else:
+                raise AssertionError(budget)
+            model(torch.zeros(1, 2048))
+            remove_group_offloading(model)
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_too_small_a_budget_of_a_pipeline_names_what_is_enough_for_all(device: SimulatedDevice) -> None:
     models = {name: Model([width] * 4).eval() for name, width in (("first", 100), ("largest", 400), ("last", 200))}
     pipeline = SimpleNamespace(components=models)

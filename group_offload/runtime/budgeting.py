@@ -183,7 +183,10 @@ class Budgeter:
         if self.vram is not None and self.vram < least + outer_bytes:
             error = too_small(least + outer_bytes)
             if error is not None:
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error  # it holds this frame, and so all groups: the frame must not hold it
             self.vram = self._asked_vram = least + outer_bytes
         # Half of the device is a guess, which the first pass puts right before anything stays there.
         room = None if self.vram is None else max(least, self.vram // 2)
