@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-_BY_VALUE: tuple[type, ...] = (int, float, complex, bool, str, bytes, NoneType)
+_BY_VALUE = frozenset[type]({int, float, complex, bool, str, bytes, NoneType})
 _UNCHANGEABLE = (
     *(*_BY_VALUE, Enum, type, FunctionType, BuiltinFunctionType, MethodType),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
