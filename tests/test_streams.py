@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from group_offload import GroupFileError, OffloadHandle, apply_group_offloading
 from group_offload.runtime import copies, engine, lookahead, memory, reader, slots, staging, transfer
@@ -141,6 +142,11 @@ def held_reads(*names: str) -> Iterator[HeldReads]:
         finally:
             held.open()
             threads.shutdown()
+
+
+def hold_what_the_next_pass_needs(model: Model, held: HeldReads) -> RemovableHandle:
+    """Close when the first block is there, before its memory goes to others and it can be read for the next pass."""
+    return model.blocks[0].down.register_forward_pre_hook(lambda *_: held.close())
 
 
 @contextmanager
@@ -578,7 +584,7 @@ def test_slots_go_to_another_model_while_files_are_being_read(options: dict[str,
         held_reads("blocks_0", "embed") as held,
         options_for({**options, "in_files": True}) as in_files,
     ):
-        one.on_block = lambda position: closing(held) if position == 0 else nullcontext()  # read for the next pass
+        hold_what_the_next_pass_needs(one, held)
         handles = [offload(one, **in_files), offload(two, **options)]
         assert handles[0]._engine is not None
         transfer = handles[0]._engine.transfer
@@ -675,9 +681,9 @@ def test_files_are_being_read_when(end: str) -> None:
         patch.setattr(reader, "CHUNK_BYTES", 4096)  # so that the staging memory has another size after the change
         handle = offload(model, **options)
         forward(device, model, x)
-        model.on_block = lambda position: closing(held) if position == 0 else nullcontext()  # read for the next pass
+        hook = hold_what_the_next_pass_needs(model, held)
         forward(device, model, x)
-        model.on_block = stay
+        hook.remove()
         assert handle._engine is not None and handle._engine.transfer._reader._submitted
         threading.Timer(0.2, held.open).start()
         if end == "change":
