@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import io
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -1213,6 +1214,43 @@ def test_blocks_that_a_forward_calls_in_threads_are_refused(
         run(model, inputs())
     model.max_workers = 0
     assert_same(run_onloaded(model, inputs()), run(reference, inputs()))
+    handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("waits", "calls_a_part"),
+    [pytest.param([1.0], False, id="once"), pytest.param([0.02] * 50, True, id="often")],
+)
+def test_a_forward_that_works_in_threads_of_its_own_lets_others_wait(
+    waits: list[float], calls_a_part: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread calls the same model meanwhile, as servers do; or a part of it, while the forward gets on."""
+    monkeypatch.setattr(engine, "PATIENCE_SECONDS", 0.2)
+    began = threading.Event()
+
+    class Tiled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.blocks[0](x)
+            began.set()
+            for seconds in waits:
+                pool.submit(time.sleep, seconds).result()
+            return self.blocks[1](x)
+
+    model, reference = pair(Tiled)
+    x = inputs()
+    with ThreadPoolExecutor(4) as pool:
+        wanted = [run(called, x) for called in (reference, reference.blocks[0] if calls_a_part else reference)]
+        began.clear()
+        handle = offload_to(None, model)
+        first = pool.submit(run_onloaded, model, x)
+        assert began.wait(60)
+        second = pool.submit(run_onloaded, model.blocks[0] if calls_a_part else model, x)
+        for found, expected in zip((first, second), wanted, strict=True):
+            assert_same(found.result(), expected)
     handle.remove()
 
 

@@ -32,7 +32,7 @@ from collections.abc import Mapping
 from functools import partial
 from heapq import nlargest
 from pathlib import Path
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
@@ -87,8 +87,8 @@ HOST_ACTIVATIONS_SHARE = 0.2
 """Of a RAM budget, where the CPU computes: so much is for activations, which nobody can measure there."""
 _AUTO_SHARE = 0.95
 """Of the device memory that is there to take, if the budget is "auto"."""
-PATIENCE_SECONDS = 5.0
-"""With a forward in another thread. If that stands at one place for as long, waiting for a thread, it will for ever."""
+PATIENCE_SECONDS = 30.0
+"""With a forward that waits for a thread, while another thread wants to call a part of what it runs: both will for ever."""
 _IN_PLACE = 1e18
 """Bytes a second: what rests in RAM is computed with where it is."""
 
@@ -300,10 +300,15 @@ class Engine:
         Raises:
             StateError: that pass waits for a thread, which is most likely the calling one.
         """
-        before: object = None
+        before: FrameType | None = None
         while not self.lock.acquire(timeout=PATIENCE_SECONDS):
-            now = where_it_waits(self._thread)
-            if now is not None and now == before:
+            top = None if self._kind is None else self._kind.top
+            # Who calls the whole of it has work of its own, and a turn that comes.
+            is_inside = (
+                isinstance(top, nn.Module) and module is not top and any(module is part for part in top.modules())
+            )
+            now = where_it_waits(self._thread) if is_inside else None
+            if now is not None and now is before:
                 raise StateError(
                     f"{type(module).__name__}, of {type(self.root).__name__}, is called in another thread than a forward that "
                     f"is in progress and waits for a thread: each would wait for the other. Call the parts of an offloaded "

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
+from types import FrameType
 
 _WAITING = frozenset({"concurrent", "multiprocessing", "queue", "threading"})
 """Python's modules whose functions wait for other threads."""
 _MINE = __name__.partition(".")[0]
 
 
-def where_it_waits(thread: int) -> tuple[int, int] | None:
-    """The place in the code where a thread waits for another one. None if it does not, or if this package does there."""
+def where_it_waits(thread: int) -> FrameType | None:
+    """The call in which a thread waits for another one. None if it does not, or if this package does there."""
     frame = sys._current_frames().get(thread)
     if frame is None or _package(frame.f_globals) not in _WAITING:
         return None
-    place = id(frame), frame.f_lasti
+    place = frame
     while frame is not None and _package(frame.f_globals) in _WAITING:
         frame = frame.f_back
     return None if frame is not None and _package(frame.f_globals) == _MINE else place
