@@ -31,6 +31,7 @@ from torch.utils.checkpoint import (
 from group_offload import OffloadHandle, StateError, apply_activation_offloading, apply_group_offloading
 from group_offload.runtime import backward as backward_module
 from group_offload.runtime import slots
+from group_offload.runtime.trained import MAX_FROZEN_PASSES
 
 from .common import OnloadedOnly, same_bits
 from .simulated import SimulatedDevice, use_simulated_device
@@ -396,6 +397,18 @@ def test_groups_come_once_each_way_and_ahead(run_block: Any, tmp_path: Path) -> 
         handle.remove()
 
 
+def test_nothing_is_remembered_of_steps_that_are_over(tmp_path: Path) -> None:
+    """Of groups that stay on the device nobody asks whether views of them are kept."""
+    model = make()
+    with offloaded(model, "lazy", tmp_path, vram_budget="1GiB") as (_, handle, put, _):
+        train(model, plain, put, num_steps=12)
+        assert handle._engine is not None
+        found = [len(slot.aliases) for slot in handle._engine._memory.slots]
+        assert any(found)
+        assert max(found) < 4
+        handle.remove()
+
+
 @pytest.mark.parametrize("run_block", CHECKPOINTS)
 def test_checkpoints_repeat_each_call_once(run_block: Any, tmp_path: Path) -> None:
     """Offloading neither stands in for recomputation nor adds to it; at leaf level a weight crosses for it once more."""
@@ -460,14 +473,95 @@ def test_trained_parameters_stay_on_the_device(tmp_path: Path) -> None:
         plain(model, put)
         assert places == {name: parameter.data_ptr() for name, parameter in trained.items()}
         assert handle.stats().rebuilds == 1
-        # What is frozen later takes turns with the others again.
+        # What is frozen later takes turns with the others again, once it seems to be so for good.
         model.head.requires_grad_(False)
+        for _ in range(MAX_FROZEN_PASSES):
+            plain(model, put)
+        assert places == {name: parameter.data_ptr() for name, parameter in trained.items()}
         plain(model, put)
         assert handle.stats().trainable_bytes < sum(parameter.nbytes for parameter in trained.values())
         handle.remove()
     for name, parameter in model.named_parameters():
         assert same_bits(parameter.detach(), before[name]), name
         assert parameter.grad is None or parameter.grad.shape == parameter.shape
+
+
+def reference_between(model: nn.Module, put: Put) -> torch.Tensor:
+    """A forward with what is trained frozen, between forward and backward: a reference's, or a critic's turn."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    loss = model(data(0, put)).square().mean()
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    reference = model(data(1, put)).detach()
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    loss.backward()
+    return torch.stack([loss.detach(), reference.sum()])
+
+
+@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}], ids=str)
+@pytest.mark.parametrize("run_block", [None, CHECKPOINTS[1]])
+@pytest.mark.parametrize("device", ["cpu", "random"])
+def test_what_is_frozen_for_one_forward(device: str, run_block: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    attributes = {} if run_block is None else {"run_block": run_block}
+    stats = check(reference_between, device, tmp_path, lambda: make(**attributes), **options)
+    assert stats.rebuilds == 1
+
+
+def test_parts_that_are_trained_in_turn(tmp_path: Path) -> None:
+    """What was trained before and what is now are more than half together: then only what is now stays."""
+
+    def in_turn(model: nn.Module, put: Put) -> torch.Tensor:
+        losses = []
+        for block in model.blocks:  # type: ignore[union-attr]
+            model.requires_grad_(False)
+            block.requires_grad_(True)
+            losses.append(plain(model, put))
+        return torch.stack(losses)
+
+    expected = train(make(4), in_turn)
+    with offloaded(make(4), "random", tmp_path) as (model, handle, put, get):
+        assert_same_bits(train(model, in_turn, put), expected, get)
+        stats = handle.stats()
+        assert 0 < stats.trainable_bytes < stats.host_bytes
+        handle.remove()
+
+
+def test_gradients_switched_on_in_the_middle_of_a_forward_without(tmp_path: Path) -> None:
+    """Nobody knew that something is trained: it is not on the device, where its gradient would be."""
+    model, reference = make(), make()
+
+    class Tail(nn.Module):
+        def __init__(self, inside: nn.Module) -> None:
+            super().__init__()
+            self.inside = inside
+            self.tail = nn.Linear(DIM, DIM)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.inside(x)
+            with torch.enable_grad():
+                return self.tail(x)
+
+    def truncated(model: nn.Module, put: Put) -> torch.Tensor:
+        with torch.no_grad():
+            loss = model(data(0, put))
+        with torch.enable_grad():
+            loss = loss.square().mean()
+        loss.backward()
+        return loss.detach()
+
+    torch.manual_seed(0)
+    model, reference = Tail(model), Tail(reference)
+    reference.load_state_dict(model.state_dict())
+    for twin in (model, reference):
+        twin.inside.requires_grad_(False)
+    with offloaded(model, "random", tmp_path) as (_, handle, put, get):
+        with pytest.raises(StateError, match="the module is called with gradients enabled"):
+            truncated(model, put)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        model(data(0, put))  # with gradients, as the error says
+        assert_same_bits(train(model, truncated, put), train(reference, truncated), get)
+        handle.remove()
 
 
 def test_what_is_frozen_is_written_once(tmp_path: Path) -> None:
@@ -479,7 +573,8 @@ def test_what_is_frozen_is_written_once(tmp_path: Path) -> None:
         assert handle.stats().rebuilds == 1
         assert set(tmp_path.rglob("*.safetensors")) <= files
         model.requires_grad_(False)
-        model(data(0, put).requires_grad_()).sum().backward()
+        for _ in range(MAX_FROZEN_PASSES + 1):
+            model(data(0, put).requires_grad_()).sum().backward()
         written = set(tmp_path.rglob("*.safetensors")) - files
         assert sum(path.stat().st_size for path in written) < 100_000 // 4
         handle.remove()

@@ -604,7 +604,8 @@ class Engine:
         if found is None:
             raise StateError(
                 f"Backward needs weights of {type(self.root).__name__} that are not offloaded any more: it was cut into groups "
-                f"again between forward and backward. Change it after backward()."
+                f"again between forward and backward, because modules were changed, or others require gradients now. Do that "
+                f"after backward()."
             )
         return found
 
@@ -877,6 +878,7 @@ class Engine:
             share_counters(self.groups)
         self._group_of = {part: group for group in self.groups for part in group.parts}
         self._refs = tuple(ref for part in self._group_of for ref in part.refs)
+        self._trained.guard(self._refs)
         self._memory.reside(frozenset(), self.groups, self.config)
         self._total_bytes = sum(group.num_bytes for group in self.groups)
         self._activations = {}

@@ -118,8 +118,7 @@ class Slot:
     @property
     def is_aliased(self) -> bool:
         """Whether somebody keeps views of the slot beyond the call that they were made for. None of its groups is bound."""
-        if self.aliases:
-            self.aliases = [alias for alias in self.aliases if not alias.expired()]  # type: ignore[no-untyped-call]
+        self._forget_expired()
         return bool(self.aliases) or any(views.are_kept for views in self.views.values())
 
     def alias(self, start: int, num_bytes: int) -> torch.Tensor:
@@ -130,8 +129,14 @@ class Slot:
     def alias_once(self, start: int, num_bytes: int) -> torch.Tensor:
         """The same, of which nobody else keeps a view: not even who made them, after this call."""
         alias = self.alias(start, num_bytes)
+        if len(self.aliases).bit_count() == 1:  # rarely, but again and again: of a slot that stays nobody may ever ask
+            self._forget_expired()
         self.aliases.append(StorageWeakRef(alias.untyped_storage()))  # type: ignore[no-untyped-call]
         return alias
+
+    def _forget_expired(self) -> None:
+        if self.aliases:
+            self.aliases = [alias for alias in self.aliases if not alias.expired()]  # type: ignore[no-untyped-call]
 
     @property
     def is_held(self) -> bool:

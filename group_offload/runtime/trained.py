@@ -28,6 +28,11 @@ MAX_SHARE = 0.5
 """Of a module's bytes. Where more requires gradients nobody has frozen anything: that is how modules are made."""
 
 
+MAX_FROZEN_PASSES = 8
+"""So many forwards that record a graph a parameter stays after it was frozen: it may be so for one of them only (an adapter
+that is switched off for a reference, a critic in its generator's turn), and the graph before that is still to run."""
+
+
 class Trained:
     """The parameters of a module that require gradients, as long as most others do not. Owned by an engine."""
 
@@ -36,6 +41,8 @@ class Trained:
         self._homes: dict[int, tuple[torch.Tensor, torch.device]] = {}
         """By id: the parameters that stay on the device, and where they were before."""
         self._asked: frozenset[int] = frozenset()
+        self._num_frozen: dict[int, int] = {}
+        """By id: for how many forwards in a row, which have recorded a graph, it has required no gradient."""
         self._optimizers: RemovableHandle | None = None
         """Looks at each step of each optimizer. See `_bring_state`."""
         self._guards: list[RemovableHandle] = []
@@ -59,12 +66,17 @@ class Trained:
         for parameter in known.values():
             if parameter.device != self._backend.device:
                 self._bring(parameter)  # somebody has moved it
-        wanted = {key: parameter for key, parameter in known.items() if parameter.requires_grad}
+        self._num_frozen = {
+            key: 0 if parameter.requires_grad else self._num_frozen.get(key, 0) + 1 for key, parameter in known.items()
+        }
+        wanted = {key: known[key] for key, number in self._num_frozen.items() if number <= MAX_FROZEN_PASSES}
         wanted |= {id(ref.holder): ref.holder for ref in refs if is_trainable(ref) and not ref.path}
         if wanted.keys() == self._asked:
             return False
         self._asked = frozenset(wanted)
         num_bytes = sum(ref.tensor.nbytes for ref in refs) + sum(parameter.nbytes for parameter in known.values())
+        if not _is_small(wanted.values(), num_bytes):
+            wanted = {key: parameter for key, parameter in wanted.items() if parameter.requires_grad}
         if not _is_small(wanted.values(), num_bytes):
             wanted = {}
         shared = _sharing(refs) if wanted else set()
@@ -78,13 +90,13 @@ class Trained:
         if self._optimizers is None and self._homes:
             self._optimizers = register_optimizer_step_pre_hook(partial(_bring_state, weakref.ref(self)))
             weakref.finalize(self, self._optimizers.remove).atexit = False
-        self._guard([ref for ref in refs if is_trainable(ref) and id(ref.holder) not in self._homes])
+        self.guard(refs)
         return self._homes.keys() != homes.keys()
 
     def give_back(self) -> None:
         """Let the parameters be where they were before."""
         homes, self._homes, self._asked = self._homes, {}, frozenset()
-        self._guard(())
+        self.guard(())
         if self._optimizers is not None:
             self._optimizers.remove()
             self._optimizers = None
@@ -92,10 +104,15 @@ class Trained:
             if home != self._backend.device or home.type == "cpu":
                 self._move(parameter, home)
 
-    def _guard(self, refs: Sequence[TensorRef]) -> None:
+    def guard(self, refs: Iterable[TensorRef]) -> None:
+        """Refuse gradients in these tensors, as far as they require some and do not stay on the device."""
         for guard in self._guards:
             guard.remove()
-        holders = {id(ref.holder): (ref.fqn, ref.holder) for ref in refs}
+        holders = {
+            id(ref.holder): (ref.fqn, ref.holder)
+            for ref in refs
+            if is_trainable(ref) and id(ref.holder) not in self._homes
+        }
         self._guards = [
             holder.register_post_accumulate_grad_hook(partial(_refuse, fqn, holder.grad is not None))  # type: ignore[no-untyped-call]
             for fqn, holder in holders.values()
@@ -140,7 +157,7 @@ def _refuse(fqn: str, had_gradient: bool, parameter: torch.Tensor) -> None:
         f"This backward would leave a gradient in {fqn!r}, which is offloaded: its gradient would stay on the device, and an "
         f"optimizer would find the two in different places. Freeze what is offloaded with requires_grad_(False) and train "
         f"the rest (a LoRA, an adapter, a head): parameters that require gradients stay on the device if they are less than "
-        f"half of the module's bytes."
+        f"half of the module's bytes, from the first time on that the module is called with gradients enabled."
     )
 
 
