@@ -110,7 +110,7 @@ def unwatched(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A hook that no compiler looks into, and no selective checkpoint. See [Note: Selective checkpoints]."""
 
     def call(value: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             torch._dynamo.skip_frame("group_offload has saved-tensor hooks here")
             return hook(value)
         compiler = set_eval_frame(None)

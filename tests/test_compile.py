@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -362,3 +364,50 @@ def test_aot_autograd(folder: Path | None) -> None:
     assert handle.stats().passes == 6
     # Four blocks in each pass. What the root holds stays good in its slot if it came from a file.
     assert handle.stats().onloads == 6 * 4 + (6 if folder is None else 1)
+
+
+def test_forward_while_another_thread_compiles(folder: Path | None) -> None:
+    """Torch says of all threads that they are being compiled then. One with gradients, and activations offloaded, as well."""
+    model, resident = make(), make()
+    for twin in (model, resident):
+        twin.requires_grad_(False)
+    expected = run(resident, inputs()), gradient(resident, 0)
+    handle = offload_to(folder, model)
+    began, may_end = threading.Event(), threading.Event()
+
+    def slow(graph: Any, example_inputs: Any) -> Any:
+        began.set()
+        assert may_end.wait(60)
+        return graph.forward
+
+    def compile_something() -> torch.Tensor:
+        compiled = torch.compile(lambda x: x.sin() + 1, backend=slow)
+        found: torch.Tensor = compiled(torch.zeros(3))
+        return found
+
+    with ThreadPoolExecutor(1) as pool:
+        elsewhere = pool.submit(compile_something)
+        assert began.wait(60)
+        try:
+            assert torch.compiler.is_compiling()
+            assert_same(run(model, inputs()), expected[0])
+            assert handle.stats().passes == 1
+            activations = apply_activation_offloading(model, device="cpu", min_bytes=0)
+            assert_same(gradient(model, 0), expected[1])
+            assert activations.stats().offloads > 0
+        finally:
+            may_end.set()
+        assert_same(elsewhere.result(), torch.ones(3))
+    handle.remove()
+
+
+def test_export(folder: Path | None) -> None:
+    """It takes weights where they rest, and what it gives is a model of its own."""
+    model = make()
+    expected = run(model, inputs())
+    handle = offload_to(folder, model)
+    exported = torch.export.export(model, (inputs(),), strict=False).module()
+    assert handle.stats().passes == 0
+    assert_same(run(exported, inputs()), expected)
+    assert_same(run(model, inputs()), expected)
+    handle.remove()

@@ -86,7 +86,7 @@ class _Gate(_NotCopied):
         self._mark = mark
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             torch._dynamo.skip_frame("group_offload offloads activations: use block.compile(), or drop fullgraph=True")
         _unwatched(self._mark.session.enter, self._mark.name)
         return self.compiled(*args, **kwargs)
@@ -133,7 +133,7 @@ class RootHooks(_NotCopied):
 
 
 def _enter_root(module: nn.Module, args: Any) -> None:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         torch._dynamo.skip_frame("group_offload offloads activations: use block.compile(), or drop fullgraph=True")
         return
     hooks: RootHooks | None = module.__dict__.get(ROOT)
@@ -143,7 +143,7 @@ def _enter_root(module: nn.Module, args: Any) -> None:
 
 
 def _leave_root(module: nn.Module, args: Any, output: Any) -> None:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         torch._dynamo.skip_frame("group_offload offloads activations: use block.compile(), or drop fullgraph=True")
         return
     hooks: RootHooks | None = module.__dict__.get(ROOT)
@@ -152,7 +152,7 @@ def _leave_root(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _enter_group(module: nn.Module, args: Any) -> None:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         torch._dynamo.skip_frame("group_offload offloads activations: use block.compile(), or drop fullgraph=True")
         return
     mark: Mark | None = module.__dict__.get(GROUP)

@@ -10,6 +10,10 @@ A graph of something larger (`torch.compile(model)`) must not swallow a gate: no
 Dynamo inlines `__call__`, gate included, if the module has forward hooks, and looks past it otherwise. So each module
 with a gate also has a forward pre-hook, and whichever of the two is traced first gives the whole frame back to Python
 (`torch._dynamo.skip_frame`). The frames below, the blocks' own forwards, are then compiled one by one, and shared.
+
+`torch.compiler.is_compiling` is true in all threads while one of them compiles: another one's forward must not go past its
+gates meanwhile. So dynamo is asked about itself (`is_dynamo_compiling` is a constant in what it traces, and false in what
+runs). An export (`torch.export`) runs Python, with fake tensors, which no gate can bring anything for.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import set_eval_frame
+from torch._guards import detect_fake_mode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -81,7 +86,7 @@ class Gate:
                 self.module._compiled_call_impl = self.compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors()):
             torch._dynamo.skip_frame("group_offload onloads weights between the calls in this frame")
             return self.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         # Whatever compiler watches this thread has no business in the engine's own Python, and no selective checkpoint.
@@ -153,7 +158,7 @@ class Gate:
         Args:
             module: the root, or a shallow copy of it, which shares its hooks and its weights.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             torch._dynamo.skip_frame("group_offload onloads weights here")
         compiler = set_eval_frame(None)
         modes = selective.hide()
@@ -179,7 +184,7 @@ class Gate:
             set_eval_frame(compiler)
 
     def leave_bypassed(self) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             torch._dynamo.skip_frame("group_offload offloads weights here")
         compiler = set_eval_frame(None)
         modes = selective.hide()
@@ -209,7 +214,7 @@ class InnerGate(Gate):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self.module._call_impl
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors()):
             return call(*args, **kwargs)  # type: ignore[no-untyped-call]
         engine = self._engine
         if engine.records_graphs and torch.is_grad_enabled():
@@ -230,6 +235,12 @@ def is_compiled(module: nn.Module) -> bool:
     return (call.compiled if isinstance(call, Gate) else call) is not None
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _has_fake_tensors() -> bool:
+    """Whether this thread runs to be exported."""
+    return detect_fake_mode() is not None
+
+
 def _call_in_range(call: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
     with record_function(f"group_offload.compute {name}"):
         return call(*args, **kwargs)
@@ -240,7 +251,7 @@ def _allow_trace(module: nn.Module, args: Any) -> None:
 
 
 def _refuse_trace(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors()):
         torch._dynamo.skip_frame("group_offload onloads weights between the calls in this frame")
         return None
     handle = module.__dict__.get(HANDLE)
@@ -251,7 +262,7 @@ def _refuse_trace(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] 
 
 
 def _leave_bypassed(module: nn.Module, args: Any, output: Any) -> None:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors()):
         torch._dynamo.skip_frame("group_offload offloads weights here")
         return
     handle = module.__dict__.get(HANDLE)
