@@ -18,6 +18,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from group_offload import (
@@ -247,6 +248,55 @@ def test_larger_inputs_are_foreseen(device: SimulatedDevice) -> None:
             check(device, model, resident, batch=batch)
             assert device.peak_bytes_in_use() <= budget
     assert handle.stats().resident_bytes > 0
+    handle.remove()
+
+
+class Captioned(Model):
+    def forward(self, x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x + text.mean())
+
+
+class Attending(Model):
+    """Activations grow with the square of the tokens."""
+
+    def forward(self, x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward((x[:, None] * x[None]).relu().mean(1))
+
+
+@pytest.mark.parametrize("kind", [Captioned, Attending])
+def test_more_tokens_beside_a_long_text(
+    kind: type[Captioned | Attending], device: SimulatedDevice, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of all elements that go in those of the image are few. What grows faster than they do nobody foresees."""
+    torch.manual_seed(0)
+    resident = kind(WIDTHS).eval()
+    text = torch.randn(500, DIM)
+
+    def peak_of(model: nn.Module, batch: int) -> int:
+        x = torch.randn(batch, DIM)
+        device.reset_peak()
+        with torch.no_grad(), device.running():
+            output = model(device.put(x), device.put(text))
+        model.alive.clear()  # type: ignore[operator, union-attr]
+        with torch.no_grad():
+            assert torch.equal(device.get(output), resident(x, text))
+        resident.alive.clear()
+        return device.peak_bytes_in_use()
+
+    model = copy.deepcopy(resident)
+    handle = offload(model)
+    budget = max(peak_of(model, 96) for _ in range(2)) + 4096
+    handle.remove()
+    model = copy.deepcopy(resident)
+    handle = offload(model, vram_budget=budget)
+    for batch, passes in ((8, 4), (96, 2), (8, 8)):
+        peaks = [peak_of(model, batch) for _ in range(passes)]
+        assert all(peak <= budget for peak in (peaks[1:] if kind is Attending and batch == 96 else peaks))
+        assert (handle.stats().resident_bytes > 0) == (batch == 8)
+    if kind is Attending:
+        assert "more than vram_budget" in caplog.text and "from the next pass on they have that room" in caplog.text
+    else:
+        assert "more than vram_budget" not in caplog.text
     handle.remove()
 
 

@@ -83,7 +83,20 @@ class Kind:
 
     @property
     def num_elements(self) -> int:
-        return sum(torch.Size(shape).numel() for shape, _ in self.shapes)
+        return sum(self._sizes)
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [torch.Size(shape).numel() for shape, _ in self.shapes]
+
+    def growth_from(self, other: Kind) -> float:
+        """How many times as much memory as passes of `other` these take for activations, at most.
+
+        As often as the input that has grown most: beside a long text four times as many tokens of an image are few elements.
+        """
+        if len(self.shapes) == len(other.shapes):
+            return max([1.0, *(now / max(1, before) for now, before in zip(self._sizes, other._sizes, strict=True))])
+        return max(1.0, self.num_elements / max(1, other.num_elements))
 
 
 class _Measured:
@@ -233,7 +246,7 @@ class Budgeter:
         asked = None if room is None else room // self._step * self._step, self._num_learnt
         if asked == self._for or not self.groups:
             return None
-        if room is not None and self._measured_like(kind) is None:
+        if room is not None and not self._is_measured:
             return None  # the first pass of all measures
         is_first, self._for = self._for is None, asked
         problem = self._problem(None if room is None else max(room, smallest_device_bytes(self._problem(None))))
@@ -249,7 +262,7 @@ class Budgeter:
     def room_for_residents(self, kind: Kind, others: int) -> int:
         """Device memory that groups may stay in during this pass."""
         room = self._room(kind, others)
-        if room is None or self.plan is None or self._measured_like(kind) is None:
+        if room is None or self.plan is None or not self._is_measured:
             return 0
         return max(0, room - self.plan.slot_bytes)
 
@@ -335,11 +348,17 @@ class Budgeter:
             assert measured.activation_bytes is not None
             measured.activation_bytes = max(measured.activation_bytes, peak - self._others - weights)
         if peak > self._peak and peak > self.vram:
+            assert measured.activation_bytes is not None
+            least = smallest_device_bytes(self._problem(None)) + self.outer_bytes + self._others
+            fits = least + measured.activation_bytes <= self.vram
             logger.warning(
-                "A pass took %d bytes of device memory, which is more than vram_budget (%d): activations need %d of them.",
+                "A pass took %d bytes of device memory, which is more than vram_budget (%d): activations need %d of them.%s",
                 peak,
                 self.vram,
                 measured.activation_bytes,
+                " That was not foreseen of inputs of this size: from the next pass on they have that room."
+                if fits
+                else "",
             )
 
     def clear(self) -> None:
@@ -392,21 +411,21 @@ class Budgeter:
             self._num_learnt += 1
 
     def _activation_bytes(self, kind: Kind) -> int:
-        like = self._measured_like(kind)
-        if like is None:
-            return 0
-        known, num_bytes = like
-        if known == kind:
-            return num_bytes
-        return int(num_bytes * max(1.0, kind.num_elements / max(1, known.num_elements)) * 1.1)
-
-    def _measured_like(self, kind: Kind) -> tuple[Kind, int] | None:
-        """A kind that was measured: this one, or that with the largest inputs."""
+        """What was measured, or what to expect of inputs of another size; 0 if nothing is known."""
         found = self._measured.get(kind)
         if found is not None and found.activation_bytes is not None:
-            return kind, found.activation_bytes
-        known = [(other, m.activation_bytes) for other, m in self._measured.items() if m.activation_bytes is not None]
-        return max(known, key=lambda entry: entry[0].num_elements, default=None)
+            return found.activation_bytes
+        known = {other: m.activation_bytes for other, m in self._measured.items() if m.activation_bytes is not None}
+        alike = [other for other in known if other.top == kind.top and other.with_grad == kind.with_grad]
+        if alike:
+            return int(min(known[other] * kind.growth_from(other) for other in alike) * 1.1)
+        largest = max(known, key=lambda other: other.num_elements, default=None)
+        return 0 if largest is None else int(known[largest] * kind.growth_from(largest) * 1.1)
+
+    @property
+    def _is_measured(self) -> bool:
+        """Whether anything is known of what activations take."""
+        return any(measured.activation_bytes is not None for measured in self._measured.values())
 
 
 def _as_of(problem: Problem, plan: Plan) -> Plan:
