@@ -28,7 +28,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from group_offload import OffloadHandle, StateError, apply_activation_offloading, apply_group_offloading
+from group_offload import ConfigError, OffloadHandle, StateError, apply_activation_offloading, apply_group_offloading
 from group_offload.runtime import backward as backward_module
 from group_offload.runtime import slots
 from group_offload.runtime.trained import MAX_FROZEN_PASSES
@@ -562,6 +562,13 @@ def test_gradients_switched_on_in_the_middle_of_a_forward_without(tmp_path: Path
         model(data(0, put))  # with gradients, as the error says
         assert_same_bits(train(model, truncated, put), train(reference, truncated), get)
         handle.remove()
+
+
+def test_a_model_that_could_not_be_offloaded_can_be_trained() -> None:
+    model, reference = make(), make()
+    with use_simulated_device(SimulatedDevice(0, "lazy")), pytest.raises(ConfigError, match="vram_budget"):
+        apply_group_offloading(model, "cpu", vram_budget=100)
+    assert_same_bits(train(model, plain), train(reference, plain))
 
 
 def test_what_is_frozen_is_written_once(tmp_path: Path) -> None:

@@ -878,7 +878,6 @@ class Engine:
             share_counters(self.groups)
         self._group_of = {part: group for group in self.groups for part in group.parts}
         self._refs = tuple(ref for part in self._group_of for ref in part.refs)
-        self._trained.guard(self._refs)
         self._memory.reside(frozenset(), self.groups, self.config)
         self._total_bytes = sum(group.num_bytes for group in self.groups)
         self._activations = {}
@@ -916,6 +915,7 @@ class Engine:
             for part in group.parts:
                 if part not in in_use and not part.is_given_up:
                     part.image.close(forget=True)
+        self._trained.guard(self._refs)
 
     def _publish_manifest(self) -> None:
         images = [part.image for group in self.groups for part in group.parts]

@@ -27,7 +27,6 @@ from ..saved import view_of
 MAX_SHARE = 0.5
 """Of a module's bytes. Where more requires gradients nobody has frozen anything: that is how modules are made."""
 
-
 MAX_FROZEN_PASSES = 8
 """So many forwards that record a graph a parameter stays after it was frozen: it may be so for one of them only (an adapter
 that is switched off for a reference, a critic in its generator's turn), and the graph before that is still to run."""
