@@ -13,6 +13,7 @@ config to the engine it belongs to and everything else where it went before.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
 import os
@@ -472,15 +473,11 @@ def _swap_attribute(owner: type, name: str, value: Any) -> Callable[[], None]:
 
 
 def _hooks_module() -> ModuleType:
-    import diffusers.hooks.hooks
-
-    return diffusers.hooks.hooks
+    return importlib.import_module("diffusers.hooks.hooks")
 
 
 def _offloading_module() -> ModuleType:
-    import diffusers.hooks.group_offloading
-
-    return diffusers.hooks.group_offloading
+    return importlib.import_module("diffusers.hooks.group_offloading")
 
 
 add_listener(_Markers())
