@@ -508,6 +508,51 @@ def test_what_is_frozen_for_one_forward(device: str, run_block: Any, options: di
     assert stats.rebuilds == 1
 
 
+@pytest.mark.parametrize("name", ["embed", "blocks.1", "head"])
+def test_more_is_trained_between_forward_and_backward(name: str, tmp_path: Path) -> None:
+    """What is in the graph may have left its group meanwhile: then it is said so."""
+
+    def gradients(model: nn.Module, put: Put) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        plain(model, put)
+        loss = model(data(0, put)).square().mean()
+        model.get_submodule(name).requires_grad_(True)
+        model(data(1, put))
+        loss.backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    expected = gradients(make(), torch.clone)
+    with offloaded(make(), "random", tmp_path) as (model, handle, put, get):
+        leaves_its_group = name == "blocks.1"
+        with pytest.raises(StateError, match="others require gradients now") if leaves_its_group else nullcontext():
+            assert_same_bits(gradients(model, put), expected, get)
+        plain(model, put)
+        handle.remove()
+
+
+def test_a_weight_in_a_graph_of_its_own(tmp_path: Path) -> None:
+    """Recorded outside of calls: right if no forward comes between it and backward, else an error."""
+
+    def term(model: Any) -> torch.Tensor:
+        lora = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+        found: torch.Tensor = (lora.sum() * model.embed.weight).square().sum()
+        return found
+
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        (model(data(0, torch.clone)).square().mean() + term(model)).backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    expected = gradients(make())
+    with offloaded(make(), "cpu", tmp_path) as (model, handle, put, _):
+        assert_same_bits(gradients(model), expected)
+        before = term(model)
+        loss = model(data(0, put)).square().mean()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            (loss + before).backward()
+        handle.remove()
+
+
 def test_parts_that_are_trained_in_turn(tmp_path: Path) -> None:
     """What was trained before and what is now are more than half together: then only what is now stays."""
 

@@ -237,7 +237,11 @@ def is_compiled(module: nn.Module) -> bool:
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _has_fake_tensors() -> bool:
-    """Whether this thread runs to be exported."""
+    """Whether this thread runs to be exported.
+
+    It is asked in place, behind the compiler's two flags: a function for all three would be compiled for itself, and always
+    say yes.
+    """
     return detect_fake_mode() is not None
 
 
