@@ -54,6 +54,16 @@ class Backend(Protocol):
 
     def new_event(self) -> Event: ...
 
+    def is_capturing(self) -> bool:
+        """Whether what the calling thread enqueues now becomes part of a graph, and does not run."""
+
+    def bring(self, tensor: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
+        """A copy of a tensor from elsewhere on the device, for compute of the calling thread. The host does not wait for compute.
+
+        Args:
+            non_blocking: `tensor` is left alone until the copy is done. If not, it may be changed once this returns.
+        """
+
     def seconds_between(self, start: Event, end: Event) -> float | None:
         """Time from one recorded event to another, negative if `end` came first; None if one is not reached yet."""
 
@@ -99,6 +109,7 @@ class Backend(Protocol):
         """Page-locked memory of the device's own making, for where `pin` is refused; None if that is too."""
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly
 
 
@@ -138,6 +149,12 @@ class HostBackend:
 
     def new_event(self) -> Event:
         return _NO_EVENT
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def bring(self, tensor: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
+        return tensor.to(self.device)
 
     def seconds_between(self, start: Event, end: Event) -> float | None:
         return 0.0
@@ -203,6 +220,20 @@ class AcceleratorBackend:
 
     def new_event(self) -> Event:
         return torch.Event(device=self.device, enable_timing=True)
+
+    def is_capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def bring(self, tensor: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
+        if non_blocking or tensor.device.type != "cpu" or type(tensor) not in _PLAIN or tensor.layout != torch.strided:
+            return tensor.to(self.device, non_blocking=non_blocking)
+        # A blocking copy would wait for all that compute has to do before. So it is made from page-locked memory of our own,
+        # which torch gives to nobody else before the copy is done.
+        try:
+            staged = torch.empty_like(tensor, pin_memory=True)
+        except RuntimeError:  # the driver's own limits
+            return tensor.to(self.device)
+        return staged.copy_(tensor).to(self.device, non_blocking=True)
 
     def seconds_between(self, start: Event, end: Event) -> float | None:
         if not (start.query() and end.query()):

@@ -269,6 +269,7 @@ class SimulatedDevice:
         self.num_host_waits = 0  # times that the host asked for a point that was not reached yet
         self.pinned_bytes = 0
         self.capacity = 1 << 40  # more than that is out of memory
+        self.captures = False  # a graph, which the engine is to refuse
         self.total = Meter()
         self.memory = Meter(whole=self.total)  # from `empty`
         self.activations = Meter(whole=self.total)  # made by ops and `put`
@@ -336,6 +337,12 @@ class SimulatedDevice:
 
     def new_event(self) -> SimulatedEvent:
         return SimulatedEvent(self)
+
+    def is_capturing(self) -> bool:
+        return self.captures
+
+    def bring(self, tensor: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
+        raise AssertionError("All tensors are on the CPU, which it stands for.")
 
     def synchronize(self) -> None:
         with self._host_call():

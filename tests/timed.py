@@ -68,6 +68,12 @@ class TimedDevice:
     def synchronize(self) -> None:
         pass
 
+    def is_capturing(self) -> bool:
+        return False
+
+    def bring(self, tensor: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
+        raise AssertionError("All tensors are on the CPU, which it stands for.")
+
     def current_stream(self) -> TimedStream:
         return self._compute
 

@@ -285,15 +285,13 @@ class Backward:
             if found is None:
                 return
             self._has_failed |= not completed
-            try:
+            if completed:
                 self._let_go(found, ())
-            finally:
-                found.node = None
-                del self._tasks[task]
-            if not self._tasks:
-                self._thread = 0
+            if len(self._tasks) == 1:
                 self._engine.end_backward(completed=not self._has_failed)
-                self._over.notify_all()
+                self._thread = 0
+            del self._tasks[task]
+            self._over.notify_all()
 
     def _advance(self, now: _Task, groups: Sequence[Group]) -> None:
         """Let go of what the node before has used, except for `groups`, which are needed next."""

@@ -78,7 +78,7 @@ class CachedFiles:
                 image.source.forget_cached(image.pieces)
         for image in self.images:
             image.is_direct = image not in chosen
-        self._look()
+        self.look()
 
     def lock_what_is_there(self, *, was_read: bool) -> None:
         """Lock what is in the page cache, for as long as a pass can do without.
@@ -100,7 +100,7 @@ class CachedFiles:
                 del self._to_lock[source]
             elif was_read:
                 source.bytes_cached = 0  # the others are read once more
-        self._look()
+        self.look()
 
     def before_pass(self, name: str) -> None:
         """Give up RAM where others need it, and lock what was read."""
@@ -124,7 +124,7 @@ class CachedFiles:
         for source in {image.source for image in given_up}:
             self._lock(source, [image for image in there if image.source is source and image not in given_up])
             self._to_lock.pop(source, None)
-        self._look()
+        self.look()
         logger.warning(
             "RAM runs short: %s of %s are no longer page-locked, and are read from the drive from now on.",
             describe_bytes(sum(image.layout.num_bytes for image in given_up)),
@@ -135,5 +135,6 @@ class CachedFiles:
         pieces: list[Piece] = [piece for image in images for piece in image.pieces]
         source.lock(pieces, self._backend, self._wait)
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Find out which are locked."""
         self.are_read = any(not image.is_locked for image in self.images)

@@ -41,7 +41,7 @@ from torch import nn
 from ..budgets import AUTO, describe_bytes
 from ..config import OffloadConfig, OffloadType
 from ..device import Backend, Stream
-from ..errors import ConfigError, GroupFileError, StateError
+from ..errors import ConfigError, GroupFileError, GroupOffloadError, StateError
 from ..layout import overlapping
 from ..partition import NEVER_CALLED, TensorRef, holds_tensors
 from ..planner import Place, Plan, Speeds
@@ -51,14 +51,14 @@ from ..stores.base import Tier
 from ..stores.files import FileImage
 from ..stores.folder import Folder, keep, leave
 from ..stores.group_file import GroupFile
-from .attempt import Attempt
 from .backward import Backward, SavedWeight, bytes_at_rest
 from .budgeting import Budgeter, Kind, ram_for_weights
 from .build import build_groups, first_guess, materialise
 from .cached import CachedFiles
+from .calls import Call
 from .counters import Counters
 from .group import Group, Part, Residence
-from .hooks import Gate, InnerGate, is_compiled, map_tensors, moved
+from .hooks import Gate, InnerGate, is_compiled, map_tensors
 from .lookahead import LookAhead
 from .memory import DeviceMemory
 from .reader import NUM_FRAMES, SMALL_CHUNK_BYTES
@@ -91,6 +91,9 @@ PATIENCE_SECONDS = 30.0
 """With a forward that waits for a thread, while another thread wants to call a part of what it runs: both will for ever."""
 _IN_PLACE = 1e18
 """Bytes a second: what rests in RAM is computed with where it is."""
+
+_EXPECTED = (GroupOffloadError, torch.OutOfMemoryError)
+"""What is raised on purpose, where everything is in order: a forward may catch it, and go on."""
 
 _offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -133,16 +136,18 @@ class Engine:
         self._stopwatch = Stopwatch(self._backend)
         self._kind: Kind | None = None
         """Of the last pass."""
-        self._brought_back_before = 0
-        """When it began."""
         self.tracer: Tracer | None = None
-        self._calls: list[list[Group]] = []
-        """The gated calls in progress, outermost first: the groups that each of them holds."""
+        self._calls: list[Call] = []
+        """The gated calls in progress, outermost first, if none was interrupted: see [Note: Interrupts]."""
         self._thread = 0
-        """That began the outermost."""
+        """That began the pass in progress."""
         self._has_failed = False
+        """Something was raised in the pass."""
+        self._is_whole = True
+        """The engine is not in the middle of anything."""
         self._is_clean = True
-        """The last pass ended, and nothing was raised in it."""
+        """No pass has begun since the last one ended."""
+        self.is_removed = False
         # At leaf level least memory counts, and layers are small enough for torch's allocator to fit them in anywhere.
         is_leaf_level = config.offload_type is OffloadType.LEAF_LEVEL
         is_just_in_time = config.record_stream or (is_leaf_level and config.use_stream)
@@ -204,17 +209,22 @@ class Engine:
     @property
     def is_running(self) -> bool:
         """A pass is in progress, forward or backward."""
-        return bool(self._calls)
+        return bool(self._calls) or self.backward.is_open
 
     @property
     def runs_here(self) -> bool:
         """The calling thread is in the middle of a pass."""
-        return bool(self._calls) and self._thread == threading.get_ident()
+        return self.is_running and self._thread == threading.get_ident()
+
+    @property
+    def runs_elsewhere(self) -> bool:
+        """Another thread seems to be in the middle of a pass."""
+        return self._thread not in (0, threading.get_ident())
 
     @property
     def is_inside_a_call(self) -> bool:
         """The gated call that begins is not the outermost one."""
-        return len(self._calls) > 1
+        return len(self._calls) > 1 or self.backward.is_open
 
     @property
     def device(self) -> torch.device:
@@ -238,12 +248,14 @@ class Engine:
         """Take up what was changed since the last pass now, not at the next one."""
         with self.lock:
             self.backward.settle()
+            self._forget_interrupted_calls()
             if self.is_running:
                 return
-            if not self._is_clean:
-                self._recover()
+            self._begin_clean()
             if self._notice_changes(self.root) is None:
                 self._rebuild()
+            self._memory.disclaim()
+            self._is_whole = self._is_clean = True
 
     def remove(self) -> None:
         """Give every tensor memory of its own again, where it was before, and take the gates away.
@@ -253,21 +265,23 @@ class Engine:
         """
         with self.lock:
             self.backward.settle()
+            self._forget_interrupted_calls()
             if self.is_running:
                 raise StateError(
                     "remove() was called in the middle of a forward or backward of the module. Call it afterwards."
                 )
-            if not self._is_clean:
-                self._recover()
+            self._begin_clean()
             self._lookahead.abandon()
             self._memory.release()
             self._give_up_images()
             self._trained.give_back()
-            for gate in (*self._gates.values(), *self._inner_gates.values()):
-                gate.uninstall()
             for path in self._manifest:
                 keep(path)  # as the files, for whoever comes next
             _leave_all(self._manifest)
+            # As long as the root has its gate the next forward takes all up again. So that goes last.
+            for gate in (*self._inner_gates.values(), *reversed(self._gates.values())):
+                gate.uninstall()
+            self.is_removed = True
             for module in self._seen:
                 _offloaded.discard(module)
             self._gates, self._watches, self._seen, self._inner_gates = {}, {}, {}, {}
@@ -275,6 +289,7 @@ class Engine:
             self._forget_groups()
             self.backward.close()
             self.transfer.close()
+            self._is_whole = self._is_clean = True
 
     def _forget_groups(self) -> None:
         """So that what maps files goes at once, not when Python's collector comes: until then it counts as RAM in use."""
@@ -295,64 +310,116 @@ class Engine:
     # ---------------------------------------------------------------- calls
 
     def wait_for_turn(self, module: nn.Module) -> None:
-        """Return once no pass is in progress in another thread.
+        """Return once no pass is in progress in another thread. The calling one does not have the lock.
 
         Raises:
             StateError: that pass waits for a thread, which is most likely the calling one.
         """
         before: FrameType | None = None
-        while not self.lock.acquire(timeout=PATIENCE_SECONDS):
-            top = None if self._kind is None else self._kind.top
-            # Who calls the whole of it has work of its own, and a turn that comes.
-            is_inside = (
-                isinstance(top, nn.Module) and module is not top and any(module is part for part in top.modules())
-            )
-            now = where_it_waits(self._thread) if is_inside else None
-            if now is not None and now is before:
-                raise StateError(
-                    f"{type(module).__name__}, of {type(self.root).__name__}, is called in another thread than a forward that "
-                    f"is in progress and waits for a thread: each would wait for the other. Call the parts of an offloaded "
-                    f"module in the thread of its forward."
+        try:
+            while not self.lock.acquire(timeout=PATIENCE_SECONDS):
+                top = None if self._kind is None else self._kind.top
+                # Who calls the whole of it has work of its own, and a turn that comes.
+                is_inside = (
+                    isinstance(top, nn.Module) and module is not top and any(module is part for part in top.modules())
                 )
-            before = now
-        self.lock.release()
+                now = where_it_waits(self._thread) if is_inside else None
+                if now is not None and now is before:
+                    raise StateError(
+                        f"{type(module).__name__}, of {type(self.root).__name__}, is called in another thread than a forward that "
+                        f"is in progress and waits for a thread: each would wait for the other. Call the parts of an offloaded "
+                        f"module in the thread of its forward."
+                    )
+                before = now
+        finally:
+            while self.lock._is_owned():  # type: ignore[attr-defined]  # also if Ctrl-C came just when it was had
+                self.lock.release()
 
-    def enter(self, gate: Gate, args: Any, kwargs: Any) -> None:
-        """Make the weights that `gate`'s call needs ready. The lock is held; `leave` follows, whatever happens."""
-        self._calls.append([])
-        if len(self._calls) == 1:
-            self._thread = threading.get_ident()
-            self._begin(gate.module, Kind.of(gate.module, args, kwargs))
-        # Another one, if the module was just cut into groups again.
-        now = self._gates.get(gate.module, self._inner_gates.get(gate.module))
-        for group in () if now is None else now.groups:
-            if group.num_bytes:
-                self.hold(group)
-                self._calls[-1].append(group)
-        self._weigh_activations(gate)
-        self._lookahead.before_call()
+    def begin_call(self, call: Call, args: Any, kwargs: Any) -> None:
+        """Make the weights that a gate's call needs ready. The lock is held; `end_call` follows, whatever happens."""
+        if self._backend.is_capturing():
+            raise StateError(
+                f"{type(self.root).__name__} is group-offloaded and was called while a CUDA graph is captured: a replay would "
+                f"read device memory that holds other weights by then. Capture a module that is not offloaded, or call "
+                f"remove() before. torch.compile without mode='reduce-overhead' captures no graphs."
+            )
+        self._forget_interrupted_calls()
+        is_first = not self.is_running
+        self._calls.append(call)
+        if not is_first and not self._is_whole:
+            raise StateError(
+                f"A forward of {type(self.root).__name__} goes on after it was interrupted. Let it end, and call it again."
+            )
+        try:
+            if is_first:
+                self._thread = threading.get_ident()
+                self._begin(call.module, Kind.of(call.module, args, kwargs))
+            self._is_whole = False
+            # Another gate, if the module was just cut into groups again.
+            gate = self._gates.get(call.module, self._inner_gates.get(call.module))
+            for group in () if gate is None else gate.groups:
+                if group.num_bytes:
+                    self.hold(group)
+                    call.groups.append(group)
+            self._weigh_activations(call.module)
+            self._lookahead.before_call()
+        except _EXPECTED:
+            self._is_whole = True
+            raise
+        self._is_whole = True
 
-    def fail(self) -> None:
-        """The call in progress raised: the pass teaches no order. (A checkpoint breaks off calls that it repeats.)"""
-        self._has_failed = not self.backward.is_open
-
-    def leave(self) -> None:
-        """End what `enter` began."""
-        held = self._calls.pop()
-        while held:
-            self.let_go(held.pop(), self._backend.current_stream())
-        if self._calls:
-            self._lookahead.after_call()
+    def end_call(self, call: Call) -> None:
+        """End what `begin_call` began."""
+        if call not in self._calls:  # nothing was begun
+            return
+        # A checkpoint breaks off calls that it repeats: that is no failure.
+        self._has_failed |= not (call.is_complete or self.backward.is_open)
+        self._forget_calls_above(call)
+        is_whole, self._is_whole = self._is_whole, False
+        if is_whole:
+            try:
+                while call.groups:
+                    self.let_go(call.groups.pop(), self._backend.current_stream())
+                self._calls.pop()
+                if self.is_running:
+                    self._lookahead.after_call()
+            except _EXPECTED:
+                self._is_whole = True
+                raise
+            self._is_whole = True
         else:
+            self._calls.pop()
+        if not self.is_running:
             self._end()
+
+    def settle(self, module: nn.Module) -> None:
+        """A gate's call of `module` is over: what `end_call` should have done, and did not because it was interrupted, is done."""
+        if self._calls[-1].module is module if self._calls else not self._is_clean:
+            self._forget_interrupted_calls()
+            if not self.is_running and not self._is_clean:
+                self._recover()
+
+    def _forget_interrupted_calls(self) -> None:
+        """Take calls off the list that are not in progress any more. See [Note: Interrupts]."""
+        while self._calls and not (self._thread == threading.get_ident() and self._calls[-1].is_on_stack()):
+            self._calls.pop()
+            self._is_whole = False  # what it holds, and what it had begun, nobody knows
+
+    def _forget_calls_above(self, call: Call) -> None:
+        while self._calls[-1] is not call:
+            self._calls.pop()
+            self._is_whole = False
 
     def move_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The inputs of a call, on the onload device, except those that the options exclude."""
-        device, non_blocking = self._backend.device, self.config.non_blocking or self.config.use_stream
-        args = tuple(moved(value, device, non_blocking) for value in args)
+        backend, non_blocking = self._backend, self.config.non_blocking
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if tensor.device == backend.device else backend.bring(tensor, non_blocking=non_blocking)
+
+        args = tuple(map_tensors(value, moved) for value in args)
         kwargs = {
-            name: value if name in self._skip_inputs else moved(value, device, non_blocking)
-            for name, value in kwargs.items()
+            name: value if name in self._skip_inputs else map_tensors(value, moved) for name, value in kwargs.items()
         }
         return args, kwargs
 
@@ -371,7 +438,6 @@ class Engine:
         if kind.with_grad:
             watch = self._prepare_for_backward(top, watch)
         self._kind = kind
-        self._brought_back_before = self.counters.brought_back
         self._note_times()
         if self.config.has_budgets:
             self._replan(kind)
@@ -389,10 +455,10 @@ class Engine:
 
     def _begin_clean(self) -> None:
         """What every pass begins with: nothing is left of one that was interrupted."""
-        self._has_failed = False
         if not self._is_clean:
             self._recover()
-        self._is_clean = False
+        self._is_clean = self._is_whole = False
+        self._memory.claim()
 
     def _rebuild_for(self, top: nn.Module) -> Watch:
         self._rebuild()
@@ -402,12 +468,15 @@ class Engine:
         return watch
 
     def _end(self) -> None:
+        if self._has_failed or not self._is_whole:
+            self._recover()
+            return
         for group in [*self._memory.bound]:
             self._memory.unbind(group)
-        self._lookahead.schedule.end(completed=not self._has_failed)
+        self._lookahead.schedule.end(completed=True)
         stream = self._backend.current_stream()
-        self._stopwatch.end(stream, completed=not self._has_failed)
-        self._budgeter.stop(self.counters.device_bytes, completed=not self._has_failed)
+        self._stopwatch.end(stream, completed=True)
+        self._budgeter.stop(self.counters.device_bytes, completed=True)
         if self._files.are_read:
             self.transfer.note_drive(self._budgeter.drive)
         for slot in self._memory.slots:
@@ -422,19 +491,30 @@ class Engine:
                 if not all(group.is_stable for group in slot.groups):
                     self._memory.free(slot)
         self._memory.give_back()
-        self._is_clean = not self._has_failed
+        self._thread = 0
+        self._is_clean = True
 
     def _recover(self) -> None:
-        """Put right what an interrupt in the middle of the engine's own code may have left."""
-        self._calls = self._calls[-1:]
+        """End a pass that failed or was interrupted, wherever that was. See [Note: Interrupts].
+
+        The host waits until no copy is on its way, so that nothing is written to, or read from, memory that gets another use.
+        """
+        is_whole, self._is_whole = self._is_whole, False
+        self._is_clean = False
+        self._calls.clear()
+        self.transfer.recover(is_whole=is_whole)
         for group in self.groups:
-            group.holds = 0
-            group.slot = None
-            if group.residence is Residence.ONLOADED:
-                group.rest()
+            group.recover(self.transfer)
         self._memory.recover()
-        self._lookahead.abandon()
-        self._is_clean = True
+        self.stalls.recover()
+        self._stopwatch.clear()
+        self._budgeter.stop(0, completed=False)
+        self._lookahead.recover(self.groups, is_whole=is_whole)
+        self._memory.reside(self._budgeter.at(Place.DEVICE), self.groups, self.config)
+        self._files.look()
+        self._thread = 0
+        self._has_failed = False
+        self._is_whole = self._is_clean = True
 
     def hold(self, group: Group, *, binds: bool = True) -> None:
         """Let what compute does from now on come after the group's images arrived, which stay until `let_go`.
@@ -543,7 +623,6 @@ class Engine:
     def begin_backward(self) -> None:
         """Autograd needs weights, or repeats calls. The lock is held now, and in each call until `end_backward`."""
         forward = self._lookahead.schedule.order
-        self._calls.append([])
         self._thread = threading.get_ident()
         self.counters.backward_passes += 1
         # What the forward has changed is for the next one: here the graph counts, and groups as they were.
@@ -555,13 +634,13 @@ class Engine:
         self._memory.window_bytes = self._window(self.root)
         self._weighed = Weighing()
         self._lookahead.begin((Backward, self.root), set(self.groups), guess=forward[::-1])
+        self._is_whole = True
 
     def end_backward(self, *, completed: bool) -> None:
-        if not self._calls:
-            return
-        self._calls.pop()
-        self._has_failed = not completed
-        self._end()
+        if not self._is_clean:
+            self._calls.clear()  # what a checkpoint called again has broken off with it
+            self._is_whole &= completed  # it may have broken off anywhere
+            self._end()
 
     def look_ahead(self) -> None:
         """Start what comes next, if there is something to start."""
@@ -736,34 +815,19 @@ class Engine:
         if self._budgeter.start(kind, others, self.counters.device_bytes):
             self._memory.resident_room = min(self._memory.resident_room, self.counters.resident_bytes)
 
-    def make_room(self, attempt: Attempt, error: torch.OutOfMemoryError) -> None:
-        """Device memory ran out in a forward, which has ended: give up all that stays there, so that it can run again.
-
-        Raises:
-            OutOfMemoryError: nothing stays there, or the forward cannot be run again. The next one has more room.
-        """
+    def too_little(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
+        """Device memory ran out in a forward: give up what stays there. The same error, with what helps."""
         given_up = self.counters.resident_bytes
         self._memory.give_up_residents(0)
         self._backend.release_unused()
         if self._kind is not None:
             self._budgeter.ran_out(self._kind)
-        if not given_up:
-            raise self.too_little(error) from error
-        what = attempt.why_not_again()
-        if what is not None or self.counters.brought_back != self._brought_back_before:
-            raise torch.OutOfMemoryError(
-                f"{error} Groups that stayed on the device took {describe_bytes(given_up)} and were given up, but this forward "
-                f"cannot be run again by itself: {what or 'it has changed weights or buffers'}. Call it again; with "
+        if given_up:
+            return torch.OutOfMemoryError(
+                f"{error} Groups of {type(self.root).__name__} that stayed on the device took {describe_bytes(given_up)}, and "
+                f"were given up: call it again. With "
                 f"vram_budget={describe_bytes(self._budgeter.smaller_budget(given_up))!r} it would have had that room."
-            ) from error
-        logger.warning(
-            "Device memory ran out in a forward of %s: %s of groups that stayed there were given up, and it runs again.",
-            type(self.root).__name__,
-            describe_bytes(given_up),
-        )
-
-    def too_little(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
-        """The same error, which no budget helps against, with what does."""
+            )
         return torch.OutOfMemoryError(
             f"{error} No group of {type(self.root).__name__} stays on the device that could be given up: a smaller input, "
             f"offload_type='leaf_level', or attention slicing needs less."
@@ -791,10 +855,10 @@ class Engine:
     def _other_bytes(self) -> int:
         return self._backend.bytes_in_use() - self.counters.device_bytes
 
-    def _weigh_activations(self, gate: Gate) -> None:
+    def _weigh_activations(self, module: nn.Module) -> None:
         is_learning = self._lookahead.schedule.is_learning
-        if self._is_tight and self._weighed.is_due(gate.module, is_learning, len(self._gates)):
-            self._weighed.note(gate.module, self._other_bytes())
+        if self._is_tight and self._weighed.is_due(module, is_learning, len(self._gates)):
+            self._weighed.note(module, self._other_bytes())
 
     # ---------------------------------------------------------------- changes
 

@@ -6,6 +6,7 @@ import logging
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -151,7 +152,7 @@ class Group:
         self._note_rest()
         self._versions: list[int] = []
         self._bound: list[torch.Tensor] = []
-        """While onloaded: what each tensor was bound to."""
+        """While all of it is onloaded: what each tensor was bound to."""
         self._recast: dict[int, torch.Tensor] = {}
         """Values that a forward put in place of tensors and that do not fit the image: until the next pass begins."""
         self._needs_take_up = False
@@ -192,11 +193,11 @@ class Group:
         bound = self._views_in(slot.alias_once(self.offset, self.num_bytes)) if is_watched else self._views_of(slot)
         if self._recast:
             bound = [self._recast.get(index, view) for index, view in enumerate(bound)]
+        self.residence = Residence.ONLOADED  # of some of them, if this is interrupted
         for tensor, view in zip(self._tensors, bound, strict=True):
             tensor.data = view
         for wrapped in self._wrapped:
             wrapped.put_on_device(bound)
-        self._bound = bound
         if self._is_plain:
             self._versions = [tensor._version for tensor in self._tensors]
         else:
@@ -204,7 +205,7 @@ class Group:
                 tensor._version if tracks else 0
                 for tensor, tracks in zip(self._in_use(), self._tracks_version, strict=True)
             ]
-        self.residence = Residence.ONLOADED
+        self._bound = bound
 
     def offload(self, transfer: Transfer) -> int:
         """Bind the tensors to their place at rest again. What the forward changed is brought back first.
@@ -239,6 +240,21 @@ class Group:
         for index, value in self._recast.items():  # the next pass lays the group out again
             self._tensors[index].data = value.cpu()
         return num_changed
+
+    def recover(self, transfer: Transfer) -> None:
+        """A pass failed, or was interrupted: bind the tensors to their place at rest, whatever state they are in.
+
+        What a forward has changed is brought back if the group was onloaded as a whole.
+        """
+        if self.residence is Residence.ONLOADED and self.slot is not None and len(self._bound) == len(self._tensors):
+            with suppress(Exception):
+                self.slot.note_use(transfer.compute_stream)
+                self.offload(transfer)
+        if self.residence is Residence.ONLOADED:
+            self._bound = []
+            self.rest()
+        self.holds = 0
+        self.slot = None
 
     def increment_versions(self) -> None:
         """Raise each version counter once, and remember that it was not somebody else."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -36,7 +37,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .. import selective
 from ..saved import hooks_in_force, pop_hooks
-from .attempt import Attempt, State
+from .calls import Call
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -58,10 +59,10 @@ class Gate:
         self.compiled: Callable[..., Any] | None = module.__dict__.get("_compiled_call_impl")
         """What the module has compiled for itself; perhaps another gate around that."""
         self._handles: list[RemovableHandle] = []
-        self._state: State | None = None
-        """Known once a call of it was a pass."""
         self.was_bypassed = False
         """A call is in progress that went past the gate: a forward hook will end it."""
+        self._bypassing: Call | None = None
+        """That call."""
         self._pushed: saved_tensors_hooks | None = None
         """In such a call."""
 
@@ -90,41 +91,38 @@ class Gate:
             torch._dynamo.skip_frame("group_offload onloads weights between the calls in this frame")
             return self.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         # Whatever compiler watches this thread has no business in the engine's own Python, and no selective checkpoint.
+        engine = self._engine
         compiler = set_eval_frame(None)
         modes = selective.hide()
         try:
-            if self._engine.lock.acquire(blocking=False):
-                self._engine.lock.release()
-            else:
-                self._engine.wait_for_turn(self.module)
-            with self._engine.lock:
-                if self.was_bypassed:  # by this thread, and then interrupted
-                    self.leave_bypassed()
-                self._engine.backward.come_in(self.groups)
-                if self._engine.is_running or not self._engine.has_budget:
-                    return self._run(compiler, modes, args, kwargs)
-                self._state = self._state or State(self.module)
-                attempt = Attempt(self._state, args, kwargs, self._engine.device)
-                try:
-                    return self._run(compiler, modes, args, kwargs)
-                except torch.OutOfMemoryError as error:
-                    self._engine.make_room(attempt, error)
-                try:
-                    return self._run(compiler, modes, args, kwargs)
-                except torch.OutOfMemoryError as error:
-                    raise self._engine.too_little(error) from error
+            if engine.runs_elsewhere:
+                engine.wait_for_turn(self.module)
+            with engine.lock:  # and not by acquire() and release(): Ctrl-C may come between the two
+                if not engine.is_removed:
+                    try:
+                        return self._run(compiler, modes, args, kwargs)
+                    finally:
+                        engine.settle(self.module)
         finally:
             selective.show(modes)
             set_eval_frame(compiler)
+        # It waited for its turn, and the module is itself again.
+        is_left = self.module.__dict__.get("_compiled_call_impl") is self
+        return (self.compiled or self.module._call_impl)(*args, **kwargs) if is_left else self.module(*args, **kwargs)
 
     def _run(self, compiler: Any, modes: Sequence[TorchDispatchMode], args: Any, kwargs: Any) -> Any:
+        engine = self._engine
+        this = Call(self.module, sys._getframe())
         try:
-            self._engine.enter(self, args, kwargs)
+            if self.was_bypassed:  # by this thread, and then interrupted
+                self.leave_bypassed()
+            engine.backward.come_in(self.groups)
+            engine.begin_call(this, args, kwargs)
             args, kwargs = self._inputs(args, kwargs)
             call: Callable[..., Any] = self.module._call_impl if self.compiled is None else self.compiled
             if self.groups and torch._C._autograd._profiler_enabled():
                 call = partial(_call_in_range, call, self.groups[-1].group_id)
-            with self._engine.backward.hooks() or nullcontext():
+            with engine.backward.hooks() or nullcontext():
                 selective.show(modes)
                 set_eval_frame(compiler)
                 try:
@@ -132,12 +130,15 @@ class Gate:
                 finally:
                     set_eval_frame(None)
                     selective.hide()
-            return self._engine.own(output, self) if self.groups else output
-        except BaseException:
-            self._engine.fail()
+            output = engine.own(output, self) if self.groups else output
+            this.is_complete = True
+            return output
+        except torch.OutOfMemoryError as error:
+            if engine.has_budget and not engine.is_inside_a_call:
+                raise engine.too_little(error) from error
             raise
         finally:
-            self._engine.leave()
+            engine.end_call(this)
 
     def _inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return self._engine.move_inputs(args, kwargs)
@@ -168,13 +169,14 @@ class Gate:
                 module._compiled_call_impl = self  # from the next call on the gate is around it again
             self._engine.lock.acquire()
             self._engine.backward.come_in(self.groups)
+            self._bypassing = this = Call(self.module, sys._getframe(2))  # that of the call, two above a hook of it
             self.was_bypassed = True
             try:
-                self._engine.enter(self, args, kwargs)
+                self._engine.begin_call(this, args, kwargs)
             finally:
                 self.was_bypassed = False
                 gate = self._engine.root_gate  # another one, if gates were put around all modules again
-                gate.was_bypassed = True
+                gate.was_bypassed, gate._bypassing = True, this
             gate._pushed = self._engine.backward.hooks()
             if gate._pushed is not None:
                 gate._pushed.__enter__()
@@ -194,7 +196,9 @@ class Gate:
                 if self._pushed is not None:
                     pop_hooks(self._pushed)
                     self._pushed = None
-                self._engine.leave()
+                if self._bypassing is not None:
+                    self._bypassing.is_complete = True
+                    self._engine.end_call(self._bypassing)
             finally:
                 self._engine.lock.release()
         finally:
@@ -272,13 +276,6 @@ def _leave_bypassed(module: nn.Module, args: Any, output: Any) -> None:
     handle = module.__dict__.get(HANDLE)
     if handle is not None and handle.root_gate.was_bypassed:
         handle.root_gate.leave_bypassed()
-
-
-def moved(value: Any, device: torch.device, non_blocking: bool) -> Any:
-    """`value` with the tensors in it on `device`; the same object if they all are already."""
-    return map_tensors(
-        value, lambda tensor: tensor if tensor.device == device else tensor.to(device, non_blocking=non_blocking)
-    )
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor], *, enters_dataclasses: bool = False) -> Any:

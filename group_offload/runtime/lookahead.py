@@ -78,6 +78,19 @@ class LookAhead:
         self._outer = [group for group in groups if group.height and group.num_bytes]
         self._wraps = wraps
 
+    def recover(self, groups: Sequence[Group], *, is_whole: bool) -> None:
+        """A pass failed.
+
+        Args:
+            is_whole: what was learnt about the order is in order.
+        """
+        self._ahead.clear()
+        self._blockers = set()
+        if is_whole:
+            self.schedule.end(completed=False)
+        else:
+            self.reset(groups, wraps=self._wraps)
+
     def begin(self, key: Hashable, scope: set[Group], guess: Sequence[Group] | None = None) -> None:
         """A pass begins: see `Schedule.begin`."""
         self.schedule.begin(key, scope, guess)
@@ -288,8 +301,11 @@ class LookAhead:
         slot.unused = set(run)
         slot.waited_on = slot.last_stream = None
         self._counters.onloads += len(run)
-        # If it raises, so does the pass, and the next one starts from nothing.
-        self._transfer.send(images, slot, after, job=job)
+        try:
+            self._transfer.send(images, slot, after, job=job)
+        except BaseException:  # the forward may catch that, and call again
+            self._memory.free(slot)
+            raise
 
 
 class _Walk:

@@ -44,8 +44,6 @@ class DeviceMemory:
         self._arena = arena_for(backend)
         self._lease: Lease | None = None
         """Kept between passes, unless another module's pass takes the memory."""
-        self._has_lease = False
-        """In a pass."""
         self._kept: list[Slot] = []
         """Of groups that stay on the device, while the lease is exchanged for one of another size."""
         self._residents: frozenset[Group] = frozenset()
@@ -120,13 +118,20 @@ class DeviceMemory:
 
     # ---------------------------------------------------------------- a pass
 
+    def claim(self) -> None:
+        """No other module's pass takes from here on what this one has kept, until `give_back` or `disclaim`."""
+        self._arena.claim(self._lease)
+
+    def disclaim(self) -> None:
+        """There was no pass after all."""
+        self._arena.disclaim(self._lease)
+
     def take(self) -> None:
         """A pass begins: the slots are there from here on. What is in them and out of date is given up."""
         stream = self._backend.current_stream()
         before, counters = self._lease, self._counters
         sizes = {height: size for height, size in self.ring_sizes.items() if height or not self.is_just_in_time}
         lease = self._lease = self._arena.lease(before, sum(sizes.values()), stream, self._transfer.stream)
-        self._has_lease = True
         assert lease.memory is not None
         if lease is not before:
             lease.loose, self._kept = self._kept, []
@@ -147,18 +152,27 @@ class DeviceMemory:
 
     def give_back(self) -> None:
         """The pass is over."""
-        if self._has_lease:
-            assert self._lease is not None
-            self._has_lease = False
-            self._arena.give_back(self._lease, self._backend.current_stream())
+        assert self._lease is not None
+        self._arena.give_back(self._lease, self._backend.current_stream())
 
     def recover(self) -> None:
-        """Forget everything: a pass was interrupted somewhere in the middle."""
+        """Give all of it up, whatever state it is in: a pass failed, or was interrupted. No copy is on its way."""
+        lease, kept = self._lease, self._kept
         self.bound.clear()
-        for slot in () if self._lease is None else self._lease.loose:
-            self._backend.record_stream(slot.memory, self._transfer.stream)  # where a copy to it may be on its way
-        self.give_back()
-        self.release()
+        self._bytes_ahead, self.next_bytes = 0, 0
+        counters = self._counters
+        counters.loose_bytes = counters.resident_bytes = counters.device_bytes = 0
+        slots = [*kept, *(() if lease is None else lease.loose)]
+        for slot in slots:
+            slot.evict()
+        if lease is not None:
+            lease.loose = []
+            self._arena.release(lease)
+            self._lease = None
+        self._kept = []
+        for slot in slots:
+            if not slot.is_aliased:
+                self._backend.free(slot.memory)
 
     @property
     def slots(self) -> list[Slot]:

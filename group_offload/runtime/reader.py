@@ -44,6 +44,7 @@ SMALL_CHUNK_BYTES = 6 << 20
 """Where RAM is scarce: then the drive takes so long that Python's part does not matter."""
 NUM_FRAMES = 18
 """Two more than threads: while some are copied from, all threads can read."""
+_POLL_SECONDS = 2e-4
 _MAX_READS_PER_CHUNK = 64
 """Small pieces are read one after another by one thread: that many, at most."""
 
@@ -79,9 +80,11 @@ class Job:
         self.ready: Event
         self.has_waited = False
         """For all of `after`."""
-        self.is_over = threading.Event()
+        self.is_over = False
         self.error: BaseException | None = None
         self._reader = weakref.ref(reader)
+        self._until_over = threading.Lock()  # an Event is written in Python: Ctrl-C may leave its lock taken
+        self._until_over.acquire()
 
     def wait(self) -> None:
         """Return once `ready` is recorded.
@@ -89,9 +92,16 @@ class Job:
         Raises:
             GroupFileError: a file could not be read; the slot does not hold what it should.
         """
-        self.is_over.wait()
+        with self._until_over:
+            pass
         if self.error is not None:
             raise self.error
+
+    def end(self) -> None:
+        """Let those go on who wait."""
+        if not self.is_over:
+            self.is_over = True
+            self._until_over.release()
 
     def abandon(self) -> None:
         """Enqueue nothing more. What was enqueued before is behind `ready`."""
@@ -147,8 +157,10 @@ class Reader:
     def __init__(self, backend: Backend) -> None:
         _readers.add(self)
         self._backend = backend
-        self._changed = threading.Condition()
-        """Guards everything below and all jobs, and is notified when a worker ends."""
+        self._lock = threading.RLock()
+        """Guards everything below and all jobs. A lock that is written in C: Ctrl-C does not leave it taken."""
+        self._is_retired = False
+        """Another one has taken its place."""
         self._submitted: deque[Job] = deque()
         """Those that are not over, in the order in which they are copied."""
         self._announced: list[Job] = []
@@ -173,7 +185,7 @@ class Reader:
     @property
     def busy_seconds(self) -> float:
         """For how long something was read, so far."""
-        with self._changed:
+        with self._lock:
             self._count_reading(0)
             return self._busy_seconds
 
@@ -199,7 +211,7 @@ class Reader:
     def announce(self, reads: Sequence[Read], tracer: Tracer | None) -> Job:
         """Begin to read what will be needed. Neither the device nor compute notices before it is submitted."""
         job = Job(self, reads, tracer)
-        with self._changed:
+        with self._lock:
             self._announced.append(job)
             num_more = self._hire()
         self._start(num_more)
@@ -213,7 +225,7 @@ class Reader:
             stream: what copies run on, once all of `after` is reached.
             ready: recorded behind the last copy.
         """
-        with self._changed:
+        with self._lock:
             if job in self._announced:
                 self._announced.remove(job)
             job.target, job.stream, job.after, job.ready = target, stream, after, ready
@@ -228,36 +240,54 @@ class Reader:
         A job's slot may have taken the place of a larger one, and what is copied now the rest of that.
         """
         if self._submitted:
-            with self._changed:
+            with self._lock:
                 for job in self._submitted:
                     self._begin(job)
 
     def abandon(self, job: Job) -> None:
-        with self._changed:
-            if not job.is_over.is_set():
-                self._end(job, None)
+        with self._lock:
+            if job.is_over:
+                return
+            self._end(job, None)
             num_more = self._hire()
         self._start(num_more)
 
     def drain(self) -> None:
         """Return once all that was submitted is on its way, and nothing is read."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._num_workers)
+        while self._num_workers:
+            time.sleep(_POLL_SECONDS)
 
     def abandon_all(self) -> None:
         """Begin no more reads, and return once none is under way."""
-        with self._changed:
+        with self._lock:
             for job in [*self._submitted, *self._announced]:
                 self._end(job, None)
         self.drain()
 
+    def successor(self) -> Reader:
+        """Another reader, in the place of this one, of which nobody knows what state it is in.
+
+        Its threads read on into its own memory, and enqueue nothing any more. What it has goes with the last of them.
+        """
+        with self._lock:
+            self._is_retired = True
+            for job in [*self._submitted, *self._announced]:
+                job.error, job.target = job.error or RuntimeError("The pass was interrupted."), None
+                job.chunks.clear()
+                job.end()
+            self._submitted.clear()
+            self._announced.clear()
+        other = Reader(self._backend)
+        other._staging.resize(self._staging.num_frames, self._staging.frame_bytes)
+        other.num_copies, other.bytes_read, other._busy_seconds = self.num_copies, self.bytes_read, self._busy_seconds
+        return other
+
     def forget(self) -> None:
         """In a child process, which has none of the parent's threads: forget what they were at, and whatever they hold."""
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
         for job in [*self._submitted, *self._announced]:
-            job.is_over = threading.Event()
             job.error, job.target = RuntimeError("This process was forked while the file was read."), None
-            job.is_over.set()
+            job.end()
         self._submitted, self._announced = deque(), []
         self._num_workers = self._num_starting = self._num_reading = 0
         self._is_waiting = False
@@ -290,7 +320,7 @@ class Reader:
         return sum(len(job.chunks) for job in (*self._submitted, *self._announced))
 
     def _work(self) -> None:
-        with self._changed:
+        with self._lock:
             self._num_starting -= 1
         try:
             while (found := self._next()) is not None:
@@ -301,12 +331,11 @@ class Reader:
     def _leave(self) -> None:
         """A worker ends. Under the lock under which it found nothing to do: what comes next hires another one."""
         self._num_workers -= 1
-        self._changed.notify_all()
 
     def _next(self) -> tuple[Job, _Chunk] | None:
         """What the calling worker reads next, in a frame of its own; None if there is nothing for it."""
         while True:
-            with self._changed:
+            with self._lock:
                 self._send_what_is_read()
                 found = self._begin_chunk()
                 oldest = self._staging.oldest_sent
@@ -323,7 +352,7 @@ class Reader:
             try:
                 oldest.synchronize()  # as long as the link takes for a chunk
             finally:
-                with self._changed:
+                with self._lock:
                     self._is_waiting = False
 
     def _begin_chunk(self) -> tuple[Job, _Chunk] | None:
@@ -358,7 +387,7 @@ class Reader:
         try:
             memory = self._staging.view
             for span, start, reads in chunk.places():
-                if job.is_over.is_set():
+                if job.is_over:
                     break
                 area = memory[start : start + blocks_around(span.position, span.num_bytes)]
                 started = time.perf_counter()
@@ -370,10 +399,10 @@ class Reader:
         except BaseException as error:
             chunk.error = error
         finally:
-            with self._changed:
+            with self._lock:
                 self._count_reading(-1)
                 chunk.is_read = True
-                if job.is_over.is_set():
+                if job.is_over:
                     self._staging.give_back(chunk.start)
 
     def read_now(self, target: torch.Tensor, reads: Sequence[Read], tracer: Tracer | None) -> None:
@@ -417,13 +446,13 @@ class Reader:
         self._num_reading += num_more
 
     def _count(self, is_direct: bool, num_bytes: int) -> None:
-        with self._changed:
+        with self._lock:
             self.bytes_read[is_direct] += num_bytes
 
     # ---------------------------------------------------------------- copies
 
     def _send_what_is_read(self) -> None:
-        while self._submitted:
+        while self._submitted and not self._is_retired:
             job = self._submitted[0]
             if not (job.begun and job.begun[0].is_read):
                 return
@@ -479,15 +508,15 @@ class Reader:
         job.target = None  # the job may be kept longer than the slot
         job.chunks.clear()  # the job may be kept: files need not stay mapped
         job.begun.clear()
-        job.is_over.set()
+        job.end()
 
     def _fail(self, error: BaseException) -> None:
-        with self._changed:
+        with self._lock:
             for job in [*self._submitted, *self._announced]:
                 with suppress(Exception):  # it may be the device that fails
                     self._end(job, error)
                 job.error = error
-                job.is_over.set()
+                job.end()
             self._submitted.clear()
             self._announced.clear()
             self._leave()

@@ -243,6 +243,8 @@ class Lease:
         """For each height of groups, the memory that they take turns in."""
         self.loose: list[Slot] = []
         """Slots of no ring, taken for one run each."""
+        self.is_busy = False
+        """A pass is running in it: nobody takes it back."""
 
     @property
     def is_aliased(self) -> bool:
@@ -277,11 +279,22 @@ class Arena:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._last: weakref.ref[Lease] | None = None
         self._owner: Stream | None = None
-        self._is_busy = False
         self._idle = backend.new_event()
+
+    def claim(self, mine: Lease | None) -> None:
+        """A pass begins for which `mine` was leased before. If nobody took it back meanwhile, nobody does until `give_back`."""
+        with self._lock:
+            if mine is not None and mine.memory is not None:
+                mine.is_busy = True
+
+    def disclaim(self, mine: Lease | None) -> None:
+        """Undo `claim`: nothing was enqueued that uses the memory."""
+        with self._lock:
+            if mine is not None:
+                mine.is_busy = False
 
     def lease(self, mine: Lease | None, num_bytes: int, stream: Stream, copy_stream: Stream) -> Lease:
         """`num_bytes` of device memory until `give_back`, free to use on `stream` and on `copy_stream`.
@@ -289,28 +302,32 @@ class Arena:
         `mine` is the caller's last lease: it is given again, with all that is in it, if nobody else came in between.
         """
         with self._lock:
-            if self._is_busy:
-                return self._new_lease(num_bytes, stream, copy_stream)
             lease = self._current()
-            if lease is None or lease is not mine:
-                if lease is not None:
-                    is_aliased = lease.is_aliased
-                    memory, unread = lease.take_back()
-                    lease = None
-                    if memory.numel() == num_bytes and not is_aliased:
-                        # Whoever had it last may have computed on another stream, and had more copies on their way.
-                        for event in (self._idle, *unread):
-                            stream.wait_event(event)
-                        lease = Lease(memory)
-                        self._share(memory, copy_stream, stream)
-                    else:
-                        if not is_aliased:
-                            self._backend.free(memory)
-                        del memory
-                if lease is None:
-                    lease, self._owner = self._new_lease(num_bytes, stream, copy_stream), stream
-                self._last = weakref.ref(lease)
-            self._is_busy = True
+            if lease is not None and lease is mine:
+                lease.is_busy = True
+                return lease
+            if lease is not None and lease.is_busy:
+                lease = self._new_lease(num_bytes, stream, copy_stream)
+                lease.is_busy = True
+                return lease
+            if lease is not None:
+                is_aliased = lease.is_aliased
+                memory, unread = lease.take_back()
+                lease = None
+                if memory.numel() == num_bytes and not is_aliased:
+                    # Whoever had it last may have computed on another stream, and had more copies on their way.
+                    for event in (self._idle, *unread):
+                        stream.wait_event(event)
+                    lease = Lease(memory)
+                    self._share(memory, copy_stream, stream)
+                else:
+                    if not is_aliased:
+                        self._backend.free(memory)
+                    del memory
+            if lease is None:
+                lease, self._owner = self._new_lease(num_bytes, stream, copy_stream), stream
+            lease.is_busy = True
+            self._last = weakref.ref(lease)
             return lease
 
     def give_back(self, lease: Lease, stream: Stream) -> None:
@@ -323,19 +340,19 @@ class Arena:
             self._idle.record(stream)
             if stream != self._owner:
                 self._backend.record_stream(lease.memory, stream)
-            self._is_busy = False
+            lease.is_busy = False
 
     def release(self, lease: Lease) -> None:
         """Give the memory of `lease` back to the device, if it was not taken back already."""
         with self._lock:
-            if lease is self._current() and lease.memory is not None:
+            if lease.memory is not None:
                 self._free(lease)
 
     def others_bytes(self, mine: Lease | None) -> int:
         """Memory that the next lease takes back from another module."""
         with self._lock:
             lease = self._current()
-            if lease is None or lease is mine or self._is_busy:
+            if lease is None or lease is mine or lease.is_busy:
                 return 0
             assert lease.memory is not None
             return lease.memory.numel() + sum(slot.memory.numel() for slot in lease.loose)
@@ -344,7 +361,7 @@ class Arena:
         """Give the memory back to the device, unless a module is running in it."""
         with self._lock:
             lease = self._current()
-            if lease is not None and not self._is_busy:
+            if lease is not None and not lease.is_busy:
                 self._free(lease)
 
     def _free(self, lease: Lease) -> None:

@@ -33,6 +33,12 @@ class Stalls:
         """An event, of a slot that was given up if there is one: making one takes longer than recording it."""
         return self._spare.pop() if self._spare else self._backend.new_event()
 
+    def recover(self) -> None:
+        """All slots are given up, and nobody knows in what state their events are: no event is used again."""
+        self._open.clear()
+        self._later.clear()
+        self._spare.clear()
+
     def arrive(self, slot: Slot, group: Group, stream: Stream) -> None:
         """Compute on `stream` is about to wait for `slot`, first of all for `group`."""
         slot.arrived.record(stream)

@@ -91,6 +91,11 @@ class Transfer:
         return self._copy_stream if self._copy_stream is not None else self._backend.current_stream()
 
     @property
+    def compute_stream(self) -> Stream:
+        """What the calling thread computes on."""
+        return self._backend.current_stream()
+
+    @property
     def has_room_ahead(self) -> bool:
         """Whether more may be read ahead of slots."""
         return self._reader.has_room_ahead
@@ -195,6 +200,22 @@ class Transfer:
     def abandon(self) -> None:
         """Give up what was not enqueued yet. Returns once nothing is read."""
         self._reader.abandon_all()
+
+    def recover(self, *, is_whole: bool) -> None:
+        """Give up what was not enqueued yet, and return once no copy is on its way.
+
+        Args:
+            is_whole: what threads are at is known. If not, they are left alone with what they have, and others take over.
+        """
+        if is_whole:
+            self._reader.abandon_all()
+        else:
+            self._reader = self._reader.successor()
+        for stream in (self.stream, self.compute_stream):
+            done = self._backend.new_event()
+            done.record(stream)
+            done.synchronize()
+        self.last_copies.synchronize()
 
     def copy(self, at: int, memory: torch.Tensor, start: int, num_bytes: int) -> None:
         """Enqueue one copy. What lies side by side, at rest and in the slot, goes over in one."""

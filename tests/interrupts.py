@@ -1,0 +1,520 @@
+"""Raises in the middle of the package's own code, everywhere, and looks whether what comes after is right.
+
+`python -m tests.interrupts` raises KeyboardInterrupt at every line and every function entry of a forward, a backward, a
+set-up, a refresh and a remove, on every tier, on the CPU and on the simulated device: one at a time, in one model all along, with
+whole forwards and an edit after each. `--share 0.02` takes a random share of the places, `--signals 60` raises from
+real signals for so many seconds instead, wherever they strike. tests/test_interrupts.py runs a share of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import copy
+import faulthandler
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import group_offload
+from group_offload import apply_group_offloading, free_slots
+from group_offload.errors import StateError
+
+from .common import same_bits
+from .simulated import SimulatedDevice, use_simulated_device
+
+PACKAGE = str(Path(group_offload.__file__).parent)
+WIDTH = 16
+
+
+class Strike:
+    """Raises at the `at`-th place of the package's code that this thread comes to; counts places if `at` is None."""
+
+    def __init__(self, at: int | None = None, error: type[BaseException] = KeyboardInterrupt) -> None:
+        self.num_places = 0
+        self.where = ""
+        self._at = at
+        self._error = error
+        self._before: Any = None
+
+    def __enter__(self) -> Strike:
+        self._before = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        sys.settrace(self._before)
+
+    def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(PACKAGE) or self.where:
+            return None
+        if event == "call" or (event == "line" and frame.f_lasti not in _exits_of(frame.f_code)):
+            self.num_places += 1
+            if self.num_places == self._at:
+                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({event} {frame.f_code.co_name})"
+                raise self._error(self.where)
+        return self._trace
+
+
+@cache
+def _exits_of(code: CodeType) -> frozenset[int]:
+    """Where the code leaves a `with` block, back on the line that began it.
+
+    Python raises nothing there from a signal: a lock that is written in C is let go by the instruction that comes next.
+    """
+    begins = _with_lines(code.co_filename)
+    first: dict[int, int] = {}
+    found = set()
+    for start, _, line in code.co_lines():
+        if line in begins and first.setdefault(line, start) != start:
+            found.add(start)
+    return frozenset(found)
+
+
+@cache
+def _with_lines(path: str) -> frozenset[int]:
+    tree = ast.parse(Path(path).read_text())
+    return frozenset(node.lineno for node in ast.walk(tree) if isinstance(node, ast.With))
+
+
+# ---------------------------------------------------------------- models
+
+
+class Block(nn.Module):
+    """A frozen layer, a small one beside it that may be trained, and a buffer that each forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH).requires_grad_(False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH).requires_grad_(False)
+        self.lora = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * self.down(torch.relu(self.up(x))) + 0.1 * self.lora(x)
+
+
+class Model(nn.Module):
+    def __init__(self, num_blocks: int = 5) -> None:
+        super().__init__()
+        self.proj = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.gain = nn.Parameter(torch.rand(WIDTH), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.proj(x)
+        for block in self.blocks:
+            x = block(x)
+        return x * self.gain
+
+
+# ---------------------------------------------------------------- what is swept
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A tier, a level, a device."""
+
+    name: str
+    options: dict[str, Any]
+    is_simulated: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+SCENARIOS = [
+    Scenario("cpu ram", {}),
+    Scenario("cpu ram leaf", {"offload_type": "leaf_level"}),
+    Scenario("cpu files", {"in_files": True}),
+    Scenario("cpu files leaf", {"in_files": True, "offload_type": "leaf_level"}),
+    Scenario("cpu checkpoint", {"in_checkpoint": True}),
+    Scenario("simulated ram", {}, True),
+    Scenario("simulated ram leaf", {"offload_type": "leaf_level"}, True),
+    Scenario("simulated record_stream", {"record_stream": True}, True),
+    Scenario("simulated no stream", {"use_stream": False}, True),
+    Scenario("simulated files", {"in_files": True}, True),
+    Scenario("simulated files leaf", {"in_files": True, "offload_type": "leaf_level"}, True),
+    Scenario("simulated checkpoint", {"in_checkpoint": True}, True),
+    Scenario("simulated budget", {"vram_budget": 60_000, "in_checkpoint": True}, True),
+]
+
+
+class Rig:
+    """A model, offloaded, beside its resident copy and another offloaded model on the same device."""
+
+    def __init__(self, scenario: Scenario, stack: ExitStack, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.scenario = scenario
+        self._rng = random.Random(seed)
+        self.device = SimulatedDevice(seed, "random") if scenario.is_simulated else None
+        if self.device is not None:
+            stack.enter_context(use_simulated_device(self.device))
+        self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        self.options = dict(scenario.options)
+        self.resident = Model()
+        self.model = copy.deepcopy(self.resident)
+        if self.options.pop("in_files", False):
+            self.options["offload_to_disk_path"] = self.folder
+        self._in_checkpoint = self.options.pop("in_checkpoint", False)
+        if self._in_checkpoint:
+            self.options["offload_to_disk_path"] = self.folder
+            path = self.folder / "model.safetensors"
+            save_file(self.model.state_dict(), path)
+            os.utime(path, (1e9, 1e9))
+            self.model.load_state_dict(load_file(path), assign=True)
+        self.handle: Any = None
+        self.other_resident = Model(3)
+        self.other = copy.deepcopy(self.other_resident)
+        self.other_handle = apply_group_offloading(self.other, "cpu")
+
+    def apply(self) -> None:
+        self.handle = apply_group_offloading(self.model, "cpu", **self.options)
+
+    def forward(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            if self.device is None:
+                return model(x)
+            with self.device.running():
+                return self.device.get(model(self.device.put(x)))
+
+    def step(self, model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+        """Gradients of what is trained, and of the input."""
+        model.zero_grad()
+        if self.device is None or model is self.resident:
+            x = x.clone().requires_grad_()
+            model(x).square().sum().backward()
+            return [x.grad, *(p.grad for p in model.parameters() if p.requires_grad)]  # type: ignore[list-item]
+        with self.device.running():
+            x = self.device.put(x).requires_grad_()
+            model(x).square().sum().backward()
+            return [self.device.get(g) for g in (x.grad, *(p.grad for p in model.parameters() if p.requires_grad))]
+
+    def edit(self) -> None:
+        """Below autograd, as fusing a LoRA does; in both models."""
+        name = self._rng.choice([name for name, p in self.model.named_parameters() if not p.requires_grad])
+        factor = self._rng.choice([0.5, 0.75, 1.25])
+        for model in (self.model, self.resident):
+            weight = model.get_parameter(name).data
+            if self.device is None or model is self.resident:
+                weight.mul_(factor)
+            else:
+                with self.device.running():
+                    weight.mul_(factor)
+
+    def look(self, what: str, *, trains: bool = False, num_passes: int = 2) -> None:
+        """Whole passes give the resident model's bits."""
+        for number in range(num_passes):
+            x = torch.randn(3, WIDTH)
+            actual, expected = self.forward(self.model, x), self.resident(x).detach()
+            if not same_bits(actual, expected):
+                raise AssertionError(f"{what}: forward {number + 1} after it is off by {(actual - expected).abs().max()}")
+        if trains:
+            x = torch.randn(3, WIDTH)
+            for ours, theirs in zip(self.step(self.model, x), self.step(self.resident, x), strict=True):
+                if not same_bits(ours, theirs):
+                    raise AssertionError(f"{what}: gradients after it are off by {(ours - theirs).abs().max()}")
+        if self.device is not None and self.device.errors:
+            raise AssertionError(f"{what}: {self.device.errors[0]}")
+
+    def look_at_other(self, what: str) -> None:
+        x = torch.randn(3, WIDTH)
+        if not same_bits(self.forward(self.other, x), self.other_resident(x).detach()):
+            raise AssertionError(f"{what}: the other model is wrong")
+
+    def look_at_rest(self, what: str) -> None:
+        with contextlib.ExitStack() as stack:
+            if self.device is not None:
+                stack.enter_context(self.device.running())
+            pairs = zip(self.model.state_dict().items(), self.resident.state_dict().values(), strict=True)
+            for (name, actual), expected in pairs:
+                if not torch.equal(actual, expected):
+                    raise AssertionError(f"{what}: {name} at rest is wrong")
+
+    def look_unoffloaded(self, what: str) -> None:
+        """The module is what it was before."""
+        for name, module in self.model.named_modules():
+            if module._forward_pre_hooks or module._forward_hooks or module.__dict__.get("_compiled_call_impl"):
+                raise AssertionError(f"{what}: {name or 'the root'} has hooks of ours")
+        self.look_at_rest(what)
+        x = torch.randn(3, WIDTH)
+        with torch.no_grad():
+            if not same_bits(self.model(x), self.resident(x).detach()):
+                raise AssertionError(f"{what}: the module by itself is wrong")
+
+    def close(self, what: str) -> None:
+        """Everything is given back."""
+        self.handle.remove()
+        self.handle = None
+        self.other_handle.remove()
+        self.look_unoffloaded(what)
+        if self.device is not None:
+            free_slots()
+            self.device.synchronize()
+            if self.device.pinned_bytes or self.device.allocated_bytes:
+                raise AssertionError(
+                    f"{what}: {self.device.pinned_bytes} bytes stay locked, {self.device.allocated_bytes} on the device"
+                )
+
+
+@dataclass
+class Result:
+    """What a sweep found."""
+
+    num_places: int = 0
+    num_struck: int = 0
+    failures: list[str] = field(default_factory=list)
+
+
+Operation = Callable[[Rig, Any], None]
+
+
+def _forward(rig: Rig, strike: Any) -> None:
+    x = torch.randn(3, WIDTH)
+    with strike:
+        actual = rig.forward(rig.model, x)
+    expected = rig.resident(x).detach()
+    if not same_bits(actual, expected):
+        raise AssertionError(f"the forward itself is off by {(actual - expected).abs().max()}")
+
+
+def _backward(rig: Rig, strike: Any) -> None:
+    x = torch.randn(3, WIDTH)
+    with strike:
+        rig.step(rig.model, x)
+
+
+def _refresh(rig: Rig, strike: Any) -> None:
+    rig.edit()
+    with strike:
+        rig.handle.refresh()
+
+
+def _changed(rig: Rig, strike: Any) -> None:
+    """A forward that finds a module more, and an edit: it has to cut the module into groups again."""
+    block = rig.model.blocks[1]
+    for model in (rig.model, rig.resident):
+        model.blocks[1].register_buffer("more", torch.ones(WIDTH) if not hasattr(block, "more") else None)
+    rig.edit()
+    _forward(rig, strike)
+
+
+OPERATIONS: dict[str, Operation] = {
+    "forward": _forward,
+    "changed": _changed,
+    "refresh": _refresh,
+    "backward": _backward,
+}
+
+
+def sweep(
+    scenario: Scenario, operation: str, *, share: float = 1.0, seed: int = 0, error: type[BaseException] = KeyboardInterrupt
+) -> Result:
+    """Strike one model again and again, at each place of the operation (or a random share of them)."""
+    rng = random.Random(seed)
+    act, trains = OPERATIONS[operation], operation == "backward"
+    result = Result()
+    with ExitStack() as stack:
+        rig = Rig(scenario, stack, seed)
+        rig.apply()
+        rig.look("before", trains=trains, num_passes=5)
+        at = 0
+        while True:
+            at += 1 if share >= 1 else 1 + int(rng.expovariate(share))
+            strike = Strike(at, error)
+            try:
+                act(rig, strike)
+            except error:
+                pass
+            except Exception as other:
+                if not strike.where:
+                    raise
+                result.failures.append(f"{strike.where}: {type(other).__name__} in its place: {other}")
+            if not strike.where:
+                result.num_places = strike.num_places
+                break
+            result.num_struck += 1
+            try:
+                if at % 2:
+                    rig.edit()
+                rig.look(strike.where, trains=trains and at % 4 == 0)
+                if at % 7 == 0:
+                    rig.look_at_other(strike.where)
+                if at % 5 == 0:
+                    rig.look_at_rest(strike.where)
+            except Exception as problem:
+                result.failures.append(f"{strike.where}: {type(problem).__name__}: {problem}")
+                if len(result.failures) > 20:
+                    return result
+                stack.close()
+                rig = Rig(scenario, stack, seed)
+                rig.apply()
+                rig.look("before", trains=trains, num_passes=5)
+        try:
+            rig.close("at the end")
+        except Exception as problem:
+            result.failures.append(f"at the end: {type(problem).__name__}: {problem}")
+    return result
+
+
+def sweep_life(scenario: Scenario, operation: str, *, share: float = 1.0, seed: int = 0) -> Result:
+    """Strike set-up ("apply") or `remove()` of a new model at each place, or at a random share of them."""
+    rng = random.Random(seed)
+    result = Result()
+    at = 0
+    while True:
+        at += 1 if share >= 1 else 1 + int(rng.expovariate(share))
+        strike = Strike(at)
+        with ExitStack() as stack:
+            rig = Rig(scenario, stack, seed)
+            try:
+                if operation == "apply":
+                    with strike:
+                        rig.apply()
+                else:
+                    rig.apply()
+                    rig.look("before")
+                    rig.edit()
+                    with strike:
+                        rig.handle.remove()
+            except KeyboardInterrupt:
+                pass
+            except Exception as other:
+                if not strike.where:
+                    raise
+                result.failures.append(f"{strike.where}: {type(other).__name__} in its place: {other}")
+            if not strike.where:
+                result.num_places = strike.num_places
+                return result
+            result.num_struck += 1
+            try:
+                if operation == "apply":
+                    rig.handle = getattr(rig.model, "_group_offload_handle", None)
+                    if rig.handle is None:
+                        rig.look_unoffloaded(strike.where)
+                        rig.apply()
+                else:
+                    if rig.handle.is_active:
+                        rig.edit()
+                        rig.look(strike.where)
+                rig.look(strike.where) if rig.handle.is_active else rig.look_unoffloaded(strike.where)
+                rig.close(strike.where)
+            except Exception as problem:
+                result.failures.append(f"{strike.where}: {type(problem).__name__}: {problem}")
+                if len(result.failures) > 20:
+                    return result
+                if rig.device is not None:
+                    rig.device.errors.clear()
+
+
+# ---------------------------------------------------------------- real signals
+
+
+def _raise(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def strike_by_signals(scenario: Scenario, seconds: float, seed: int = 0) -> Result:
+    """Forwards of one model under a timer's signals, which strike anywhere; whole ones in between."""
+    rng = random.Random(seed)
+    result = Result()
+    before = signal.signal(signal.SIGALRM, _raise)
+    deadline = time.monotonic() + seconds
+    try:
+        with ExitStack() as stack:
+            rig = Rig(scenario, stack, seed)
+            rig.apply()
+            rig.look("before")
+            started = time.perf_counter()
+            rig.forward(rig.model, torch.randn(3, WIDTH))
+            length = max(2e-4, time.perf_counter() - started)
+            while time.monotonic() < deadline:
+                what = f"signal {result.num_struck + 1}"
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, rng.uniform(2e-5, 1.2 * length))
+                    _forward(rig, contextlib.nullcontext())
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except KeyboardInterrupt:
+                    result.num_struck += 1
+                except Exception as other:
+                    result.failures.append(f"{what}: {type(other).__name__} in its place: {other}")
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                result.num_places += 1
+                rig.edit()
+                try:
+                    rig.look(what)
+                except Exception as problem:
+                    result.failures.append(f"{what}: {type(problem).__name__}: {problem}")
+                    break
+            try:
+                rig.close("at the end")
+            except Exception as problem:
+                result.failures.append(f"at the end: {type(problem).__name__}: {problem}")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    return result
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Finalizers that are struck tell nobody but a hook."""
+    before, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--share", type=float, default=1.0, help="of the places, chosen at random")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="scenarios with this in their names")
+    parser.add_argument("--operations", default="forward,changed,refresh,backward,apply,remove")
+    parser.add_argument("--signals", type=float, default=0.0, help="raise from real signals, for so many seconds in all")
+    options = parser.parse_args()
+    faulthandler.register(signal.SIGUSR1)
+    torch.set_num_threads(1)
+    scenarios = [each for each in SCENARIOS if options.only in each.name]
+    failures = 0
+    with quiet():
+        for scenario in scenarios:
+            names = ["signals"] if options.signals else options.operations.split(",")
+            for name in names:
+                faulthandler.dump_traceback_later(1200, exit=True)
+                if name == "signals":
+                    found = strike_by_signals(scenario, options.signals / len(scenarios), options.seed)
+                elif name in OPERATIONS:
+                    found = sweep(scenario, name, share=options.share, seed=options.seed)
+                else:
+                    found = sweep_life(scenario, name, share=options.share, seed=options.seed)
+                failures += len(found.failures)
+                print(
+                    f"{scenario.name:26} {name:9} places {found.num_places:6} struck {found.num_struck:6} "
+                    f"failures {len(found.failures)}",
+                    flush=True,
+                )
+                for line in found.failures[:5]:
+                    print(f"    {line}", flush=True)
+    sys.exit(bool(failures))
+
+
+if __name__ == "__main__":
+    main()
