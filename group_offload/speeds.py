@@ -22,10 +22,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,9 @@ from .device import Backend
 from .errors import DeviceError, GroupFileError
 from .stores.base import memory_of
 from .stores.mapping import cached_bytes, flat_view, map_anonymous, map_page_cache
+from .stores.pool import num_threads, run_all
 from .stores.publish import open_to_read, publish_anew
-from .stores.reading import num_threads, open_direct, pool, read_part, refuses_direct
+from .stores.reading import open_direct, read_part, refuses_direct
 from .stores.strict_json import as_size, as_text, parse
 
 ASSUMED_H2D = 25_000_000_000
@@ -466,9 +467,7 @@ def _read_all(fd: int, pieces: Iterable[tuple[int, int]], buffers: list[memoryvi
             done += read_part(fd, buffer[:size], start)
         return done
 
-    tasks = [pool().submit(work, buffer) for buffer in buffers]
-    wait(tasks)  # all of them, also if one failed: what they write to is about to go
-    num_bytes = sum(task.result() for task in tasks)
+    num_bytes = sum(run_all(partial(work, buffer) for buffer in buffers))
     return max(1, int(num_bytes / (time.perf_counter() - began)))
 
 

@@ -34,7 +34,7 @@ from group_offload import GroupFileError, apply_group_offloading
 from group_offload.device import HostBackend
 from group_offload.planner import Place
 from group_offload.runtime import drive, reader
-from group_offload.stores import reading
+from group_offload.stores import pool, reading
 from group_offload.stores.files import SourceFile
 from group_offload.stores.mapping import cached_bytes, forget_writes
 
@@ -864,7 +864,7 @@ def test_nothing_is_left(how: str, fault: str, where: str, tier: str, tmp_path: 
         once(tmp_path / str(number))
     assert eventually(lambda: num_mappings(tmp_path) == 0)
     assert eventually(lambda: num_fds() <= before), (num_fds(), before)
-    assert num_threads("io") <= reading.num_threads()
+    assert num_threads("io") <= pool.num_threads()
     # One pump is enough for one model after another; one that is on its way out may make another one begin.
     assert num_threads("pump") <= threads["pump"] + 2
     assert num_threads("lock") == 0
@@ -1320,9 +1320,9 @@ def test_no_more_threads_can_be_started(where: str, tmp_path: Path) -> None:
     done = run_python(
         _IN_A_CHILD
         + """
-from group_offload.stores import reading
+from group_offload.stores import pool
 rig.settle()
-reading.pool.cache_clear()  # a new one, with no threads yet
+pool._forget()  # a new one, with no threads yet
 start = threading.Thread.start
 is_full = True
 def refuse(thread):

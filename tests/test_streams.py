@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,7 +133,7 @@ def held_reads(*names: str) -> Iterator[HeldReads]:
 
     held.open()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "pool", lambda: threads)
+        patch.setattr(reader, "on_pool", threads.submit)
         patch.setattr(reader, "num_threads", lambda: 16)
         patch.setattr(Reader, "_read", reading)
         try:
@@ -172,7 +171,7 @@ def late_reads(rng: random.Random) -> Iterator[None]:
         return threads.submit(later)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "pool", lambda: SimpleNamespace(submit=submit))
+        patch.setattr(reader, "on_pool", submit)
         patch.setattr(reader, "num_threads", lambda: rng.choice([1, 2, 3]))
         patch.setattr(reader, "NUM_FRAMES", rng.choice([1, 2, 5]))
         patch.setattr(reader, "CHUNK_BYTES", rng.choice([2 * 4096, 3 * 4096, 16 << 20]))

@@ -7,7 +7,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +15,8 @@ import torch
 from ..device import Event
 from ..errors import GroupFileError
 from ..stores.base import memory_of
-from ..stores.reading import pool, read_part
+from ..stores.pool import Task, begin_all, finish_all
+from ..stores.reading import read_part
 from .ranges import ALIGNMENT, Range, Ranges
 from .trace import READS, WRITES, Tracer
 
@@ -28,12 +29,12 @@ PIECE_BYTES = 8 << 20
 class Job:
     """A write or read in progress."""
 
-    def __init__(self, parts: Sequence[Future[None]]) -> None:
+    def __init__(self, parts: Sequence[Task[None]]) -> None:
         self._parts = parts
 
     @property
     def is_done(self) -> bool:
-        return all(part.done() for part in self._parts)
+        return all(part.is_done for part in self._parts)
 
     def wait(self) -> None:
         """Return once no thread uses the memory any more.
@@ -41,9 +42,7 @@ class Job:
         Raises:
             GroupFileError: the system refused a part of it.
         """
-        wait(self._parts)  # all of them, also if one failed: the memory is about to be used again
-        for part in self._parts:
-            part.result()
+        finish_all(self._parts)
 
 
 class _OpenFile:
@@ -126,7 +125,7 @@ class SpillFile:
                     f"{str(folder)!r}: {error.strerror or error}. Pass another disk_path, or a larger host_budget_bytes."
                 ) from error
 
-        return Job([pool().submit(run, start) for start in range(0, len(area), PIECE_BYTES)])
+        return Job(begin_all(partial(run, start) for start in range(0, len(area), PIECE_BYTES)))
 
     def _grow(self, num_bytes: int) -> None:
         try:

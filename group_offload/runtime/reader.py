@@ -22,10 +22,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -34,7 +34,8 @@ from ..errors import GroupFileError
 from ..stores.base import memory_of
 from ..stores.files import Proof, SourceFile
 from ..stores.mapping import flat_view, map_anonymous
-from ..stores.reading import BLOCK, MIN_BYTES_PER_THREAD, blocks_around, num_threads, pool
+from ..stores.pool import num_threads, on_pool, run_all
+from ..stores.reading import BLOCK, MIN_BYTES_PER_THREAD, blocks_around
 from .staging import Staging
 from .trace import Tracer
 
@@ -314,7 +315,7 @@ class Reader:
 
     def _start(self, num_workers: int) -> None:
         for _ in range(num_workers):
-            _on_pool(self._work)
+            on_pool(self._work)
 
     def _num_unread(self) -> int:
         return sum(len(job.chunks) for job in (*self._submitted, *self._announced))
@@ -413,10 +414,7 @@ class Reader:
         """
         num_bytes = sum(read.num_bytes for read in reads)
         limit = max(MIN_BYTES_PER_THREAD, min(CHUNK_BYTES, -(-num_bytes // num_threads())))
-        tasks = [_on_pool(self._read_straight, target, part, tracer) for part in _parts(reads, limit)]
-        wait(tasks)  # all of them, also if one failed
-        for task in tasks:
-            task.result()
+        run_all(partial(self._read_straight, target, part, tracer) for part in _parts(reads, limit))
         for read in reads:
             _prove(read, target[read.at : read.at + read.num_bytes])
 
@@ -552,28 +550,6 @@ def _parts(reads: Sequence[Read], limit: int) -> Iterator[list[Read]]:
             done += size
     if batch:
         yield batch
-
-
-def _on_pool(task: Callable[..., None], *args: object) -> Future[None]:
-    """Run a task on the pool; here and now if it has no thread and gets none."""
-    once = threading.Lock()
-    result: Future[None] = Future()
-
-    def run() -> None:
-        if not once.acquire(blocking=False):
-            return  # the pool took it, although it said that it could not
-        try:
-            task(*args)
-        except BaseException as error:
-            result.set_exception(error)
-        else:
-            result.set_result(None)
-
-    try:
-        pool().submit(run)
-    except RuntimeError:  # no more threads, or the interpreter is about to exit
-        run()
-    return result
 
 
 def _prove(read: Read, data: torch.Tensor) -> None:

@@ -115,6 +115,9 @@ class Image(Protocol):
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a flat CPU uint8 tensor, for system calls that read or write it. Keep the tensor alive."""
-    size = tensor.numel()
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
+    """The memory of a flat CPU uint8 tensor, for system calls that read or write it. It keeps the tensor alive."""
+    if not tensor.numel():
+        return memoryview(b"")
+    memory = (ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())
+    memory.owner = tensor  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")

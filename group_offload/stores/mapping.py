@@ -11,12 +11,12 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import wait
+from functools import partial
 from typing import Any
 
 import torch
 
-from .reading import pool
+from .pool import run_all
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -98,10 +98,7 @@ class TwiceMapped:
                 size = min(len(content) - done, self._piece_bytes - offset)
                 pieces.setdefault(piece, []).append((offset, content[done : done + size]))
                 done += size
-        tasks = [pool().submit(self._write_piece, piece, contents) for piece, contents in pieces.items()]
-        wait(tasks)  # all of them, also if one failed: what they read is about to go
-        for task in tasks:
-            task.result()
+        run_all(partial(self._write_piece, piece, contents) for piece, contents in pieces.items())
 
     def seal(self) -> None:
         """Nothing is written by `write` any more."""

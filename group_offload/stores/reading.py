@@ -6,13 +6,12 @@ import errno
 import logging
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor, wait
-from functools import cache
+from functools import partial
+
+from .pool import num_threads, run_all
 
 logger = logging.getLogger("group_offload")
 
-MIN_THREADS, MAX_THREADS = 4, 16
-"""A drive wants several reads at once, however few cores there are."""
 MIN_BYTES_PER_THREAD = 1 << 20
 """Less is not worth handing to another thread."""
 BLOCK = 4096
@@ -30,19 +29,19 @@ def read_into(fd: int, target: memoryview, position: int) -> int:
 
     Raises:
         OSError: what the system said. No thread writes to `target` any more.
+        KeyboardInterrupt: the same.
     """
     num_parts = min(num_threads(), len(target) // MIN_BYTES_PER_THREAD)
     if num_parts < 2:
         return read_part(fd, target, position)
     size = -(-len(target) // num_parts)
     starts = range(0, len(target), size)
-    parts = [pool().submit(read_part, fd, target[start : start + size], position + start) for start in starts]
-    wait(parts)  # all of them, also if one failed: the buffer is about to be used again
+    parts = run_all(partial(read_part, fd, target[start : start + size], position + start) for start in starts)
     done = 0
     for start, part in zip(starts, parts, strict=True):
         if start != done:
             break
-        done += part.result()
+        done += part
     return done
 
 
@@ -136,15 +135,3 @@ def _say_once(code: int, message: str) -> None:
             return
         _said.add((code, message))
     logger.warning(message, os.strerror(code))
-
-
-def num_threads() -> int:
-    """Threads that read at once: as many as the process may use, but not more than bring something."""
-    return max(MIN_THREADS, min(MAX_THREADS, len(os.sched_getaffinity(0))))
-
-
-@cache
-def pool() -> ThreadPoolExecutor:
-    """The process's threads for reading and filling memory. They own nothing; a forked child makes its own."""
-    os.register_at_fork(after_in_child=pool.cache_clear)
-    return ThreadPoolExecutor(num_threads(), thread_name_prefix="group_offload-io")
