@@ -58,7 +58,7 @@ class Backend(Protocol):
         """Whether what the calling thread enqueues now becomes part of a graph, and does not run."""
 
     def bring(self, tensor: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
-        """A copy of a tensor from elsewhere on the device, for compute of the calling thread. The host does not wait for compute.
+        """A copy of a tensor on the device, for compute of the calling thread. The host waits for no compute.
 
         Args:
             non_blocking: `tensor` is left alone until the copy is done. If not, it may be changed once this returns.

@@ -18,6 +18,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from group_offload.runtime.attempt import State
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
@@ -30,7 +31,6 @@ from group_offload import (
     enable_group_offload,
     remove_group_offloading,
 )
-from group_offload.runtime.attempt import State
 from group_offload.runtime.budgeting import MARGIN_RAM_BYTES
 from group_offload.runtime.engine import STAGING_BYTES
 

@@ -2,10 +2,10 @@
 
 [Note: Interrupts]
 Ctrl-C raises between any two steps of the engine's own code, also where a call ends and is taken off the list of calls.
-So no list and no flag is trusted to say that a call goes on. It goes on as long as its frame is on the stack. The rest
+So no list and no flag is trusted to say that a call goes on. A call goes on as long as its frame is on the stack. The rest
 follows the same rule: `Engine._is_whole` is false wherever the engine is in the middle of something, and becomes true only
-at its end. A pass that ends while it is false, or in which anything raised, ends with `Engine._recover`. That trusts nothing but
-the weights and their images: what is on the device, on its way, or known about either is given up. If it is interrupted
+at its end. A pass that ends while it is false, or in which anything was raised, ends with `Engine._recover`. That method
+trusts nothing but the weights and their images: what is on the device or on its way there is given up. If it is interrupted
 itself, whoever comes next begins it again.
 """
 
@@ -14,12 +14,20 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+import torch
+
+from ..errors import GroupOffloadError
+
 if TYPE_CHECKING:
     from types import FrameType
 
     from torch import nn
 
     from .group import Group
+
+
+EXPECTED = (GroupOffloadError, torch.OutOfMemoryError)
+"""What is raised on purpose, where everything is in order: a forward may catch it, and go on."""
 
 
 class Call:

@@ -41,7 +41,7 @@ from torch import nn
 from ..budgets import AUTO, describe_bytes
 from ..config import OffloadConfig, OffloadType
 from ..device import Backend, Stream
-from ..errors import ConfigError, GroupFileError, GroupOffloadError, StateError
+from ..errors import ConfigError, GroupFileError, StateError
 from ..layout import overlapping
 from ..partition import NEVER_CALLED, TensorRef, holds_tensors
 from ..planner import Place, Plan, Speeds
@@ -55,7 +55,7 @@ from .backward import Backward, SavedWeight, bytes_at_rest
 from .budgeting import Budgeter, Kind, ram_for_weights
 from .build import build_groups, first_guess, materialise
 from .cached import CachedFiles
-from .calls import Call
+from .calls import EXPECTED, Call
 from .counters import Counters
 from .group import Group, Part, Residence
 from .hooks import Gate, InnerGate, is_compiled, map_tensors
@@ -91,9 +91,6 @@ PATIENCE_SECONDS = 30.0
 """With a forward that waits for a thread, while another thread wants to call a part of what it runs: both will for ever."""
 _IN_PLACE = 1e18
 """Bytes a second: what rests in RAM is computed with where it is."""
-
-_EXPECTED = (GroupOffloadError, torch.OutOfMemoryError)
-"""What is raised on purpose, where everything is in order: a forward may catch it, and go on."""
 
 _offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -326,9 +323,9 @@ class Engine:
                 now = where_it_waits(self._thread) if is_inside else None
                 if now is not None and now is before:
                     raise StateError(
-                        f"{type(module).__name__}, of {type(self.root).__name__}, is called in another thread than a forward that "
-                        f"is in progress and waits for a thread: each would wait for the other. Call the parts of an offloaded "
-                        f"module in the thread of its forward."
+                        f"{type(module).__name__}, of {type(self.root).__name__}, is called in another thread than a forward "
+                        f"that is in progress and waits for a thread: each would wait for the other. Call the parts of an "
+                        f"offloaded module in the thread of its forward."
                     )
                 before = now
         finally:
@@ -352,7 +349,6 @@ class Engine:
             )
         try:
             if is_first:
-                self._thread = threading.get_ident()
                 self._begin(call.module, Kind.of(call.module, args, kwargs))
             self._is_whole = False
             # Another gate, if the module was just cut into groups again.
@@ -363,7 +359,7 @@ class Engine:
                     call.groups.append(group)
             self._weigh_activations(call.module)
             self._lookahead.before_call()
-        except _EXPECTED:
+        except EXPECTED:
             self._is_whole = True
             raise
         self._is_whole = True
@@ -383,7 +379,7 @@ class Engine:
                 self._calls.pop()
                 if self.is_running:
                     self._lookahead.after_call()
-            except _EXPECTED:
+            except EXPECTED:
                 self._is_whole = True
                 raise
             self._is_whole = True
@@ -393,7 +389,7 @@ class Engine:
             self._end()
 
     def settle(self, module: nn.Module) -> None:
-        """A gate's call of `module` is over: what `end_call` should have done, and did not because it was interrupted, is done."""
+        """A gate's call of `module` is over: if `end_call` was interrupted, end it now."""
         if self._calls[-1].module is module if self._calls else not self._is_clean:
             self._forget_interrupted_calls()
             if not self.is_running and not self._is_clean:
@@ -434,6 +430,7 @@ class Engine:
             )
         self.counters.passes += 1
         self._begin_clean()
+        self._thread = threading.get_ident()
         watch = self._notice_changes(top) or self._rebuild_for(top)
         if kind.with_grad:
             watch = self._prepare_for_backward(top, watch)
@@ -501,7 +498,6 @@ class Engine:
         """
         is_whole, self._is_whole = self._is_whole, False
         self._is_clean = False
-        self._calls.clear()
         self.transfer.recover(is_whole=is_whole)
         for group in self.groups:
             group.recover(self.transfer)
@@ -623,10 +619,10 @@ class Engine:
     def begin_backward(self) -> None:
         """Autograd needs weights, or repeats calls. The lock is held now, and in each call until `end_backward`."""
         forward = self._lookahead.schedule.order
-        self._thread = threading.get_ident()
         self.counters.backward_passes += 1
         # What the forward has changed is for the next one: here the graph counts, and groups as they were.
         self._begin_clean()
+        self._thread = threading.get_ident()
         kind = Kind((Backward, self.root), (), with_grad=True)
         self._files.before_pass(type(self.root).__name__)
         self._memory.take()

@@ -9,6 +9,7 @@ from itertools import accumulate
 from ..stores.base import Image
 from .build import first_guess
 from .cached import CachedFiles
+from .calls import EXPECTED
 from .counters import Counters
 from .group import Group
 from .memory import DeviceMemory
@@ -303,7 +304,7 @@ class LookAhead:
         self._counters.onloads += len(run)
         try:
             self._transfer.send(images, slot, after, job=job)
-        except BaseException:  # the forward may catch that, and call again
+        except EXPECTED:  # the forward may catch that, and call again
             self._memory.free(slot)
             raise
 
