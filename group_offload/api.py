@@ -326,7 +326,7 @@ def apply_group_offloading(
 
         vram_budget: device memory for the whole process: bytes, "8GiB", "80%" of what the device has, or "auto", which is what
             is free. Groups stay on the device as far as slots and activations leave room, which the first forward
-            measures; if memory runs out all the same, they are given up and the forward runs again.
+            measures; if memory runs out all the same, they are given up and the error says so: call it again.
         ram_budget: RAM for the whole process, in the same forms. Weights that rest in files are page-locked in the page
             cache up to that, the others are read from the drive each time they are needed. What is in no file is in RAM
             anyway: for that, give offload_to_disk_path. If the device is the CPU: for all it takes.

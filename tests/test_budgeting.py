@@ -5,20 +5,17 @@ from __future__ import annotations
 import copy
 import gc
 import json
-import operator
 import random
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
 import torch
-from group_offload.runtime.attempt import State
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
@@ -301,14 +298,17 @@ def test_more_tokens_beside_a_long_text(
 
 
 @every_mode
-def test_memory_runs_out(options: dict[str, Any], device: SimulatedDevice, caplog: pytest.LogCaptureFixture) -> None:
-    """Somebody else takes device memory. The forward is run again without what stayed there, and is right."""
+def test_memory_runs_out(options: dict[str, Any], device: SimulatedDevice) -> None:
+    """Somebody else takes device memory. The error says what was given up, and the next forward has that room."""
     resident, model, handle = all_resident(device, **options)
     taken = device.empty(weight_bytes(handle))
     device.capacity = device.total.now + 2 * DIM * 4  # room for the input, and no more
     nothing_is_foreseen(handle)
-    check(device, model, resident)
-    assert "runs again" in caplog.text and handle.stats().resident_bytes == 0
+    with pytest.raises(torch.OutOfMemoryError, match=r"Groups of Model.*given up: call it again.*vram_budget='"):
+        check(device, model, resident)
+    assert handle.stats().resident_bytes == 0
+    model.alive.clear()
+    resident.alive.clear()
     for name in ("_replan", "_keep_within_budgets"):
         delattr(handle._engine, name)
     for _ in range(3):
@@ -332,30 +332,6 @@ def test_memory_runs_out_where_nothing_can_be_given_up(device: SimulatedDevice) 
     model.alive.clear()
     check(device, model, resident)
     handle.remove()
-
-
-def test_memory_runs_out_again(device: SimulatedDevice) -> None:
-    """What stayed was given up, and it is not enough: the error says what helps, and nothing is lost."""
-    resident, model, handle = all_resident(device)
-    engine: Any = handle._engine
-    make_room = engine.make_room
-
-    def make_room_for_others(*args: Any) -> None:
-        make_room(*args)
-        device.capacity = device.total.now  # somebody else was faster
-
-    engine.make_room = make_room_for_others
-    device.capacity = device.total.now + 2 * DIM * 4  # room for the input, and no more
-    nothing_is_foreseen(handle)
-    with pytest.raises(torch.OutOfMemoryError, match=r"No group of Model stays on the device.*leaf_level"):
-        check(device, model, resident)
-    assert not handle.stats().resident_bytes
-    device.capacity = 1 << 40
-    model.alive.clear()
-    resident.alive.clear()
-    check(device, model, resident)
-    handle.remove()
-    check_at_rest(model, resident)
 
 
 @pytest.mark.parametrize(("name", "options"), [("flux", {"offload_type": "leaf_level"}), ("wan_kl", {})], ids=str)
@@ -393,24 +369,9 @@ def test_real_models_where_memory_runs_out(name: str, options: dict[str, Any], d
         else:
             assert torch.equal(output, expected)
         assert torch.equal(run_it(), expected)
-    assert all(re.search("No group of .* stays on the device|cannot be run again by itself", error) for error in errors)
+    assert all(re.search("No group of .* stays on the device|were given up: call it again", error) for error in errors)
     handle.remove()
     assert torch.equal(tiny.call(model, inputs()), expected)
-
-
-def test_a_forward_that_cannot_run_again(device: SimulatedDevice) -> None:
-    """The error names the budget that would have worked; the next forward has the room."""
-    resident, model, handle = all_resident(device)
-    model.train()
-    taken = device.empty(weight_bytes(handle))
-    device.capacity = device.total.now + 2 * DIM * 4  # room for the input, and no more
-    nothing_is_foreseen(handle)
-    with pytest.raises(torch.OutOfMemoryError, match=r"training mode.*vram_budget="):
-        check(device, model, resident)
-    model.alive.clear()
-    check(device, model, resident)
-    device.free(taken)
-    handle.remove()
 
 
 class Remembering(torch.nn.Module):
@@ -419,9 +380,6 @@ class Remembering(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(6))
-        self.num_steps = 1000
-        self.history: list[int] = []
-        self.kept: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor, act: Any = None, **kwargs: Any) -> torch.Tensor:
         for block in self.blocks:
@@ -431,181 +389,29 @@ class Remembering(torch.nn.Module):
         return x
 
 
-def replace_item(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
-    kwargs["cache"][0] = x
-
-
-def count(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
-    kwargs["at"][0] += 1
-
-
-def append(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
-    kwargs["at"].append(1)
-
-
-def put_in(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
-    kwargs["options"]["more"] = 1
-
-
-def change_in_place(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
-    kwargs["cache"][0].add_(1)
-
-
-def draw(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
-    torch.randn(1)
-
-
-def draw_from(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
-    torch.randn(1, generator=kwargs["generator"])
-
-
-def draw_from_python(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
-    random.random()
-
-
-def draw_from_numpy(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
-    numpy.random.rand()
-
-
-def count_steps(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
-    model.num_steps += 1
-
-
-def count_twice(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
-    """The second number may lie where the one before the first has lain."""
-    model.num_steps += 1
-    model.num_steps += 1
-
-
-def remember_twice(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
-    model.history = [*model.history, 1]
-    model.history = [*model.history, 2]
-
-
-def keep_two_outputs(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
-    model.kept = x + 1
-    model.kept = x + 2
-
-
-def keep_output(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
-    model.last = x
-
-
-def nothing(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
-    pass
-
-
-def test_attributes_that_came_or_went_are_watched_too() -> None:
-    model = Remembering()
-    state = State(model)
-
-    def tells(change: Callable[[], object]) -> bool:
-        before = state.now()
-        assert state.now() == before
-        change()
-        return state.now() != before
-
-    def rename() -> None:
-        model.first = object()
-        del model.last
-
-    assert tells(lambda: setattr(model, "last", object()))  # more
-    assert tells(lambda: setattr(model, "last", object()))  # another one in its place
-    assert tells(rename)
-    assert tells(lambda: setattr(model, "first", object()))
-    assert tells(lambda: delattr(model, "first"))
-    assert tells(model.eval)
-
-
-def test_what_attributes_hold_is_watched_too() -> None:
-    model = Remembering()
-    model.books = {"steps": [0, {"kept": []}], "names": {"one"}, "numbers": numpy.zeros(4), "tensor": torch.zeros(4)}
-    model.space = SimpleNamespace(step=0)
-    state = State(model)
-    changes: list[Callable[[], object]] = [
-        lambda: operator.setitem(model.books["steps"], 0, 1),
-        lambda: model.books["steps"][1]["kept"].append(1),
-        lambda: model.books["names"].add("two"),
-        lambda: operator.setitem(model.books["numbers"], 2, 1.0),
-        lambda: model.books["tensor"].add_(1),
-        lambda: setattr(model.space, "step", 1),
-    ]
-    for change in changes:
-        before = state.now()
-        assert state.now() == before
-        change()
-        assert state.now() != before
-
-
-@pytest.mark.parametrize(
-    ("act", "more", "why"),
-    [
-        (nothing, {}, None),
-        (replace_item, {}, "changed an input"),
-        (count, {}, "changed an input"),
-        (append, {}, "changed a list or mapping"),
-        (put_in, {}, "changed a list or mapping"),
-        (change_in_place, {}, "changed an input"),
-        (draw, {}, "drawn random numbers"),
-        (draw_from, {}, "changed an input"),
-        (draw_from_python, {}, "drawn random numbers"),
-        (draw_from_numpy, {}, "drawn random numbers"),
-        (count_steps, {}, "changed attributes"),
-        (count_twice, {}, "changed attributes"),
-        (remember_twice, {}, "changed attributes"),
-        (keep_two_outputs, {}, "changed attributes"),
-        (keep_output, {}, "changed attributes"),
-        (nothing, {"cache": SimpleNamespace()}, "given a SimpleNamespace.*cannot be told"),
-    ],
-    ids=lambda value: value.__name__ if callable(value) else None,
-)
-def test_a_forward_that_changed_something_does_not_run_again(
-    act: Any, more: dict[str, Any], why: str | None, device: SimulatedDevice
-) -> None:
-    """It runs out of memory at its end. What it has done by then would be done twice."""
+def test_a_forward_that_ran_out_of_memory_does_not_run_again(device: SimulatedDevice) -> None:
+    """What it has counted, drawn or kept until then it would count, draw or keep twice."""
     model = Remembering().eval()
     handle = offload(model, vram_budget="1GiB")
-    kwargs = {"cache": [torch.zeros(64)], "at": [0], "options": {"one": "two"}, "generator": torch.Generator(), **more}
+    calls = []
 
-    def run(act: Any) -> torch.Tensor:
+    def fail(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("there is no more")
+
+    def run(act: Any) -> None:
         with torch.no_grad(), device.running():
-            return model(device.put(torch.zeros(2, 64)), act, **kwargs)
+            model(device.put(torch.zeros(2, 64)), act)
 
     for _ in range(4):
         run(None)
     assert handle.stats().resident_bytes
-    calls = []
-
-    def act_and_fail(*args: Any) -> None:
-        calls.append(act)
-        act(*args)
-        if len(calls) == 1:
-            raise torch.OutOfMemoryError("there is no more")
-
-    if why is None:
-        run(act_and_fail)
-        assert len(calls) == 2 and not handle.stats().resident_bytes
-    else:
-        with pytest.raises(torch.OutOfMemoryError, match=f"there is no more.*cannot be run again by itself: .*{why}"):
-            run(act_and_fail)
-        assert len(calls) == 1
-    run(None)
-    handle.remove()
-
-
-def test_a_forward_of_inference_mode_does_not_run_again(device: SimulatedDevice) -> None:
-    """Nothing would tell that it has changed its input."""
-    model = Remembering().eval()
-    handle = offload(model, vram_budget="1GiB")
-
-    def fail(*args: Any) -> None:
-        raise torch.OutOfMemoryError("there is no more")
-
-    with torch.inference_mode(), device.running():
-        for _ in range(4):
-            model(device.put(torch.zeros(2, 64)))
-        with pytest.raises(torch.OutOfMemoryError, match="given a tensor of inference mode"):
-            model(device.put(torch.zeros(2, 64)), fail)
+    with pytest.raises(torch.OutOfMemoryError, match=r"there is no more.*given up: call it again"):
+        run(fail)
+    assert len(calls) == 1 and not handle.stats().resident_bytes
+    run(fail)
+    assert len(calls) == 2
     handle.remove()
 
 
@@ -924,17 +730,19 @@ def test_weights_that_nothing_tells_edits_of_do_not_keep_others_from_staying(
     check_at_rest(model, resident)
 
 
-def test_memory_that_others_have_taken_is_learnt(
-    device: SimulatedDevice, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One forward runs twice, not all; and what stayed on the device comes back once there is room again."""
+def test_memory_that_others_have_taken_is_learnt(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One forward fails, not all; and what stayed on the device comes back once there is room again."""
     monkeypatch.setattr("group_offload.runtime.budgeting.PASSES_UNTIL_LOOK", 4)
     resident, model, handle = all_resident(device)
     before = handle.stats().resident_bytes
     device.capacity = device.total.now + 2 * DIM * 4
+    with pytest.raises(torch.OutOfMemoryError):
+        check(device, model, resident)
+    model.alive.clear()
+    resident.alive.clear()
     for _ in range(20):
         check(device, model, resident)
-    assert caplog.text.count("runs again") == 1 and handle.stats().resident_bytes < before
+    assert handle.stats().resident_bytes < before
     device.capacity = 1 << 40
     for _ in range(10):
         check(device, model, resident)
@@ -942,28 +750,18 @@ def test_memory_that_others_have_taken_is_learnt(
     handle.remove()
 
 
-class Counting(Model):
-    """Cannot run again by itself."""
-
-    count = 0
-
-    def forward(self, x: torch.Tensor, finish: bool = True) -> torch.Tensor:
-        self.count += 1
-        return super().forward(x, finish)
-
-
 def test_the_budget_that_an_error_names_works(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device has less than the budget: what the budget was says nothing about how much there is."""
     monkeypatch.setattr("group_offload.runtime.budgeting.MARGIN_BYTES", 4096)
     monkeypatch.setattr(SimulatedDevice, "total_bytes", lambda self: 1 << 30)
     resident = Model(WIDTHS).eval()
-    model = Counting(WIDTHS).eval()
+    model = Model(WIDTHS).eval()
     model.load_state_dict(resident.state_dict())
     handle = offload(model, vram_budget="90%")
     for _ in range(4):
         check(device, model, resident)
     device.capacity = device.total.now + 2 * DIM * 4
-    with pytest.raises(torch.OutOfMemoryError, match="cannot be run again by itself") as error:
+    with pytest.raises(torch.OutOfMemoryError, match="given up: call it again") as error:
         check(device, model, resident)
     found = re.search(r"vram_budget='([^']+)'", str(error.value))
     assert found is not None
