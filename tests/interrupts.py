@@ -182,6 +182,7 @@ class Rig:
         self.other_resident = Model(3)
         self.other = copy.deepcopy(self.other_resident)
         self.other_handle = apply_group_offloading(self.other, "cpu")
+        self._held = 0
 
     def apply(self) -> None:
         self.handle = apply_group_offloading(self.model, "cpu", **self.options)
@@ -235,9 +236,18 @@ class Rig:
             raise AssertionError(f"{what}: {self.device.errors[0]}")
 
     def look_at_other(self, what: str) -> None:
+        """It takes its turn in the same memory of the device."""
         x = torch.randn(3, WIDTH)
         if not same_bits(self.forward(self.other, x), self.other_resident(x).detach()):
             raise AssertionError(f"{what}: the other model is wrong")
+        if self.device is not None:
+            gc.collect()
+            held = self.device.allocated_bytes
+            self._held = self._held or held
+            if held != self._held:
+                raise AssertionError(
+                    f"{what}: {held} bytes of the device are held after the other model, not {self._held}"
+                )
 
     def look_at_rest(self, what: str) -> None:
         with contextlib.ExitStack() as stack:
@@ -332,10 +342,11 @@ def sweep(
     operation: str,
     *,
     share: float = 1.0,
+    most: int = 0,
     seed: int = 0,
     error: type[BaseException] = KeyboardInterrupt,
 ) -> Result:
-    """Strike one model again and again, at each place of the operation (or a random share of them)."""
+    """Strike one model again and again, at each place of the operation, a random share of them, or about `most`."""
     rng = random.Random(seed)
     act, trains = OPERATIONS[operation], operation == "backward"
     result = Result()
@@ -343,6 +354,10 @@ def sweep(
         rig = Rig(scenario, stack, seed)
         rig.apply()
         rig.look("before", trains=trains, num_passes=5)
+        if most:
+            counting = Strike()
+            act(rig, counting)
+            share = min(1.0, most / counting.num_places)
         at = 0
         while True:
             at += 1 if share >= 1 else 1 + int(rng.expovariate(share))
@@ -382,11 +397,21 @@ def sweep(
     return result
 
 
-def sweep_life(scenario: Scenario, operation: str, *, share: float = 1.0, seed: int = 0) -> Result:
-    """Strike set-up ("apply") or `remove()` of a new model at each place, or at a random share of them."""
+def sweep_life(scenario: Scenario, operation: str, *, share: float = 1.0, most: int = 0, seed: int = 0) -> Result:
+    """Strike set-up ("apply") or `remove()` of a new model, as `sweep` does."""
     rng = random.Random(seed)
     result = Result()
     at = 0
+    if most:
+        counting = Strike()
+        with ExitStack() as stack:
+            rig = Rig(scenario, stack, seed)
+            with counting if operation == "apply" else contextlib.nullcontext():
+                rig.apply()
+            with counting if operation != "apply" else contextlib.nullcontext():
+                rig.handle.remove()
+            rig.other_handle.remove()
+        share = min(1.0, most / max(1, counting.num_places))
     while True:
         at += 1 if share >= 1 else 1 + int(rng.expovariate(share))
         strike = Strike(at)
