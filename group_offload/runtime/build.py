@@ -343,7 +343,7 @@ def materialise(part: Part) -> None:
             home = part.devices[mine[0]]
             if is_view and home.type == "cpu":
                 continue  # it is what it was before
-            flat = extent_bytes(part.image.rest, extent)
+            flat = extent_bytes(part.rest, extent)
             flat = flat.to(home) if home.type != "cpu" else flat.clone()
             for index in mine:
                 tensor = part.refs[index].tensor
@@ -404,7 +404,7 @@ def _reusable(spec: GroupSpec, known: dict[int, Part]) -> tuple[list[Part], tupl
     for part in candidates:
         keys = {id(ref.tensor): None for ref in part.refs}
         is_tied = any(len({id(spec.tensors[i].tensor) in keys for i in cluster}) == 2 for cluster in ties)
-        is_left = all(part.as_left()) and not part.image.is_outdated
+        is_left = all(part.as_left()) and not part.was_moved() and not part.image.is_outdated
         if all(key in mine for key in keys) and is_left and not is_tied:
             part.refs = tuple(mine[key] for key in keys)  # under their new names
             kept.append(part)

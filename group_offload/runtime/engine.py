@@ -89,6 +89,8 @@ _AUTO_SHARE = 0.95
 """Of the device memory that is there to take, if the budget is "auto"."""
 PATIENCE_SECONDS = 30.0
 """With a forward that waits for a thread, while another thread wants to call a part of what it runs: both will for ever."""
+_MOST_REBUILDS = 3
+"""Before a pass: more only if somebody goes on changing the module meanwhile."""
 _IN_PLACE = 1e18
 """Bytes a second: what rests in RAM is computed with where it is."""
 
@@ -243,7 +245,7 @@ class Engine:
             if not self._is_clean:
                 self._recover()
             if self._notice_changes(self.root) is None:
-                self._rebuild()
+                self._rebuild_for(self.root)
 
     def remove(self) -> None:
         """Give every tensor memory of its own again, where it was before, and take the gates away.
@@ -395,11 +397,13 @@ class Engine:
         self._is_clean = False
 
     def _rebuild_for(self, top: nn.Module) -> Watch:
-        self._rebuild()
-        watch = self._notice_changes(top)
-        if watch is None:
-            raise StateError(f"{type(self.root).__name__} was changed by another thread while a pass began.")
-        return watch
+        # Images that the first one keeps may turn out to be edited: then the second one makes them again.
+        for _ in range(_MOST_REBUILDS):
+            self._rebuild()
+            watch = self._notice_changes(top)
+            if watch is not None:
+                return watch
+        raise StateError(f"{type(self.root).__name__} was changed by another thread while a pass began.")
 
     def _end(self) -> None:
         for group in [*self._memory.bound]:
@@ -644,7 +648,9 @@ class Engine:
             vram, ram = int((ram - in_ram) * (1 - HOST_ACTIVATIONS_SHARE)), in_ram
         outer = sum(group.num_bytes for group in self.groups if group.height)
         if ram is not None:
-            ram = max(0, ram - outer)  # these rest in RAM, whatever the plan
+            # The outer groups rest in RAM, whatever the plan; so do those that are in no file.
+            in_no_file = [group for group in self.groups if not group.height and not group.is_in_file]
+            ram = max(sum(group.num_bytes for group in in_no_file), ram - outer)
         plan = self._budgeter.begin(
             self.groups,
             first_guess(self.groups),
@@ -813,20 +819,24 @@ class Engine:
         if not watch.has_same_modules():
             return None
         if not watch.has_same_tensors():
-            moved = [group for group in watch.scope if group.take_back_moved()]
-            if moved:
+            if any(group.was_moved() for group in watch.scope):
                 return None
             if not self._absorb_replaced([group for group in watch.scope if not group.is_as_left()]):
                 return None
             watch.expect_tensors()
-        was_edited = [store.take_up_edits(self.transfer.finish) for store in watch.stores]
-        if any(was_edited):
+        was_edited = True
+        try:
+            found = [store.take_up_edits(self.transfer.finish) for store in watch.stores]
+            was_edited = any(found)
+        finally:
+            if was_edited:  # or one could not take them up: others before it may rest in other files by now
+                for group in watch.scope:
+                    group.rebind_moved()
+                watch.expect_tensors()
+        if was_edited:
             self._publish_manifest()
             if any(group.is_outdated for group in watch.scope):
                 return None
-            for group in watch.scope:
-                group.rebind_moved()
-            watch.expect_tensors()
         return watch
 
     def _absorb_replaced(self, groups: list[Group]) -> bool:
