@@ -387,11 +387,17 @@ def offload(
         listener.applying(module)
     tensors = dict([*module.named_parameters(), *module.named_buffers()]) if casts else {}
     by_id = {id(tensors[name]): dtype for name, dtype in (casts or {}).items() if tensors[name].dtype != dtype}
-    handle = OffloadHandle(module, Engine(module, config, by_id))
-    module.__dict__[HANDLE] = handle
-    for listener in _listeners:
-        listener.applied(handle)
-    return handle
+    engine = Engine(module, config)
+    handle = OffloadHandle(module, engine)
+    try:
+        engine.start(by_id)
+        module.__dict__[HANDLE] = handle
+        for listener in _listeners:
+            listener.applied(handle)
+        return handle
+    except BaseException:
+        handle.remove()
+        raise
 
 
 def remove_group_offloading(module: nn.Module) -> None:

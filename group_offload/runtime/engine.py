@@ -105,9 +105,7 @@ def is_offloaded(module: nn.Module) -> bool:
 class Engine:
     """The runtime of one offloaded module. Thread-safe: passes of several threads take turns."""
 
-    def __init__(
-        self, root: nn.Module, config: OffloadConfig, casts: Mapping[int, torch.dtype] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, root: nn.Module, config: OffloadConfig) -> None:
         self.root = root
         self.config = config
         self.counters = Counters()
@@ -161,6 +159,8 @@ class Engine:
         self._inner_gates: dict[nn.Module, InnerGate] = {}
         self._group_of: dict[Part, Group] = {}
         self._refs: tuple[TensorRef, ...] = ()
+        self._is_cut = False
+        """Groups and gates are what the module was last found to need: nothing broke in between."""
         self._watches: dict[nn.Module, Watch] = {}
         self._seen: dict[nn.Module, Seen] = {}
         self._files = CachedFiles(
@@ -186,7 +186,11 @@ class Engine:
         """For each kind of pass, what activations take."""
         self._is_stable = False
         self._weighed = Weighing()
-        self._build(casts)
+
+    def start(self, casts: Mapping[int, torch.dtype]) -> None:
+        """Offload the module. Call `remove` if that raises, whatever it is: some may be done."""
+        with self.lock:
+            self._build(casts)
 
     @property
     def root_gate(self) -> Gate:
@@ -810,6 +814,8 @@ class Engine:
         Returns:
             What calls under `top` can need; None if the module has to be cut into groups again.
         """
+        if not self._is_cut:
+            return None
         watch = self._watches.get(top)
         if watch is None:
             is_cut_by_calls = self.records_graphs or self.config.offload_type is OffloadType.LEAF_LEVEL
@@ -870,6 +876,7 @@ class Engine:
 
     def _build(self, casts: Mapping[int, torch.dtype] = MappingProxyType({})) -> None:
         """Cut the module into groups, for the first time or because it has changed."""
+        self._is_cut = False
         before = self.groups
         if before:
             self._lookahead.abandon()  # images are about to go
@@ -903,13 +910,7 @@ class Engine:
             image.is_verified = self.config.verify_files
         self._files.begin(in_files)
         if self.config.has_budgets:
-            try:
-                self._plan_first(is_first=not before)
-            except ConfigError:
-                if not before:  # nothing was said to anybody yet: all is as it was
-                    self._give_up_images()
-                    self._forget_groups()
-                raise
+            self._plan_first(is_first=not before)
         if not self.config.has_budgets or not self._backend.has_streams:
             self._files.choose_ways()
         self._files.lock_what_is_there(was_read=False)
@@ -919,13 +920,13 @@ class Engine:
             is_scarce=any(image.is_direct for image in in_files),
         )
         self._publish_manifest()
-        self._install_gates()
         in_use = {part for group in self.groups for part in group.parts}
         for group in before:
             for part in group.parts:
                 if part not in in_use and not part.is_given_up:
                     part.image.close(forget=True)
         self._trained.guard(self._refs)
+        self._install_gates()
 
     def _publish_manifest(self) -> None:
         images = [part.image for group in self.groups for part in group.parts]
@@ -935,8 +936,14 @@ class Engine:
             self._manifest[:] = [] if found is None else [found]
 
     def _install_gates(self) -> None:
+        self._is_cut = False
+        # The root's stays: what is interrupted here is done again by the next call of the root.
+        root_gate = self._gates.get(self.root)
+        if root_gate is not None and self.root.__dict__.get("_compiled_call_impl") is not root_gate:
+            root_gate = None
         for gate in (*self._gates.values(), *self._inner_gates.values()):
-            gate.uninstall()
+            if gate is not root_gate:
+                gate.uninstall()
         needs: dict[nn.Module, list[Group]] = {self.root: []}
         for group in self.groups:
             for module in group.modules:
@@ -944,16 +951,20 @@ class Engine:
         for child in self.root.children():
             if not isinstance(child, NEVER_CALLED):
                 needs.setdefault(child, [])  # calls of a part of the model (`vae.decode`) are passes too
-        self._gates = {}
+        self._gates = {} if root_gate is None else {self.root: root_gate}
         for module, groups in needs.items():
-            gate = self._gates[module] = Gate(self, module, is_root=module is self.root)
+            gate = self._gates.get(module, Gate(self, module, is_root=module is self.root))
             gate.groups = tuple(sorted(groups, key=lambda group: -group.height))
-            gate.install()
+            self._gates[module] = gate
+            gate._state = None
+            if gate is not root_gate:
+                gate.install()
         self._install_inner_gates()
         self._watches = {}
         _offloaded.difference_update(self._seen)
         self._seen = {module: Seen.of(module) for module in self.root.modules()}
         _offloaded.update(self._seen)
+        self._is_cut = True
 
     def _install_inner_gates(self) -> None:
         """A checkpoint may repeat the call of any module. Without gradients only what is in no block is called by itself."""

@@ -32,7 +32,6 @@ from torch._guards import detect_fake_mode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.hooks import RemovableHandle
 
 from .. import selective
 from ..saved import hooks_in_force, pop_hooks
@@ -57,7 +56,6 @@ class Gate:
         self._engine = engine
         self.compiled: Callable[..., Any] | None = module.__dict__.get("_compiled_call_impl")
         """What the module has compiled for itself; perhaps another gate around that."""
-        self._handles: list[RemovableHandle] = []
         self._state: State | None = None
         """Known once a call of it was a pass."""
         self.was_bypassed = False
@@ -68,22 +66,29 @@ class Gate:
     def install(self) -> None:
         module = self.module
         if self.compiled is not None and not self.is_root:
-            self._handles.append(module.register_forward_pre_hook(_allow_trace))
+            module.register_forward_pre_hook(_allow_trace)
         else:
-            self._handles.append(module.register_forward_pre_hook(_refuse_trace, with_kwargs=True))
+            module.register_forward_pre_hook(_refuse_trace, with_kwargs=True)
         if self.is_root:
-            self._handles.append(module.register_forward_hook(_leave_bypassed, always_call=True))
+            module.register_forward_hook(_leave_bypassed, always_call=True)
         module._compiled_call_impl = self
 
     def uninstall(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        if self.module.__dict__.get("_compiled_call_impl") is self:
+        """Take away what `install` has put there, however far it came. Repeated calls do nothing."""
+        module = self.module
+        for hooks, flags in (
+            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+            (module._forward_hooks, module._forward_hooks_always_called),
+        ):
+            # They are known by their functions: an interrupt may come before anybody could note their handles.
+            for key in [key for key, hook in hooks.items() if any(hook is ours for ours in _OURS)]:
+                del hooks[key]
+                flags.pop(key, None)
+        if module.__dict__.get("_compiled_call_impl") is self:
             if self.compiled is None:
-                del self.module._compiled_call_impl
+                del module._compiled_call_impl
             else:
-                self.module._compiled_call_impl = self.compiled
+                module._compiled_call_impl = self.compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors()):
@@ -272,6 +277,9 @@ def _leave_bypassed(module: nn.Module, args: Any, output: Any) -> None:
     handle = module.__dict__.get(HANDLE)
     if handle is not None and handle.root_gate.was_bypassed:
         handle.root_gate.leave_bypassed()
+
+
+_OURS = (_allow_trace, _refuse_trace, _leave_bypassed)
 
 
 def moved(value: Any, device: torch.device, non_blocking: bool) -> Any:
