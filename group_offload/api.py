@@ -18,6 +18,7 @@ from . import timeline
 from .config import OffloadConfig
 from .errors import ConfigError, ModuleError, StateError
 from .report import OffloadPlan
+from .runtime import turns
 from .runtime.engine import Engine, is_offloaded
 from .runtime.group import Group
 from .runtime.hooks import HANDLE, Gate
@@ -210,6 +211,7 @@ class OffloadHandle:
         if self._engine is None:
             return
         self._engine.remove()
+        turns.leave(self._engine)
         self._engine = None
         self.module.__dict__.pop(HANDLE, None)
         for listener in _listeners:

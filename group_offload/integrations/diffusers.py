@@ -291,7 +291,7 @@ def _mark(handle: OffloadHandle) -> None:
         if registry is None:
             registry = _marked_registry_class()(module)
             registry.was_made_for_marker = True
-            module._diffusers_hook = registry
+            module.__dict__["_diffusers_hook"] = registry
         if not isinstance(registry, _marked_registry_class()):
             registry.__class__ = _marked_registry_class()
         registry.hooks[HOOK_NAME] = _marker_class()(config)
@@ -306,7 +306,7 @@ def _unmark(registry: Any) -> None:
     registry.hooks.pop(HOOK_NAME, None)
     registry.__class__ = _hooks_module().HookRegistry
     if registry.__dict__.pop("was_made_for_marker", False) and not registry.hooks:
-        del registry._module_ref._diffusers_hook
+        del registry._module_ref.__dict__["_diffusers_hook"]
 
 
 def _as_diffusers_config(handle: OffloadHandle) -> Any:

@@ -69,6 +69,8 @@ from .threads import where_it_waits
 from .trace import Tracer
 from .trained import Trained
 from .transfer import Transfer
+from .turns import check as check_turns
+from .turns import join
 from .versions import share_counters
 from .watch import Seen, Watch
 from .weighing import Weighing
@@ -189,6 +191,7 @@ class Engine:
 
     def start(self, casts: Mapping[int, torch.dtype]) -> None:
         """Offload the module. Call `remove` if that raises, whatever it is: some may be done."""
+        join(self)
         with self.lock:
             self._build(casts)
 
@@ -871,6 +874,7 @@ class Engine:
                     f"{name} of {type(self.root).__name__} is group-offloaded as a part of another module. Call "
                     f"remove_group_offloading() on that one before its parts are used here, or put a copy there."
                 )
+        check_turns(self)
         self.counters.rebuilds += 1
         self._build()
 
@@ -989,13 +993,14 @@ class Engine:
 def _modules_inside(top: nn.Module, gates: Mapping[nn.Module, Gate]) -> list[nn.Module]:
     """Modules that are called inside of `top`'s call, up to those that have gates, or compile themselves."""
     found: dict[nn.Module, None] = {}
-    pending = list(top.children())
+    pending = [top]
     while pending:
         module = pending.pop()
-        if module in found or module in gates or is_compiled(module):
-            continue
-        found[module] = None
-        pending += module.children()
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # what is inside is called by torch's own interpreter
+        inside = [each for each in module.children() if not (each in found or each in gates or is_compiled(each))]
+        found.update(dict.fromkeys(inside))
+        pending += inside
     return [module for module in found if not isinstance(module, NEVER_CALLED)]
 
 

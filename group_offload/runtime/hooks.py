@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 HANDLE = "_group_offload_handle"
 """The attribute of an offloaded module that leads to its handle."""
 
+_CALL = "_compiled_call_impl"
+"""The attribute of a module where torch looks for what to call in place of its forward."""
+
 
 class Gate:
     """Stands around one module's call: onloads the groups that it needs before, lets go of them after."""
@@ -65,13 +68,15 @@ class Gate:
 
     def install(self) -> None:
         module = self.module
-        if self.compiled is not None and not self.is_root:
+        if isinstance(module, torch.jit.ScriptModule):
+            pass  # it takes no hooks, and no compiler looks into it
+        elif self.compiled is not None and not self.is_root:
             module.register_forward_pre_hook(_allow_trace)
         else:
             module.register_forward_pre_hook(_refuse_trace, with_kwargs=True)
-        if self.is_root:
+        if self.is_root and not isinstance(module, torch.jit.ScriptModule):
             module.register_forward_hook(_leave_bypassed, always_call=True)
-        module._compiled_call_impl = self
+        module.__dict__[_CALL] = self  # what a traced module is asked to set, it sets elsewhere
 
     def uninstall(self) -> None:
         """Take away what `install` has put there, however far it came. Repeated calls do nothing."""
@@ -84,11 +89,11 @@ class Gate:
             for key in [key for key, hook in hooks.items() if any(hook is ours for ours in _OURS)]:
                 del hooks[key]
                 flags.pop(key, None)
-        if module.__dict__.get("_compiled_call_impl") is self:
+        if module.__dict__.get(_CALL) is self:
             if self.compiled is None:
-                del module._compiled_call_impl
+                del module.__dict__[_CALL]
             else:
-                module._compiled_call_impl = self.compiled
+                module.__dict__[_CALL] = self.compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors()):
@@ -215,7 +220,7 @@ class InnerGate(Gate):
     """
 
     def install(self) -> None:
-        self.module._compiled_call_impl = self
+        self.module.__dict__[_CALL] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self.module._call_impl
@@ -255,11 +260,14 @@ def _call_in_range(call: Callable[..., Any], name: str, *args: Any, **kwargs: An
         return call(*args, **kwargs)
 
 
-def _allow_trace(module: nn.Module, args: Any) -> None:
+# Whoever makes a module of another one may copy its hooks, and call them otherwise: there they do nothing.
+
+
+def _allow_trace(module: nn.Module, *args: Any) -> None:
     """On a module that is compiled as one. It does nothing: that it exists makes dynamo look at the gate."""
 
 
-def _refuse_trace(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+def _refuse_trace(module: nn.Module, args: Any, kwargs: Any = None) -> tuple[Any, Any] | None:
     if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors()):
         torch._dynamo.skip_frame("group_offload onloads weights between the calls in this frame")
         return None
@@ -270,7 +278,7 @@ def _refuse_trace(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] 
     return gate.enter_bypassed(module, args, kwargs)
 
 
-def _leave_bypassed(module: nn.Module, args: Any, output: Any) -> None:
+def _leave_bypassed(module: nn.Module, *args: Any) -> None:
     if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors()):
         torch._dynamo.skip_frame("group_offload offloads weights here")
         return

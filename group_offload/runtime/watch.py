@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..stores.base import Store
 from .forms import Forms
@@ -31,6 +32,8 @@ class Seen:
 
     @classmethod
     def of(cls, module: nn.Module) -> Seen:
+        if isinstance(module, torch.jit.ScriptModule):  # torch does not let its tables be changed
+            return cls(children=(), members=(), names={}, call=None)
         return cls(
             children=tuple(child for child in module._modules.values() if child is not None),
             members=tuple(tuple(table.values()) for table in _tables(module.__dict__)),
@@ -65,10 +68,11 @@ class Watch:
                 scope.update(dict.fromkeys(gate.groups))
             pending.extend(seen[module].children)
         before = [seen[module] for module in inside]
-        self._modules = [each.names for each in before]
+        self._modules = [each.names for each in before if each.members]
         members = [found for each in before for found in each.members]
         self._sizes = tuple(map(len, members))
         self._members = list(chain.from_iterable(members))
+        self._lazy = [member for member in self._members if is_lazy(member)]
         called = [seen[module] for module in inside if is_cut_by_calls or module in gates]
         self._names = [each.names for each in called]
         self._calls = [each.call for each in called]
@@ -87,6 +91,7 @@ class Watch:
         return (
             tuple(map(len, tables)) == self._sizes
             and all(map(is_, chain.from_iterable(map(_values, compress(tables, self._sizes))), self._members))
+            and all(map(is_lazy, self._lazy))
             and all(map(is_, map(_get, self._names, repeat("_compiled_call_impl")), self._calls))
         )
 
