@@ -205,6 +205,16 @@ def test_hooks_that_are_copied_do_nothing(level: str) -> None:
     check(model, reference, inputs())
 
 
+@every_level
+def test_a_copy_is_compiled_as_one(level: str) -> None:
+    """The copy of an offloaded module has its hooks, and nothing that they stand for."""
+    model, reference = make(Model), make(Model)
+    apply_group_offloading(model, "cpu", offload_type=level)
+    for part, same in ((model, reference), (model.blocks[1], reference.blocks[1])):
+        compiled = torch.compile(copy.deepcopy(part), fullgraph=True, backend="eager")
+        assert_same(run(compiled, inputs()), run(same, inputs()))
+
+
 # ---------------------------------------------------------------- weights of two models
 
 

@@ -269,6 +269,8 @@ def _allow_trace(module: nn.Module, *args: Any) -> None:
 
 def _refuse_trace(module: nn.Module, args: Any, kwargs: Any = None) -> tuple[Any, Any] | None:
     if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors()):
+        if module.__dict__.get(HANDLE) is None and module.__dict__.get(_CALL) is None:
+            return None
         torch._dynamo.skip_frame("group_offload onloads weights between the calls in this frame")
         return None
     handle = module.__dict__.get(HANDLE)
@@ -280,6 +282,8 @@ def _refuse_trace(module: nn.Module, args: Any, kwargs: Any = None) -> tuple[Any
 
 def _leave_bypassed(module: nn.Module, *args: Any) -> None:
     if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors()):
+        if module.__dict__.get(HANDLE) is None:
+            return
         torch._dynamo.skip_frame("group_offload offloads weights here")
         return
     handle = module.__dict__.get(HANDLE)
