@@ -18,6 +18,7 @@ from . import timeline
 from .config import OffloadConfig
 from .errors import ConfigError, ModuleError, StateError
 from .report import OffloadPlan
+from .runtime import turns
 from .runtime.engine import Engine, is_offloaded
 from .runtime.group import Group
 from .runtime.hooks import HANDLE, Gate
@@ -210,6 +211,7 @@ class OffloadHandle:
         if self._engine is None:
             return
         self._engine.remove()
+        turns.leave(self._engine)
         self._engine = None
         self.module.__dict__.pop(HANDLE, None)
         for listener in _listeners:
@@ -387,11 +389,17 @@ def offload(
         listener.applying(module)
     tensors = dict([*module.named_parameters(), *module.named_buffers()]) if casts else {}
     by_id = {id(tensors[name]): dtype for name, dtype in (casts or {}).items() if tensors[name].dtype != dtype}
-    handle = OffloadHandle(module, Engine(module, config, by_id))
-    module.__dict__[HANDLE] = handle
-    for listener in _listeners:
-        listener.applied(handle)
-    return handle
+    engine = Engine(module, config)
+    handle = OffloadHandle(module, engine)
+    try:
+        engine.start(by_id)
+        module.__dict__[HANDLE] = handle
+        for listener in _listeners:
+            listener.applied(handle)
+        return handle
+    except BaseException:
+        handle.remove()
+        raise
 
 
 def remove_group_offloading(module: nn.Module) -> None:

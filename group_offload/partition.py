@@ -32,7 +32,12 @@ LEAF_TYPES = (
 )
 """What diffusers' leaf level cuts out (`_GO_LC_SUPPORTED_PYTORCH_LAYERS`); the rest goes with the module that owns it."""
 
-READS_ITS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+READS_ITS_CHILDREN = (
+    nn.MultiheadAttention,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+    torch.jit.ScriptModule,
+)
 """Modules that read their children's weights without calling the children, so that no hook of a child would run."""
 
 NEVER_CALLED = (
@@ -117,6 +122,8 @@ def partition(
 ) -> Partition:
     """Cut `root` into groups.
 
+    What has no shape yet (a lazy module) is in no group.
+
     Args:
         is_compiled: whether a module (never the root) is compiled as one: leaf level then keeps it in one group, because
             nothing can be moved inside a compiled graph.
@@ -132,6 +139,8 @@ def partition(
     else:
         units = list(_leaf_units(root, config, modules, is_compiled))
     refs, users = _assign(modules, units, without)
+    if not refs and any(map(is_lazy, root.parameters())):
+        raise ModuleError(f"{type(root).__name__} has no shapes yet (lazy modules). Run it once before offloading it.")
     if not refs:
         raise ModuleError(f"{type(root).__name__} has no parameters and no buffers: there is nothing to offload.")
     groups = _gather(units, refs, users)
@@ -218,7 +227,8 @@ def _leaf_units(
     for path, module in modules.items():
         if any(part in taken for part in _ancestors(path)):
             continue
-        if path and (isinstance(module, whole) or is_compiled(module)):
+        is_script = isinstance(module, torch.jit.ScriptModule)
+        if is_script or (path and (isinstance(module, whole) or is_compiled(module))):
             taken.add(path)
             leaf = leaves.setdefault(module, _Unit(f"{config.identity}{path}", modules=[module]))
             leaf.subtrees.append(path)
@@ -244,7 +254,7 @@ def _assign(
                 home = by_subtree.get(part, by_owner.get(part))
         for table, is_buffer in ((owner._parameters, False), (owner._buffers, True)):
             for name, tensor in table.items():
-                if tensor is None or id(tensor) in without:
+                if tensor is None or id(tensor) in without or is_lazy(tensor):
                     continue
                 assert home is not None, path
                 fqn = f"{path}.{name}" if path else name
@@ -274,8 +284,6 @@ def _flatten(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], 
             for path, plain in _flatten(fqn, getattr(tensor, name)):
                 yield (name, *path), plain
         return
-    if is_lazy(tensor):
-        raise ModuleError(f"{fqn} has no shape yet (a lazy module). Run the module once before offloading it.")
     if tensor.is_conj() or tensor.is_neg():
         raise ModuleError(
             f"{fqn} is a lazily conjugated or negated view. Replace it by what resolve_conj() or resolve_neg() gives."

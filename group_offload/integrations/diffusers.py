@@ -18,7 +18,8 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, wraps
@@ -33,6 +34,7 @@ from ..api import (
     OffloadHandle,
     add_listener,
     apply_group_offloading,
+    handle_of,
     offload,
     remove_group_offloading,
 )
@@ -112,17 +114,30 @@ def enable_group_offload(
         ram_budget=ram_budget,
     )
     by_model: dict[int, OffloadHandle] = {}
-    try:
+    with undone_on_error() as undo:
         for model, options in plan.offloaded.values():
             if id(model) not in by_model:  # one model may have two names
+                if handle_of(model) is None:
+                    undo.callback(remove_group_offloading, model)
                 by_model[id(model)] = offload(model, **options)
-    except BaseException:
-        for handle in by_model.values():
-            handle.remove()
-        raise
-    for model in plan.excluded:
-        model.to(plan.device)
-    return {name: by_model[id(model)] for name, model in _models_of(pipeline).items() if id(model) in by_model}
+        for model in plan.excluded:
+            undo.callback(bring_back, {tensor: tensor.device for tensor in (*model.parameters(), *model.buffers())})
+            model.to(plan.device)
+        return {name: by_model[id(model)] for name, model in _models_of(pipeline).items() if id(model) in by_model}
+
+
+@contextmanager
+def undone_on_error() -> Iterator[ExitStack]:
+    """What is given to the stack to do is done if the block raises, all of it, and else not."""
+    with ExitStack() as undo:
+        yield undo
+        undo.pop_all()
+
+
+def bring_back(homes: Mapping[torch.Tensor, torch.device]) -> None:
+    for tensor, home in homes.items():
+        if tensor.device != home:
+            tensor.data = tensor.data.to(home)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,11 +288,11 @@ def _mark(handle: OffloadHandle) -> None:
     config = _as_diffusers_config(handle)
     for module in handle.gated_modules:
         registry: Any = module.__dict__.get("_diffusers_hook")
-        is_new = registry is None
-        if is_new:
-            registry = module._diffusers_hook = _hooks_module().HookRegistry(module)
+        if registry is None:
+            registry = _marked_registry_class()(module)
+            registry.was_made_for_marker = True
+            module.__dict__["_diffusers_hook"] = registry
         if not isinstance(registry, _marked_registry_class()):
-            registry.was_made_for_marker = is_new
             registry.__class__ = _marked_registry_class()
         registry.hooks[HOOK_NAME] = _marker_class()(config)
 
@@ -290,8 +305,8 @@ def _new_registry() -> Any:
 def _unmark(registry: Any) -> None:
     registry.hooks.pop(HOOK_NAME, None)
     registry.__class__ = _hooks_module().HookRegistry
-    if registry.__dict__.pop("was_made_for_marker") and not registry.hooks:
-        del registry._module_ref._diffusers_hook
+    if registry.__dict__.pop("was_made_for_marker", False) and not registry.hooks:
+        del registry._module_ref.__dict__["_diffusers_hook"]
 
 
 def _as_diffusers_config(handle: OffloadHandle) -> Any:
@@ -333,7 +348,7 @@ def _marked_registry_class() -> type:
     class MarkedHookRegistry(base):  # type: ignore[misc, valid-type]
         """A hook registry with a marker beside its chain of hooks."""
 
-        was_made_for_marker: bool
+        was_made_for_marker = False
 
         def remove_hook(self, name: str, recurse: bool = True) -> None:
             if name in self.hooks and name == HOOK_NAME:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..api import OffloadHandle, handle_of, offload
+from ..api import handle_of, offload, remove_group_offloading
 from ..config import OffloadConfig
 from ..errors import ConfigError
 from ..stores.checkpoint import FileMap
 from .casts import PostponedCasts, cast_now
-from .diffusers import plan_pipeline, refuse_unsupported
+from .diffusers import bring_back, plan_pipeline, refuse_unsupported, undone_on_error
 
 logger = logging.getLogger("group_offload")
 
@@ -159,8 +159,7 @@ def _offload_pipeline(
     offloaded = [(model, casts.casts_of(model), options) for model, options in plan.offloaded.values()]
     excluded = [(model, casts.casts_of(model)) for model in plan.excluded]
     done: set[int] = set()
-    undo: list[OffloadHandle] = []
-    try:
+    with undone_on_error() as undo:
         for model, casts_of_model, model_options in offloaded:
             if id(model) in done:  # it has two names
                 continue
@@ -168,15 +167,15 @@ def _offload_pipeline(
             if handle_of(model) is not None:  # it came offloaded; the pipeline may have cast it
                 cast_now(model, casts_of_model)
                 continue
-            handle = offload(model, casts=casts_of_model, **model_options)
+            if any(
+                model is each for each in passed
+            ):  # what was opened here goes, and must not be brought to RAM for that
+                undo.callback(remove_group_offloading, model)
+            offload(model, casts=casts_of_model, **model_options)
+        for model, casts_of_model in excluded:
             if any(model is each for each in passed):
-                undo.append(handle)
-    except BaseException:
-        for handle in undo:  # what was opened here goes, and must not be brought to RAM for that
-            handle.remove()
-        raise
-    for model, casts_of_model in excluded:
-        cast_now(model, casts_of_model, plan.device)
+                undo.callback(bring_back, {tensor: tensor.device for tensor in (*model.parameters(), *model.buffers())})
+            cast_now(model, casts_of_model, plan.device)
 
 
 # ------------------------------------------------------------------------------------------------ loading

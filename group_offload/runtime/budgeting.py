@@ -287,7 +287,7 @@ class Budgeter:
                 name=group.group_id,
                 num_bytes=group.num_bytes,
                 compute_seconds=self._seconds.get(group.group_id, 0.0),
-                is_in_file=any(isinstance(part.image, FileImage) for part in group.parts),
+                is_in_file=group.is_in_file,
                 may_reside=group.is_stable,
             )
             for group in self.groups

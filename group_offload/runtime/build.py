@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import accumulate
@@ -46,7 +47,7 @@ def build_groups(
 ) -> tuple[Group, ...]:
     """Cut `root` into groups and bring every tensor to its place at rest. What has an image in `before` keeps it.
 
-    If that fails the first time (`before` is empty), all tensors get memory of their own again.
+    If that fails, all tensors that were brought to a new place get memory of their own again.
 
     Args:
         casts: by id, tensors that get another dtype before they are placed, one group after another.
@@ -83,13 +84,13 @@ def build_groups(
             if folder is not None:
                 _rest_in_files(plans, folder, homes, made, casts)
             _rest_in_ram(plans, config, homes, made, wait, casts)
+        return tuple(Group(plan.spec, height, plan.parts) for plan, height in zip(plans, cut.heights, strict=True))
     except BaseException:
-        if not before:
+        with ExitStack() as undo:  # all of it, even if one of them cannot be undone
             for part in made:
-                materialise(part)
-                part.image.close(forget=True)
+                undo.callback(part.image.close, forget=True)
+                undo.callback(materialise, part)
         raise
-    return tuple(Group(plan.spec, height, plan.parts) for plan, height in zip(plans, cut.heights, strict=True))
 
 
 @dataclass(slots=True)
@@ -129,8 +130,7 @@ def _rest_in_files(
                 tensors = [ref.tensor.detach() for ref in plan.fresh]
                 image = GroupFile(_lay_out(plan.fresh), tensors, folder, image_id, advance)
                 del tensors
-                made.append(_bind(image, plan.fresh, homes))
-                plan.parts.append(made[-1])
+                plan.parts.append(_bind(image, plan.fresh, homes, made))
                 plan.fresh = ()
     trim_heap()
     folder.report()
@@ -176,8 +176,7 @@ def _bind_run(
     locked.result()
     start = 0
     for plan, layout in zip(run, layouts, strict=True):
-        made.append(_bind(RamImage(layout, segment, start), plan.fresh, homes))
-        plan.parts.append(made[-1])
+        plan.parts.append(_bind(RamImage(layout, segment, start), plan.fresh, homes, made))
         start += layout.num_bytes
     trim_heap()
 
@@ -239,8 +238,7 @@ def _adopt(
             image = CheckpointImage([ref.fqn for ref in refs], tensors, [place for _, place in mine], checkpoint)
             if is_locked:
                 image.tier = Tier.RAM
-            made.append(_bind(image, refs, homes))
-            plan.parts.append(made[-1])
+            plan.parts.append(_bind(image, refs, homes, made))
             plan.fresh = tuple(ref for ref in plan.fresh if ref not in refs)
 
 
@@ -343,7 +341,7 @@ def materialise(part: Part) -> None:
             home = part.devices[mine[0]]
             if is_view and home.type == "cpu":
                 continue  # it is what it was before
-            flat = extent_bytes(part.image.rest, extent)
+            flat = extent_bytes(part.rest, extent)
             flat = flat.to(home) if home.type != "cpu" else flat.clone()
             for index in mine:
                 tensor = part.refs[index].tensor
@@ -384,14 +382,16 @@ def first_guess(groups: Iterable[Group]) -> list[Group]:
     return sorted(order, key=lambda group: -group.height)
 
 
-def _bind(image: Image, refs: tuple[TensorRef, ...], homes: dict[int, torch.device]) -> Part:
-    """Let the tensors of `refs` rest in `image`: here their old memory goes."""
+def _bind(image: Image, refs: tuple[TensorRef, ...], homes: dict[int, torch.device], made: list[Part]) -> Part:
+    """Let the tensors of `refs` rest in `image`: here their old memory goes. It is noted in `made` before."""
     # What was laid out again, or came later to a module that was on one device, belongs where it, or the module, was.
     usual = next(iter(homes.values())) if len(set(homes.values())) == 1 else None
     devices = [homes.get(id(ref.holder), usual or ref.tensor.device) for ref in refs]
+    part = Part(image, refs, devices)
+    made.append(part)
     for ref, view in zip(refs, image.rest, strict=True):
         ref.tensor.data = fit_for(ref.tensor, view)
-    return Part(image, refs, devices)
+    return part
 
 
 def _reusable(spec: GroupSpec, known: dict[int, Part]) -> tuple[list[Part], tuple[TensorRef, ...]]:
@@ -404,7 +404,7 @@ def _reusable(spec: GroupSpec, known: dict[int, Part]) -> tuple[list[Part], tupl
     for part in candidates:
         keys = {id(ref.tensor): None for ref in part.refs}
         is_tied = any(len({id(spec.tensors[i].tensor) in keys for i in cluster}) == 2 for cluster in ties)
-        is_left = all(part.as_left()) and not part.image.is_outdated
+        is_left = all(part.as_left()) and not part.was_moved() and not part.image.is_outdated
         if all(key in mine for key in keys) and is_left and not is_tied:
             part.refs = tuple(mine[key] for key in keys)  # under their new names
             kept.append(part)

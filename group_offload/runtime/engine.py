@@ -69,6 +69,8 @@ from .threads import where_it_waits
 from .trace import Tracer
 from .trained import Trained
 from .transfer import Transfer
+from .turns import check as check_turns
+from .turns import join
 from .versions import share_counters
 from .watch import Seen, Watch
 from .weighing import Weighing
@@ -89,6 +91,8 @@ _AUTO_SHARE = 0.95
 """Of the device memory that is there to take, if the budget is "auto"."""
 PATIENCE_SECONDS = 30.0
 """With a forward that waits for a thread, while another thread wants to call a part of what it runs: both will for ever."""
+_MOST_REBUILDS = 3
+"""Before a pass: more only if somebody goes on changing the module meanwhile."""
 _IN_PLACE = 1e18
 """Bytes a second: what rests in RAM is computed with where it is."""
 
@@ -103,9 +107,7 @@ def is_offloaded(module: nn.Module) -> bool:
 class Engine:
     """The runtime of one offloaded module. Thread-safe: passes of several threads take turns."""
 
-    def __init__(
-        self, root: nn.Module, config: OffloadConfig, casts: Mapping[int, torch.dtype] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, root: nn.Module, config: OffloadConfig) -> None:
         self.root = root
         self.config = config
         self.counters = Counters()
@@ -161,6 +163,8 @@ class Engine:
         self._inner_gates: dict[nn.Module, InnerGate] = {}
         self._group_of: dict[Part, Group] = {}
         self._refs: tuple[TensorRef, ...] = ()
+        self._is_cut = False
+        """Groups and gates are what the module was last found to need: nothing broke in between."""
         self._watches: dict[nn.Module, Watch] = {}
         self._seen: dict[nn.Module, Seen] = {}
         self._files = CachedFiles(
@@ -186,7 +190,12 @@ class Engine:
         """For each kind of pass, what activations take."""
         self._is_stable = False
         self._weighed = Weighing()
-        self._build(casts)
+
+    def start(self, casts: Mapping[int, torch.dtype]) -> None:
+        """Offload the module. Call `remove` if that raises, whatever it is: some may be done."""
+        join(self)
+        with self.lock:
+            self._build(casts)
 
     @property
     def root_gate(self) -> Gate:
@@ -250,7 +259,7 @@ class Engine:
                 return
             self._begin_clean()
             if self._notice_changes(self.root) is None:
-                self._rebuild()
+                self._rebuild_for(self.root)
             self._memory.disclaim()
             self._is_whole = self._is_clean = True
 
@@ -458,11 +467,13 @@ class Engine:
         self._memory.claim()
 
     def _rebuild_for(self, top: nn.Module) -> Watch:
-        self._rebuild()
-        watch = self._notice_changes(top)
-        if watch is None:
-            raise StateError(f"{type(self.root).__name__} was changed by another thread while a pass began.")
-        return watch
+        # Images that the first one keeps may turn out to be edited: then the second one makes them again.
+        for _ in range(_MOST_REBUILDS):
+            self._rebuild()
+            watch = self._notice_changes(top)
+            if watch is not None:
+                return watch
+        raise StateError(f"{type(self.root).__name__} was changed by another thread while a pass began.")
 
     def _end(self) -> None:
         if self._has_failed or not self._is_whole:
@@ -719,7 +730,9 @@ class Engine:
             vram, ram = int((ram - in_ram) * (1 - HOST_ACTIVATIONS_SHARE)), in_ram
         outer = sum(group.num_bytes for group in self.groups if group.height)
         if ram is not None:
-            ram = max(0, ram - outer)  # these rest in RAM, whatever the plan
+            # The outer groups rest in RAM, whatever the plan; so do those that are in no file.
+            in_no_file = [group for group in self.groups if not group.height and not group.is_in_file]
+            ram = max(sum(group.num_bytes for group in in_no_file), ram - outer)
         plan = self._budgeter.begin(
             self.groups,
             first_guess(self.groups),
@@ -864,6 +877,8 @@ class Engine:
         Returns:
             What calls under `top` can need; None if the module has to be cut into groups again.
         """
+        if not self._is_cut:
+            return None
         watch = self._watches.get(top)
         if watch is None:
             is_cut_by_calls = self.records_graphs or self.config.offload_type is OffloadType.LEAF_LEVEL
@@ -873,20 +888,24 @@ class Engine:
         if not watch.has_same_modules():
             return None
         if not watch.has_same_tensors():
-            moved = [group for group in watch.scope if group.take_back_moved()]
-            if moved:
+            if any(group.was_moved() for group in watch.scope):
                 return None
             if not self._absorb_replaced([group for group in watch.scope if not group.is_as_left()]):
                 return None
             watch.expect_tensors()
-        was_edited = [store.take_up_edits(self.transfer.finish) for store in watch.stores]
-        if any(was_edited):
+        was_edited = True
+        try:
+            found = [store.take_up_edits(self.transfer.finish) for store in watch.stores]
+            was_edited = any(found)
+        finally:
+            if was_edited:  # or one could not take them up: others before it may rest in other files by now
+                for group in watch.scope:
+                    group.rebind_moved()
+                watch.expect_tensors()
+        if was_edited:
             self._publish_manifest()
             if any(group.is_outdated for group in watch.scope):
                 return None
-            for group in watch.scope:
-                group.rebind_moved()
-            watch.expect_tensors()
         return watch
 
     def _absorb_replaced(self, groups: list[Group]) -> bool:
@@ -915,11 +934,13 @@ class Engine:
                     f"{name} of {type(self.root).__name__} is group-offloaded as a part of another module. Call "
                     f"remove_group_offloading() on that one before its parts are used here, or put a copy there."
                 )
+        check_turns(self)
         self.counters.rebuilds += 1
         self._build()
 
     def _build(self, casts: Mapping[int, torch.dtype] = MappingProxyType({})) -> None:
         """Cut the module into groups, for the first time or because it has changed."""
+        self._is_cut = False
         before = self.groups
         if before:
             self._lookahead.abandon()  # images are about to go
@@ -953,13 +974,7 @@ class Engine:
             image.is_verified = self.config.verify_files
         self._files.begin(in_files)
         if self.config.has_budgets:
-            try:
-                self._plan_first(is_first=not before)
-            except ConfigError:
-                if not before:  # nothing was said to anybody yet: all is as it was
-                    self._give_up_images()
-                    self._forget_groups()
-                raise
+            self._plan_first(is_first=not before)
         if not self.config.has_budgets or not self._backend.has_streams:
             self._files.choose_ways()
         self._files.lock_what_is_there(was_read=False)
@@ -969,13 +984,13 @@ class Engine:
             is_scarce=any(image.is_direct for image in in_files),
         )
         self._publish_manifest()
-        self._install_gates()
         in_use = {part for group in self.groups for part in group.parts}
         for group in before:
             for part in group.parts:
                 if part not in in_use and not part.is_given_up:
                     part.image.close(forget=True)
         self._trained.guard(self._refs)
+        self._install_gates()
 
     def _publish_manifest(self) -> None:
         images = [part.image for group in self.groups for part in group.parts]
@@ -985,8 +1000,14 @@ class Engine:
             self._manifest[:] = [] if found is None else [found]
 
     def _install_gates(self) -> None:
+        self._is_cut = False
+        # The root's stays: what is interrupted here is done again by the next call of the root.
+        root_gate = self._gates.get(self.root)
+        if root_gate is not None and self.root.__dict__.get("_compiled_call_impl") is not root_gate:
+            root_gate = None
         for gate in (*self._gates.values(), *self._inner_gates.values()):
-            gate.uninstall()
+            if gate is not root_gate:
+                gate.uninstall()
         needs: dict[nn.Module, list[Group]] = {self.root: []}
         for group in self.groups:
             for module in group.modules:
@@ -994,16 +1015,20 @@ class Engine:
         for child in self.root.children():
             if not isinstance(child, NEVER_CALLED):
                 needs.setdefault(child, [])  # calls of a part of the model (`vae.decode`) are passes too
-        self._gates = {}
+        self._gates = {} if root_gate is None else {self.root: root_gate}
         for module, groups in needs.items():
-            gate = self._gates[module] = Gate(self, module, is_root=module is self.root)
+            gate = self._gates.get(module, Gate(self, module, is_root=module is self.root))
             gate.groups = tuple(sorted(groups, key=lambda group: -group.height))
-            gate.install()
+            self._gates[module] = gate
+            gate._state = None
+            if gate is not root_gate:
+                gate.install()
         self._install_inner_gates()
         self._watches = {}
         _offloaded.difference_update(self._seen)
         self._seen = {module: Seen.of(module) for module in self.root.modules()}
         _offloaded.update(self._seen)
+        self._is_cut = True
 
     def _install_inner_gates(self) -> None:
         """A checkpoint may repeat the call of any module. Without gradients only what is in no block is called by itself."""
@@ -1028,13 +1053,14 @@ class Engine:
 def _modules_inside(top: nn.Module, gates: Mapping[nn.Module, Gate]) -> list[nn.Module]:
     """Modules that are called inside of `top`'s call, up to those that have gates, or compile themselves."""
     found: dict[nn.Module, None] = {}
-    pending = list(top.children())
+    pending = [top]
     while pending:
         module = pending.pop()
-        if module in found or module in gates or is_compiled(module):
-            continue
-        found[module] = None
-        pending += module.children()
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # what is inside is called by torch's own interpreter
+        inside = [each for each in module.children() if not (each in found or each in gates or is_compiled(each))]
+        found.update(dict.fromkeys(inside))
+        pending += inside
     return [module for module in found if not isinstance(module, NEVER_CALLED)]
 
 

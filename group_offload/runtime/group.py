@@ -19,6 +19,7 @@ from ..device import plain_empty
 from ..layout import as_bytes, num_uses, span_bytes
 from ..partition import GroupSpec, Place, TensorRef
 from ..stores.base import Image
+from ..stores.files import FileImage
 from .forms import Forms
 from .slots import Slot, Views
 from .transfer import Transfer
@@ -39,6 +40,7 @@ class Part:
     """One image of a group, and the tensors it holds."""
 
     __slots__ = (
+        "addresses",
         "devices",
         "image",
         "num_increments",
@@ -58,8 +60,7 @@ class Part:
         """Where each tensor was before it was offloaded."""
         self.offset = 0
         """Where the image begins among the group's bytes."""
-        self.rest = image.rest
-        """What the tensors are bound to at rest."""
+        self.follow()
         self.sent_generation = -1
         """Of the image, when it was sent to the group's slot."""
         self.num_increments = 0
@@ -87,6 +88,16 @@ class Part:
         num_increments = self.num_increments if counter is None else counter.num_increments
         return version - num_increments + self.num_replaced[index]
 
+    def follow(self) -> None:
+        """Its place at rest is where the image has it now."""
+        self.rest = self.image.rest
+        """What the tensors are bound to at rest."""
+        self.addresses = [view.data_ptr() for view in self.rest]
+
+    def was_moved(self) -> bool:
+        """Whether its place at rest was exchanged below torch's tensors (`module.share_memory()`, a queue of processes)."""
+        return [view.data_ptr() for view in self.rest] != self.addresses
+
     @property
     def is_given_up(self) -> bool:
         return not self.rest and bool(self.refs)
@@ -94,7 +105,12 @@ class Part:
     def give_up(self) -> None:
         """The tensors have memory of their own: give the image's back."""
         self.image.close(forget=False)
-        self.image.rest = self.rest = []
+        self.image.rest = []
+        self.follow()
+
+    def is_alone(self, index: int) -> bool:
+        """Whether no other tensor has bytes between the first and the last of this one."""
+        return any(extent.tensors == (index,) for extent in self.image.layout.extents)
 
     def as_left(self) -> list[bool]:
         """For each tensor, whether it is still the view at rest that it was bound to."""
@@ -159,6 +175,11 @@ class Group:
         """A forward changed tensors, and their images do not know yet."""
 
     @property
+    def is_in_file(self) -> bool:
+        """Whether some of it is read from a file."""
+        return any(isinstance(part.image, FileImage) for part in self.parts)
+
+    @property
     def is_stable(self) -> bool:
         """Whether what was sent may be used again after somebody could edit the weights. See `Image.is_stable`."""
         return all(part.image.is_stable for part in self.parts)
@@ -167,7 +188,7 @@ class Group:
         """Bind the tensors to their place at rest."""
         if any(part.rest is not part.image.rest for part in self.parts):
             for part in self.parts:
-                part.rest = part.image.rest
+                part.follow()
             self._note_rest()
         for tensor, view in zip(self._tensors, self._fit(self._rest_views), strict=True):
             tensor.data = view
@@ -177,8 +198,8 @@ class Group:
         self._rest_version = self._version_sum()
 
     def _note_rest(self) -> None:
-        self._rest_views = [view for part in self.parts for view in part.image.rest]
-        self.rest_addresses = [view.data_ptr() for view in self._rest_views]
+        self._rest_views = [view for part in self.parts for view in part.rest]
+        self.rest_addresses = [address for part in self.parts for address in part.addresses]
         """Where the tensors belong at rest."""
         self._rest_forms = Forms(self._rest_views)
 
@@ -220,9 +241,11 @@ class Group:
             tensor = self._in_use()[index]
             part, place = self._places[index]
             rest = part.image.rest[place]
+            fits = _same_form(tensor, rest)
             if not _same_memory(tensor, self._bound[index]):
                 part.sent_generation = -1  # the slot holds what the forward put something else in the place of
-            if not _same_form(tensor, rest):
+                fits = fits and part.is_alone(place)  # else what lies between its elements is another tensor's
+            if not fits:
                 self._recast[index] = tensor.detach()
                 continue
             value = plain_empty(span_bytes(tensor), torch.device("cpu"))
@@ -302,13 +325,16 @@ class Group:
 
     def take_up_edits(self, transfer: Transfer) -> None:
         """Make edits of tensors at rest part of what is sent from now on."""
+        self._needs_take_up = True  # until all have
+        try:
+            for part in self.parts:
+                part.image.store.take_up_edits(transfer.finish)
+                if not part.image.is_stable:
+                    part.sent_generation = -1  # what was edited is the image itself
+        finally:
+            self.rebind_moved()
         self._needs_take_up = False
-        for part in self.parts:
-            part.image.store.take_up_edits(transfer.finish)
-            if not part.image.is_stable:
-                part.sent_generation = -1  # what was edited is the image itself
         self._rest_version = self._version_sum()
-        self.rebind_moved()
 
     def rebind_moved(self) -> None:
         """Bind the tensors again if an image rests somewhere else by now (in a new file)."""
@@ -362,28 +388,23 @@ class Group:
         for part in self.parts:
             if part.is_given_up:
                 return None
-            alone = {extent.tensors[0] for extent in part.image.layout.extents if len(extent.tensors) == 1}
             for index, is_left in enumerate(part.as_left()):
                 if is_left:
                     continue
                 tensor = part.refs[index].tensor
                 place = part.image.rest[index]
-                if index not in alone or part.refs[index].path or not _same_form(tensor, place) or _is_kept(place, 1):
+                if (
+                    not part.is_alone(index)
+                    or part.refs[index].path
+                    or not _same_form(tensor, place)
+                    or _is_kept(place, 1)
+                ):
                     return None
                 found.append(tensor)
         return found
 
-    def take_back_moved(self) -> bool:
-        """Whether the places at rest were exchanged below torch's tensors (`module.share_memory()`, a queue of processes).
-
-        Tensors get memory of their own then, for the group to be laid out again.
-        """
-        if [view.data_ptr() for view in self._rest_views] == self.rest_addresses:
-            return False
-        with torch.inference_mode(False), torch.no_grad():
-            for tensor in self._tensors:
-                tensor.data = fit_for(tensor, tensor.detach().clone())
-        return True
+    def was_moved(self) -> bool:
+        return any(part.was_moved() for part in self.parts)
 
     def absorb_replaced(self) -> None:
         """Copy the values of `replaced()` tensors to their places at rest, and bind the tensors there again."""

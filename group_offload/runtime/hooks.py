@@ -33,7 +33,6 @@ from torch._guards import detect_fake_mode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.hooks import RemovableHandle
 
 from .. import selective
 from ..saved import hooks_in_force, pop_hooks
@@ -45,6 +44,9 @@ if TYPE_CHECKING:
 
 HANDLE = "_group_offload_handle"
 """The attribute of an offloaded module that leads to its handle."""
+
+_CALL = "_compiled_call_impl"
+"""The attribute of a module where torch looks for what to call in place of its forward."""
 
 
 class Gate:
@@ -58,7 +60,6 @@ class Gate:
         self._engine = engine
         self.compiled: Callable[..., Any] | None = module.__dict__.get("_compiled_call_impl")
         """What the module has compiled for itself; perhaps another gate around that."""
-        self._handles: list[RemovableHandle] = []
         self.was_bypassed = False
         """A call is in progress that went past the gate: a forward hook will end it."""
         self._bypassing: Call | None = None
@@ -68,23 +69,32 @@ class Gate:
 
     def install(self) -> None:
         module = self.module
-        if self.compiled is not None and not self.is_root:
-            self._handles.append(module.register_forward_pre_hook(_allow_trace))
+        if isinstance(module, torch.jit.ScriptModule):
+            pass  # it takes no hooks, and no compiler looks into it
+        elif self.compiled is not None and not self.is_root:
+            module.register_forward_pre_hook(_allow_trace)
         else:
-            self._handles.append(module.register_forward_pre_hook(_refuse_trace, with_kwargs=True))
-        if self.is_root:
-            self._handles.append(module.register_forward_hook(_leave_bypassed, always_call=True))
-        module._compiled_call_impl = self
+            module.register_forward_pre_hook(_refuse_trace, with_kwargs=True)
+        if self.is_root and not isinstance(module, torch.jit.ScriptModule):
+            module.register_forward_hook(_leave_bypassed, always_call=True)
+        module.__dict__[_CALL] = self  # what a traced module is asked to set, it sets elsewhere
 
     def uninstall(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        if self.module.__dict__.get("_compiled_call_impl") is self:
+        """Take away what `install` has put there, however far it came. Repeated calls do nothing."""
+        module = self.module
+        for hooks, flags in (
+            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+            (module._forward_hooks, module._forward_hooks_always_called),
+        ):
+            # They are known by their functions: an interrupt may come before anybody could note their handles.
+            for key in [key for key, hook in hooks.items() if any(hook is ours for ours in _OURS)]:
+                del hooks[key]
+                flags.pop(key, None)
+        if module.__dict__.get(_CALL) is self:
             if self.compiled is None:
-                del self.module._compiled_call_impl
+                del module.__dict__[_CALL]
             else:
-                self.module._compiled_call_impl = self.compiled
+                module.__dict__[_CALL] = self.compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors()):
@@ -214,7 +224,7 @@ class InnerGate(Gate):
     """
 
     def install(self) -> None:
-        self.module._compiled_call_impl = self
+        self.module.__dict__[_CALL] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self.module._call_impl
@@ -254,12 +264,17 @@ def _call_in_range(call: Callable[..., Any], name: str, *args: Any, **kwargs: An
         return call(*args, **kwargs)
 
 
-def _allow_trace(module: nn.Module, args: Any) -> None:
+# Whoever makes a module of another one may copy its hooks, and call them otherwise: there they do nothing.
+
+
+def _allow_trace(module: nn.Module, *args: Any) -> None:
     """On a module that is compiled as one. It does nothing: that it exists makes dynamo look at the gate."""
 
 
-def _refuse_trace(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+def _refuse_trace(module: nn.Module, args: Any, kwargs: Any = None) -> tuple[Any, Any] | None:
     if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors()):
+        if module.__dict__.get(HANDLE) is None and module.__dict__.get(_CALL) is None:
+            return None
         torch._dynamo.skip_frame("group_offload onloads weights between the calls in this frame")
         return None
     handle = module.__dict__.get(HANDLE)
@@ -269,13 +284,18 @@ def _refuse_trace(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] 
     return gate.enter_bypassed(module, args, kwargs)
 
 
-def _leave_bypassed(module: nn.Module, args: Any, output: Any) -> None:
+def _leave_bypassed(module: nn.Module, *args: Any) -> None:
     if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors()):
+        if module.__dict__.get(HANDLE) is None:
+            return
         torch._dynamo.skip_frame("group_offload offloads weights here")
         return
     handle = module.__dict__.get(HANDLE)
     if handle is not None and handle.root_gate.was_bypassed:
         handle.root_gate.leave_bypassed()
+
+
+_OURS = (_allow_trace, _refuse_trace, _leave_bypassed)
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor], *, enters_dataclasses: bool = False) -> Any:

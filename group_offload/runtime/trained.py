@@ -112,10 +112,10 @@ class Trained:
             for ref in refs
             if is_trainable(ref) and id(ref.holder) not in self._homes
         }
-        self._guards = [
-            holder.register_post_accumulate_grad_hook(partial(_refuse, fqn, holder.grad is not None))  # type: ignore[no-untyped-call]
-            for fqn, holder in holders.values()
-        ]
+        self._guards = []
+        for fqn, holder in holders.values():
+            refuse = partial(_refuse, fqn, holder.grad is not None)
+            self._guards.append(holder.register_post_accumulate_grad_hook(refuse))  # type: ignore[no-untyped-call]
 
     def _bring(self, parameter: torch.Tensor) -> None:
         with torch.inference_mode(False), torch.no_grad():

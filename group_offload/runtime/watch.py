@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain, compress, repeat
-from operator import eq, is_
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..stores.base import Store
+from .forms import Forms
 from .group import Group
 from .hooks import Gate
 
 _values, _get, _address = dict.values, dict.get, torch.Tensor.data_ptr
+_tables = itemgetter("_modules", "_parameters", "_buffers")
 
 
 @dataclass(slots=True, eq=False)
@@ -22,19 +25,18 @@ class Seen:
     """What a module consisted of when it was cut into groups."""
 
     children: tuple[nn.Module, ...]
-    tables: tuple[dict[str, Any], ...]
     members: tuple[tuple[Any, ...], ...]
-    """What was in each of the tables."""
+    """What was in each of its tables."""
     names: dict[str, Any]
     call: Any
 
     @classmethod
     def of(cls, module: nn.Module) -> Seen:
-        tables: tuple[dict[str, Any], ...] = (module._modules, module._parameters, module._buffers)
+        if isinstance(module, torch.jit.ScriptModule):  # torch does not let its tables be changed
+            return cls(children=(), members=(), names={}, call=None)
         return cls(
             children=tuple(child for child in module._modules.values() if child is not None),
-            tables=tables,
-            members=tuple(tuple(table.values()) for table in tables),
+            members=tuple(tuple(table.values()) for table in _tables(module.__dict__)),
             names=module.__dict__,
             call=module.__dict__.get("_compiled_call_impl"),
         )
@@ -66,11 +68,11 @@ class Watch:
                 scope.update(dict.fromkeys(gate.groups))
             pending.extend(seen[module].children)
         before = [seen[module] for module in inside]
-        self._tables = [table for each in before for table in each.tables]
+        self._modules = [each.names for each in before if each.members]
         members = [found for each in before for found in each.members]
         self._sizes = tuple(map(len, members))
-        self._filled = list(compress(self._tables, members))
         self._members = list(chain.from_iterable(members))
+        self._lazy = [member for member in self._members if is_lazy(member)]
         called = [seen[module] for module in inside if is_cut_by_calls or module in gates]
         self._names = [each.names for each in called]
         self._calls = [each.call for each in called]
@@ -79,22 +81,25 @@ class Watch:
         self._parts = [part for group in scope for part in group.parts]
         self.stores: tuple[Store, ...] = tuple(dict.fromkeys(part.image.store for part in self._parts))
         self._tensors = [ref.tensor for part in self._parts for ref in part.refs]
+        self._forms = Forms([view for part in self._parts for view in part.rest])
         self._wrapped = [part for part in self._parts if any(ref.path for ref in part.refs)]
         self.expect_tensors()
 
     def has_same_modules(self) -> bool:
-        # No lists of modules, which Python's collector would look at: the device has nothing to do meanwhile.
+        # The tables are looked up each time: somebody may put another one in the place of one of them.
+        tables = [*chain.from_iterable(map(_tables, self._modules))]
         return (
-            tuple(map(len, self._tables)) == self._sizes
-            and all(map(is_, chain.from_iterable(map(_values, self._filled)), self._members))
+            tuple(map(len, tables)) == self._sizes
+            and all(map(is_, chain.from_iterable(map(_values, compress(tables, self._sizes))), self._members))
+            and all(map(is_lazy, self._lazy))
             and all(map(is_, map(_get, self._names, repeat("_compiled_call_impl")), self._calls))
         )
 
     def has_same_tensors(self) -> bool:
         """Whether every tensor is the view that it was bound to."""
         return (
-            all(map(eq, map(_address, self._tensors), self._addresses))
-            and all(map(Group.has_forms, self.scope))
+            list(map(_address, self._tensors)) == self._addresses
+            and self._forms.are_of(self._tensors)
             and all(all(part.as_left()) for part in self._wrapped)
         )
 

@@ -1,0 +1,85 @@
+"""Models that share weights take turns: a weight can be in one model's slot, or in the other's.
+
+Each model has a lock that a pass of it holds. Models that share a parameter or a buffer have one in common. It can be taken
+again by the thread that holds it, so one model may be called inside of the other. Which lock a model has is settled before
+anybody else can see that it is offloaded, and never changes: nobody waits for one that is not in use any more.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ..errors import StateError
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+_lock = threading.Lock()
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def join(engine: Engine) -> None:
+    """Give `engine`, which nobody else knows yet, the lock of those that it shares weights with.
+
+    Raises:
+        StateError: they have several, or one of them is in the middle of a forward in this thread.
+    """
+    with _lock:
+        others = _sharing(engine)
+        if any(other.runs_here for _, other in others):
+            raise StateError(
+                f"{_shared(engine, others)}, which is in the middle of a forward. Offload this one afterwards."
+            )
+        if len({id(other.lock) for _, other in others}) > 1:
+            raise StateError(
+                f"{_shared(engine, others)}, and others are of models that do not take turns with it. Call "
+                f"remove_group_offloading() on those, and offload this one first."
+            )
+        for _, other in others:
+            engine.lock = other.lock
+        _engines.add(engine)
+
+
+def leave(engine: Engine) -> None:
+    with _lock:
+        _engines.discard(engine)
+
+
+def check(engine: Engine) -> None:
+    """
+    Raises:
+        StateError: weights have come to be shared with a model that has another lock.
+    """
+    with _lock:
+        others = [(name, other) for name, other in _sharing(engine) if other.lock is not engine.lock]
+    if others:
+        raise StateError(
+            f"{_shared(engine, others)}, which was offloaded by itself. Models that share weights take turns, which is "
+            f"settled when they are offloaded: call remove_group_offloading() on one of the two, and offload it again."
+        )
+
+
+def _sharing(engine: Engine) -> list[tuple[str, Engine]]:
+    """Other models that have a weight too, each with the name of one."""
+    mine = {id(tensor): name for name, tensor in _tensors_of(engine.root)}
+    found = []
+    for other in _engines:
+        if other is not engine:
+            for _, tensor in _tensors_of(other.root):
+                if id(tensor) in mine:
+                    found.append((mine[id(tensor)], other))
+                    break
+    return found
+
+
+def _shared(engine: Engine, others: list[tuple[str, Engine]]) -> str:
+    name, other = others[0]
+    return f"{name} of {type(engine.root).__name__} is a weight of {type(other.root).__name__} too"
+
+
+def _tensors_of(module: nn.Module) -> list[tuple[str, object]]:
+    return [*module.named_parameters(), *module.named_buffers()]
