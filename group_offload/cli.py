@@ -27,7 +27,11 @@ from .terminal import complain, new_console, printable, say
 OK, DAMAGED, FAILED = 0, 1, 2
 """Exit statuses: argparse's own is 2 too."""
 
-_STYLES = {Kind.DAMAGED: "red", Kind.FOREIGN: "dim", Kind.OUTDATED: "yellow", Kind.TEMPORARY: "yellow"}
+_STYLES = {
+    Kind.DAMAGED: "red",
+    Kind.FOREIGN: "dim",
+    **dict.fromkeys((Kind.OUTDATED, Kind.TEMPORARY, Kind.ABANDONED), "yellow"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -131,7 +135,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _prune(arguments: argparse.Namespace) -> int:
     console = new_console()
     with open_folder(arguments.folder) as fd:
-        with folder_lock(arguments.folder):
+        with folder_lock(arguments.folder, or_raise=True):
             candidates = removable(survey(fd))
         if not candidates:
             say(console, "Nothing to remove.")
@@ -149,7 +153,7 @@ def _prune(arguments: argparse.Namespace) -> int:
             if not Confirm.ask(f"Remove {len(candidates)} files, {total}?", console=console, default=False):
                 return OK
         # Not held while somebody thinks: so it is looked again at what is needed.
-        with folder_lock(arguments.folder):
+        with folder_lock(arguments.folder, or_raise=True):
             agreed = {finding.name for finding in candidates}
             return _remove(console, [finding for finding in removable(survey(fd)) if finding.name in agreed], fd)
 

@@ -193,7 +193,7 @@ def record(speeds: MachineSpeeds) -> bool:
     path = record_file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        publish_anew(path, text.encode())
+        os.close(publish_anew(path, text.encode()))
     except OSError:
         return False
     return True

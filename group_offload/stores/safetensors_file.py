@@ -27,6 +27,7 @@ from .strict_json import as_size, as_sizes, as_text, parse
 DATA_ALIGNMENT = 4096
 FORMAT_VERSION = "2"
 _VERSION_KEY = "group_offload.version"
+CONTENT_KEY = "group_offload.content"
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 _TOO_LARGE = 1 << 63
@@ -62,7 +63,7 @@ def encode_header(layout: ImageLayout, group_id: str, model_class: str, content:
             "group_offload.model_class": model_class,
             "group_offload.group": group_id,
             "group_offload.codec": "none",
-            "group_offload.content": content,
+            CONTENT_KEY: content,
             "group_offload.tensors": json.dumps(
                 [[s.fqn, str(s.dtype).removeprefix("torch."), s.shape, s.stride, s.offset] for s in layout.specs]
             ),
@@ -202,7 +203,7 @@ def check_header(header: Header, file_bytes: int) -> GroupHeader:
         found = GroupHeader(
             model_class=header.metadata["group_offload.model_class"],
             group_id=header.metadata["group_offload.group"],
-            content=header.metadata["group_offload.content"],
+            content=header.metadata[CONTENT_KEY],
             layout=_layout_of(parse(header.metadata["group_offload.tensors"].encode()), data_bytes),
         )
     except KeyError as error:
