@@ -21,7 +21,7 @@ from ..errors import GroupFileError
 from ..layout import ImageLayout
 from .manifest import Manifest, ManifestEntry, publish_manifest, tidy_manifests, tidy_temporary_files
 from .publish import boot, folder_lock, mark_in_use, open_to_read, publish, temporary_name
-from .safetensors_file import content_of, encode_header, holds, pieces
+from .safetensors_file import content_of, encode_header, holds, pieces, printable_id
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -38,7 +38,7 @@ _written_here: set[Path] = set()
 
 def file_name(group_id: str) -> str:
     """The name of a group's file: diffusers' own, so that a folder of either can be told by its names."""
-    return f"group_{hashlib.sha256(group_id.encode()).hexdigest()[:16]}.safetensors"
+    return f"group_{hashlib.sha256(printable_id(group_id).encode()).hexdigest()[:16]}.safetensors"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from ..errors import GroupFileError
 from .publish import boot, claim, mark_in_use, open_to_read, publish_anew
 from .reading import read_part
-from .safetensors_file import CONTENT_KEY, read_header
+from .safetensors_file import CONTENT_KEY, printable_id, read_header
 from .strict_json import as_size, as_text, parse
 
 logger = logging.getLogger("group_offload")
@@ -65,7 +65,9 @@ class Manifest:
     @property
     def file_name(self) -> str:
         """By the class and what the groups hold, not by where: so it stays when a file has to be written again."""
-        identity = json.dumps([self.model_class, [[entry.group_id, entry.content] for entry in self.entries]])
+        identity = json.dumps(
+            [self.model_class, [[printable_id(entry.group_id), entry.content] for entry in self.entries]]
+        )
         readable = re.sub(r"[^A-Za-z0-9_]", "_", self.model_class)[:64]
         return f"manifest_{readable}_{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
 
@@ -75,11 +77,12 @@ class Manifest:
 
     def encode(self) -> bytes:
         """The bytes of the file."""
+        groups = [asdict(entry) | {"group_id": printable_id(entry.group_id)} for entry in self.entries]
         content: dict[str, object] = {
             "kind": _KIND,
             "version": _VERSION,
             "model_class": self.model_class,
-            "groups": [asdict(entry) for entry in self.entries],
+            "groups": groups,
         }
         if self.edited_in:
             content["edited_in"] = self.edited_in

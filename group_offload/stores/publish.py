@@ -96,13 +96,14 @@ def publish_anew(path: Path, content: bytes) -> int:
     return fd
 
 
-def open_to_read(name: str | Path, dir_fd: int | None = None) -> int:
-    """Open a regular file, and nothing else: no link is followed, no FIFO waited for.
+def open_to_read(name: str | Path, dir_fd: int | None = None, *, follows_links: bool = False) -> int:
+    """Open a regular file, and nothing else: no link is followed unless that is asked for, no FIFO waited for.
 
     Raises:
         OSError: it cannot be opened, or is something else.
     """
-    fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=dir_fd)
+    links = 0 if follows_links else os.O_NOFOLLOW
+    fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | links, dir_fd=dir_fd)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError("not a regular file")
