@@ -250,7 +250,11 @@ def _outline_of(
 
 
 def _weights_in(path: Path, dtype: torch.dtype | None) -> Iterator[tuple[str, int, bool]]:
-    """Each weight, its bytes in an image, and whether it is cast."""
+    """Each weight, its bytes in an image, and whether it is cast.
+
+    What is refused is what `safetensors` refuses, and besides what no writer writes: a name that is there twice, fractions in
+    fields that nobody reads, an entry that is a list.
+    """
     fd = open_to_read(path, follows_links=True)  # the hub's cache is full of links
     try:
         header = read_header(fd)

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import nn
 
 from group_offload import GroupFileError
 from group_offload.cli import main
@@ -365,3 +367,37 @@ def test_a_full_drive_says_what_helps(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(GroupFileError, match="group-offload prune"):
         put(folder, weights())
+
+
+# ---------------------------------------------------------------- names
+
+
+def test_parameters_with_names_of_the_format(tmp_path: Path) -> None:
+    """A model may call its weights and modules as it likes: files are whole all the same, and found again."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name in ("__metadata__", "__padding_1", "__tensor_0", "half\ud800"):
+                self.register_parameter(name, nn.Parameter(torch.randn(3)))
+            self.add_module("module\udfff", nn.Linear(3, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for parameter in self.parameters(recurse=False):
+                x = x + parameter
+            return self._modules["module\udfff"](x)  # type: ignore[misc]
+
+    before: set[str] = set()
+    for level in ("leaf_level", "leaf_level", "block_level"):
+        model, reference = make(Odd), make(Odd)
+        handle = offload_to(tmp_path, model, level)
+        with torch.no_grad():
+            x = torch.randn(2, 3)
+            assert torch.equal(model(x), reference(x))
+        assert_whole(tmp_path)
+        assert before in (set(), names(tmp_path)) or level == "block_level"
+        before = names(tmp_path)
+        handle.remove()
+        assert_at_rest(model, reference)
+    for path in tmp_path.glob("group_*"):
+        load_file(path)
