@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 import threading
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,6 +19,7 @@ import torch
 from ..errors import GroupFileError
 from ..layout import ImageLayout
 from .manifest import Manifest, ManifestEntry, publish_manifest, tidy_manifests, tidy_temporary_files
+from .mapping import map_file
 from .publish import boot, folder_lock, mark_in_use, open_to_read, publish, temporary_name
 from .safetensors_file import content_of, encode_header, holds, pieces, printable_id
 
@@ -70,9 +70,8 @@ class Folder:
         self._num_in_the_way = 0
         self._mine: set[Path] = set()
         """Files of groups of the module that this folder is for. It gives them up when it is laid out again."""
-        self._held: list[int] = []
-        """A descriptor of the manifest, if weights were edited: see [Note: Manifests of edited weights]."""
-        weakref.finalize(self, _close_all, self._held)
+        self._held: object = None
+        """A mapping of the manifest, which keeps its lock, if weights were edited: [Note: Manifests of edited weights]."""
 
     def report(self) -> None:
         """Say once what was found in the way since the last call."""
@@ -196,9 +195,11 @@ class Folder:
         if entries and published is None:
             return replaces
         path, is_new, held = published or (None, False, None)
-        _close_all(self._held)
+        self._held = None
         if held is not None:
-            self._held.append(held)
+            with suppress(OSError):  # the files themselves are held all the same
+                self._held = map_file(held, 1)
+            os.close(held)
         if replaces is None:
             tidy_manifests(self.path, self.model_class)
         if path == replaces:
@@ -301,11 +302,6 @@ def _why_not(path: Path, error: OSError) -> str:
     if isinstance(error, FileExistsError) and os.path.lexists(path) and not path.is_dir():
         return "it is a link that leads nowhere" if path.is_symlink() and not path.exists() else "it is not a folder"
     return str(error.strerror)
-
-
-def _close_all(fds: list[int]) -> None:
-    while fds:
-        os.close(fds.pop())
 
 
 def _count_left() -> None:
