@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from xml.sax.saxutils import escape
 
 from .budgets import describe_bytes
-from .terminal import printable
+from .text import printable
 
 _WIDTH, _HEIGHT = 760, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 130, 56, 50

@@ -16,18 +16,21 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.prompt import Confirm
 from rich.table import Table
-from rich.text import Text
 
 from .cli_plan import add_commands
 from .errors import GroupFileError, GroupOffloadError
 from .stores.publish import folder_lock
 from .stores.survey import Finding, Kind, Survey, open_folder, removable, remove, survey, verify
-from .terminal import complain, new_console, printable, say
+from .terminal import add_row, complain, new_console, new_table, say
 
 OK, DAMAGED, FAILED = 0, 1, 2
 """Exit statuses: argparse's own is 2 too."""
 
-_STYLES = {Kind.DAMAGED: "red", Kind.FOREIGN: "dim", Kind.OUTDATED: "yellow", Kind.TEMPORARY: "yellow"}
+_STYLES = {
+    Kind.DAMAGED: "red",
+    Kind.FOREIGN: "dim",
+    **dict.fromkeys((Kind.OUTDATED, Kind.TEMPORARY, Kind.ABANDONED), "yellow"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,7 +108,9 @@ def _verify(arguments: argparse.Namespace) -> int:
         found = survey(fd)
         total = sum(finding.group.layout.num_bytes for finding in found.findings if finding.group is not None)
         columns = TextColumn("Reading group files"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-        with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
+        with Progress(
+            *columns, console=new_console(stderr=True), disable=not sys.stderr.isatty(), transient=True
+        ) as bar:
             task = bar.add_task("", total=total)
             found = verify(fd, found, lambda num_bytes: bar.update(task, advance=num_bytes))
     is_good = not found.damaged and not found.broken_manifests
@@ -114,13 +119,11 @@ def _verify(arguments: argparse.Namespace) -> int:
         return OK if is_good else DAMAGED
     console = new_console()
     if not is_good:
-        table = _table("Damaged", "file", "what is wrong", "what to do")
+        table = new_table("Damaged", "file", "what is wrong", "what to do")
         for finding in found.damaged:
-            table.add_row(_text(finding.name), _text(finding.problem), _text(finding.remedy))
+            add_row(table, finding.name, finding.problem, finding.remedy)
         for name, problem in found.broken_manifests.items():
-            table.add_row(
-                _text(name), _text(problem), _text("Delete it: the next set-up of its model writes it again.")
-            )
+            add_row(table, name, problem, "Delete it: the next set-up of its model writes it again.")
         console.print(table)
     num_good = sum(finding.kind is Kind.GROUP for finding in found.findings)
     num_bad = len(found.damaged) + len(found.broken_manifests)
@@ -131,7 +134,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _prune(arguments: argparse.Namespace) -> int:
     console = new_console()
     with open_folder(arguments.folder) as fd:
-        with folder_lock(arguments.folder):
+        with folder_lock(arguments.folder, or_raise=True):
             candidates = removable(survey(fd))
         if not candidates:
             say(console, "Nothing to remove.")
@@ -149,7 +152,7 @@ def _prune(arguments: argparse.Namespace) -> int:
             if not Confirm.ask(f"Remove {len(candidates)} files, {total}?", console=console, default=False):
                 return OK
         # Not held while somebody thinks: so it is looked again at what is needed.
-        with folder_lock(arguments.folder):
+        with folder_lock(arguments.folder, or_raise=True):
             agreed = {finding.name for finding in candidates}
             return _remove(console, [finding for finding in removable(survey(fd)) if finding.name in agreed], fd)
 
@@ -163,49 +166,43 @@ def _remove(console: Console, findings: Sequence[Finding], folder_fd: int) -> in
                 num_bytes += finding.num_bytes
             else:
                 num_in_use += 1
-                say(console, f"{printable(finding.name)} is in use and was left.")
+                say(console, f"{finding.name} is in use and was left.")
         except FileNotFoundError:
             pass  # its process was quicker
         except OSError as error:
             num_failed += 1
-            complain(f"Cannot remove {printable(finding.name)}: {error.strerror or error}.")
+            complain(f"Cannot remove {finding.name}: {error.strerror or error}.")
     say(console, f"Removed {num_removed} files, {decimal(num_bytes)}; {num_in_use} in use were left.")
     return FAILED if num_failed else OK
 
 
 def _table_of_files(findings: Sequence[Finding]) -> Table:
-    table = _table("Files", "file", "model", "group", "tensors", "size", "manifest", "format")
+    columns = ("file", "model", "group", "tensors", "size", "manifest", "format")
+    table = new_table("Files", *columns, numbers=("tensors", "size"))
     for finding in findings:
         group = finding.group
         kind = "" if finding.kind is Kind.GROUP else str(finding.kind)
-        table.add_row(
-            _text(finding.name),
-            _text(group.model_class if group else kind),
-            _text(group.group_id if group else ""),
+        add_row(
+            table,
+            finding.name,
+            group.model_class if group else kind,
+            group.group_id if group else "",
             str(len(group.layout.specs)) if group else "",
             decimal(finding.num_bytes),
-            "\n".join(map(_short, finding.manifests)),
-            _text(finding.version if group is None or not kind else f"{finding.version} ({kind})"),
+            ", ".join(map(_short, finding.manifests)),
+            finding.version if group is None or not kind else f"{finding.version} ({kind})",
             style=_STYLES.get(finding.kind),
         )
     return table
 
 
 def _table_of_manifests(found: Survey) -> Table:
-    table = _table("Manifests", "manifest", "short", "model", "groups", "size")
+    table = new_table("Manifests", "manifest", "short", "model", "groups", "size", numbers=("groups", "size"))
     for name, manifest in found.manifests.items():
         size, groups = decimal(manifest.num_bytes), str(len(manifest.entries))
-        table.add_row(_text(name), _short(name), _text(manifest.model_class), groups, size)
+        add_row(table, name, _short(name), manifest.model_class, groups, size)
     for name, problem in found.broken_manifests.items():
-        table.add_row(_text(name), _short(name), _text(f"damaged: {problem}"), "", "", style="red")
-    return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        is_number = column in ("tensors", "size", "groups")
-        table.add_column(column, overflow="fold", justify="right" if is_number else "left")
+        add_row(table, name, _short(name), f"damaged: {problem}", "", "", style="red")
     return table
 
 
@@ -249,10 +246,6 @@ def _print_json(folder: Path, found: Survey) -> None:
 
 def _short(manifest: str) -> str:
     return manifest.removesuffix(".json").rpartition("_")[2][:8]
-
-
-def _text(value: str) -> Text:
-    return Text(printable(value))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from heapq import nlargest
@@ -14,8 +13,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from .budgets import describe_bytes, parse_bytes
 from .chart import draw_chart
@@ -38,10 +35,12 @@ from .planner import (
 from .runtime.budgeting import MARGIN_BYTES, MARGIN_RAM_BYTES
 from .runtime.engine import STAGING_BYTES
 from .speeds import ASSUMED_DRIVE, ASSUMED_H2D, MachineSpeeds, filesystem_of, measure, record, record_file, recorded
-from .terminal import new_console, printable, say
+from .terminal import add_row, new_console, new_table, say
 
 _GIB = 1 << 30
 _PROCESS_RAM = "1.5GiB"
+_MAX_SECONDS = 1e6
+"""Of one pass: what takes longer is a mistake."""
 _DENOISERS = ("transformer", "unet", "controlnet", "prior", "decoder_unet")
 """Parts of a pipeline that run in each step."""
 _LETTERS = {Place.DEVICE: "D", Place.RAM: "R", Place.FILE: "f"}
@@ -122,8 +121,10 @@ class _Asked:
             ConfigError: a number that cannot be.
         """
         seconds, num_steps = arguments.step_seconds, arguments.steps
-        if seconds is not None and not 0 < seconds < math.inf:
-            raise ConfigError(f"--step-seconds {seconds:g}: expected a number of seconds, more than 0.")
+        if seconds is not None and not 0 < seconds <= _MAX_SECONDS:
+            raise ConfigError(
+                f"--step-seconds {seconds:g}: expected a number of seconds, more than 0 and at most {_MAX_SECONDS:g}."
+            )
         if num_steps < 1:
             raise ConfigError(f"--steps {num_steps}: expected a whole number of 1 or more.")
         return cls(
@@ -332,13 +333,9 @@ def _show(console: Console, component: _Component, asked: _Asked, dtype: str | N
     uses = f", {component.uses} passes" if component.uses > 1 else ""
     title = " ".join(part for part in (component.name, model.model_class) if part) or "model"
     title = f"{title}: {describe_bytes(model.num_bytes)} in {len(model.groups)} groups{uses}"
-    table = Table(title=Text(printable(title)), title_justify="left")
-    table.add_column("groups", overflow="fold")
-    table.add_column("number", justify="right")
-    table.add_column("each", justify="right")
-    table.add_column("where", overflow="fold")
+    table = new_table(title, "groups", "number", "each", "where", numbers=("number", "each"))
     for names, size, places in _rows(component):
-        table.add_row(Text(printable(names)), str(len(places) or 1), describe_bytes(size), places or "during a pass")
+        add_row(table, names, str(len(places) or 1), describe_bytes(size), places or "during a pass")
     console.print(table)
     sizes = {place: describe_bytes(num_bytes) for place, num_bytes in _bytes_by_place(plan).items()}
     held = f", {describe_bytes(component.outer_bytes)} during a pass" if component.outer_bytes else ""
@@ -394,7 +391,7 @@ def _notes(asked: _Asked, source: _Source, components: Sequence[_Component]) -> 
     speeds = source.speeds
     said = f"RAM to device {speeds.h2d / 1e9:.3g} GB/s ({source.h2d}), drive {speeds.drive / 1e9:.3g} GB/s ({source.drive})."
     if "measured" in (source.h2d, source.drive):
-        said += f" Measured on {printable(source.measured_on)}."
+        said += f" Measured on {source.measured_on}."
     if "assumed" in (source.h2d, source.drive):
         said += " What is assumed can be measured: group-offload bench DIR."
     yield said
@@ -503,7 +500,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     if not folder.is_dir():
         raise GroupFileError(f"{folder} is not a folder. Give one on the drive that is to be measured.")
     backend = backend_for(_device(arguments.device))
-    errors = Console(stderr=True)
+    errors = new_console(stderr=True)
 
     def tell(step: str) -> None:
         if errors.is_terminal:
@@ -515,18 +512,15 @@ def _bench(arguments: argparse.Namespace) -> int:
         print(json.dumps(asdict(measured), indent=2))
         return 0
     console = new_console()
-    table = Table(title=Text(printable(measured.device)), title_justify="left")
-    table.add_column("what")
-    table.add_column("speed", justify="right")
-    table.add_column("how", overflow="fold")
+    table = new_table(measured.device, "what", "speed", "how", numbers=("speed",))
     for what, speed, how in _measurements(measured):
-        table.add_row(what, f"{speed / 1e9:.2f} GB/s" if speed else "not measured", Text(printable(how)))
+        add_row(table, what, f"{speed / 1e9:.2f} GB/s" if speed else "not measured", how)
     console.print(table)
     if measured.problem:
-        say(console, printable(measured.problem))
+        say(console, measured.problem)
     say(
         console,
-        f"Kept in {printable(str(record_file()))}." if is_kept else "This was not kept: plans will not use it.",
+        f"Kept in {record_file()}." if is_kept else "This was not kept: plans will not use it.",
     )
     return 0
 

@@ -192,8 +192,11 @@ def _as_path(value: Any) -> Path:
         path = ""
     if not path or "\0" in path:
         raise ConfigError(f"offload_to_disk_path={value!r}: expected the path of a folder.")
+    path = os.path.expanduser(path)  # Path's own raises if there is no such user
+    if path == "~" or path.startswith("~/"):
+        raise ConfigError(f"offload_to_disk_path={value!r}: this user has no home. Pass a full path.")
     try:
-        return Path(os.path.expanduser(path)).absolute()  # Path's own raises if there is no such user
+        return Path(path).absolute()
     except OSError as error:
         raise ConfigError(
             f"offload_to_disk_path={value!r}: the current directory was deleted. Pass a full path."

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ import torch
 
 from .errors import ConfigError, GroupFileError
 from .layout import ALIGNMENT
-from .stores.safetensors_file import read_header
-from .stores.strict_json import as_sizes, as_text
+from .stores.publish import open_to_read
+from .stores.safetensors_file import check_entries, read_header
 
 _BLOCK_MODULES = {
     "AutoencoderKL": ("quant_conv", "post_quant_conv", "encoder", "decoder"),
@@ -34,15 +34,8 @@ _LATER = ("mid", "single", "up", "decoder")
 _FILE_NAMES = ("diffusion_pytorch_model", "model", "diffusion_pytorch_model.fp16", "model.fp16")
 """Of weights in a folder, the one to take first; the libraries' loaders take the first two."""
 _SHARD = re.compile(r"(.+?)(?:-([0-9]{5})-of-([0-9]{5}))?(\.[a-z0-9_]+)?\.safetensors")
-_FLOATS = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
-}
-"""Sizes of what a cast changes, by the format's names."""
-_MAX_BYTES = 1 << 63
+_FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
+"""What a cast changes, by the format's names."""
 _MAX_CONFIG_BYTES = 16 << 20
 _MAX_DEPTH = 64
 
@@ -106,7 +99,8 @@ def find_checkpoint(name: str) -> Path:
         GroupFileError: there is neither.
     """
     path = Path(os.path.expanduser(name))  # Path's own methods raise if there is no such user,
-    if os.path.exists(path):  # or the name is too long
+    has_home = not str(path).startswith("~/")  # nothing in the current folder is meant by that
+    if has_home and os.path.exists(path):  # or the name is too long
         return path
     found = _downloaded(name)
     if found is None:
@@ -195,10 +189,10 @@ def _files_of(folder: Path) -> list[Path]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
+        with open(open_to_read(path, follows_links=True), "rb") as file:
             found = json.loads(file.read(_MAX_CONFIG_BYTES))
     except OSError as error:
-        raise GroupFileError(f"Cannot read {path}: {error.strerror}.") from error
+        raise GroupFileError(f"Cannot read {path}: {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:
         raise GroupFileError(f"{path} is no JSON that can be read: {error!s:.200}.") from error
     if not isinstance(found, dict):
@@ -256,37 +250,21 @@ def _outline_of(
 
 
 def _weights_in(path: Path, dtype: torch.dtype | None) -> Iterator[tuple[str, int, bool]]:
-    """Each weight, its bytes in an image, and whether it is cast."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    """Each weight, its bytes in an image, and whether it is cast.
+
+    What is refused is what `safetensors` refuses, and besides what no writer writes: a name that is there twice, fractions in
+    fields that nobody reads, an entry that is a list.
+    """
+    fd = open_to_read(path, follows_links=True)  # the hub's cache is full of links
     try:
         header = read_header(fd)
         data_bytes = os.fstat(fd).st_size - len(header.raw)
     finally:
         os.close(fd)
-    reach = total = 0
-    for fqn, entry in header.entries.items():
-        size, in_file, is_cast = _size_of(fqn, entry, dtype)
-        reach, total = max(reach, in_file[1]), total + in_file[1] - in_file[0]
+    for fqn, entry in check_entries(header.entries, data_bytes).items():
+        is_cast = dtype is not None and entry.dtype in _FLOATS and entry.dtype != _name_of(dtype)
+        size = entry.num_elements * dtype.itemsize if dtype is not None and is_cast else entry.num_bytes
         yield fqn, -(-size // ALIGNMENT) * ALIGNMENT, is_cast
-    if reach != data_bytes or total != data_bytes:
-        what = "it was cut off" if reach > data_bytes else "its tensors do not fill it"
-        raise GroupFileError(
-            f"{what}: it holds {data_bytes:,} bytes of data, and its tensors take {max(reach, total):,}"
-        )
-
-
-def _size_of(fqn: str, entry: object, dtype: torch.dtype | None) -> tuple[int, tuple[int, ...], bool]:
-    if not isinstance(entry, Mapping) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise GroupFileError(f"its entry {fqn!r:.80} is not that of a tensor")
-    place, name, num_elements = as_sizes(entry["data_offsets"]), as_text(entry["dtype"]), 1
-    for n in as_sizes(entry["shape"]):
-        num_elements = min(num_elements * n, _MAX_BYTES)  # not more digits with every dimension
-    size = _FLOATS.get(name)
-    if len(place) != 2 or place[0] > place[1] or (size is not None and place[1] - place[0] != num_elements * size):
-        raise GroupFileError(f"the dtype, the shape and the place of {fqn!r:.80} contradict each other")
-    if dtype is None or size is None or name == _name_of(dtype):
-        return place[1] - place[0], place, False
-    return num_elements * dtype.itemsize, place, True
 
 
 def _name_of(dtype: torch.dtype) -> str:

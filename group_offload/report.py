@@ -8,6 +8,7 @@ from itertools import groupby
 
 from .budgets import describe_bytes
 from .planner import Place, Plan, PlannedGroup
+from .text import printable
 
 _GIB = 1 << 30
 
@@ -44,9 +45,12 @@ class OffloadPlan:
         )
 
     def __str__(self) -> str:
+        return "\n".join(map(printable, self._lines()))
+
+    def _lines(self) -> list[str]:
         plan = self.details
         if plan is None:
-            return f"{self.model}: {self.verdict}"
+            return [f"{self.model}: {self.verdict}"]
         rows = [
             ("groups", "number", "size", "rests on"),
             *_rows(plan, _WHERE if self.device_has_memory else _WHERE_ON_CPU),
@@ -62,14 +66,14 @@ class OffloadPlan:
             in_ram = sum(g.num_bytes for g, place in _places(plan) if place is not Place.FILE)
             turns = f"what is read takes turns in {describe_bytes(plan.slot_bytes)} of it; " if p.drive_bytes else ""
             what = f"{self.model}: {describe_bytes(in_ram)} stay in RAM; {turns}each forward reads"
-            return "\n".join([*lines, f"{what} {describe_bytes(p.drive_bytes)} from the drive.", self.verdict])
+            return [*lines, f"{what} {describe_bytes(p.drive_bytes)} from the drive.", self.verdict]
         lines += [
             f"{self.model}: on the device {describe_bytes(resident)} stay and {describe_bytes(plan.slot_bytes)} are slots; "
             f"{describe_bytes(plan.ram_bytes)} of RAM; each forward sends {describe_bytes(p.h2d_bytes)} and reads "
             f"{describe_bytes(p.drive_bytes)} from the drive.",
             self.verdict,
         ]
-        return "\n".join(lines)
+        return lines
 
 
 def _places(plan: Plan) -> list[tuple[PlannedGroup, Place]]:

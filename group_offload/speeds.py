@@ -158,17 +158,21 @@ def filesystem_of(path: Path) -> str:
 # ------------------------------------------------------------------------------------------------ what was measured before
 
 
-def record_file() -> Path:
-    """Where speeds are kept."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~")) / ".cache"
-    return folder / "group_offload" / "speeds.json"
+def record_file() -> Path | None:
+    """Where speeds are kept. None for a user without a home: nothing is made or believed in the current folder."""
+    for base in (os.environ.get("XDG_CACHE_HOME", ""), os.path.join(os.path.expanduser("~"), ".cache")):
+        if os.path.isabs(base):
+            return Path(base, "group_offload", "speeds.json")
+    return None
 
 
 def recorded() -> list[MachineSpeeds]:
     """All that was kept, the newest first; nothing if the file is not there, damaged, or another version's."""
+    path = record_file()
+    if path is None:
+        return []
     try:
-        fd = open_to_read(record_file())
+        fd = open_to_read(path)
     except OSError:
         return []
     try:
@@ -191,9 +195,11 @@ def record(speeds: MachineSpeeds) -> bool:
     others = [found for found in recorded() if _key(found) != _key(speeds)]
     text = json.dumps({"version": _VERSION, "speeds": [asdict(each) for each in (speeds, *others)]}, indent=1)
     path = record_file()
+    if path is None:
+        return False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        publish_anew(path, text.encode())
+        os.close(publish_anew(path, text.encode()))
     except OSError:
         return False
     return True

@@ -1,25 +1,41 @@
-"""What the commands say, and how."""
+"""What the commands say, and how: whatever is said is plain text, in which nothing is markup or speaks to the terminal."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
-
-def printable(value: str) -> str:
-    """Names and headers may hold anything, escape sequences for terminals too."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in value)
+from .text import printable
 
 
-def new_console() -> Console:
+def new_console(*, stderr: bool = False) -> Console:
     """What is not a terminal gets lines as long as they are."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=240)
+    console = Console(stderr=stderr, highlight=False)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=240)
 
 
 def say(console: Console, message: str) -> None:
-    console.print(Text(message), soft_wrap=True)
+    console.print(_plain(message), soft_wrap=True)
 
 
 def complain(message: str) -> None:
-    Console(stderr=True).print(Text(f"group-offload: {printable(message)}"), soft_wrap=True)
+    say(new_console(stderr=True), f"group-offload: {message}")
+
+
+def new_table(title: str, *columns: str, numbers: Collection[str] = ()) -> Table:
+    """Fill it with `add_row`. `numbers` are the columns that have them."""
+    table = Table(title=_plain(title), title_justify="left")
+    for column in columns:
+        table.add_column(_plain(column), overflow="fold", justify="right" if column in numbers else "left")
+    return table
+
+
+def add_row(table: Table, *cells: str, style: str | None = None) -> None:
+    table.add_row(*map(_plain, cells), style=style)
+
+
+def _plain(value: str) -> Text:
+    return Text(printable(value))

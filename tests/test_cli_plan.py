@@ -5,8 +5,12 @@ from __future__ import annotations
 import ast
 import io
 import json
+import math
 import os
+import random
 import re
+import socket
+import stat
 import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -19,6 +23,7 @@ from xml.etree import ElementTree
 
 import diffusers
 import pytest
+import safetensors
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -93,6 +98,28 @@ def pipeline(tmp_path: Path, model: Path) -> Path:
     }
     (tmp_path / "model_index.json").write_text(json.dumps(parts))
     return tmp_path
+
+
+@pytest.mark.parametrize("where", ["[/x]", "\x1b[31mX", "[red]a[/red]", ":smile:"])
+def test_names_of_mounts_cannot_speak_to_the_terminal(
+    where: str, tmp_path: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The label of a USB drive is enough."""
+    measured = replace(SPEEDS, filesystem=where, device=where, problem=where, measured_at=where)
+    monkeypatch.setattr(cli_plan, "measure", lambda *args, **kwargs: measured)
+    said = run("bench", tmp_path)
+    assert said.count(where.replace("\x1b", "\N{REPLACEMENT CHARACTER}")) == 3
+
+
+def test_nothing_that_is_printed_can_be_markup() -> None:
+    """All that commands print goes through `terminal`, which takes it for plain text."""
+    for module in ("cli", "cli_plan"):
+        tree = ast.parse(Path(cli.__file__).with_name(f"{module}.py").read_text())
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            assert not isinstance(call.func, ast.Name) or call.func.id not in ("Console", "Table", "Text")
+            if isinstance(call.func, ast.Attribute) and call.func.attr in ("print", "add_row", "add_column", "ask"):
+                texts = [node for node in call.args if not isinstance(node, ast.Name | ast.Call)]
+                assert not texts or call.func.attr == "ask", ast.unparse(call)
 
 
 # ---------------------------------------------------------------- groups from names
@@ -227,17 +254,19 @@ def entry(
 
 BAD_HEADERS: dict[str, tuple[object, int, str]] = {
     "cut off": ({"a": entry()}, 3, "cut off"),
-    "too long": ({"a": entry()}, 5, "do not fill it"),
-    "overlap": ({"a": entry(), "b": entry(2, 6)}, 6, "do not fill it"),
-    "past the end": ({"a": entry(), "b": entry(1 << 40, (1 << 40) + 4)}, 8, "cut off"),
+    "too long": ({"a": entry()}, 5, "too long"),
+    "overlap": ({"a": entry(), "b": entry(2, 6)}, 6, "overlap"),
+    "past the end": ({"a": entry(), "b": entry(1 << 40, (1 << 40) + 4)}, 8, "leave a gap"),
     "backwards": ({"a": entry(4, 0)}, 4, "contradict"),
     "shape": ({"a": entry(shape=[3])}, 4, "contradict"),
     "huge": ({"a": entry(shape=[1 << 62] * 1000)}, 4, "contradict"),
     "negative": ({"a": entry(-4, 0)}, 4, "size"),
     "no list": ({"a": entry(shape=2)}, 4, "list of sizes"),
     "no entry": ({"a": 5}, 4, "not that of a tensor"),
-    "more in it": ({"a": entry(x=1)}, 4, "not that of a tensor"),
+    "too little in it": ({"a": {"dtype": "BF16", "shape": [2]}}, 4, "not that of a tensor"),
     "no dtype": ({"a": entry(dtype=7)}, 4, "text"),
+    "an unknown dtype": ({"a": entry(dtype="F5")}, 4, "does not have"),
+    "half a character": ({"\ud800": entry()}, 4, "cannot be read"),
     "deep": ({"a." * 100 + "b": entry()}, 4, "not the name"),
     "deeper": ({"." * 1_000_000: entry()}, 4, "not the name"),
     "a list": ([1], 0, "not an object"),
@@ -249,6 +278,111 @@ def test_headers_that_lie(header: object, num_bytes: int, message: str, tmp_path
     path = write_header(tmp_path / "model.safetensors", header, num_bytes)
     said = run("plan", tmp_path, status=2)
     assert said.count("\n") == 1 and str(path) in said and message in said and len(said) < 500
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "socket", "device", "folder"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "model_index.json", "diffusion_pytorch_model.safetensors", "config.json behind a link"]
+)
+def test_what_is_no_file_is_not_waited_for(name: str, kind: str, model: Path, run: Terminal) -> None:
+    path = model / name.removesuffix(" behind a link")
+    path.unlink(missing_ok=True)
+    if path.name != name:
+        path.symlink_to("elsewhere")
+        path = model / "elsewhere"
+    with socket.socket(socket.AF_UNIX) as made:
+        if kind == "FIFO":
+            os.mkfifo(path)
+        elif kind == "folder":
+            path.mkdir()
+        elif kind == "socket":
+            here = os.getcwd()
+            os.chdir(model)  # the names of sockets are short
+            made.bind(path.name)
+            os.chdir(here)
+        else:
+            try:
+                os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 5))
+            except PermissionError:
+                pytest.skip("needs the right to make devices")
+        said = run("plan", model, status=2)
+    assert "Cannot read" in said and path.parent.name in said
+
+
+def test_a_step_that_takes_for_ever(model: Path, run: Terminal) -> None:
+    for seconds in ("1e300", "inf", "nan", "0", "-1"):
+        assert "expected a number of seconds" in run("plan", model, "--step-seconds", seconds, status=2)
+    for seconds in ("1e6", "1e-320"):
+        run("plan", model, "--step-seconds", seconds, "--chart", model / "chart.svg", "--vram", "4GiB")
+
+
+SIZES_OF_DTYPES = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("BF16", "F16", "I16", "U16"), 2),
+    **dict.fromkeys(("U8", "I8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
+}
+ODD: dict[str, list[Any]] = {
+    "dtype": [*SIZES_OF_DTYPES, "F4", "F6_E2M3", "F6_E3M2", "F128", "f32", "", "U4", 5, None, []],
+    "shape": [[], [1], [2, 3], [1 << 62, 0], [1 << 62, 1 << 62, 0], [1 << 62] * 2, [-1], [True], [1.0], 3, None],
+    "data_offsets": [[0, 0], [1, 0], [0], [0, 1, 2], [0, 1 << 62], [-1, 0], [0.0, 1], None, "ab"],
+    "more": [1, "x", "\ud800", "\ud83d\ude00", None, [1, {"a": True}]],
+}
+ODD_NAMES = ["\ud800", "\udc00", "\udc00\ud800", "\ud83d\ude00", "\\ud800", "\x00", "", "__padding_0"]
+ODD_METADATA: list[Any] = [None, {}, {"a": "b"}, {"\ud800": "b"}, {"a": None}, {"a": 1}, [], "x"]
+
+
+def nearly_right(rng: random.Random) -> tuple[dict[str, Any], int]:
+    """A header, and the size of the data."""
+    entries: dict[str, Any] = {}
+    end = 0
+    for number in range(rng.randrange(1, 4)):
+        dtype, shape = rng.choice(list(SIZES_OF_DTYPES)), [rng.choice([0, 1, 2, 3, 8]) for _ in range(rng.randrange(3))]
+        size = SIZES_OF_DTYPES[dtype] * math.prod(shape)
+        entries[f"w{number}"] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    if rng.random() < 0.2:  # less than a byte each
+        bits, count, size = rng.choice([4, 6]), rng.choice([2, 3, 4, 8]), rng.choice([1, 2, 3, 4, 6])
+        dtype = "F4" if bits == 4 else "F6_E2M3"
+        entries["more"] = {"dtype": dtype, "shape": [count], "data_offsets": [end, end + size]}
+        end += size
+    name, other = rng.choice(list(entries)), rng.choice(list(entries))
+    match rng.randrange(9):
+        case 0 | 1 | 2:
+            key = rng.choice(list(ODD))
+            entries[name][key] = rng.choice(ODD[key])
+        case 3:
+            entries[name]["data_offsets"] = [max(0, at + rng.randrange(-2, 3)) for at in entries[name]["data_offsets"]]
+        case 4:
+            entries[name]["data_offsets"] = entries[other]["data_offsets"]
+        case 5:
+            end = max(0, end + rng.choice([-1, 1, 8]))
+        case 6:
+            entries["__metadata__"] = rng.choice(ODD_METADATA)
+        case 7:
+            entries[rng.choice(ODD_NAMES)] = entries.pop(name)
+        case 8:
+            del entries[name][rng.choice(list(entries[name]))]
+    return entries, end
+
+
+def test_headers_that_safetensors_takes(tmp_path: Path) -> None:
+    """`plan` takes what `safetensors` takes, and nothing else: of a few thousand headers that are nearly right."""
+    rng, verdicts = random.Random(0), Counter[bool]()
+    for _ in range(4000):
+        content = write_header(tmp_path / "file", *nearly_right(rng)).read_bytes()
+        is_taken = is_ours = True
+        try:
+            safetensors.deserialize(content)
+        except safetensors.SafetensorError:
+            is_taken = False
+        try:
+            list(outlines._weights_in(tmp_path / "file", None))
+        except GroupFileError:
+            is_ours = False
+        assert is_ours == is_taken, content
+        verdicts[is_taken] += 1
+    assert min(verdicts.values()) > 800
 
 
 def test_folders_that_are_none(tmp_path: Path, model: Path) -> None:

@@ -34,6 +34,7 @@ from group_offload.stores import publish as publish_module
 from group_offload.stores.folder import Folder, ProvenFile, delete_if_unused, file_name, keep, leave, use
 from group_offload.stores.manifest import read_manifest
 from group_offload.stores.mapping import map_file
+from group_offload.stores.publish import boot
 from group_offload.stores.survey import Kind, Survey, open_folder, removable, remove, survey, verify
 
 from .common import Model, assert_at_rest, make, offload_to
@@ -99,8 +100,8 @@ def manifests(path: Path) -> list[Path]:
 
 
 def in_new_process(function: Callable[..., None], *args: object, under: Sequence[str] = (), **options: Any) -> str:
-    """Run a function of this file in a process of its own, which may fork: pytest's has threads. Returns what it says."""
-    code = f"import sys; from tests.test_folder import {function.__name__} as f; f(*sys.argv[1:])"
+    """Run a function of a test in a process of its own, which may fork: pytest's has threads. Returns what it says."""
+    code = f"import sys; from {function.__module__} import {function.__name__} as f; f(*sys.argv[1:])"
     done = subprocess.run(
         [*under, sys.executable, "-c", code, *map(str, args)],
         cwd=Path(__file__).parents[1],
@@ -311,7 +312,7 @@ def test_planted_links_are_not_followed(
     precious, folder = victim(tmp_path), tmp_path / "groups"
     set_up(folder)
     (manifest,), group = manifests(folder), folder / file_name(GROUPS[0])
-    suffix = f".{os.getpid()}.{b'1234'.hex()}.tmp"
+    suffix = f".{os.getpid()}.{boot()}{b'1234'.hex()}.tmp"
     planted = {
         "group file": group,
         "temporary file": folder / f".{group.name}{suffix}",
@@ -405,6 +406,59 @@ def test_file_system_without_hard_links(planted: str, tmp_path: Path, monkeypatc
     assert not [name for name in names(tmp_path) if name.endswith(".tmp")]
 
 
+@pytest.mark.parametrize("code", ["EINVAL", "ENOTSUP", "EACCES", "EROFS", "ENOSYS", "EBADF", "EIO"])
+@pytest.mark.parametrize("call", ["open", "fsync"])
+def test_file_system_that_does_not_sync_folders(
+    call: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SMB and 9p refuse it; a folder that may be written to and not be read cannot even be opened."""
+    original = getattr(os, call)
+
+    def refuses(what: Any, *args: Any, **kwargs: Any) -> Any:
+        if (call == "open" and what == tmp_path) or (call == "fsync" and stat.S_ISDIR(os.fstat(what).st_mode)):
+            number = getattr(errno, code)
+            raise OSError(number, os.strerror(number))
+        return original(what, *args, **kwargs)
+
+    monkeypatch.setattr(os, call, refuses)
+    assert_holds(set_up(tmp_path))
+    monkeypatch.undo()
+    assert len(names(tmp_path)) == 3
+    assert_whole(tmp_path)
+
+
+@pytest.mark.parametrize("call", ["fstat", "write", "fsync", "link"])
+def test_a_file_that_cannot_be_written_leaves_nothing(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a file nor a descriptor, whatever fails."""
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fails)
+        if call == "link":
+            patch.setattr(os, "replace", fails)
+        with pytest.raises(OSError, match="Input/output"):
+            publish_module.publish(tmp_path / "new", b"header", [], lambda num_bytes: None)
+    assert not names(tmp_path) and len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling link"])
+def test_a_folder_that_is_none(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "groups"
+    if kind == "file":
+        path.write_bytes(b"precious")
+    else:
+        path.symlink_to(tmp_path / "nowhere")
+    said = "it is not a folder" if kind == "file" else "it is a link that leads nowhere"
+    with pytest.raises(GroupFileError, match=said):
+        set_up(path)
+    assert names(tmp_path) == {"groups"}
+
+
 # ---------------------------------------------------------------- kills
 
 _CALLS = ("open", "write", "fsync", "link", "replace", "unlink")
@@ -446,9 +500,10 @@ def kill_at_every_step(path: str) -> None:
             assert_whole(folder)
             leftovers = {name for name in names(folder) if name.endswith(".tmp")}
             assert len(leftovers) <= 1 and (status or not leftovers), leftovers
-        whole = set() if not folder.exists() else {file.name for file in folder.glob("group_*")}
+        whole = {file_name(group) for group in GROUPS if (folder / file_name(group)).exists()}
         assert_holds(set_up(folder))
         assert whole <= names(folder)
+        assert not [name for name in names(folder) if name.startswith(".")]
         prune(folder)
         assert_whole(folder)
         assert not [name for name in names(folder) if name.startswith(".")]
@@ -504,7 +559,7 @@ def test_two_processes_set_up_at_once(locks: str, tmp_path: Path) -> None:
     written = [Path(line).name for line in said.splitlines() if line.endswith(".safetensors")]
     assert sorted(written) == sorted(expected)
     assert {name for name in names(tmp_path / "groups") if name.endswith(".safetensors")} == expected
-    assert said.count("Waiting for another process") == (locks == "with")
+    assert said.count("Waiting for Process") == (locks == "with")
 
 
 def hold_the_lock(path: str) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from group_offload import GroupFileError
 from group_offload.layout import lay_out
@@ -213,6 +214,46 @@ def test_huge_sparse_file(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
         os.close(fd)
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_many_tensors(overlaps: bool) -> None:
+    """Each is checked once, and not against all before it: with so many, that would take many minutes."""
+    num_tensors = 400_000
+    specs = [["x", "uint8", [1], [1], 0 if overlaps else number] for number in range(num_tensors)]
+    metadata = HEADER["__metadata__"] | {"group_offload.tensors": json.dumps(specs)}
+    entries = {"x": {"dtype": "U8", "shape": [num_tensors], "data_offsets": [0, num_tensors]}}
+    assert "contradict" in refused(file_of({**entries, "__metadata__": metadata}, bytes(num_tensors)))
+
+
+NAMES = [
+    "__metadata__",
+    "__padding_0",
+    "__padding_1",
+    "__tensor_0",
+    "__tensor_x",
+    "\ud800",
+    "\\ud800",
+    "a\udfff.b",
+    "\n",
+]
+
+
+def test_names_that_the_format_cannot_have(tmp_path: Path) -> None:
+    """Any reader opens the file, and all names are there."""
+    named = {name: torch.full((3,), number) for number, name in enumerate(NAMES)}
+    layout = lay_out(list(named), list(named.values()))
+    data = list(pieces(layout, list(named.values())))
+    header = encode_header(layout, "group\ud800", "Model", content_of(data))
+    content = header + b"".join(piece.numpy().tobytes() for piece in data)
+    found = read(content)
+    assert found.layout == layout and found.group_id == "group\\ud800"
+    path = tmp_path / "file.safetensors"
+    path.write_bytes(content)
+    loaded = {name: value for name, value in load_file(path).items() if not name.startswith("__padding_")}
+    assert sorted(value[0].item() for value in loaded.values()) == list(range(len(NAMES)))
+    assert loaded["\\ud800"][0] == NAMES.index("\\ud800")
 
 
 def survives(content: bytes) -> None:

@@ -48,7 +48,7 @@ PUBLIC_NAMES = {
 }
 
 LAYERS = (
-    {"errors", "device", "progress", "selective"},
+    {"errors", "device", "progress", "selective", "text"},
     {"ring", "saved", "terminal", "timeline"},
     {"layout", "planner"},
     {"stores"},

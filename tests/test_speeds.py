@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from group_offload import speeds
+from group_offload import ConfigError, GroupFileError, apply_group_offloading, speeds
 from group_offload.device import Backend, HostBackend
+from group_offload.outline import find_checkpoint
 from group_offload.speeds import MachineSpeeds, filesystem_of, known_speeds, measure, record, record_file, recorded
 from group_offload.stores.mapping import cached_bytes, flat_view, map_page_cache
 
@@ -357,6 +358,26 @@ def test_a_place_that_nothing_can_be_kept_in(
     check(known_speeds(HostBackend(), tmp_path), tmp_path)
     check(known_speeds(HostBackend(), tmp_path), tmp_path)
     assert counted.num == (1 if kind == "a FIFO" else 2)  # which is replaced
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In a container: nothing is made or believed in the current folder, whatever is called `~` there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "relative")
+    assert record_file() is None
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # neither HOME nor an account
+    assert record_file() is None and not record(SPEEDS)
+    planted = tmp_path / "~" / ".cache" / "group_offload"
+    planted.mkdir(parents=True)
+    (planted / "speeds.json").write_text(json.dumps({"version": 1, "speeds": [asdict(SPEEDS)]}))
+    (tmp_path / "~" / "model.safetensors").write_bytes(b"")
+    assert recorded() == []
+    with pytest.raises(GroupFileError, match="There is no"):
+        find_checkpoint("~/model.safetensors")
+    with pytest.raises(ConfigError, match="no home"):
+        apply_group_offloading(torch.nn.Linear(2, 2), "cpu", offload_to_disk_path="~/groups")
+    assert [path.name for path in tmp_path.iterdir()] == ["~"]
 
 
 def test_where_it_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

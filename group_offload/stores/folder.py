@@ -18,9 +18,10 @@ import torch
 
 from ..errors import GroupFileError
 from ..layout import ImageLayout
-from .manifest import Manifest, ManifestEntry, publish_manifest
-from .publish import folder_lock, mark_in_use, open_to_read, publish
-from .safetensors_file import content_of, encode_header, holds, pieces
+from .manifest import Manifest, ManifestEntry, publish_manifest, tidy_manifests, tidy_temporary_files
+from .mapping import map_file
+from .publish import boot, folder_lock, mark_in_use, open_to_read, publish, temporary_name
+from .safetensors_file import content_of, encode_header, holds, pieces, printable_id
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -37,7 +38,7 @@ _written_here: set[Path] = set()
 
 def file_name(group_id: str) -> str:
     """The name of a group's file: diffusers' own, so that a folder of either can be told by its names."""
-    return f"group_{hashlib.sha256(group_id.encode()).hexdigest()[:16]}.safetensors"
+    return f"group_{hashlib.sha256(printable_id(group_id).encode()).hexdigest()[:16]}.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,8 @@ class Folder:
         self._num_in_the_way = 0
         self._mine: set[Path] = set()
         """Files of groups of the module that this folder is for. It gives them up when it is laid out again."""
+        self._held: object = None
+        """A mapping of the manifest, which keeps its lock, if weights were edited: [Note: Manifests of edited weights]."""
 
     def report(self) -> None:
         """Say once what was found in the way since the last call."""
@@ -85,8 +88,8 @@ class Folder:
     def locked(self) -> Iterator[None]:
         """Hold this around setting a model up: whoever sets up the same one meanwhile waits, and finds its files.
 
-        Not reentrant. Where there are no locks it goes on without: both may write the same files then, which is a waste
-        and no harm.
+        Not reentrant. Where there are no locks, or somebody keeps them for too long, it goes on without: both may write the
+        same files then, which is a waste and no harm.
         """
         with suppress(OSError):  # `prepare` says what is wrong
             self.path.mkdir(parents=True, exist_ok=True)
@@ -96,14 +99,16 @@ class Folder:
     def prepare(self, num_bytes: int) -> None:
         """Make the folder and check that files of `num_bytes` in all can be written, before any weight is touched.
 
-        A folder that cannot be written to is accepted if its files may be all that are needed.
+        A folder that cannot be written to is accepted if its files may be all that are needed. Temporary files of processes
+        that died go.
 
         Raises:
             GroupFileError: it cannot be made or written to, or holds too little room.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            present = sum(file.lstat().st_size for file in self.path.glob("group_*.safetensors"))
+            tidy_temporary_files(self.path)
+            present = sum(_size_of(file) for file in self.path.glob("group_*.safetensors"))
             try:
                 self._write_probe()
             except OSError as error:
@@ -114,13 +119,14 @@ class Folder:
             free = shutil.disk_usage(self.path).free
         except OSError as error:
             raise GroupFileError(
-                f"Cannot write group files to {self.path}: {error.strerror}. Pass a folder that this user can write to as "
-                f"offload_to_disk_path."
+                f"Cannot write group files to {self.path}: {_why_not(self.path, error)}. Pass a folder that this user can "
+                f"write to as offload_to_disk_path."
             ) from error
         if num_bytes > free + present:  # files that are present may turn out to be ours
             raise GroupFileError(
-                f"{self.path} has {free:,} bytes free, and the group files take {num_bytes:,}. Free some room, or pass "
-                f"another folder as offload_to_disk_path. The weights were left where they are."
+                f"{self.path} has {free:,} bytes free, and the group files take {num_bytes:,}. Free some room "
+                f"(`group-offload prune {self.path}` removes what no model needs), or pass another folder as "
+                f"offload_to_disk_path. The weights were left where they are."
             )
 
     def find_or_write(
@@ -177,17 +183,25 @@ class Folder:
 
         Args:
             entries: `ProvenFile.entry` of each of its files.
-            replaces: the manifest that this model has had so far. It is left, and deleted if this process wrote it and no
-                other model of the process has it.
+            replaces: the manifest that this model has had so far: its weights have changed since. It is left, and deleted if
+                this process wrote it and no other model of the process has it. Without, what models of the class
+                needed that were edited and have died goes.
 
         Returns:
             The manifest, or `replaces` if none can be written (the log says why; the model works all the same).
         """
-        manifest = Manifest(self.model_class, tuple(sorted(entries)))
+        manifest = Manifest(self.model_class, tuple(sorted(entries)), "" if replaces is None else boot())
         published = publish_manifest(self.path, manifest) if entries else None
         if entries and published is None:
             return replaces
-        path, is_new = published or (None, False)
+        path, is_new, held = published or (None, False, None)
+        self._held = None
+        if held is not None:
+            with suppress(OSError):  # the files themselves are held all the same
+                self._held = map_file(held, 1)
+            os.close(held)
+        if replaces is None:
+            tidy_manifests(self.path, self.model_class)
         if path == replaces:
             return path
         if path is not None:
@@ -201,7 +215,7 @@ class Folder:
         return path
 
     def _write_probe(self) -> None:
-        probe = self.path / f".probe.{os.getpid()}.{os.urandom(4).hex()}.tmp"
+        probe = self.path / temporary_name("probe")
         os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666))
         probe.unlink(missing_ok=True)
 
@@ -218,7 +232,8 @@ class Folder:
             self.path.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it: what is in use stays open
             return publish(path, header, pieces(layout, tensors), on_written)
         except OSError as error:
-            remedy = "Free some room or pass" if error.errno in _NO_ROOM else "Pass"
+            prune = f"Free some room (`group-offload prune {self.path}` removes what no model needs) or pass"
+            remedy = prune if error.errno in _NO_ROOM else "Pass"
             raise GroupFileError(
                 f"Cannot write group {group_id!r} ({len(header) + layout.num_bytes:,} bytes) to {path}: {error.strerror}. "
                 f"{remedy} another folder as offload_to_disk_path. The weights are still in RAM."
@@ -274,6 +289,19 @@ def keep(path: Path) -> None:
     """Leave the file for whoever comes next, whatever happens."""
     with _lock:
         _written_here.discard(path)
+
+
+def _size_of(file: Path) -> int:
+    try:
+        return file.lstat().st_size
+    except FileNotFoundError:  # its process has just deleted it
+        return 0
+
+
+def _why_not(path: Path, error: OSError) -> str:
+    if isinstance(error, FileExistsError) and os.path.lexists(path) and not path.is_dir():
+        return "it is a link that leads nowhere" if path.is_symlink() and not path.exists() else "it is not a folder"
+    return str(error.strerror)
 
 
 def _count_left() -> None:

@@ -3,13 +3,15 @@
 The format is that of https://github.com/huggingface/safetensors: 8 bytes of header length, a JSON header, the data. Any
 reader opens these files. Two liberties that the format leaves are used: the header is padded with spaces so that the
 data begins on a page, and bytes between tensors are covered by `__padding_N` entries, so that an image read from the
-file is aligned as it was laid out.
+file is aligned as it was laid out. A tensor whose name the format cannot have, or has for something else, is the entry
+`__tensor_N`: the metadata has its name.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,10 +29,23 @@ from .strict_json import as_size, as_sizes, as_text, parse
 DATA_ALIGNMENT = 4096
 FORMAT_VERSION = "2"
 _VERSION_KEY = "group_offload.version"
+CONTENT_KEY = "group_offload.content"
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
-_TOO_LARGE = 1 << 63
+_TOO_LARGE = 1 << 64
+"""The format counts with 64 bits."""
 _CHUNK_BYTES = 16 << 20
+_BITS = {
+    "F4": 4,
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+}
+"""All dtypes of the format."""
+_RESERVED = re.compile(r"__metadata__|__(?:padding|tensor)_.*|.*[\ud800-\udfff].*", re.DOTALL)
+"""Names that a tensor's entry cannot have."""
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -46,7 +61,6 @@ _DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_ITEM_SIZES = {name: dtype.itemsize for dtype, name in _DTYPE_NAMES.items()}
 
 
 def encode_header(layout: ImageLayout, group_id: str, model_class: str, content: str) -> bytes:
@@ -60,9 +74,9 @@ def encode_header(layout: ImageLayout, group_id: str, model_class: str, content:
             "format": "pt",
             _VERSION_KEY: FORMAT_VERSION,
             "group_offload.model_class": model_class,
-            "group_offload.group": group_id,
+            "group_offload.group": printable_id(group_id),
             "group_offload.codec": "none",
-            "group_offload.content": content,
+            CONTENT_KEY: content,
             "group_offload.tensors": json.dumps(
                 [[s.fqn, str(s.dtype).removeprefix("torch."), s.shape, s.stride, s.offset] for s in layout.specs]
             ),
@@ -78,7 +92,8 @@ def encode_header(layout: ImageLayout, group_id: str, model_class: str, content:
         spec = layout.specs[extent.tensors[0]]
         end = extent.offset + extent.num_bytes
         is_plain = len(extent.tensors) == 1 and spec.dtype in _DTYPE_NAMES and _is_contiguous(spec.shape, spec.stride)
-        entries[spec.fqn] = (
+        name = f"__tensor_{extent.tensors[0]}" if _RESERVED.fullmatch(spec.fqn) else spec.fqn
+        entries[name] = (
             _entry(_DTYPE_NAMES[spec.dtype], list(spec.shape), start, end)
             if is_plain
             else _entry("U8", [extent.num_bytes], start, end)  # strides, or tensors that overlap: see the metadata
@@ -86,6 +101,11 @@ def encode_header(layout: ImageLayout, group_id: str, model_class: str, content:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % DATA_ALIGNMENT)
     return struct.pack("<Q", len(text)) + text
+
+
+def printable_id(group_id: str) -> str:
+    """The id of a group as files have it: names of modules may have halves of characters, which no text may."""
+    return group_id.encode(errors="backslashreplace").decode()
 
 
 def pieces(layout: ImageLayout, tensors: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
@@ -180,7 +200,9 @@ def read_header(fd: int) -> Header:
     entries = parse(text)
     if not isinstance(entries, dict):
         raise GroupFileError("its header is not an object")
-    metadata = entries.pop("__metadata__", {})
+    metadata = entries.pop("__metadata__", None)
+    if metadata is None:
+        metadata = {}
     if not isinstance(metadata, dict):
         raise GroupFileError("its metadata is not an object")
     return Header(prefix + text, entries, {key: as_text(value) for key, value in metadata.items()})
@@ -195,15 +217,17 @@ def check_header(header: Header, file_bytes: int) -> GroupHeader:
         GroupFileError: the header contradicts itself or the file. The message does not name the file.
     """
     data_bytes = file_bytes - len(header.raw)
-    _check_entries(header.entries, data_bytes)
+    check_entries(header.entries, data_bytes)
     try:
         if header.version != FORMAT_VERSION or header.metadata["group_offload.codec"] != "none":
             raise GroupFileError("another version of this package wrote it")
         found = GroupHeader(
             model_class=header.metadata["group_offload.model_class"],
             group_id=header.metadata["group_offload.group"],
-            content=header.metadata["group_offload.content"],
-            layout=_layout_of(parse(header.metadata["group_offload.tensors"].encode()), data_bytes),
+            content=header.metadata[CONTENT_KEY],
+            layout=_layout_of(
+                parse(header.metadata["group_offload.tensors"].encode(), may_have_halves=True), data_bytes
+            ),
         )
     except KeyError as error:
         raise GroupFileError(f"its metadata has no {error}") from error
@@ -214,17 +238,38 @@ def check_header(header: Header, file_bytes: int) -> GroupHeader:
     return found
 
 
-def _check_entries(entries: dict[str, object], data_bytes: int) -> None:
-    places = []
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor, as the header of a safetensors file has it."""
+
+    dtype: str
+    num_elements: int
+    num_bytes: int
+
+
+def check_entries(entries: dict[str, object], data_bytes: int) -> dict[str, Entry]:
+    """What a header says of its tensors, by their names, if they fill the data without a gap as the format wants it.
+
+    Raises:
+        GroupFileError: they do not. The message does not name the file.
+    """
+    found, places = {}, []
     for name, entry in entries.items():
-        if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        if not isinstance(entry, dict) or not entry.keys() >= {"dtype", "shape", "data_offsets"}:
             raise GroupFileError(f"its entry {name!r:.80} is not that of a tensor")
-        place = as_sizes(entry["data_offsets"])
-        num_bytes = _ITEM_SIZES.get(as_text(entry["dtype"]), _TOO_LARGE)
+        place, dtype, num_elements = as_sizes(entry["data_offsets"]), as_text(entry["dtype"]), 1
+        if dtype not in _BITS:
+            raise GroupFileError(f"{name!r:.80} has the dtype {dtype!r:.40}, which the format does not have")
         for n in as_sizes(entry["shape"]):
-            num_bytes = min(num_bytes * n, _TOO_LARGE)  # not more digits with every dimension
-        if entry["dtype"] not in _ITEM_SIZES or len(place) != 2 or place[1] - place[0] != num_bytes:
+            num_elements *= n
+            if num_elements >= _TOO_LARGE:
+                break
+        if len(place) != 2 or num_elements * _BITS[dtype] >= _TOO_LARGE or num_elements * _BITS[dtype] % 8:
             raise GroupFileError(f"the dtype, the shape and the place of {name!r:.80} contradict each other")
+        num_bytes = num_elements * _BITS[dtype] // 8
+        if place[1] - place[0] != num_bytes:
+            raise GroupFileError(f"the dtype, the shape and the place of {name!r:.80} contradict each other")
+        found[name] = Entry(dtype, num_elements, num_bytes)
         places.append(place)
     reach = 0
     for start, end in sorted(places):
@@ -236,6 +281,7 @@ def _check_entries(entries: dict[str, object], data_bytes: int) -> None:
     if reach != data_bytes:
         what = "was cut off" if data_bytes < reach else "is too long"
         raise GroupFileError(f"it {what}: it holds {data_bytes:,} bytes of data, and its tensors take {reach:,}")
+    return found
 
 
 def _layout_of(tensors: object, data_bytes: int) -> ImageLayout:
@@ -250,7 +296,8 @@ def _layout_of(tensors: object, data_bytes: int) -> ImageLayout:
             raise GroupFileError(f"by its metadata {specs[index].fqn!r:.80} lies past the end of the data")
         if start < end and clusters and start < clusters[-1][1]:
             low, high, members = clusters[-1]
-            clusters[-1] = low, max(high, end), [*members, index]
+            members.append(index)  # in place: so this takes as long as there are tensors, whatever overlaps
+            clusters[-1] = low, max(high, end), members
         else:
             clusters.append((start, end, [index]))
     extents = [Extent(low, high - low, tuple(sorted(members))) for low, high, members in clusters]

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import json
+import re
 
 from ..errors import GroupFileError
 
 _MAX_SIZE = 1 << 63
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def parse(text: bytes) -> object:
+def parse(text: bytes, *, may_have_halves: bool = False) -> object:
     """Parse UTF-8 text. Takes memory in proportion to its length, whatever is in it.
+
+    Args:
+        may_have_halves: halves of characters (`\\ud800` alone), which no text has.
 
     Raises:
         GroupFileError: it is no JSON, names a key twice, nests too deeply, or has fractions, NaN or Infinity.
     """
     try:
-        return json.loads(
+        found = json.loads(
             text.decode("utf-8"), object_pairs_hook=_without_repeats, parse_float=_refuse, parse_constant=_refuse
         )
+        if not may_have_halves and _HALF.search(text):
+            json.dumps(found, ensure_ascii=False).encode()  # raises ValueError if one is left
+        return found
     except RecursionError:
         raise GroupFileError("its JSON nests too deeply") from None
     except ValueError as error:

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
 from ..errors import GroupFileError
-from .manifest import GROUP_FILE, MANIFEST_FILE, TEMPORARY_FILE, Manifest, read_manifest
+from .manifest import GROUP_FILE, MANIFEST_FILE, TEMPORARY_FILE, Manifest, open_manifest
 from .publish import claim, open_to_read
 from .safetensors_file import FORMAT_VERSION, GroupHeader, Header, check_header, content_of_file, read_header
 
 OUTDATED_VERSIONS = ("1",)
 """No longer used. A version that is not known may be in use by a later release."""
+
+_NUM_LOOKS, _SECONDS_BETWEEN_LOOKS = 5, 0.1
 
 _RESTORE = "The model's next set-up writes it again; if nobody needs that model, delete its manifest."
 _DELETE = "Delete it: the next set-up of its model writes it again."
@@ -39,6 +42,8 @@ class Kind(StrEnum):
     """A group file of a later format: this version cannot tell more."""
     TEMPORARY = "temporary"
     """A file that is being written, or was when its process died."""
+    ABANDONED = "abandoned"
+    """A manifest of weights that were edited in a process that is no more."""
     FOREIGN = "foreign"
     """Somebody else's."""
 
@@ -102,34 +107,56 @@ def open_folder(path: Path) -> Iterator[int]:
 def survey(folder_fd: int) -> Survey:
     """Look at every file: names, headers and manifests, no data.
 
+    Other processes may change the folder meanwhile: a file that goes is not there, and what looks damaged is looked at
+    again, since it may be half of a change.
+
     Raises:
         GroupFileError: the folder cannot be listed.
     """
+    found = _survey_once(folder_fd)
+    for _ in range(_NUM_LOOKS - 1):
+        if not found.damaged and not found.broken_manifests:
+            break
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        before, found = found, _survey_once(folder_fd)
+        if found == before:
+            break
+    return found
+
+
+def _survey_once(folder_fd: int) -> Survey:
     try:
         with os.scandir(folder_fd) as entries:
-            found = sorted((entry.name, entry.stat(follow_symlinks=False)) for entry in entries)
+            names = sorted(entry.name for entry in entries)
     except OSError as error:
         raise GroupFileError(f"Cannot list the folder: {error.strerror}.") from error
     manifests, broken, findings = {}, {}, []
-    for name, status in found:
-        is_file = stat.S_ISREG(status.st_mode)
-        if is_file and MANIFEST_FILE.fullmatch(name):
-            try:
-                manifests[name] = read_manifest(name, folder_fd)
-            except GroupFileError as error:
-                broken[name] = str(error)
-        elif is_file and GROUP_FILE.fullmatch(name):
-            findings.append(_look_at(name, folder_fd, status.st_size))
-        elif is_file and TEMPORARY_FILE.fullmatch(name):
-            findings.append(Finding(name, Kind.TEMPORARY, status.st_size, is_ours=True))
-        else:
-            findings.append(Finding(name, Kind.FOREIGN, status.st_size))
+    for name in names:
+        with suppress(FileNotFoundError):  # it has just gone
+            status = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
+            is_file = stat.S_ISREG(status.st_mode)
+            if is_file and MANIFEST_FILE.fullmatch(name):
+                try:
+                    with open_manifest(name, folder_fd) as (fd, manifest):
+                        if manifest.edited_in and claim(fd, strictly=True):
+                            findings.append(Finding(name, Kind.ABANDONED, status.st_size, is_ours=True))
+                        else:
+                            manifests[name] = manifest
+                except GroupFileError as error:
+                    broken[name] = str(error)
+            elif is_file and GROUP_FILE.fullmatch(name):
+                findings.append(_look_at(name, folder_fd, status.st_size))
+            elif is_file and TEMPORARY_FILE.fullmatch(name):
+                findings.append(Finding(name, Kind.TEMPORARY, status.st_size, is_ours=True))
+            else:
+                findings.append(Finding(name, Kind.FOREIGN, status.st_size))
     return Survey(tuple(_with_manifests(findings, manifests)), manifests, broken)
 
 
 def verify(folder_fd: int, found: Survey, on_read: Callable[[int], None]) -> Survey:
     """Read the data of every group file, and find those whose content is not what their header says."""
-    return replace(found, findings=tuple(_verify_one(finding, folder_fd, on_read) for finding in found.findings))
+    findings = (_verify_one(finding, folder_fd, on_read) for finding in found.findings)
+    return replace(found, findings=tuple(finding for finding in findings if finding is not None))
 
 
 def removable(found: Survey) -> tuple[Finding, ...]:
@@ -170,6 +197,10 @@ def remove(finding: Finding, folder_fd: int) -> bool:
 
 
 def _look_at(name: str, folder_fd: int, num_bytes: int) -> Finding:
+    """
+    Raises:
+        FileNotFoundError: it is not there any more.
+    """
     header: Header | None = None
     try:
         fd = open_to_read(name, folder_fd)
@@ -187,28 +218,32 @@ def _look_at(name: str, folder_fd: int, num_bytes: int) -> Finding:
         return Finding(name, Kind.GROUP, num_bytes, group, FORMAT_VERSION, is_ours=True)
     except GroupFileError as error:
         return _damaged(Finding(name, Kind.DAMAGED, num_bytes, is_ours=header is not None), str(error))
+    except FileNotFoundError:
+        raise
     except OSError as error:
         return _damaged(Finding(name, Kind.DAMAGED, num_bytes), f"it cannot be read: {error.strerror or error}")
 
 
-def _verify_one(finding: Finding, folder_fd: int, on_read: Callable[[int], None]) -> Finding:
+def _verify_one(finding: Finding, folder_fd: int, on_read: Callable[[int], None]) -> Finding | None:
+    """None if the file is not there any more, and no manifest needs it."""
     if finding.group is None:
         return finding
-    start = finding.num_bytes - finding.group.layout.num_bytes
     try:
         fd = open_to_read(finding.name, folder_fd)
         try:
-            content = content_of_file(fd, start, on_read)
+            num_bytes = os.fstat(fd).st_size
+            group = check_header(read_header(fd), num_bytes)  # another one may have its name by now
+            content = content_of_file(fd, num_bytes - group.layout.num_bytes, on_read)
         finally:
             os.close(fd)
     except FileNotFoundError:  # its process has just put another one in its place
-        return finding
+        return finding if finding.manifests else None
+    except GroupFileError as error:
+        return _damaged(finding, str(error))
     except OSError as error:
         return _damaged(finding, f"it cannot be read: {error.strerror or error}")
-    if content != finding.group.content:
-        return _damaged(
-            finding, f"its data is not what was written: its hash is {content}, not {finding.group.content}"
-        )
+    if content != group.content:
+        return _damaged(finding, f"its data is not what was written: its hash is {content}, not {group.content}")
     return finding
 
 
