@@ -6,21 +6,18 @@ What may end in a SIGBUS runs in a process of its own.
 from __future__ import annotations
 
 import copy
-import logging
 import mmap
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from group_offload import ConfigError, GroupFileError, apply_group_offloading
 from group_offload.stores import folder as folders
@@ -148,9 +145,8 @@ LOSES_THE_NAME = {"rm", "mv", "symlink"}
 def outcome(step: Any) -> str:
     try:
         step()
-    except GroupFileError as error:
-        assert ".safetensors" in str(error)
-        return "told"
+    except (GroupFileError, ConfigError) as error:
+        return "told" if ".safetensors" in str(error) else str(error)
     return "right"
 
 
@@ -218,3 +214,195 @@ t.go_through(tier, root, many=True, verifies=verifies, with_mounts=with_mounts,
 """
     done = run_python(_CASES + code, tier, place, verifies, 256, user)
     assert done.returncode == 0 and done.stdout.endswith("done\n"), (done.returncode, done.stdout, done.stderr[-1500:])
+
+
+# ---------------------------------------------------------------- set-up
+
+_WAYS: dict[str, dict[str, Any]] = {
+    "ram": {},
+    "disk": {"offload_device": "disk"},
+    "folder": {"offload_to_disk_path": "groups"},
+}
+
+
+def test_set_up_with_files_that_were_cut_off(place: Path) -> None:
+    """After the weights were loaded from them, and before they are offloaded; also if they have no name any more."""
+    done = run_python(
+        """
+        import tests.test_file_identity as t
+        for way, options in t._WAYS.items():
+            for case in ("cut", "cut+rm", "cut+mv"):
+                print(way, case, flush=True)
+                folder = pathlib.Path(sys.argv[1]) / way / case
+                folder.mkdir(parents=True)
+                model, reference = t.loaded(folder, num_files=2)
+                for path in sorted(folder.glob("*.safetensors")):
+                    for step in t.HARMFUL[case]:
+                        step(path)
+                options = {name: folder / value if value == "groups" else value for name, value in options.items()}
+                found = t.outcome(lambda: apply_group_offloading(model, "cpu", **options))
+                assert found == "told", found
+        print("done")
+        """,
+        place,
+    )
+    assert done.returncode == 0 and done.stdout.endswith("done\n"), (done.returncode, done.stdout, done.stderr[-1500:])
+
+
+@pytest.mark.parametrize("what", ["deleted", "replaced"])
+def test_the_disk_is_a_promise(what: str, tmp_path: Path) -> None:
+    """What cannot rest in its file is not silently taken to RAM."""
+    model, reference = loaded(tmp_path, num_files=2)
+    HARMLESS["rm" if what == "deleted" else "mv"][0](tmp_path / "1.safetensors")
+    with pytest.raises(ConfigError, match=r"offload_to_disk_path") as caught:
+        apply_group_offloading(model, "cpu", offload_device="disk")
+    assert "1.safetensors" in str(caught.value) and any(name in str(caught.value) for name in model.state_dict())
+    assert_same(run(model, inputs()), run(reference, inputs()))
+    handle = apply_group_offloading(model, "cpu", offload_device="disk", offload_to_disk_path=tmp_path / "groups")
+    check(model, reference, inputs())
+    assert {group.tier for group in handle.groups} == {"file"}
+
+
+@pytest.mark.parametrize("name", ["line\nbreak", "back\\012slash", "gone (deleted)", " spaces ", b"\xff\xfe"], ids=repr)
+def test_names_that_few_files_have(name: str | bytes, tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(name)
+    model, reference = loaded(tmp_path / "first")
+    folder.mkdir()
+    (tmp_path / "first" / "0.safetensors").rename(folder / "0.safetensors")
+    handle = apply_group_offloading(model, "cpu", offload_device="disk")
+    assert {group.where for group in handle.groups} == {"0.safetensors"}
+    check(model, reference, inputs())
+    rename(folder / "0.safetensors")
+    check(model, reference, inputs())
+
+
+def test_a_mapped_file_with_a_name_in_no_encoding(tmp_path: Path) -> None:
+    """Any file of the process: it need not be the model's."""
+    path = tmp_path / os.fsdecode(b"\xff.bin")
+    path.write_bytes(b"x" * 100)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+        for options in ({}, {"offload_to_disk_path": tmp_path}):
+            model, reference = pair()
+            apply_group_offloading(model, "cpu", **options)  # type: ignore[arg-type]
+            check(model, reference, inputs())
+
+
+@as_root
+def test_another_file_system_with_equal_numbers(tmp_path: Path) -> None:
+    """The name leads to a file with the inode number of the one that was loaded, on another device."""
+    done = run_python(
+        _CASES
+        + """
+if not with_mounts:
+    sys.exit()
+def mounted(seed):
+    assert not os.system(f"mount -t tmpfs tmpfs '{root}'")
+    found = t.loaded(root, seed=seed)
+    return *found, (root / "0.safetensors").stat()
+model, reference, first = mounted(0)
+_, _, second = mounted(1)
+assert first.st_ino == second.st_ino and first.st_dev != second.st_dev
+for options in ({"offload_device": "disk"}, {}):
+    try:
+        apply_group_offloading(model, "cpu", **options)
+    except ConfigError as error:
+        assert options and "0.safetensors" in str(error)
+    else:
+        assert not options
+    assert_same(run(model, inputs()), run(reference, inputs()))
+""",
+        "",
+        tmp_path,
+        False,
+        0,
+        0,
+    )
+    assert done.returncode == 0, done.stderr[-1500:]
+
+
+def test_a_file_that_changes_while_it_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last byte is compared, the file changes, and only then weights come to rest in it."""
+    offload_to(tmp_path, make(Model)).remove()
+    real = folders.holds
+
+    def holds(fd: int, *args: Any) -> bool:
+        found = real(fd, *args)
+        change(Path(os.readlink(f"/proc/self/fd/{fd}")))
+        return found
+
+    monkeypatch.setattr(folders, "holds", holds)
+    model, _ = pair()
+    offload_to(tmp_path, model)
+    with pytest.raises(GroupFileError):
+        run(model, inputs())
+
+
+# ---------------------------------------------------------------- other users, limits
+
+
+@as_root
+@pytest.mark.parametrize("verifies", [False, True], ids=["", "verify_files"])
+def test_files_of_another_user(verifies: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Could be changed by that user at any time, and are equal now."""
+    offload_to(tmp_path, make(Model)).remove()
+    theirs = sorted(tmp_path.glob("*.safetensors"))
+    for path in theirs:
+        os.chown(path, 12345, 12345)
+    model, reference = pair()
+    handle = offload_to(tmp_path, model, verify_files=verifies)
+    names = {group.where for group in handle.groups}
+    assert names == {path.name for path in theirs} if verifies else not names & {path.name for path in theirs}
+    said = [record.getMessage() for record in caplog.records if "belong to other users" in record.getMessage()]
+    assert len(said) == (not verifies)
+    check(model, reference, inputs())
+    assert all(path.exists() for path in theirs)
+    for path in theirs:
+        change_and_put_the_time_back(path)
+    if verifies:
+        with pytest.raises(GroupFileError):
+            run(model, inputs())
+    else:
+        check(model, reference, inputs())
+
+
+@pytest.mark.parametrize("tier", ["groups", "disk", "ram"])
+def test_a_limit_of_address_space(tier: str, tmp_path: Path) -> None:
+    """Set-up says what to do, and the module is what it was."""
+    done = run_python(
+        """
+        import resource
+        import tests.test_file_identity as t
+        from tests.simulated import SimulatedDevice, use_simulated_device
+        tier, root = sys.argv[1], pathlib.Path(sys.argv[2])
+        def made():
+            torch.manual_seed(0)
+            return nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).eval()  # 128 MiB
+        model = made()
+        options = {"groups": {"offload_to_disk_path": root}, "disk": {"offload_device": "disk"}, "ram": {}}[tier]
+        if tier == "disk":
+            t.save_file(model.state_dict(), root / "model.safetensors")
+            model.load_state_dict(t.load_file(root / "model.safetensors"), assign=True)
+        x = torch.randn(1, 2048)
+        expected = run(model, x)
+        apply_group_offloading(made(), "cpu").remove()
+        with use_simulated_device(SimulatedDevice(0)) if tier == "ram" else t.nothing():
+            size = int(open("/proc/self/statm").read().split()[0]) * 4096
+            soft = size + (40 << 20)
+            resource.setrlimit(resource.RLIMIT_AS, (soft, resource.RLIM_INFINITY))
+            try:
+                apply_group_offloading(model, "cpu", **options)
+            except (GroupFileError, ConfigError, MemoryError) as error:
+                print(type(error).__name__, error)
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert torch.equal(run(model, x), expected)
+        """,
+        tier,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr[-1500:]
+    expected = {"groups": "GroupFileError", "disk": "ConfigError", "ram": "MemoryError"}[tier]
+    assert done.stdout.startswith(expected), done.stdout
+    assert "offload_to_disk_path" in done.stdout or "ulimit -v" in done.stdout
+
+
+nothing = nullcontext
