@@ -41,7 +41,7 @@ def loaded(path: Path, seed: int = 0, num_files: int = 1, num_blocks: int = 4) -
     """A model whose weights are views of checkpoints in `path`, and its resident twin."""
     reference = make(Model, num_blocks, seed=seed)
     names = [*reference.state_dict()]
-    path.mkdir(exist_ok=True)
+    path.mkdir(parents=True, exist_ok=True)
     model, state = copy.deepcopy(reference), {}
     for number in range(num_files):
         mine = {name: reference.state_dict()[name] for name in names[number::num_files]}
