@@ -11,6 +11,7 @@ import os
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -56,7 +57,9 @@ class FileMap:
 
     def __init__(self) -> None:
         self._tells_writes = tells_writes()
-        self._mappings = file_mappings()
+        self._mappings: list[FileMapping] = []
+        with suppress(OSError):  # it cannot be told, here or now
+            self._mappings = file_mappings()
         self._starts = [mapping.start for mapping in self._mappings]
 
     def find(self, tensor: torch.Tensor) -> Place | None:
@@ -158,7 +161,9 @@ class Checkpoint(SourceFile):
 
     def _is_explained(self, was: os.stat_result, now: os.stat_result) -> bool:
         mapping = mapping_at(self.bytes.data_ptr())
-        name, self._mapping_name = self._mapping_name, "" if mapping is None else mapping.path
+        if mapping is None:
+            return False
+        name, self._mapping_name = self._mapping_name, mapping.path
         is_renamed = name != self._mapping_name  # or deleted
         return is_renamed or _status_of(was) != _status_of(now)
 

@@ -280,7 +280,7 @@ class SourceFile:
         """
         buffer = memoryview(bytearray(min(_CHUNK_BYTES, num_bytes)))
         with self._open() as fd:
-            if fd is not None and _identity_of(os.fstat(fd)) != _identity_of(self._stamp):
+            if fd is not None and _identity_of(self._look_at(fd)) != _identity_of(self._stamp):
                 raise self._without_name()
             for start in range(0, num_bytes, _CHUNK_BYTES):
                 chunk = buffer[: num_bytes - start]
@@ -293,11 +293,11 @@ class SourceFile:
             GroupFileError: somebody changed the file, or nobody can tell.
         """
         fd = self._fds.fd
-        now = self._stat_of(self.path) if fd is None else os.fstat(fd)
+        now = self._stat_of(self.path) if fd is None else self._look_at(fd)
         self.is_adrift &= now is None
         if now is None and not self.is_adrift:
             with self._open() as fd:
-                now = None if fd is None else os.fstat(fd)
+                now = None if fd is None else self._look_at(fd)
         if now is not None:
             self._compare(now)
             return
@@ -362,7 +362,7 @@ class SourceFile:
         """A descriptor of the file, which is what it was; None if it is adrift."""
         with self._open() as fd:
             if fd is not None:
-                self._compare(os.fstat(fd))
+                self._compare(self._look_at(fd))
             elif not self.is_adrift:
                 raise self._without_name()
             yield fd
@@ -395,6 +395,12 @@ class SourceFile:
             return os.open(self.path, flags | os.O_NOFOLLOW)
         except OSError as error:
             raise self.lost(self.start, f"opening it failed: {error.strerror}") from error
+
+    def _look_at(self, fd: int) -> os.stat_result:
+        try:
+            return os.fstat(fd)
+        except OSError as error:  # a network file system whose server has gone
+            raise self.lost(self.start, str(error.strerror)) from error
 
     def _stat_of(self, path: Path) -> os.stat_result | None:
         """What `path` leads to, without a link, if that is this file."""

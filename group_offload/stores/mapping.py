@@ -13,6 +13,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import wait
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +59,8 @@ def file_mappings() -> list[FileMapping]:
 
 
 def mapping_at(address: int) -> FileMapping | None:
-    with open("/proc/self/maps", "rb") as maps:
+    """The mapping that holds `address`. None if it is not of a file, or if that cannot be told now."""
+    with suppress(OSError), open("/proc/self/maps", "rb") as maps:
         for line in maps:
             if int(line[line.index(b"-") + 1 : line.index(b" ")], 16) > address:
                 found = _parse_mapping(line)
