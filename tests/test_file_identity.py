@@ -250,6 +250,40 @@ def test_set_up_with_files_that_were_cut_off(place: Path) -> None:
     assert done.returncode == 0 and done.stdout.endswith("done\n"), (done.returncode, done.stdout, done.stderr[-1500:])
 
 
+def test_a_file_that_is_cut_off_while_a_forward_changes_weights(place: Path) -> None:
+    """The new values of a batch norm would be written to pages that are not there any more."""
+    done = run_python(
+        """
+        import tests.test_file_identity as t
+        from tests.test_residence import NormedModel, DIM
+        os.fsync = os.fstat
+        root = pathlib.Path(sys.argv[1])
+        for tier in ("groups", "checkpoint"):
+            torch.manual_seed(0)
+            model = NormedModel().train()
+            folder = root / tier
+            folder.mkdir()
+            options = {"offload_to_disk_path": folder}
+            if tier == "checkpoint":
+                t.save_file(model.state_dict(), folder / "model.safetensors")
+                model.load_state_dict(t.load_file(folder / "model.safetensors"), assign=True)
+                options = {"offload_device": "disk"}
+            handle = apply_group_offloading(model, "cpu", **options)
+            def cut(module, args, output):
+                for path in folder.glob("*.safetensors"):
+                    os.truncate(path, 0)
+            model.blocks[1].norm.register_forward_hook(cut)
+            x = torch.randn(3, DIM)
+            for step in (lambda: model(x), lambda: model(x), handle.refresh, handle.remove):
+                with torch.no_grad():
+                    print(tier, t.outcome(step), flush=True)
+        """,
+        place,
+    )
+    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr[-1500:])
+    assert done.stdout.split() == [word for tier in ("groups", "checkpoint") for word in [tier, "told"] * 4]
+
+
 @pytest.mark.parametrize("what", ["deleted", "replaced"])
 def test_the_disk_is_a_promise(what: str, tmp_path: Path) -> None:
     """What cannot rest in its file is not silently taken to RAM."""
