@@ -550,15 +550,17 @@ def test_a_checkpoint_that_goes(what: str, level: str, where: Where, tmp_path: P
     assert_at_rest(model, resident)
 
 
-@every_level
+@pytest.mark.parametrize(("level", "verifies"), [("block_level", True), ("leaf_level", True), ("block_level", False)])
 @pytest.mark.parametrize("what", ["overwritten", "truncated", "appended to", "touched"])
-def test_a_checkpoint_that_is_changed_in_place(what: str, level: str, where: Where, tmp_path: Path) -> None:
-    """Every forward says so until it is what it was."""
+def test_a_checkpoint_that_is_changed_in_place(
+    what: str, level: str, verifies: bool, where: Where, tmp_path: Path
+) -> None:
+    """Every forward says so, until it is what it was if that can be told: by the hash of what was read before."""
     resident = Model([300] * 3).eval()
     path = tmp_path / "model.safetensors"
     model = from_file(resident, path)
     content, stat = path.read_bytes(), path.stat()
-    handle = offload(model, level)
+    handle = offload(model, level, verify_files=verifies)
     x = torch.randn(2, DIM)
     for _ in range(2):
         assert torch.equal(where.call(model, x), Where(None).call(resident, x))
@@ -584,6 +586,10 @@ def test_a_checkpoint_that_is_changed_in_place(what: str, level: str, where: Whe
                 handle.remove()
         path.write_bytes(content)
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        if not verifies:
+            with pytest.raises(GroupFileError, match="verify_files"):
+                where.call(model, x)
+            return
         for _ in range(2):
             assert torch.equal(where.call(model, x), Where(None).call(resident, x))
         assert_at_rest(model, resident)

@@ -184,23 +184,6 @@ def test_another_class_gets_files_of_its_own(tmp_path: Path) -> None:
     assert put(Folder(tmp_path, "A"), weights()).path != put(Folder(tmp_path, "B"), weights()).path
 
 
-@pytest.mark.parametrize("change", ["weights", "byte", "group"])
-def test_open_if_it_holds(change: str, tmp_path: Path) -> None:
-    folder, named = Folder(tmp_path, "Model"), weights()
-    path = put(folder, named).path
-    fd = folder.open_if_it_holds(path, "blocks_0", layout_of(named), list(named.values()))
-    assert fd is not None
-    os.close(fd)
-    if change == "weights":
-        named["blocks_0.up"][0, 0] += 1
-    if change == "byte":
-        with path.open("r+b") as file:
-            file.seek(4096)
-            file.write(b"\1\2\3")
-    group = "blocks_1" if change == "group" else "blocks_0"
-    assert folder.open_if_it_holds(path, group, layout_of(named), list(named.values())) is None
-
-
 # ---------------------------------------------------------------- manifests
 
 

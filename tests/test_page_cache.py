@@ -310,7 +310,7 @@ def test_edits(
 def test_forwards_that_change_their_weights(
     options: dict[str, Any], edit_between: bool, path: Path, device: SimulatedDevice
 ) -> None:
-    """A batch norm in training, counters. Laid out anew in RAM once, not in each pass."""
+    """A batch norm in training, counters. Each group is laid out anew in RAM once, not in each pass."""
     resident = NormedModel().train()
     model = from_file(resident, path)
     handle = offload(model, **options)
@@ -324,7 +324,8 @@ def test_forwards_that_change_their_weights(
                 with device.running():
                     each.blocks[number % 4].proj.weight.data.mul_(0.5)
                     each.blocks[(number + 1) % 4].norm.running_mean.add_(1)
-    assert handle.stats().rebuilds == 1
+    num_edited_alone = 3 if edit_between and options.get("offload_type") == "leaf_level" else 0
+    assert handle.stats().rebuilds == 1 + num_edited_alone
     end(handle, device, model, resident, path)
 
 
@@ -409,9 +410,9 @@ def test_a_file_that_is_changed(what: str, options: dict[str, Any], path: Path, 
         handle.refresh()
     path.write_bytes(whole)
     os.utime(path, (1e9, 1e9))
-    assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+    with pytest.raises(GroupFileError, match=path.name):  # nobody can tell that this is what it was
+        forward(device, model, x)
     model.alive.clear()
-    handle.remove()
 
 
 def test_weights_given_back_are_the_views_that_they_were(path: Path, device: SimulatedDevice) -> None:

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from ..config import OffloadConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, GroupFileError
 from ..layout import ALIGNMENT, ImageLayout, extent_bytes, lay_out, overlapping, span_bytes
 from ..partition import GroupSpec, TensorRef, partition
 from ..progress import progress_bar
 from ..stores.base import Image, Tier
-from ..stores.checkpoint import Checkpoint, CheckpointImage, FileMap, Place
+from ..stores.checkpoint import Checkpoint, CheckpointImage, FileMap, MappedFile, Place
 from ..stores.folder import Folder
 from ..stores.group_file import GroupFile
 from ..stores.mapping import flat_view, map_anonymous, trim_heap
@@ -71,13 +71,18 @@ def build_groups(
         plans.append(_Plan(spec, kept if spec.tensors else empty.get(spec.group_id, []), fresh))
     made: list[Part] = []
     try:
-        views = _find_views(plans, casts)
+        file_map = FileMap()
+        views = _find_views(plans, casts, file_map)
         if config.rests_in_files or config.has_budgets:
-            if config.rests_in_files and folder is None and not before:  # what is edited later comes to RAM
+            is_promised = config.rests_in_files and folder is None and not before  # what is edited later comes to RAM
+            if is_promised:
                 _refuse_what_is_in_no_file(plans, views)
-            _adopt(views, homes, made, lambda checkpoint: False)
+            _adopt(views, homes, made, lambda checkpoint: False, is_promised=is_promised)
         else:
             _adopt_for_ram(views, config, homes, made, wait)
+        for plan in plans:
+            for ref in plan.fresh:  # is going to be read
+                file_map.check(ref.fqn, ref.tensor.detach())
         for in_turn in _in_turn(plans):
             for plan in plans:
                 plan.fresh = in_turn[plan.spec]
@@ -198,35 +203,52 @@ def _runs_of(plans: Iterable[_Plan]) -> Iterator[list[_Plan]]:
         yield run
 
 
-_Views = dict[str, list[tuple[_Plan, list[tuple[TensorRef, Place]]]]]
+_Views = dict[MappedFile, list[tuple[_Plan, list[tuple[TensorRef, Place]]]]]
 """By file: the groups that have tensors there, which these are, and where each of them lies."""
 
 
-def _find_views(plans: Sequence[_Plan], casts: Mapping[int, torch.dtype]) -> _Views:
+def _find_views(plans: Sequence[_Plan], casts: Mapping[int, torch.dtype], file_map: FileMap) -> _Views:
     """The weights that are unchanged views of mapped files, and will not be cast."""
-    file_map = FileMap()
     found: _Views = {}
     for plan in plans:
-        by_path: dict[str, list[tuple[TensorRef, Place]]] = {}
+        by_file: dict[MappedFile, list[tuple[TensorRef, Place]]] = {}
         for cluster in overlapping([ref.tensor.detach() for ref in plan.fresh]):
             mine = [plan.fresh[i] for i in cluster]
             places = [(ref, None if id(ref.tensor) in casts else file_map.find(ref.tensor.detach())) for ref in mine]
             for ref, place in places:
                 if place is not None and all(other is not None for _, other in places):
-                    by_path.setdefault(place.path, []).append((ref, place))
-        for path, mine_there in by_path.items():
-            found.setdefault(path, []).append((plan, mine_there))
+                    by_file.setdefault(place.file, []).append((ref, place))
+        for file, mine_there in by_file.items():
+            found.setdefault(file, []).append((plan, mine_there))
     return found
 
 
 def _adopt(
-    views: _Views, homes: dict[int, torch.device], made: list[Part], accept: Callable[[Checkpoint], bool | None]
+    views: _Views,
+    homes: dict[int, torch.device],
+    made: list[Part],
+    accept: Callable[[Checkpoint], bool | None],
+    *,
+    is_promised: bool = False,
 ) -> None:
-    """Let weights rest in the files that they are views of, if `accept` says so: locked in RAM, or not; None refuses."""
+    """Let weights rest in the files that they are views of, if `accept` says so: locked in RAM, or not; None refuses.
+
+    Raises:
+        ConfigError: `is_promised`, and a file is not there any more.
+        GroupFileError: a file was cut off.
+    """
     for users in views.values():
         try:
             checkpoint = Checkpoint([place for _, mine in users for _, place in mine])
+        except GroupFileError:
+            raise
         except OSError as error:
+            if is_promised:
+                raise ConfigError(
+                    f"offload_device='disk' leaves weights in the files that they were loaded from, and "
+                    f"{users[0][1][0][0].fqn!r} cannot rest there: {error}. Load the model again, or pass "
+                    f"offload_to_disk_path for files of their own, or offload_device='cpu'."
+                ) from error
             logger.info("Weights cannot rest in the file that they were loaded from: %s.", error)
             continue
         is_locked = accept(checkpoint)

@@ -116,7 +116,7 @@ class Engine:
         """Held for the length of a pass."""
         self._backend = config.backend
         path = config.offload_to_disk_path
-        self._folder = None if path is None else Folder(path, type(root).__name__)
+        self._folder = None if path is None else Folder(path, type(root).__name__, is_verified=config.verify_files)
         self._manifest: list[Path] = []
         """What says in the folder which files this module needs, if there is one."""
         weakref.finalize(self, _leave_all, self._manifest).atexit = False

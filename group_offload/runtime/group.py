@@ -250,6 +250,7 @@ class Group:
                 continue
             value = plain_empty(span_bytes(tensor), torch.device("cpu"))
             transfer.fetch(value, as_bytes(tensor), slot.last_use())
+            part.image.check()  # touching what rests in a file that was cut off would be a SIGBUS
             with torch.inference_mode(False), torch.no_grad():
                 if not torch.equal(value, as_bytes(rest)):
                     self._needs_take_up |= part.image.write(place, value)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from ..layout import ImageLayout
+from ..layout import ImageLayout, as_bytes
 
 if TYPE_CHECKING:
     from .files import Proof, SourceFile
@@ -112,6 +113,17 @@ class Image(Protocol):
 
     def close(self, *, forget: bool) -> None:
         """Give up what the image holds. `forget`: its content is out of date, so that nobody will look for it again."""
+
+
+def send_rest(image: Image, mover: Mover, at: int) -> None:
+    """Send an image that is outdated in the middle of a pass: as it is at rest. At the next pass it is made again."""
+    for spec, tensor in zip(image.layout.specs, image.rest, strict=True):
+        value = as_bytes(tensor)
+        mover.stage(at + spec.offset, value.numel(), partial(_fill_from, value))
+
+
+def _fill_from(value: torch.Tensor, chunk: torch.Tensor, start: int) -> None:
+    chunk.copy_(value[start : start + chunk.numel()])
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

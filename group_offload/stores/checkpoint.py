@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 
+from ..errors import GroupFileError
 from ..layout import ALIGNMENT, as_bytes, lay_out_at, span_bytes
-from .base import Mover, Tier
+from .base import Mover, Tier, send_rest
 from .files import FileImage, Piece, SourceFile, merged
-from .mapping import forget_writes
+from .mapping import FileMapping, file_mappings, forget_writes, is_cut_off, mapping_at
 from .pagemap import PAGE, SLOW_SCAN_SECONDS, tells_writes, written_pages
+from .publish import open_to_read
 
 _KEPT_ALIGNMENT = 64
 """Tensors that lie in a file as they may lie in an image, up to this, are copied together. No kernel asks for more."""
@@ -31,47 +32,68 @@ _MAX_GAP = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class _Region:
-    """One private file mapping of this process."""
+class MappedFile:
+    """A file that this process has mapped, as the kernel shows it: see `FileMapping`."""
 
-    start: int
-    end: int
-    file_offset: int
     path: str
-    inode: int
+    identity: tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where in a file a tensor's bytes are."""
 
-    path: str
-    inode: int
+    file: MappedFile
     position: int
     num_bytes: int
+
+    @property
+    def path(self) -> str:
+        return self.file.path
 
 
 class FileMap:
     """Tells of tensors whether they are unchanged views of a file, as of when it was made."""
 
     def __init__(self) -> None:
-        self._regions = _private_file_mappings() if tells_writes() else []
-        self._starts = [region.start for region in self._regions]
+        self._tells_writes = tells_writes()
+        self._mappings: list[FileMapping] = []
+        with suppress(OSError):  # it cannot be told, here or now
+            self._mappings = file_mappings()
+        self._starts = [mapping.start for mapping in self._mappings]
 
     def find(self, tensor: torch.Tensor) -> Place | None:
         """Where `tensor` is a view of a file that still is what it was mapped from; None for any other tensor."""
-        num_bytes = span_bytes(tensor)
-        if not self._regions or not num_bytes or tensor.device.type != "cpu":
+        mapping = self._mapping_of(tensor)
+        if mapping is None or not mapping.is_private or not self._tells_writes:
             return None
-        address = tensor.data_ptr()
-        index = bisect_right(self._starts, address) - 1
-        if index < 0 or address + num_bytes > self._regions[index].end:
-            return None
+        address, num_bytes = tensor.data_ptr(), span_bytes(tensor)
         first = address // PAGE * PAGE
         if written_pages(first, address + num_bytes - first) != []:
             return None
-        region = self._regions[index]
-        return Place(region.path, region.inode, region.file_offset + address - region.start, num_bytes)
+        file = MappedFile(mapping.path, mapping.identity)
+        return Place(file, mapping.file_offset + address - mapping.start, num_bytes)
+
+    def check(self, fqn: str, tensor: torch.Tensor) -> None:
+        """
+        Raises:
+            GroupFileError: `tensor` is a view of a file that was cut off: reading it would be a SIGBUS.
+        """
+        mapping = self._mapping_of(tensor)
+        if mapping is not None and is_cut_off(tensor.data_ptr() + span_bytes(tensor) - 1):
+            raise GroupFileError(
+                f"{mapping.path} was cut off after {fqn!r} was loaded from it: that weight cannot be read any more. Load the "
+                f"model again, and keep other programs from changing the file."
+            )
+
+    def _mapping_of(self, tensor: torch.Tensor) -> FileMapping | None:
+        num_bytes = span_bytes(tensor)
+        if not num_bytes or tensor.device.type != "cpu":
+            return None
+        index = bisect_right(self._starts, tensor.data_ptr()) - 1
+        if index < 0 or tensor.data_ptr() + num_bytes > self._mappings[index].end:
+            return None
+        return self._mappings[index]
 
 
 class Checkpoint(SourceFile):
@@ -80,49 +102,94 @@ class Checkpoint(SourceFile):
     def __init__(self, places: Sequence[Place]) -> None:
         """
         Raises:
-            OSError: the file cannot be opened, or is another one by now.
+            OSError: the file cannot be opened, or its name leads to another one by now.
         """
-        path = Path(places[0].path)
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        file = places[0].file
+        # A name may have a newline, or look as if it had.
+        path = Path(file.path.replace("\\012", "\n"))
+        if not path.exists():
+            path = Path(file.path)
+        fd = open_to_read(path)
         try:
-            if os.fstat(fd).st_ino != places[0].inode:
-                raise OSError(f"{path} is not what was mapped any more")
             start = min(place.position for place in places)
             end = max(place.position + place.num_bytes for place in places)
-            super().__init__(path, fd, start, end, keeps_open=True)
+            super().__init__(path, fd, start, end)
         finally:
             os.close(fd)
-        self._images: weakref.WeakSet[CheckpointImage] = weakref.WeakSet()
-        self._ranges: list[tuple[int, int]] | None = None
-        """The pages of all images; None until somebody asks."""
+        self._mapping_name = self._find_mapping_name(file.identity)
+        self._pages: _Pages | None = None
+        """Of all images; None until somebody asks."""
+
+    def _find_mapping_name(self, identity: tuple[str, int]) -> str:
+        # The device of `fstat` may be another one than the kernel shows for mappings: two of those are compared.
+        mapping = mapping_at(self.bytes.data_ptr())
+        if mapping is None or mapping.identity != identity:
+            self.release()
+            raise OSError(f"{self.path} is not what was mapped any more")
+        return mapping.path
 
     def add(self, image: CheckpointImage) -> None:
-        self._images.add(image)
-        self._ranges = None
-        self.hold()
+        self.images.add(image)
+        self._pages = None
 
-    def let_go(self) -> None:
-        self._ranges = None
-        super().let_go()
+    def let_go(self, image: CheckpointImage) -> None:
+        """One image less. The last one unlocks and closes the file."""
+        self.images.discard(image)
+        self._pages = None
+        if not self.images:
+            self.release()
 
     def take_up_edits(self, wait: Callable[[], None]) -> bool:
         """Find the images that weights at rest hold edits of: those have to be made again, somewhere else."""
         self.check()
-        found = False
-        if self._ranges is None:
-            # Images of one file mostly lie in one mapping, one after another: few scans serve all of them.
-            self._ranges = merged([pages for image in self._images for pages in image.addresses])
-        for start, end in self._ranges:
+        pages = self._pages
+        if pages is None:
+            pages = self._pages = _Pages([image for image in self.images if isinstance(image, CheckpointImage)])
+        for start, end in pages.all:
             started = time.perf_counter()
-            written = written_pages(start, end - start) or ()
-            if not written and time.perf_counter() - started > SLOW_SCAN_SECONDS:
-                forget_writes(start, end - start)  # there are none: this unmaps what was read
-            for low, high in written:
-                found = True
-                for image in self._images:
-                    if any(first < start + high and start + low < last for first, last in image.addresses):
-                        image.is_outdated = True
-        return found
+            written = written_pages(start, end - start)
+            if written == []:
+                if time.perf_counter() - started > SLOW_SCAN_SECONDS:
+                    pages.forget(start, end)  # this unmaps what was read
+                continue
+            # Pages count as written too if they were locked, and if the system does not tell any may be: bytes are compared.
+            for low, high in [(0, end - start)] if written is None else written:
+                found = [image for image in pages.images if image.has_edits(start + low, start + high)]
+                if not found and written is not None:
+                    pages.forget(start + low, start + high)
+        return any(image.is_outdated for image in pages.images)
+
+    def _is_explained(self, was: os.stat_result, now: os.stat_result) -> bool:
+        mapping = mapping_at(self.bytes.data_ptr())
+        if mapping is None:
+            return False
+        name, self._mapping_name = self._mapping_name, mapping.path
+        is_renamed = name != self._mapping_name  # or deleted
+        return is_renamed or _status_of(was) != _status_of(now)
+
+
+def _status_of(found: os.stat_result) -> tuple[int, int, int, int]:
+    return found.st_nlink, found.st_mode, found.st_uid, found.st_gid
+
+
+class _Pages:
+    """The memory that weights of some images rest in."""
+
+    def __init__(self, images: Sequence[CheckpointImage]) -> None:
+        self.images = images
+        spans = merged([(start, start + num_bytes) for image in images for start, _, num_bytes in image.spans])
+        # Images of one file mostly lie in one mapping, one after another: few scans serve all of them.
+        self.all = merged([(start // PAGE * PAGE, -(-end // PAGE) * PAGE) for start, end in spans])
+        """Whole pages around them."""
+        self._own = [(-(-start // PAGE) * PAGE, end // PAGE * PAGE) for start, end in spans]
+        """The pages that nothing else lies in."""
+
+    def forget(self, start: int, end: int) -> None:
+        """Nothing was written to these pages. Those that others may be writing to are left alone."""
+        for first, last in self._own:
+            low, high = max(start, first), min(end, last)
+            if low < high:
+                forget_writes(low, high - low)
 
 
 class CheckpointImage(FileImage):
@@ -139,8 +206,10 @@ class CheckpointImage(FileImage):
         super().__init__(lay_out_at(fqns, tensors, offsets, num_bytes))
         self.source: Checkpoint = source
         self.rest = list(tensors)
-        self.addresses = merged([_pages_of(tensor) for tensor in tensors])
-        """The pages that the weights at rest lie in, as ranges of addresses."""
+        self.spans = [
+            (tensor.data_ptr(), place.position, place.num_bytes) for tensor, place in zip(tensors, places, strict=True)
+        ]
+        """Where each weight at rest lies: in memory, in the file, and how many bytes."""
         self._is_open = True
         source.add(self)
 
@@ -152,6 +221,26 @@ class CheckpointImage(FileImage):
     def where(self) -> str:
         return f"{'page cache, ' if self.tier is Tier.RAM else ''}{self.source.path.name}"
 
+    def has_edits(self, start: int, end: int) -> bool:
+        """Whether weights at rest differ from the file in this memory. From then on the image is outdated.
+
+        Raises:
+            GroupFileError: with `is_verified`, the file is not what it was: damage would become a part of what is edited.
+        """
+        if not self.is_outdated:
+            self.is_outdated = any(
+                self._differs(tensor, max(start, first) - first, min(end, first + num_bytes) - first, position)
+                for tensor, (first, position, num_bytes) in zip(self.rest, self.spans, strict=True)
+            )
+            if self.is_outdated and self.is_verified and self.content is not None:
+                self.is_outdated = False
+                self.prove()
+                self.is_outdated = True
+        return self.is_outdated
+
+    def _differs(self, tensor: torch.Tensor, low: int, high: int, position: int) -> bool:
+        return low < high and not self.source.holds(position + low, as_bytes(tensor)[low:high])
+
     def write(self, index: int, value: torch.Tensor) -> bool:
         with torch.inference_mode(False), torch.no_grad():
             as_bytes(self.rest[index]).copy_(value)
@@ -159,18 +248,15 @@ class CheckpointImage(FileImage):
         return False
 
     def send(self, mover: Mover, at: int) -> None:
-        if not self.is_outdated:
+        if self.is_outdated:
+            send_rest(self, mover, at)
+        else:
             super().send(mover, at)
-            return
-        # In the middle of a pass: at the next one the image is made again.
-        for spec, tensor in zip(self.layout.specs, self.rest, strict=True):
-            value = as_bytes(tensor)
-            mover.stage(at + spec.offset, value.numel(), partial(_fill_from, value))
 
     def close(self, *, forget: bool) -> None:
         if self._is_open:
             self._is_open = False
-            self.source.let_go()
+            self.source.let_go(self)
 
 
 def _arrange(places: Sequence[Place]) -> tuple[list[int], list[Piece], int]:
@@ -193,24 +279,3 @@ def _arrange(places: Sequence[Place]) -> tuple[list[int], list[Piece], int]:
         pieces[-1] = replace(last, num_bytes=size)
         end = last.offset + size
     return offsets, pieces, -(-end // ALIGNMENT) * ALIGNMENT
-
-
-def _fill_from(value: torch.Tensor, chunk: torch.Tensor, start: int) -> None:
-    chunk.copy_(value[start : start + chunk.numel()])
-
-
-def _pages_of(tensor: torch.Tensor) -> tuple[int, int]:
-    start = tensor.data_ptr()
-    return start // PAGE * PAGE, -(-(start + span_bytes(tensor)) // PAGE) * PAGE
-
-
-def _private_file_mappings() -> list[_Region]:
-    found = []
-    with open("/proc/self/maps") as maps:
-        for line in maps:
-            addresses, flags, offset, _, inode, *path = line.split(maxsplit=5)
-            if flags[3] != "p" or inode == "0" or not path or not path[0].startswith("/"):
-                continue
-            start, _, end = addresses.partition("-")
-            found.append(_Region(int(start, 16), int(end, 16), int(offset, 16), path[0].rstrip("\n"), int(inode)))
-    return found

@@ -10,13 +10,28 @@ Each file has one of three ways to the device.
   what is in the page cache is not driven out by what is needed once a pass. Parts that are in the page cache are read
   from there all the same.
 
+[Note: Which file it is]
+A file is what was proven once: a device, an inode, a size, a time of change of its content and one of anything about it
+(`st_mtime_ns`, `st_ctime_ns`). That is looked at again as a pass begins and at each read, through a descriptor that is
+held, whatever has the file's name by then. Other programs share what is mapped, so holding a file does not keep its
+bytes: one that lost its name is looked at as strictly as one that has it.
+
+- Another size, or another time of its content: it was changed.
+- Only `st_ctime_ns` is another: renaming, linking, deleting, chmod and chown do that, and so does whoever changes the bytes
+  and puts the other time back. If the hash of the bytes is known they are hashed once. If not, there has to be another
+  name, number of links, mode or owner to explain it.
+- A process has not descriptors for hundreds of files. Those without one are looked at by their names, also by the name
+  that they have now, or through their mapping if the process has the privilege. A file that is *adrift*, because none of
+  that leads to it, cannot be looked at: then its bytes are hashed whenever they are needed, and lost if the hash is not known.
+
 Only shared, read-only mappings are ever registered with a driver: a writable one of a file is refused, and the call has
-been seen to hang on a private one. Files are never read through a mapping on the way to the device if that can be helped:
-one that was cut off would end the process (SIGBUS), where `preadv` tells.
+been seen to hang on a private one. Files are not read through a mapping: touching one that was cut off would end the
+process (SIGBUS), where `preadv` and `process_vm_readv` tell.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import stat
@@ -34,14 +49,15 @@ from ..device import Backend
 from ..errors import GroupFileError
 from ..layout import ImageLayout
 from .base import Mover, Tier
-from .mapping import cached_bytes, flat_view, map_page_cache
+from .mapping import cached_bytes, flat_view, map_page_cache, mapping_at, read_mapped
 from .pagemap import PAGE
 from .pinned import unlock
 from .reading import BLOCK, open_direct, read_around, read_part, refuses_direct, say_that_not_direct
 
 _MAX_KEPT_OPEN = 256
-"""Files of this process that stay open; others are opened for each read. A process may often have 1024."""
-
+"""Descriptors of files that stay open; others are opened for each read. A process may often have 1024."""
+_CHUNK_BYTES = 4 << 20
+"""Read at once to compare or to hash."""
 
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 64 << 10
 
@@ -62,59 +78,61 @@ locked = _Locked()
 
 
 class SourceFile:
-    """A part of a file that images are read from, by several threads at once. See [Note: Ways to read a file].
+    """A part of a file that images are read from, by several threads at once.
 
-    It is held open, or mapped: so what is read is the file that was opened, whatever has its name by now.
+    See [Note: Ways to read a file] and [Note: Which file it is].
     """
 
-    def __init__(self, path: Path, fd: int, start: int, end: int, *, keeps_open: bool) -> None:
+    def __init__(self, path: Path, fd: int, start: int, end: int, stamp: os.stat_result | None = None) -> None:
         """
         Args:
             fd: of the file; the caller closes it.
-            keeps_open: not for hundreds of files, since a process has not many more descriptors.
             start, end: the bytes of the file that images lie in.
+            stamp: what `fstat` said before anybody looked at the bytes.
 
         Raises:
-            OSError: the file is shorter, or cannot be mapped.
+            GroupFileError: the file is shorter.
+            OSError: it cannot be mapped.
         """
         self.path = path
-        self._stamp = os.fstat(fd)
+        """Its name, as far as that is known."""
+        self._stamp = os.fstat(fd) if stamp is None else stamp
         if not stat.S_ISREG(self._stamp.st_mode):
             raise OSError(f"{path} is not a regular file")
         if end > self._stamp.st_size:
-            raise OSError(f"{path} was cut off")
-        self._start = start // PAGE * PAGE
-        size = end - self._start if start < end else 0
-        self.bytes = flat_view(map_page_cache(fd, self._start, size) if size else None, 0, size)
+            raise self.lost(self._stamp.st_size, "it ends there: it was cut off")
+        self.start = start // PAGE * PAGE
+        """Where in the file `bytes` begins."""
+        size = end - self.start if start < end else 0
+        self.bytes = flat_view(map_page_cache(fd, self.start, size) if size else None, 0, size)
         """What the page cache holds, as flat uint8: only to be read while it is locked."""
         self.bytes_cached = 0
         """Read so far through the page cache. Not exact: threads that read do not wait for each other to count."""
-        self._fds = _Kept(fd if keeps_open else None)
+        self.images: weakref.WeakSet[FileImage] = weakref.WeakSet()
+        """The images that lie here."""
+        self.is_adrift = False
+        """It cannot be looked at: what is read has to be hashed."""
+        self._looking = threading.Lock()
+        """Held by the thread that looks at the bytes again: the others wait for what it finds."""
+        self._fds = _Kept(fd)
         self._close_fds = weakref.finalize(self, self._fds.close)
         self._close_fds.atexit = False
         self._locked: dict[tuple[int, int], Callable[[], object]] = {}
         """What unlocks each page-locked range of `bytes`."""
         self.num_lockings = 0
         """Goes up when other ranges are locked."""
-        self._num_images = 0
 
     @property
     def num_bytes(self) -> int:
         return self.bytes.numel()
 
-    def hold(self) -> None:
-        """One more image lies here."""
-        self._num_images += 1
-
-    def let_go(self) -> None:
-        """One image less. The last one unlocks and closes the file."""
-        self._num_images -= 1
-        if not self._num_images:
-            self.release()
-
     def release(self) -> None:
-        self._unlock_all_but(())
+        """Unlock and close the file."""
+        self.unlock()
         self._close_fds()
+
+    def unlock(self) -> None:
+        self._unlock_all_but(())
 
     def lock(self, pieces: Sequence[Piece] | None, backend: Backend, wait: Callable[[], None]) -> bool:
         """Page-lock the pages of `pieces`, or all, in the page cache, and no others. What is not there is read first.
@@ -131,7 +149,7 @@ class SourceFile:
                 continue
             with suppress(OSError), self._open() as fd:
                 if fd is not None:  # in long runs, not page by page
-                    os.posix_fadvise(fd, self._start + start, end - start, os.POSIX_FADV_WILLNEED)
+                    os.posix_fadvise(fd, self.start + start, end - start, os.POSIX_FADV_WILLNEED)
             unpin = backend.pin(self.bytes[start:end], read_only=True)
             if unpin is None:
                 self._unlock_all_but(())
@@ -178,7 +196,7 @@ class SourceFile:
 
     def offset_of(self, position: int) -> int:
         """Where in `bytes` a byte of the file is."""
-        return position - self._start
+        return position - self.start
 
     def seems_cached(self, pieces: Sequence[Piece]) -> bool:
         """Whether all of `pieces` is in the page cache, as far as a few samples tell."""
@@ -197,7 +215,7 @@ class SourceFile:
         start = position // PAGE * PAGE
         size = position + num_bytes - start
         try:
-            return cached_bytes(self.bytes.data_ptr() + start - self._start, size) == size
+            return cached_bytes(self.bytes.data_ptr() + start - self.start, size) == size
         except OSError:
             return False
 
@@ -216,10 +234,7 @@ class SourceFile:
         inset = position % BLOCK
         with self._readable() as fd:
             if fd is None:
-                start = self.offset_of(position)
-                torch.frombuffer(area, dtype=torch.uint8, count=num_bytes, offset=inset).copy_(
-                    self.bytes[start : start + num_bytes]
-                )
+                self._fill(fd, area[inset : inset + num_bytes], position)
                 return False
             done = None
             if direct and not self.is_cached(position, num_bytes):
@@ -241,30 +256,64 @@ class SourceFile:
             GroupFileError: they cannot be read.
         """
         with self._readable() as fd:
-            if fd is None:
-                start = self.offset_of(position)
-                torch.frombuffer(target, dtype=torch.uint8).copy_(self.bytes[start : start + len(target)])
-            elif (done := self._pread(fd, target, position)) < len(target):
-                raise self.lost(position + done, "it ends there")
+            self._fill(fd, target, position)
 
-    def check(self) -> bool:
-        """Whether the path still leads to this file.
+    def holds(self, position: int, data: torch.Tensor) -> bool:
+        """Whether the file holds `data` (flat uint8) from byte `position` on.
 
         Raises:
-            GroupFileError: somebody changed the file itself.
+            GroupFileError: it cannot be read, or was changed.
         """
-        try:
-            now = self.path.stat()
-        except FileNotFoundError:
-            return False  # it is held all the same
-        except OSError as error:
-            if self._fds.fd is None:
-                raise self.lost(0, str(error.strerror)) from error
-            now = os.fstat(self._fds.fd)
-        if (now.st_dev, now.st_ino) != (self._stamp.st_dev, self._stamp.st_ino):
-            return False
-        self._compare(now)
+        done = 0
+        for chunk in self.chunks(position, data.numel()):
+            found = torch.frombuffer(chunk, dtype=torch.uint8)
+            if not torch.equal(found, data[done : done + len(chunk)]):
+                return False
+            done += len(chunk)
         return True
+
+    def chunks(self, position: int, num_bytes: int) -> Iterator[memoryview]:
+        """What the file holds there, in pieces. Each is good until the next one.
+
+        Raises:
+            GroupFileError: it cannot be read.
+        """
+        buffer = memoryview(bytearray(min(_CHUNK_BYTES, num_bytes)))
+        with self._open() as fd:
+            if fd is not None and _identity_of(self._look_at(fd)) != _identity_of(self._stamp):
+                raise self._without_name()
+            for start in range(0, num_bytes, _CHUNK_BYTES):
+                chunk = buffer[: num_bytes - start]
+                self._fill(fd, chunk, position + start)
+                yield chunk
+
+    def check(self) -> None:
+        """
+        Raises:
+            GroupFileError: somebody changed the file, or nobody can tell.
+        """
+        fd = self._fds.fd
+        now = self._stat_of(self.path) if fd is None else self._look_at(fd)
+        self.is_adrift &= now is None
+        if now is None and not self.is_adrift:
+            with self._open() as fd:
+                now = None if fd is None else self._look_at(fd)
+        if now is not None:
+            self._compare(now)
+            return
+        if not all(image.content for image in self.images):
+            raise self._without_name()
+        if not self.is_adrift:
+            self.is_adrift = True
+            for image in self.images:
+                image.generation += 1  # what is on its way is not going to be hashed
+        for image in self.images:
+            image.prove()
+
+    def has_name(self, path: Path) -> bool:
+        """Whether `path` leads to this file, and it is what it was."""
+        now = self._stat_of(path)
+        return now is not None and _content_of(now) == _content_of(self._stamp)
 
     def lost(self, position: int, what: str) -> GroupFileError:
         return GroupFileError(
@@ -297,37 +346,122 @@ class SourceFile:
             if not is_kept:
                 os.close(direct_fd)
 
+    def _fill(self, fd: int | None, target: memoryview, position: int) -> None:
+        if fd is not None:
+            if (done := self._pread(fd, target, position)) < len(target):
+                raise self.lost(position + done, "it ends there")
+            return
+        try:
+            read_mapped(self.bytes.data_ptr() + self.offset_of(position), target)
+        except OSError as error:
+            what = "it was cut off" if error.errno == errno.EFAULT else str(error.strerror)
+            raise self.lost(position, f"it has no name any more, and {what}") from error
+
     @contextmanager
     def _readable(self) -> Iterator[int | None]:
-        """A descriptor of the file, which is what it was; None if it can only be had from the mapping."""
+        """A descriptor of the file, which is what it was; None if it is adrift."""
         with self._open() as fd:
             if fd is not None:
-                self._compare(os.fstat(fd))
+                self._compare(self._look_at(fd))
+            elif not self.is_adrift:
+                raise self._without_name()
             yield fd
 
     @contextmanager
     def _open(self) -> Iterator[int | None]:
+        """A descriptor of the file; None if there is none to be had."""
         if self._fds.fd is not None:
             yield self._fds.fd
             return
+        fd = None if self.is_adrift else self._open_anew()
         try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except FileNotFoundError:
-            yield None
-            return
-        except OSError as error:
-            raise self.lost(self._start, f"opening it failed: {error.strerror}") from error
-        try:
-            now = os.fstat(fd)
-            yield fd if (now.st_dev, now.st_ino) == (self._stamp.st_dev, self._stamp.st_ino) else None
+            yield fd
         finally:
-            os.close(fd)
+            if fd is not None:
+                os.close(fd)
+
+    def _open_anew(self) -> int | None:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        if self._stat_of(self.path) is None:  # renamed, perhaps
+            mapping = mapping_at(self.bytes.data_ptr())
+            if mapping is None:
+                return None
+            if self._stat_of(Path(mapping.path)) is None:
+                with suppress(OSError):
+                    return os.open(f"/proc/self/map_files/{mapping.start:x}-{mapping.end:x}", flags)
+                return None
+            self.path = Path(mapping.path)
+        try:
+            return os.open(self.path, flags | os.O_NOFOLLOW)
+        except OSError as error:
+            raise self.lost(self.start, f"opening it failed: {error.strerror}") from error
+
+    def _look_at(self, fd: int) -> os.stat_result:
+        try:
+            return os.fstat(fd)
+        except OSError as error:  # a network file system whose server has gone
+            raise self.lost(self.start, str(error.strerror)) from error
+
+    def _stat_of(self, path: Path) -> os.stat_result | None:
+        """What `path` leads to, without a link, if that is this file."""
+        with suppress(OSError):
+            now = os.lstat(path)
+            if _identity_of(now) == _identity_of(self._stamp):
+                return now
+        return None
 
     def _compare(self, now: os.stat_result) -> None:
-        if now.st_size < self._stamp.st_size:
+        was = self._stamp
+        if _identity_of(now) != _identity_of(was):
+            raise self.lost(self.start, "another file took its place")
+        if now.st_size < was.st_size:
             raise self.lost(now.st_size, "it ends there: it was cut off")
-        if (now.st_size, now.st_mtime_ns) != (self._stamp.st_size, self._stamp.st_mtime_ns):
-            raise self.lost(self._start, "another program changed it after it was opened")
+        if _content_of(now) != _content_of(was):
+            raise self.lost(self.start, "another program changed it after it was opened")
+        if now.st_ctime_ns != was.st_ctime_ns:
+            self._look_again(now)
+
+    def _look_again(self, now: os.stat_result) -> None:
+        """Something about the file changed, and perhaps no byte of it."""
+        with self._looking:
+            if now.st_ctime_ns == self._stamp.st_ctime_ns:
+                return
+            images = [*self.images]
+            if images and all(image.content for image in images):
+                for image in images:
+                    image.prove()
+            elif not self._is_explained(self._stamp, now):
+                raise self.lost(
+                    self.start,
+                    "another program may have changed it after it was opened (its st_ctime says so, and its content is not "
+                    "known: verify_files=True would)",
+                )
+            self._stamp = now
+
+    def _is_explained(self, was: os.stat_result, now: os.stat_result) -> bool:
+        """Whether its time of change is another for a reason that leaves its bytes alone."""
+        return False
+
+    def _without_name(self) -> GroupFileError:
+        try:
+            os.lstat(self.path)
+            why = "another file has its name"
+        except OSError as error:
+            why = str(error.strerror)
+        return self.lost(
+            self.start,
+            f"{why}. This process has not descriptors enough to hold all files of weights (ulimit -n), so it cannot be told "
+            f"whether it was changed",
+        )
+
+
+def _identity_of(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
+def _content_of(found: os.stat_result) -> tuple[int, int, int, int]:
+    """What is another if the content is: the file itself, its size, and the time of its last change."""
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _unlock(wait: Callable[[], None], unpin: Callable[[], object], memory: torch.Tensor, num_bytes: int) -> None:
@@ -341,34 +475,38 @@ class _Kept:
     _lock = threading.RLock()  # a finalizer calls `close` of another one, perhaps in a thread that has the lock
     _num = 0
 
-    def __init__(self, fd: int | None) -> None:
+    def __init__(self, fd: int) -> None:
         self.fd: int | None = None
         self.has_no_direct = False
         self._direct: int | None = None
-        with _Kept._lock:
-            if fd is not None and _Kept._num < min(_MAX_KEPT_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4):
-                _Kept._num += 1
+        with _Kept._lock, suppress(OSError):  # none is left
+            if self._may_keep():
                 self.fd = os.dup(fd)
-                os.set_inheritable(self.fd, False)
+                _Kept._num += 1
+
+    @staticmethod
+    def _may_keep() -> bool:
+        return _Kept._num < min(_MAX_KEPT_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
 
     def direct(self, fd: int) -> tuple[int, bool] | None:
         """A descriptor for direct reads, and whether it stays open."""
         if self.has_no_direct:
             return None
-        if self.fd is None:
-            opened = open_direct(fd)
-            return None if opened is None else (opened, False)
         with _Kept._lock:
-            if self._direct is None and not self.has_no_direct:
-                self._direct = open_direct(fd)
-                self.has_no_direct = self._direct is None
-        return None if self._direct is None else (self._direct, True)
+            if self._direct is None:
+                opened = open_direct(fd)
+                if opened is None or self.fd is None or not self._may_keep():
+                    self.has_no_direct = self.fd is not None and opened is None
+                    return None if opened is None else (opened, False)
+                self._direct = opened
+                _Kept._num += 1
+            return self._direct, True
 
     def close(self) -> None:
         with _Kept._lock:
-            _Kept._num -= self.fd is not None
             for fd in (self.fd, self._direct):
                 if fd is not None:
+                    _Kept._num -= 1
                     os.close(fd)
             self.fd = self._direct = None
 
@@ -416,7 +554,8 @@ class Proof:
         elif self._image.content != found:
             raise self._image.source.lost(
                 self._image.pieces[0].position,
-                f"its content was not what it should be (XXH3 {found}, not {self._image.content}): the drive, or memory, fails",
+                f"the content of {self._image.layout.specs[0].fqn!r} and what lies beside it was not what it should be (XXH3 "
+                f"{found}, not {self._image.content}): the drive, or memory, fails, or another program changed it",
             )
 
 
@@ -469,9 +608,19 @@ class FileImage:
     def check(self) -> None:
         self.source.check()
 
+    def prove(self) -> None:
+        """
+        Raises:
+            GroupFileError: the file does not hold what it held, whose hash is known.
+        """
+        proof = Proof(self)
+        for piece in self.pieces:
+            for chunk in self.source.chunks(piece.position, piece.num_bytes):
+                proof.update(chunk)
+
     def send(self, mover: Mover, at: int) -> None:
         source = self.source
-        proof = Proof(self) if self.is_verified else None
+        proof = Proof(self) if self.is_verified or source.is_adrift else None
         is_locked = self.is_locked
         for piece in self.pieces:
             if is_locked:

@@ -47,6 +47,8 @@ class ProvenFile:
 
     path: Path
     fd: int
+    stamp: os.stat_result
+    """Of the file, from before it was compared."""
     entry: ManifestEntry
 
 
@@ -60,13 +62,18 @@ class Folder:
     else it belongs to another model, or to other weights: it is left alone and the next name is tried.
     """
 
-    def __init__(self, path: Path, model_class: str = "") -> None:
+    def __init__(self, path: Path, model_class: str = "", *, is_verified: bool = False) -> None:
         """
         Args:
             model_class: of the model whose groups these are: what people read in listings. Files are used by one class only.
+            is_verified: what is read from the files is hashed each time, so they may be anybody's.
         """
         self.path = path
         self.model_class = model_class
+        self._is_verified = is_verified
+        self._trusted = {0, os.geteuid()}
+        """The users whose files are used: others could change theirs later. Network file systems may map users."""
+        self._num_of_others = 0
         self._num_in_the_way = 0
         self._mine: set[Path] = set()
         """Files of groups of the module that this folder is for. It gives them up when it is laid out again."""
@@ -75,14 +82,21 @@ class Folder:
 
     def report(self) -> None:
         """Say once what was found in the way since the last call."""
-        if self._num_in_the_way:
+        if self._num_in_the_way > self._num_of_others:
             logger.warning(
                 "%d files in %s have the names of groups but hold other weights (another model's, or older ones). They were "
                 "left alone, and other names were used.",
-                self._num_in_the_way,
+                self._num_in_the_way - self._num_of_others,
                 self.path,
             )
-            self._num_in_the_way = 0
+        if self._num_of_others:
+            logger.warning(
+                "%d files in %s belong to other users, who may change them at any time. They were left alone, and other names "
+                "were used. With verify_files=True they are used, and what is read from them is checked.",
+                self._num_of_others,
+                self.path,
+            )
+        self._num_in_the_way = self._num_of_others = 0
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -152,31 +166,26 @@ class Folder:
             path = self.path / file_name(group_id if attempt == 0 else f"{group_id}@{attempt}")
             if path == outdated:
                 continue
-            fd = _open_if_equal(path, header, layout, tensors)
-            if fd is not None:
+            found = self._open_if_equal(path, header, layout, tensors)
+            if found is not None:
                 on_written(layout.num_bytes)
             elif not os.path.lexists(path):
                 fd = self._write(path, group_id, header, layout, tensors, on_written)
                 if fd is not None:
+                    found = fd, _stamp_of(fd)
                     with _lock:
                         _written_here.add(path)
                 else:
-                    fd = _open_if_equal(path, header, layout, tensors)  # another process was quicker
-            if fd is not None:
+                    found = self._open_if_equal(path, header, layout, tensors)  # another process was quicker
+            if found is not None:
                 self._mine.add(path)
-                return ProvenFile(path, fd, ManifestEntry(group_id, path.name, content, len(header) + layout.num_bytes))
+                entry = ManifestEntry(group_id, path.name, content, len(header) + layout.num_bytes)
+                return ProvenFile(path, *found, entry)
             logger.info("%s is not what group %r rests in: left alone, another name is used.", path, group_id)
             self._num_in_the_way += path not in self._mine
         raise GroupFileError(
             f"{self.path} holds 1000 files with the names of group {group_id!r}. Empty it, or pass another folder."
         )
-
-    def open_if_it_holds(
-        self, path: Path, group_id: str, layout: ImageLayout, tensors: Sequence[torch.Tensor]
-    ) -> int | None:
-        """A descriptor of `path` if that is this group's file and every byte of it is what would be written now."""
-        content = content_of(pieces(layout, tensors))
-        return _open_if_equal(path, encode_header(layout, group_id, self.model_class, content), layout, tensors)
 
     def publish_manifest(self, entries: Sequence[ManifestEntry], replaces: Path | None = None) -> Path | None:
         """Write down which files a model needs, once all of them are there. `leave` the manifest when the model goes.
@@ -216,8 +225,37 @@ class Folder:
 
     def _write_probe(self) -> None:
         probe = self.path / temporary_name("probe")
-        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666))
+        fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        self._trusted.add(os.fstat(fd).st_uid)
+        os.close(fd)
         probe.unlink(missing_ok=True)
+
+    def _open_if_equal(
+        self, path: Path, header: bytes, layout: ImageLayout, tensors: Sequence[torch.Tensor]
+    ) -> tuple[int, os.stat_result] | None:
+        """A descriptor of the file if it holds exactly this, and what `fstat` said before that was found out.
+
+        The header has the hash of the data, so what was written for other weights is told without reading its data.
+        The data is compared all the same: a header can be right, and a byte behind it not.
+        """
+        try:
+            fd = open_to_read(path)
+        except OSError:
+            return None
+        try:
+            mark_in_use(fd)
+            stamp = os.fstat(fd)
+            is_trusted = self._is_verified or stamp.st_uid in self._trusted
+            self._num_of_others += not is_trusted
+            if is_trusted and holds(fd, header, pieces(layout, tensors)):
+                return fd, stamp
+        except OSError:  # a drive that fails: not a file to rely on
+            pass
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+        return None
 
     def _write(
         self,
@@ -240,26 +278,12 @@ class Folder:
             ) from error
 
 
-def _open_if_equal(path: Path, header: bytes, layout: ImageLayout, tensors: Sequence[torch.Tensor]) -> int | None:
-    """The header has the hash of the data, so what was written for other weights is told without reading its data.
-
-    The data is compared all the same: a header can be right, and a byte behind it not.
-    """
+def _stamp_of(fd: int) -> os.stat_result:
     try:
-        fd = open_to_read(path)
-    except OSError:
-        return None
-    try:
-        mark_in_use(fd)
-        if holds(fd, header, pieces(layout, tensors)):
-            return fd
-    except OSError:  # a drive that fails: not a file to rely on
-        pass
-    except BaseException:
+        return os.fstat(fd)
+    except OSError as error:
         os.close(fd)
-        raise
-    os.close(fd)
-    return None
+        raise GroupFileError(f"A group file that was just written cannot be looked at: {error.strerror}.") from error
 
 
 def use(path: Path) -> None:
@@ -302,6 +326,10 @@ def _why_not(path: Path, error: OSError) -> str:
     if isinstance(error, FileExistsError) and os.path.lexists(path) and not path.is_dir():
         return "it is a link that leads nowhere" if path.is_symlink() and not path.exists() else "it is not a folder"
     return str(error.strerror)
+
+
+# What a child deletes its parent may be using.
+os.register_at_fork(after_in_child=_written_here.clear)
 
 
 def _count_left() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from ..errors import GroupFileError
 from ..layout import ImageLayout, as_bytes
 from .files import FileImage, Piece, SourceFile
 from .folder import Folder, delete_if_unused, keep, leave, use
-from .mapping import flat_view, map_file
+from .mapping import flat_view, forget_writes, map_file
 from .pagemap import written_pages
 
 
@@ -50,14 +49,17 @@ class GroupFile(FileImage):
         Raises:
             GroupFileError: it cannot be written (the edits stay in RAM, nothing is lost), or somebody changed the file.
         """
-        is_there = self.source.check()
+        self.source.check()
         if not self._was_edited():
             return False
         path, leave_it, source = self.path, self._leave, self.source
+        is_there = source.has_name(path)
         self._adopt(self.rest, lambda num_bytes: None, outdated=path)  # the edited pages go with the old `rest`
         self.generation += 1
         leave_it()
-        source.release()
+        # Closed with the last read that is on its way, which nobody uses any more.
+        source.unlock()
+        source.is_adrift = True
         if is_there:
             delete_if_unused(path)
         return True
@@ -69,42 +71,52 @@ class GroupFile(FileImage):
 
     def close(self, *, forget: bool) -> None:
         self._leave()
+        is_there = self.source.has_name(self.path)
         self.source.release()
         if not forget:
             keep(self.path)
-            return
-        with suppress(GroupFileError):
-            if self.source.check():
-                delete_if_unused(self.path)
+        elif is_there:
+            delete_if_unused(self.path)
 
     def _adopt(
         self, tensors: Sequence[torch.Tensor], on_written: Callable[[int], None], outdated: Path | None = None
     ) -> None:
         found = self._folder.find_or_write(self._group_id, self.layout, tensors, on_written, outdated)
-        fd = found.fd
+        size = found.entry.num_bytes
+        start = size - self.layout.num_bytes
         try:
-            size = os.fstat(fd).st_size
-            start = size - self.layout.num_bytes
-            self.source = SourceFile(found.path, fd, start, size, keeps_open=False)
-            self._mapping = map_file(fd, size)
-            self._size = size
+            source = SourceFile(found.path, found.fd, start, size, found.stamp)
+            mapping = map_file(found.fd, size)
+        except OSError as error:
+            raise GroupFileError(
+                f"Cannot map {found.path} ({size:,} bytes), which group {self._group_id!r} rests in: "
+                f"{error.strerror or error}. A limit of address space (ulimit -v) has to leave room for all weights twice."
+            ) from error
         finally:
-            os.close(fd)
+            os.close(found.fd)
+        source.images.add(self)
+        self.source, self._mapping = source, mapping
         self.pieces = [Piece(0, start, self.layout.num_bytes)] if self.layout.num_bytes else []
         self.path, self.entry, self.content = found.path, found.entry, found.entry.content
         use(self.path)
         self._leave: Callable[[], object] = weakref.finalize(self, leave, self.path)
         self.rest = self.layout.views_by_extent(
-            lambda extent: flat_view(self._mapping, start + extent.offset, extent.num_bytes)
+            lambda extent: flat_view(mapping, start + extent.offset, extent.num_bytes)
         )
 
     def _was_edited(self) -> bool:
-        whole = flat_view(self._mapping, 0, self._size)
-        ranges = written_pages(whole.data_ptr(), whole.numel())
-        if ranges is not None:
-            return bool(ranges)
-        # The system does not tell which pages were written: compare. Slow, and right.
-        fd = self._folder.open_if_it_holds(self.path, self._group_id, self.layout, self.rest)
-        if fd is not None:
-            os.close(fd)
-        return fd is None
+        size = self.entry.num_bytes
+        whole = flat_view(self._mapping, 0, size)
+        written = written_pages(whole.data_ptr(), size)
+        if written == []:
+            return False
+        # Pages count as written too if they were locked, and if the system does not tell any may be: bytes are compared.
+        first = self.source.start
+        ranges = [(max(low, first), min(high, size)) for low, high in written or [(0, size)]]
+        if all(self.source.holds(low, whole[low:high]) for low, high in ranges if low < high):
+            for low, high in written or ():
+                forget_writes(whole.data_ptr() + low, high - low)
+            return False
+        if self.is_verified:
+            self.prove()  # damage would become a part of what is edited
+        return True

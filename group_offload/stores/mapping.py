@@ -7,10 +7,13 @@ a process's descriptors. So mappings are made by the C library's `mmap`, and hol
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +24,7 @@ from .pool import run_all
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.munmap.argtypes = _libc.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -33,6 +36,75 @@ _MAX_PIECES = 64
 """Each takes a file descriptor until it is filled."""
 
 HUGE_PAGE = 2 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FileMapping:
+    """One mapping of a file in this process, as the kernel shows it."""
+
+    start: int
+    end: int
+    file_offset: int
+    path: str
+    """Of now: a file that was renamed has its new one. It ends in " (deleted)" without one; \\012 stands for a newline."""
+    identity: tuple[str, int]
+    """Device and inode. (The device may be another one than `fstat` gives: that of btrfs and overlayfs is.)"""
+    is_private: bool
+
+
+def file_mappings() -> list[FileMapping]:
+    """The mappings of files of this process, by address."""
+    with open("/proc/self/maps", "rb") as maps:  # a path may be in no encoding at all
+        return [found for line in maps if (found := _parse_mapping(line)) is not None]
+
+
+def mapping_at(address: int) -> FileMapping | None:
+    """The mapping that holds `address`. None if it is not of a file, or if that cannot be told now."""
+    with suppress(OSError), open("/proc/self/maps", "rb") as maps:
+        for line in maps:
+            if int(line[line.index(b"-") + 1 : line.index(b" ")], 16) > address:
+                found = _parse_mapping(line)
+                return found if found is not None and found.start <= address else None
+    return None
+
+
+def _parse_mapping(line: bytes) -> FileMapping | None:
+    addresses, flags, offset, device, inode, *path = line.rstrip(b"\n").split(None, 5)
+    if not path or not path[0].startswith(b"/"):
+        return None
+    start, end = (int(each, 16) for each in addresses.split(b"-"))
+    identity = device.decode(), int(inode)
+    return FileMapping(start, end, int(offset, 16), os.fsdecode(path[0]), identity, flags[3:4] == b"p")
+
+
+def read_mapped(address: int, target: memoryview) -> None:
+    """Copy from memory that may be mapped to a file that was cut off: touching that would be a SIGBUS.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    read = _libc.process_vm_readv
+    read.restype = ctypes.c_ssize_t
+    memory = (ctypes.c_char * len(target)).from_buffer(target)
+    done = 0
+    while done < len(target):
+        left = len(target) - done
+        into = (ctypes.c_size_t * 2)(ctypes.addressof(memory) + done, left)
+        count = read(
+            os.getpid(), into, ctypes.c_ulong(1), (ctypes.c_size_t * 2)(address + done, left), ctypes.c_ulong(1), 0
+        )
+        if count <= 0:
+            raise _last_error()
+        done += count
+
+
+def is_cut_off(address: int) -> bool:
+    """Whether this byte of a mapping lies past the end of the file."""
+    try:
+        read_mapped(address, memoryview(bytearray(1)))
+    except OSError as error:
+        return error.errno == errno.EFAULT  # others say that this cannot be asked
+    return False
 
 
 def map_file(fd: int, num_bytes: int) -> Any:
@@ -133,16 +205,19 @@ def cached_bytes(address: int, num_bytes: int) -> int:
     is_there = bytearray(num_pages)
     found = (ctypes.c_char * num_pages).from_buffer(is_there)
     if _libc.mincore(address, num_bytes, ctypes.addressof(found)):
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+        raise _last_error()
     return min(num_bytes, sum(is_there) * mmap.PAGESIZE)  # bit 0 of each byte; the others are 0
 
 
 def forget_writes(address: int, num_bytes: int) -> None:
     """Let whole pages of a private mapping read what is mapped again. What was written to them is gone."""
     if _libc.madvise(address, num_bytes, mmap.MADV_DONTNEED):
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+        error = _last_error()
+        # A process may have locked all of its memory (mlockall), and what is locked is not forgotten.
+        if error.errno != errno.EINVAL or _libc.munlock(address, num_bytes):
+            raise error
+        if _libc.madvise(address, num_bytes, mmap.MADV_DONTNEED):
+            raise _last_error()
 
 
 def trim_heap() -> None:
@@ -188,6 +263,10 @@ def _owned(address: int, num_bytes: int) -> Any:
 def _mmap(address: int | None, num_bytes: int, protection: int, flags: int, fd: int, start: int) -> int:
     found: int = _libc.mmap(address, num_bytes, protection, flags, fd, start)
     if found == _MAP_FAILED:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+        raise _last_error()
     return found
+
+
+def _last_error() -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code))

@@ -8,11 +8,10 @@ Documentation/admin-guide/mm/pagemap.rst: 0.1 ms for 256 MiB), older kernels thr
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import struct
-import sys
-from functools import cache
 
 from .mapping import TwiceMapped
 
@@ -28,6 +27,9 @@ _REQUEST = struct.Struct("12Q")
 _WORD = struct.Struct("Q")
 _START, _WALK_END = 16, 32
 """Where in it."""
+
+_PASSES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR}
+"""What is refused at one moment, and may be granted at the next."""
 
 # Bits of one 64-bit entry of /proc/self/pagemap.
 _ENTRY_PRESENT, _ENTRY_SWAPPED, _ENTRY_FILE = 1 << 63, 1 << 62, 1 << 61
@@ -73,16 +75,19 @@ class PageScan:
     def written(self) -> list[tuple[int, int]] | None:
         """
         Returns:
-            Byte ranges (start, end) of those pages, relative to the mapping's start, ascending and page-aligned; None where
-            this system does not tell.
+            Byte ranges (start, end) of those pages, relative to the mapping's start, ascending and page-aligned; None if it
+            cannot be told, here or now: that is not "none".
         """
-        fd = _open_pagemap()
-        if fd is None:
-            return None
         try:
-            return self._scan(fd)
+            fd = _open_pagemap()
+            if fd is None:
+                return None
+            try:
+                return self._scan(fd)
+            except OSError:
+                return _read_entries(fd, self._address, self._length)
         except OSError:
-            return _read_entries(fd, self._address, self._length)
+            return None
 
     def _scan(self, fd: int) -> list[tuple[int, int]]:
         found: list[tuple[int, int]] = []
@@ -97,25 +102,57 @@ class PageScan:
         return found
 
 
-@cache
+class _Known:
+    """What was found out about this process. A forked child finds out for itself: it may have other rights."""
+
+    fd: int | None = None
+    """Of the page map."""
+    is_refused = False
+    """The page map may not be opened."""
+    tells: bool | None = None
+
+    @classmethod
+    def forget(cls) -> None:
+        if cls.fd is not None:
+            os.close(cls.fd)
+        cls.fd, cls.is_refused, cls.tells = None, False, None
+
+
+os.register_at_fork(after_in_child=_Known.forget)
+
+
 def tells_writes() -> bool:
     """Whether this system tells which pages of memory that is mapped twice were written to: tried out, once."""
-    try:
-        memory = TwiceMapped(2 * PAGE)
-    except (OSError, AttributeError):
+    if _Known.tells is None:
+        try:
+            _Known.tells = _try_out()
+        except (OSError, AttributeError) as error:
+            if isinstance(error, OSError) and error.errno in _PASSES:
+                return False
+            _Known.tells = False
+    return _Known.tells
+
+
+def _try_out() -> bool:
+    if _open_pagemap() is None:
         return False
+    memory = TwiceMapped(2 * PAGE)
     shared, private = memory.shared, memory.private
     address = ctypes.addressof(private)
     shared[0], shared[PAGE] = b"a", b"b"
     before = private[0], written_pages(address, 2 * PAGE)
     private[PAGE] = b"c"
     after = shared[PAGE], written_pages(address, 2 * PAGE)
+    if before[1] is None or after[1] is None:
+        raise OSError(errno.EAGAIN, "the page map cannot be read")
     return before == (b"a", []) and after == (b"b", [(PAGE, 2 * PAGE)])
 
 
 def _read_entries(fd: int, address: int, length: int) -> list[tuple[int, int]]:
-    num_pages = length // PAGE
-    raw = os.pread(fd, num_pages * 8, address // PAGE * 8)
+    num_bytes = length // PAGE * 8
+    raw = os.pread(fd, num_bytes, address // PAGE * 8)
+    if len(raw) < num_bytes:
+        raise OSError(errno.EAGAIN, "the page map was not read to its end")
     found: list[tuple[int, int]] = []
     for page, entry in enumerate(memoryview(raw).cast("Q")):
         if entry & (_ENTRY_PRESENT | _ENTRY_SWAPPED) and not entry & _ENTRY_FILE:
@@ -126,14 +163,17 @@ def _read_entries(fd: int, address: int, length: int) -> list[tuple[int, int]]:
     return found
 
 
-@cache
 def _open_pagemap() -> int | None:
-    """A descriptor of this process's page map, opened once. A forked child must not use its parent's."""
-    if not sys.platform.startswith("linux"):
-        return None
-    try:
-        fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    os.register_at_fork(after_in_child=_open_pagemap.cache_clear)
-    return fd
+    """A descriptor of this process's page map, opened once. None if it may not be opened.
+
+    Raises:
+        OSError: it cannot be opened at this moment.
+    """
+    if _Known.fd is None and not _Known.is_refused:
+        try:
+            _Known.fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno in _PASSES:
+                raise
+            _Known.is_refused = True
+    return _Known.fd

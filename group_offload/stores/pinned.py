@@ -7,6 +7,10 @@ copies read the shared mapping, weights at rest are views of a private one. Both
 once, until somebody writes to a weight: that page, and only that, gets a copy of its own. At the beginning of a pass the
 kernel tells which pages those are (`pagemap`), and they become part of the image.
 
+A forked child has both mappings too: what is written to the shared one is seen on either side of the fork. So segments
+from before a fork are never written to again, by the parent or by the child. An image with edits is made again, in memory of
+one process alone (`Image.is_outdated`), and the other process reads on what there was at the fork.
+
 Where the kernel does not tell, weights at rest are the image itself, nothing is prefetched across passes, and the host
 waits for the last copy at the end of each pass (`Image.is_stable`).
 """
@@ -14,6 +18,7 @@ waits for the last copy at the end of each pass (`Image.is_stable`).
 from __future__ import annotations
 
 import logging
+import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,7 +27,7 @@ import torch
 
 from ..device import Backend
 from ..layout import ImageLayout, as_bytes, extent_bytes
-from .base import Mover, Tier, memory_of
+from .base import Mover, Tier, memory_of, send_rest
 from .mapping import TwiceMapped, flat_view, forget_writes, map_anonymous
 from .pagemap import PAGE, SLOW_SCAN_SECONDS, PageScan, tells_writes
 
@@ -30,6 +35,19 @@ logger = logging.getLogger("group_offload")
 
 SEGMENT_BYTES = 256 << 20
 """Images are packed into segments of this size; one that is larger has its own. Page-locking works while the next fills."""
+
+
+class _Forks:
+    """How often this process was forked, or came about so."""
+
+    num = 0
+
+    @classmethod
+    def count(cls) -> None:
+        cls.num += 1
+
+
+os.register_at_fork(before=_Forks.count)
 
 
 class Segment:
@@ -49,15 +67,19 @@ class Segment:
         self._images: weakref.WeakSet[RamImage] = weakref.WeakSet()
         self._num_open = 0
         self._unpin: Callable[[], object] | None = None
-        self._twice = TwiceMapped(num_bytes) if self._pins and tells_writes() else None
-        if self._twice is not None:
-            self._rest_memory = self._twice.private
-            self._private = flat_view(self._rest_memory, 0, num_bytes)
-            self._scan = PageScan(self._private.data_ptr(), num_bytes)
-            self.bytes = flat_view(self._twice.shared, 0, num_bytes)
-        else:
-            self._rest_memory = map_anonymous(num_bytes)
-            self.bytes = flat_view(self._rest_memory, 0, num_bytes)
+        self._num_forks = _Forks.num
+        try:
+            self._twice = TwiceMapped(num_bytes) if self._pins and tells_writes() else None
+            if self._twice is not None:
+                self._rest_memory = self._twice.private
+                self._private = flat_view(self._rest_memory, 0, num_bytes)
+                self._scan = PageScan(self._private.data_ptr(), num_bytes)
+                self.bytes = flat_view(self._twice.shared, 0, num_bytes)
+            else:
+                self._rest_memory = map_anonymous(num_bytes)
+                self.bytes = flat_view(self._rest_memory, 0, num_bytes)
+        except OSError as error:
+            raise _no_room(num_bytes, error) from error
 
     @property
     def is_locked(self) -> bool:
@@ -66,6 +88,11 @@ class Segment:
     @property
     def is_stable(self) -> bool:
         return self._private is not None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether another process sees what is written to the memory."""
+        return self._private is not None and self._num_forks != _Forks.num
 
     def fill(self, images: Sequence[tuple[ImageLayout, Sequence[torch.Tensor]]]) -> None:
         """Copy the bytes of images, one after another."""
@@ -81,7 +108,10 @@ class Segment:
                     self.bytes[begin : begin + extent.num_bytes].copy_(source)
             start += layout.num_bytes
         if self._twice is not None:
-            self._twice.write(runs)
+            try:
+                self._twice.write(runs)
+            except OSError as error:
+                raise _no_room(self._num_bytes, error) from error
             self._twice.seal()
 
     def lock(self) -> None:
@@ -108,8 +138,9 @@ class Segment:
         self._images.add(image)
         self._num_open += 1
 
-    def let_go(self) -> None:
+    def let_go(self, image: RamImage) -> None:
         """One image less. The last one unlocks the memory, and gives it back if no tensor at rest is left."""
+        self._images.discard(image)
         self._num_open -= 1
         if self._num_open:
             return
@@ -125,23 +156,37 @@ class Segment:
             return False
         started = time.perf_counter()
         ranges = scan.written()
-        if ranges is None:  # it did once, and no longer does: compare
-            ranges = [] if torch.equal(private, self.bytes) else [(0, -(-self._num_bytes // PAGE) * PAGE)]
-        address = private.data_ptr()
-        if not ranges:
+        if ranges == []:
             if time.perf_counter() - started > SLOW_SCAN_SECONDS:
-                forget_writes(address, self._num_bytes)  # there are none: this unmaps what was read
+                forget_writes(private.data_ptr(), self._num_bytes)  # there are none: this unmaps what was read
             return False
-        wait()
-        for start, end in ranges:
+        # Pages count as written too if they were locked, and if the system does not tell any may be: bytes are compared.
+        edited = []
+        for start, end in ranges or [(0, -(-self._num_bytes // PAGE) * PAGE)]:
+            inside = slice(start, min(end, self._num_bytes))
+            if not torch.equal(private[inside], self.bytes[inside]):
+                edited.append((start, end))
+            elif ranges is not None:
+                forget_writes(private.data_ptr() + start, end - start)
+        images = [
+            image
+            for image in self._images
+            if any(start < image.start + image.layout.num_bytes and image.start < end for start, end in edited)
+        ]
+        if self.is_shared:
+            for image in images:
+                image.is_outdated = True
+            return any(image.is_outdated for image in self._images)
+        if edited:
+            wait()
+        for start, end in edited:
             inside = slice(start, min(end, self._num_bytes))
             with torch.inference_mode(False), torch.no_grad():
                 self.bytes[inside].copy_(private[inside])
-            forget_writes(address + start, end - start)
-        for image in self._images:
-            if any(start < image.start + image.layout.num_bytes and image.start < end for start, end in ranges):
-                image.generation += 1
-        return True
+            forget_writes(private.data_ptr() + start, end - start)
+        for image in images:
+            image.generation += 1
+        return bool(edited)
 
     def _fall_back(self) -> None:
         memory = self._backend.empty_pinned(self._num_bytes)
@@ -168,13 +213,12 @@ class Segment:
 class RamImage:
     """An image in a segment."""
 
-    is_outdated = False
-
     def __init__(self, layout: ImageLayout, segment: Segment, start: int) -> None:
         self.layout = layout
         self.store = segment
         self.start = start
         self.generation = 0
+        self.is_outdated = False
         self.rest = layout.views_by_extent(lambda extent: segment.rest(start + extent.offset, extent.num_bytes))
         self.tier, self.where = Tier.RAM, "RAM, page-locked"
         if not segment._backend.has_streams or not layout.num_bytes:
@@ -199,7 +243,11 @@ class RamImage:
     def write(self, index: int, value: torch.Tensor) -> bool:
         spec = self.layout.specs[index]
         begin = self.start + spec.offset
+        self.is_outdated |= self.store.is_shared
         with torch.inference_mode(False), torch.no_grad():
+            if self.is_outdated:
+                as_bytes(self.rest[index]).copy_(value)
+                return False
             self.store.bytes[begin : begin + value.numel()].copy_(value)
             rest = as_bytes(self.rest[index])
             if not torch.equal(rest, value):  # a page of its own hides the image: the weight beside it was edited
@@ -207,7 +255,9 @@ class RamImage:
         return False
 
     def send(self, mover: Mover, at: int) -> None:
-        if self.tier is Tier.RAM:
+        if self.is_outdated:
+            send_rest(self, mover, at)
+        elif self.tier is Tier.RAM:
             mover.copy(at, self.store.bytes, self.start, self.layout.num_bytes)
         else:
             mover.stage(at, self.layout.num_bytes, self._fill)
@@ -215,7 +265,7 @@ class RamImage:
     def close(self, *, forget: bool) -> None:
         if self._is_open:
             self._is_open = False
-            self.store.let_go()
+            self.store.let_go(self)
 
     def _fill(self, chunk: torch.Tensor, start: int) -> None:
         begin = self.start + start
@@ -229,6 +279,13 @@ def unlock(wait: Callable[[], None], unpin: Callable[[], object], memory: torch.
     """
     wait()
     unpin()
+
+
+def _no_room(num_bytes: int, error: OSError) -> MemoryError:
+    return MemoryError(
+        f"Cannot take {num_bytes:,} bytes of RAM for weights: {error.strerror}. offload_to_disk_path, or "
+        f"offload_device='disk', takes less RAM. A limit of address space (ulimit -v) has to leave room for all weights twice."
+    )
 
 
 def _nothing() -> None:
