@@ -279,6 +279,7 @@ class Engine:
             self._begin_clean()
             self._lookahead.abandon()
             self._memory.release()
+            self._is_cut = False  # what has memory of its own by then is taken up again by the next forward
             self._give_up_images()
             self._trained.give_back()
             for path in self._manifest:
@@ -1020,7 +1021,6 @@ class Engine:
             gate = self._gates.get(module, Gate(self, module, is_root=module is self.root))
             gate.groups = tuple(sorted(groups, key=lambda group: -group.height))
             self._gates[module] = gate
-            gate._state = None
             if gate is not root_gate:
                 gate.install()
         self._install_inner_gates()
