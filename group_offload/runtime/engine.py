@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..budgets import AUTO, describe_bytes
 from ..config import OffloadConfig, OffloadType
@@ -895,6 +896,10 @@ class Engine:
             casts,
             self._trained.ids,
         )
+        with torch.no_grad():
+            for tensor in (*self.root.parameters(), *self.root.buffers()):
+                if is_lazy(tensor) and tensor.data.device != self.device:
+                    tensor.data = tensor.to(self.device)  # where it will get its shape
         if self.records_graphs:
             share_counters(self.groups)
         self._group_of = {part: group for group in self.groups for part in group.parts}
