@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..budgets import Budget, parse_budget, total_ram
 from ..planner import ComponentLoad, share_ram
@@ -73,7 +74,7 @@ def _bytes_of(model: nn.Module) -> tuple[int, int, int]:
     """Weights that are views of files, those that are not, and how many tensors that is."""
     files = FileMap()
     in_files = anonymous = 0
-    tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
+    tensors = {id(each): each for each in (*model.parameters(), *model.buffers()) if not is_lazy(each)}
     for tensor in tensors.values():
         if tensor.device.type == "cpu" and files.find(tensor.detach()) is None:
             anonymous += tensor.nbytes

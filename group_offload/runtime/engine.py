@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..budgets import AUTO, describe_bytes
 from ..config import OffloadConfig, OffloadType
@@ -317,11 +318,13 @@ class Engine:
     # ---------------------------------------------------------------- calls
 
     def wait_for_turn(self, module: nn.Module) -> None:
-        """Return once no pass is in progress in another thread. The calling one does not have the lock.
+        """Return once no pass is in progress in another thread.
 
         Raises:
             StateError: that pass waits for a thread, which is most likely the calling one.
         """
+        if self.lock._is_owned():  # type: ignore[attr-defined]
+            return
         before: FrameType | None = None
         try:
             while not self.lock.acquire(timeout=PATIENCE_SECONDS):
@@ -956,6 +959,10 @@ class Engine:
             casts,
             self._trained.ids,
         )
+        with torch.no_grad():
+            for tensor in (*self.root.parameters(), *self.root.buffers()):
+                if is_lazy(tensor) and tensor.data.device != self.device:
+                    tensor.data = tensor.to(self.device)  # where it will get its shape
         if self.records_graphs:
             share_counters(self.groups)
         self._group_of = {part: group for group in self.groups for part in group.parts}
