@@ -349,12 +349,14 @@ def materialise(part: Part) -> None:
     Views of a checkpoint stay what they are.
 
     Raises:
-        GroupFileError: the file of the part was changed by somebody else.
+        GroupFileError: the file of the part was changed by somebody else, or is damaged.
     """
     part.image.check()
     layout = part.image.layout
     as_left = part.as_left()
     is_view = isinstance(part.image, CheckpointImage)
+    if isinstance(part.image, GroupFile) and part.image.is_verified:
+        part.image.prove()
     with torch.inference_mode(False), torch.no_grad():
         for extent in layout.extents:
             mine = [index for index in extent.tensors if as_left[index]]

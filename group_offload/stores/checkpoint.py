@@ -142,9 +142,10 @@ class Checkpoint(SourceFile):
     def take_up_edits(self, wait: Callable[[], None]) -> bool:
         """Find the images that weights at rest hold edits of: those have to be made again, somewhere else."""
         self.check()
+        images = [image for image in self.images if isinstance(image, CheckpointImage)]
         pages = self._pages
         if pages is None:
-            pages = self._pages = _Pages([image for image in self.images if isinstance(image, CheckpointImage)])
+            pages = self._pages = _Pages(images)
         for start, end in pages.all:
             started = time.perf_counter()
             written = written_pages(start, end - start)
@@ -154,10 +155,10 @@ class Checkpoint(SourceFile):
                 continue
             # Pages count as written too if they were locked, and if the system does not tell any may be: bytes are compared.
             for low, high in [(0, end - start)] if written is None else written:
-                found = [image for image in pages.images if image.has_edits(start + low, start + high)]
+                found = [image for image in images if image.has_edits(start + low, start + high)]
                 if not found and written is not None:
                     pages.forget(start + low, start + high)
-        return any(image.is_outdated for image in pages.images)
+        return any(image.is_outdated for image in images)
 
     def _is_explained(self, was: os.stat_result, now: os.stat_result) -> bool:
         mapping = mapping_at(self.bytes.data_ptr())
@@ -176,7 +177,6 @@ class _Pages:
     """The memory that weights of some images rest in."""
 
     def __init__(self, images: Sequence[CheckpointImage]) -> None:
-        self.images = images
         spans = merged([(start, start + num_bytes) for image in images for start, _, num_bytes in image.spans])
         # Images of one file mostly lie in one mapping, one after another: few scans serve all of them.
         self.all = merged([(start // PAGE * PAGE, -(-end // PAGE) * PAGE) for start, end in spans])
@@ -210,6 +210,8 @@ class CheckpointImage(FileImage):
             (tensor.data_ptr(), place.position, place.num_bytes) for tensor, place in zip(tensors, places, strict=True)
         ]
         """Where each weight at rest lies: in memory, in the file, and how many bytes."""
+        self._first = min(start for start, _, _ in self.spans)
+        self._last = max(start + num_bytes for start, _, num_bytes in self.spans)
         self._is_open = True
         source.add(self)
 
@@ -227,7 +229,7 @@ class CheckpointImage(FileImage):
         Raises:
             GroupFileError: with `is_verified`, the file is not what it was: damage would become a part of what is edited.
         """
-        if not self.is_outdated:
+        if not self.is_outdated and start < self._last and self._first < end:
             self.is_outdated = any(
                 self._differs(tensor, max(start, first) - first, min(end, first + num_bytes) - first, position)
                 for tensor, (first, position, num_bytes) in zip(self.rest, self.spans, strict=True)
