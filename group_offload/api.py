@@ -434,6 +434,12 @@ def _refuse_offloaded(module: nn.Module) -> None:
                 f"Cannot apply group offloading to {type(module).__name__}: {where} is group-offloaded already. Call "
                 f"remove_group_offloading() on what it was applied to first."
             )
+        if getattr(part.__dict__.get("forward"), "__module__", "") == "torch.cuda.graphs":
+            raise ModuleError(
+                f"Cannot apply group offloading to {type(module).__name__}: the forward of {name or 'the module itself'} is a "
+                f"CUDA graph (torch.cuda.make_graphed_callables), which would go on reading device memory that its weights "
+                f"have left. Offload a module that no graph was made of."
+            )
         if hooks is not None and _accelerate_offloads(part, hooks):
             raise ModuleError(
                 f"Cannot apply group offloading to a module that is already offloaded by accelerate: "

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from group_offload import GroupFileError, StateError, apply_group_offloading, free_slots
+from group_offload import GroupFileError, ModuleError, StateError, apply_group_offloading, free_slots
 from group_offload.runtime import reader, slots
 from group_offload.runtime.engine import Engine
 from group_offload.runtime.lookahead import LookAhead
@@ -437,3 +437,23 @@ def test_a_capture_is_refused_at_once() -> None:
             device.captures = False
             assert handle.stats().passes == passes and device.num_copies == copies
         handle.remove()
+
+
+def test_a_module_that_is_a_graph_already_is_refused() -> None:
+    """Its kernels read the memory that its weights had when they were captured."""
+    model = make()
+    model.blocks[1].forward = _as_if_graphed(model.blocks[1].forward)
+    with pytest.raises(
+        ModuleError, match=r"the forward of blocks\.1 is a CUDA graph .torch\.cuda\.make_graphed_callables"
+    ):
+        offload_to(None, model)
+    del model.blocks[1].forward
+    offload_to(None, model).remove()
+
+
+def _as_if_graphed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def replay(*args: Any) -> Any:
+        return forward(*args)
+
+    replay.__module__ = torch.cuda.graphs.make_graphed_callables.__module__
+    return replay
