@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from heapq import nlargest
@@ -25,6 +24,7 @@ from ..stores.group_file import GroupFile
 from ..stores.mapping import flat_view, map_anonymous, trim_heap
 from ..stores.pagemap import tells_writes
 from ..stores.pinned import SEGMENT_BYTES, RamImage, Segment
+from ..stores.pool import Task, on_pool
 from ..stores.ram import fits
 from .group import Group, Part, fit_for
 from .hooks import is_compiled
@@ -151,33 +151,32 @@ def _rest_in_ram(
 ) -> None:
     backend = config.backend
     pins = not config.low_cpu_mem_usage
-    # Each segment is page-locked by another thread while the next one is filled.
-    with ThreadPoolExecutor(1, thread_name_prefix="group_offload-lock") as thread:
-        before: tuple[Segment, list[_Plan], list[ImageLayout], Future[None]] | None = None
-        for run in (*_runs_of(plans), None):
-            filled = None
-            if run is not None:
-                for plan in run:
-                    _cast(plan.fresh, casts)
-                layouts = [_lay_out(plan.fresh) for plan in run]
-                segment = Segment(sum(layout.num_bytes for layout in layouts), backend, pin=pins, wait=wait)
-                tensors = [[ref.tensor.detach() for ref in plan.fresh] for plan in run]
-                segment.fill(list(zip(layouts, tensors, strict=True)))
-                del tensors
-                filled = segment, run, layouts, thread.submit(segment.lock)
-            if before is not None:
-                _bind_run(*before, homes, made)
-            before = filled
+    before: tuple[Segment, list[_Plan], list[ImageLayout], Task[None]] | None = None
+    for run in (*_runs_of(plans), None):
+        filled = None
+        if run is not None:
+            for plan in run:
+                _cast(plan.fresh, casts)
+            layouts = [_lay_out(plan.fresh) for plan in run]
+            segment = Segment(sum(layout.num_bytes for layout in layouts), backend, pin=pins, wait=wait)
+            tensors = [[ref.tensor.detach() for ref in plan.fresh] for plan in run]
+            segment.fill(list(zip(layouts, tensors, strict=True)))
+            del tensors
+            filled = segment, run, layouts, on_pool(segment.lock)  # while the next one is filled
+        if before is not None:
+            _bind_run(*before, homes, made)
+        before = filled
 
 
 def _bind_run(
     segment: Segment,
     run: list[_Plan],
     layouts: list[ImageLayout],
-    locked: Future[None],
+    locked: Task[None],
     homes: dict[int, torch.device],
     made: list[Part],
 ) -> None:
+    locked.wait()
     locked.result()
     start = 0
     for plan, layout in zip(run, layouts, strict=True):

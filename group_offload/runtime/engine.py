@@ -330,9 +330,8 @@ class Engine:
             while not self.lock.acquire(timeout=PATIENCE_SECONDS):
                 top = None if self._kind is None else self._kind.top
                 # Who calls the whole of it has work of its own, and a turn that comes.
-                is_inside = (
-                    isinstance(top, nn.Module) and module is not top and any(module is part for part in top.modules())
-                )
+                is_inside = self.is_running and isinstance(top, nn.Module) and module is not top
+                is_inside = is_inside and any(module is part for part in top.modules())
                 now = where_it_waits(self._thread) if is_inside else None
                 if now is not None and now is before:
                     raise StateError(
@@ -520,6 +519,7 @@ class Engine:
         self.stalls.recover()
         self._stopwatch.clear()
         self._budgeter.stop(0, completed=False)
+        self._watches = {}
         self._lookahead.recover(self.groups, is_whole=is_whole)
         self._memory.reside(self._budgeter.at(Place.DEVICE), self.groups, self.config)
         self._files.look()
