@@ -2,8 +2,8 @@
 
 `python -m tests.interrupts` raises KeyboardInterrupt at every line and every function entry of a forward, a backward, a
 set-up, a refresh and a remove, on every tier, on the CPU and on the simulated device: one at a time, in one model all
-along, with whole forwards and an edit after each. `--share 0.02` takes a random share of the places, `--signals 60` raises from
-real signals for so many seconds instead, wherever they strike. tests/test_interrupts.py runs a share of both.
+along, with whole forwards and an edit after each. `--most 20` takes about so many places of each at random, `--signals 60`
+raises from real signals for so many seconds instead, wherever they strike. tests/test_interrupts.py runs a few of both.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import copy
 import faulthandler
 import gc
+import multiprocessing
 import os
 import random
 import signal
@@ -21,8 +22,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -38,6 +40,8 @@ from group_offload import apply_group_offloading, free_slots
 from .common import same_bits
 from .simulated import SimulatedDevice, use_simulated_device
 
+_NUM_PARTS = 3
+"""In which a sweep is cut: each strikes every third place, in a process of its own."""
 PACKAGE = str(Path(group_offload.__file__).parent)
 WIDTH = 16
 
@@ -337,30 +341,44 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
-def sweep(
-    scenario: Scenario,
-    operation: str,
-    *,
-    share: float = 1.0,
-    most: int = 0,
-    seed: int = 0,
-    error: type[BaseException] = KeyboardInterrupt,
-) -> Result:
-    """Strike one model again and again, at each place of the operation, a random share of them, or about `most`."""
-    rng = random.Random(seed)
-    act, trains = OPERATIONS[operation], operation == "backward"
+@dataclass(frozen=True)
+class Places:
+    """Which places are struck."""
+
+    first: int = 1
+    step: int = 1
+    most: int = 0
+    """About so many, at random; 0 for all."""
+    seed: int = 0
+    deadline: float = float("inf")
+    """By `time.monotonic`: none after that."""
+
+    def numbers(self, count: Callable[[], int]) -> Iterator[int]:
+        """In ascending order, without an end. `count` counts how many places there are."""
+        rng = random.Random(self.seed)
+        share = self.most / max(self.most, count()) if self.most else 1.0
+        at = self.first
+        while time.monotonic() < self.deadline:
+            at += 0 if share >= 1 else int(rng.expovariate(share))
+            yield at
+            at += self.step
+
+
+def sweep(scenario: Scenario, operation: str, places: Places, error: type[BaseException] = KeyboardInterrupt) -> Result:
+    """Strike one model again and again."""
+    act, trains, seed = OPERATIONS[operation], operation == "backward", places.seed
     result = Result()
     with ExitStack() as stack:
         rig = Rig(scenario, stack, seed)
         rig.apply()
         rig.look("before", trains=trains, num_passes=5)
-        if most:
+
+        def count() -> int:
             counting = Strike()
             act(rig, counting)
-            share = min(1.0, most / counting.num_places)
-        at = 0
-        while True:
-            at += 1 if share >= 1 else 1 + int(rng.expovariate(share))
+            return counting.num_places
+
+        for at in places.numbers(count):
             strike = Strike(at, error)
             try:
                 act(rig, strike)
@@ -397,12 +415,12 @@ def sweep(
     return result
 
 
-def sweep_life(scenario: Scenario, operation: str, *, share: float = 1.0, most: int = 0, seed: int = 0) -> Result:
-    """Strike set-up ("apply") or `remove()` of a new model, as `sweep` does."""
-    rng = random.Random(seed)
+def sweep_life(scenario: Scenario, operation: str, places: Places) -> Result:
+    """Strike set-up ("apply") or `remove()` of a new model each time."""
+    seed = places.seed
     result = Result()
-    at = 0
-    if most:
+
+    def count() -> int:
         counting = Strike()
         with ExitStack() as stack:
             rig = Rig(scenario, stack, seed)
@@ -411,9 +429,9 @@ def sweep_life(scenario: Scenario, operation: str, *, share: float = 1.0, most: 
             with counting if operation != "apply" else contextlib.nullcontext():
                 rig.handle.remove()
             rig.other_handle.remove()
-        share = min(1.0, most / max(1, counting.num_places))
-    while True:
-        at += 1 if share >= 1 else 1 + int(rng.expovariate(share))
+        return counting.num_places
+
+    for at in places.numbers(count):
         strike = Strike(at)
         with ExitStack() as stack:
             rig = Rig(scenario, stack, seed)
@@ -455,6 +473,7 @@ def sweep_life(scenario: Scenario, operation: str, *, share: float = 1.0, most: 
                     return result
                 if rig.device is not None:
                     rig.device.errors.clear()
+    return result
 
 
 # ---------------------------------------------------------------- real signals
@@ -516,40 +535,69 @@ def quiet() -> Iterator[None]:
         sys.unraisablehook = before
 
 
+def _run(task: tuple[str, str, Places]) -> tuple[str, str, Result]:
+    """One task of a sweep, in a process of its own."""
+    name, operation, places = task
+    torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(3600, exit=True)
+    scenario = next(each for each in SCENARIOS if each.name == name)
+    with quiet():
+        if operation == "signals":
+            found = strike_by_signals(scenario, max(0.0, places.deadline - time.monotonic()), places.seed)
+        else:
+            found = (sweep if operation in OPERATIONS else sweep_life)(scenario, operation, places)
+    return name, operation, found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--share", type=float, default=1.0, help="of the places, chosen at random")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="scenarios with this in their names")
     parser.add_argument("--operations", default="forward,changed,refresh,backward,apply,remove")
-    parser.add_argument(
-        "--signals", type=float, default=0.0, help="raise from real signals, for so many seconds in all"
-    )
+    parser.add_argument("--most", type=int, default=0, help="about so many places of each, chosen at random")
+    parser.add_argument("--signals", type=float, default=0.0, help="real signals instead, so many seconds a scenario")
+    parser.add_argument("--seconds", type=float, default=1e9, help="strike no more after so long")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
+    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    faulthandler.register(signal.SIGUSR1)
-    torch.set_num_threads(1)
-    scenarios = [each for each in SCENARIOS if options.only in each.name]
-    failures = 0
-    with quiet():
-        for scenario in scenarios:
-            names = ["signals"] if options.signals else options.operations.split(",")
-            for name in names:
-                faulthandler.dump_traceback_later(1200, exit=True)
-                if name == "signals":
-                    found = strike_by_signals(scenario, options.signals / len(scenarios), options.seed)
-                elif name in OPERATIONS:
-                    found = sweep(scenario, name, share=options.share, seed=options.seed)
-                else:
-                    found = sweep_life(scenario, name, share=options.share, seed=options.seed)
-                failures += len(found.failures)
-                print(
-                    f"{scenario.name:26} {name:9} places {found.num_places:6} struck {found.num_struck:6} "
-                    f"failures {len(found.failures)}",
-                    flush=True,
-                )
-                for line in found.failures[:5]:
-                    print(f"    {line}", flush=True)
-    sys.exit(bool(failures))
+    names = [each.name for each in SCENARIOS if options.only in each.name]
+    end = time.monotonic() + options.seconds
+    if options.signals:
+        tasks = [(name, "signals", Places(seed=options.seed, deadline=options.signals)) for name in names]
+    else:
+        step = 1 if options.most else _NUM_PARTS
+        tasks = [
+            (name, operation, Places(1 + part, step, options.most, options.seed, end))
+            for operation in options.operations.split(",")
+            for part in range(step)
+            for name in names
+        ]
+    total: dict[tuple[str, str], Result] = {}
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as processes:
+        if options.signals:
+            runs = [processes.submit(_run_for, task) for task in tasks]
+        else:
+            runs = [processes.submit(_run, task) for task in tasks]
+        for run in as_completed(runs):
+            name, operation, found = run.result()
+            mine = total.setdefault((name, operation), Result())
+            mine.num_places = max(mine.num_places, found.num_places)
+            mine.num_struck += found.num_struck
+            mine.failures += found.failures
+            for line in found.failures[:3]:
+                print(f"{name}, {operation}: {line}", flush=True)
+    print("| tier and level | operation | places | struck | failures |\n|---|---|---|---|---|")
+    for (name, operation), found in sorted(total.items()):
+        print(f"| {name} | {operation} | {found.num_places or ''} | {found.num_struck} | {len(found.failures)} |")
+    num_struck = sum(found.num_struck for found in total.values())
+    num_failures = sum(len(found.failures) for found in total.values())
+    print(f"| all | | | {num_struck} | {num_failures} |")
+    sys.exit(bool(num_failures))
+
+
+def _run_for(task: tuple[str, str, Places]) -> tuple[str, str, Result]:
+    """The time that signals get begins with their process."""
+    name, operation, places = task
+    return _run((name, operation, replace(places, deadline=time.monotonic() + places.deadline)))
 
 
 if __name__ == "__main__":

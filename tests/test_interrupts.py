@@ -23,10 +23,10 @@ from group_offload.runtime.lookahead import LookAhead
 
 from . import interrupts
 from .common import Model, assert_at_rest, assert_same, check, inputs, make, offload_to, run
-from .interrupts import OPERATIONS, SCENARIOS, Scenario
+from .interrupts import OPERATIONS, SCENARIOS, Places, Scenario
 from .simulated import SimulatedDevice, use_simulated_device
 
-NUM_STRUCK = 10
+NUM_STRUCK = 4
 """Places in each sweep. All of them: `python -m tests.interrupts`."""
 
 
@@ -45,7 +45,7 @@ def test_interrupts_at_a_few_places(scenario: Scenario, operation: str) -> None:
     """Others in each run: the seed is told if one fails."""
     seed = random.SystemRandom().randrange(1 << 30)
     sweep = interrupts.sweep if operation in OPERATIONS else interrupts.sweep_life
-    result = sweep(scenario, operation, most=NUM_STRUCK, seed=seed)
+    result = sweep(scenario, operation, Places(most=NUM_STRUCK, seed=seed))
     assert not result.failures, (seed, result.failures)
 
 
@@ -53,7 +53,7 @@ def test_interrupts_at_a_few_places(scenario: Scenario, operation: str) -> None:
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])
 def test_errors_at_a_few_places(error: type[BaseException], scenario: Scenario) -> None:
     seed = random.SystemRandom().randrange(1 << 30)
-    result = interrupts.sweep(scenario, "forward", most=NUM_STRUCK, seed=seed, error=error)
+    result = interrupts.sweep(scenario, "forward", Places(most=NUM_STRUCK, seed=seed), error)
     assert not result.failures, (seed, result.failures)
 
 

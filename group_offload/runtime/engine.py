@@ -330,8 +330,8 @@ class Engine:
             while not self.lock.acquire(timeout=PATIENCE_SECONDS):
                 top = None if self._kind is None else self._kind.top
                 # Who calls the whole of it has work of its own, and a turn that comes.
-                is_inside = self.is_running and isinstance(top, nn.Module) and module is not top
-                is_inside = is_inside and any(module is part for part in top.modules())
+                parts = top.modules() if self.is_running and isinstance(top, nn.Module) and module is not top else ()
+                is_inside = any(module is part for part in parts)
                 now = where_it_waits(self._thread) if is_inside else None
                 if now is not None and now is before:
                     raise StateError(

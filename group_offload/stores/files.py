@@ -504,11 +504,12 @@ class _Kept:
 
     def close(self) -> None:
         with _Kept._lock:
-            for fd in (self.fd, self._direct):
+            fds = self.fd, self._direct
+            self.fd = self._direct = None  # first of all: an interrupt must leave no number that another file may get
+            for fd in fds:
                 if fd is not None:
                     _Kept._num -= 1
                     os.close(fd)
-            self.fd = self._direct = None
 
 
 def merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
