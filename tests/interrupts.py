@@ -246,6 +246,7 @@ class Rig:
             raise AssertionError(f"{what}: the other model is wrong")
         if self.device is not None:
             gc.collect()
+            self.device.synchronize()
             held = self.device.allocated_bytes
             self._held = self._held or held
             if held != self._held:

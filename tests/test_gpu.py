@@ -212,7 +212,7 @@ def test_an_exception_leaves_nothing_behind(model: Model, x: torch.Tensor, devic
         run(model, x)
     hook.remove()
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
-    assert torch.cuda.memory_allocated(device) == idle
+    assert torch.cuda.memory_allocated(device) < idle  # all of it is given up
     assert torch.equal(run(model, x), expected)
     handle.remove()
 
@@ -630,7 +630,7 @@ def test_a_capture_is_refused(model: Model, x: torch.Tensor, device: torch.devic
         with pytest.raises(StateError, match=r"CUDA graph is captured.*remove\(\)"):
             capture(part)
         with pytest.raises(StateError, match=r"CUDA graph is captured.*remove\(\)"):
-            torch.cuda.make_graphed_callables(lambda each, part=part: part(each), (x.clone(),), num_warmup_iters=3)
+            torch.cuda.make_graphed_callables(lambda each, part=part: part(other(each)), (x.clone(),))
         assert torch.equal(run(model, x), expected)
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):

@@ -11,7 +11,7 @@ import torch
 
 from ..device import Backend, Event
 from ..stores.mapping import flat_view, map_anonymous
-from ..stores.pinned import unlock
+from ..stores.pinned import PageLock
 from .ranges import ALIGNMENT, Range, Ranges
 
 logger = logging.getLogger("group_offload")
@@ -41,6 +41,8 @@ class Slab:
         self._budget_bytes = budget_bytes
         self._wait = wait
         """Returns once no copy is on its way: before that the pages stay locked. Holds no reference to the slab."""
+        self._locks: list[PageLock] = []
+        """Of the segments that are page-locked."""
         self._segments: list[torch.Tensor] = []
         self._ranges = Ranges()
         self._is_refused = False
@@ -91,10 +93,9 @@ class Slab:
         if not self._backend.has_streams:
             return memory  # every copy is done when it returns: page-locking would buy nothing
         memory.zero_()  # by all of torch's threads: the driver would touch the pages with one
-        unpin = self._backend.pin(memory)
-        if unpin is not None:
-            # At interpreter exit the driver is gone already, and the pages go with the process.
-            weakref.finalize(self, unlock, self._wait, unpin, memory).atexit = False
+        lock = PageLock.take(self._backend, memory, self._wait)
+        if lock is not None:
+            self._locks.append(lock)
             self.pinned_bytes += size
             return memory
         refused = self._backend.empty_pinned(size)

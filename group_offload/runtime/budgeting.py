@@ -181,6 +181,7 @@ class Budgeter:
         Raises:
             ConfigError: a budget is too small.
         """
+        self.plan = self._for = None
         self.groups = tuple(group for group in groups if group.num_bytes and not group.height)
         self._order = tuple(order)
         self.vram = self._asked_vram = vram
@@ -188,7 +189,6 @@ class Budgeter:
         self._measured, self._timed, self._seconds = {}, {}, {}
         self._planned_seconds = 0.0
         self._num_learnt = 0
-        self.plan = self._for = None
         if not self.groups:
             return None
         problem = self._problem(None)
@@ -210,10 +210,10 @@ class Budgeter:
         self, groups: Sequence[Group], order: Sequence[Group], *, outer_bytes: int, staging_bytes: int
     ) -> None:
         """There is no budget: let the plan say how things are."""
+        self.plan = None
         self.groups = tuple(group for group in groups if group.num_bytes and not group.height)
         self._order = tuple(order)
         self.outer_bytes, self._staging_bytes = outer_bytes, staging_bytes
-        self.plan = None
         if self.groups:
             problem = self._problem(None)
             places = [Place.FILE if _is_read(group) else Place.RAM for group in self.groups]
@@ -363,9 +363,9 @@ class Budgeter:
 
     def clear(self) -> None:
         """The groups are given up."""
+        self.plan = self._kind = None
         self.groups = self._order = ()
         self.promised_bytes = 0
-        self.plan = self._kind = None
         self._recent.clear()
 
     def ran_out(self, kind: Kind) -> None:

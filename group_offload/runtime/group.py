@@ -104,9 +104,9 @@ class Part:
 
     def give_up(self) -> None:
         """The tensors have memory of their own: give the image's back."""
+        self.rest, self.addresses = [], []  # first of all: nobody looks for edits in an image that is closed
         self.image.close(forget=False)
-        self.image.rest = []
-        self.follow()
+        self.image.rest = self.rest
 
     def is_alone(self, index: int) -> bool:
         """Whether no other tensor has bytes between the first and the last of this one."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
-from collections.abc import Callable
 
 import torch
 
 from ..device import Backend, Event, Stream
 from ..stores.base import memory_of
 from ..stores.mapping import flat_view, map_anonymous
-from ..stores.pinned import unlock
+from ..stores.pinned import PageLock
 from .copies import LastCopies
 
 
@@ -33,7 +31,7 @@ class Staging:
         self._sent: deque[tuple[Event, int]] = deque()
         """In the order in which their copies end."""
         self._spare: list[Event] = []
-        self._unpin: Callable[[], object] = _nothing
+        self._lock: PageLock | None = None
         self.last_copies = LastCopies(backend)
         """Recorded by the reader behind all copies: before it is reached the memory stays locked."""
 
@@ -86,26 +84,18 @@ class Staging:
 
     def close(self) -> None:
         """Give the memory back. No frame may be in use, but for copies that are on their way."""
-        self._unpin()
-        self._unpin, self.memory, self.view = _nothing, None, memoryview(b"")
+        if self._lock is not None:
+            self._lock.release()
+        self._lock, self.memory, self.view = None, None, memoryview(b"")
         self._free.clear()
         self._sent.clear()
 
     def _allocate(self) -> None:
         num_bytes = self.num_frames * self.frame_bytes
         memory = flat_view(map_anonymous(num_bytes), 0, num_bytes)
-        unpin = self._backend.pin(memory)
-        if unpin is not None:
-            # A model that is dropped without remove() must not leave its pages locked.
-            finalizer = weakref.finalize(self, unlock, self.last_copies.synchronize, unpin, memory)
-            finalizer.atexit = False
-            self._unpin = finalizer
+        self._lock = PageLock.take(self._backend, memory, self.last_copies.synchronize)
         self.memory, self.view = memory, memory_of(memory)
         self._free = self._starts()
 
     def _starts(self) -> list[int]:
         return [frame * self.frame_bytes for frame in reversed(range(self.num_frames))]
-
-
-def _nothing() -> None:
-    pass

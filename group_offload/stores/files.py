@@ -51,7 +51,7 @@ from ..layout import ImageLayout
 from .base import Mover, Tier
 from .mapping import cached_bytes, flat_view, map_page_cache, mapping_at, read_mapped
 from .pagemap import PAGE
-from .pinned import unlock
+from .pinned import PageLock
 from .reading import BLOCK, open_direct, read_around, read_part, refuses_direct, say_that_not_direct
 
 _MAX_KEPT_OPEN = 256
@@ -66,12 +66,15 @@ class _Locked:
     """Bytes of files that this process has page-locked in the page cache. The system takes them for what it can give up."""
 
     def __init__(self) -> None:
-        self.num_bytes = 0
-        self._lock = threading.RLock()  # finalizers call `add`, perhaps in a thread that has the lock
+        self._sizes: weakref.WeakKeyDictionary[PageLock, int] = weakref.WeakKeyDictionary()
 
-    def add(self, num_bytes: int) -> None:
-        with self._lock:
-            self.num_bytes += num_bytes
+    @property
+    def num_bytes(self) -> int:
+        return sum([*self._sizes.values()])
+
+    def add(self, lock: PageLock, num_bytes: int) -> None:
+        """They count until the lock goes."""
+        self._sizes[lock] = num_bytes
 
 
 locked = _Locked()
@@ -117,8 +120,8 @@ class SourceFile:
         self._fds = _Kept(fd)
         self._close_fds = weakref.finalize(self, self._fds.close)
         self._close_fds.atexit = False
-        self._locked: dict[tuple[int, int], Callable[[], object]] = {}
-        """What unlocks each page-locked range of `bytes`."""
+        self._locked: dict[tuple[int, int], PageLock] = {}
+        """The page-locked ranges of `bytes`."""
         self.num_lockings = 0
         """Goes up when other ranges are locked."""
 
@@ -150,16 +153,12 @@ class SourceFile:
             with suppress(OSError), self._open() as fd:
                 if fd is not None:  # in long runs, not page by page
                     os.posix_fadvise(fd, self.start + start, end - start, os.POSIX_FADV_WILLNEED)
-            unpin = backend.pin(self.bytes[start:end], read_only=True)
-            if unpin is None:
+            lock = PageLock.take(backend, self.bytes[start:end], wait, read_only=True)
+            if lock is None:
                 self._unlock_all_but(())
                 return False
-            # A module that is dropped without remove() must not leave its pages locked. At interpreter exit the driver
-            # is gone already and the pages go with the process.
-            locked.add(end - start)
-            finalizer = weakref.finalize(self, _unlock, wait, unpin, self.bytes, end - start)
-            finalizer.atexit = False
-            self._locked[start, end] = finalizer
+            locked.add(lock, end - start)
+            self._locked[start, end] = lock
             self.num_lockings += 1
         return True
 
@@ -178,8 +177,9 @@ class SourceFile:
 
     def _unlock_all_but(self, wanted: Sequence[tuple[int, int]]) -> None:
         for found in self._locked.keys() - set(wanted):
-            self._locked.pop(found)()
+            self._locked[found].release()
             self.num_lockings += 1
+            del self._locked[found]
 
     def forget_cached(self, pieces: Sequence[Piece]) -> None:
         """Let the page cache give up the pages of `pieces` first of all."""
@@ -462,11 +462,6 @@ def _identity_of(found: os.stat_result) -> tuple[int, int]:
 def _content_of(found: os.stat_result) -> tuple[int, int, int, int]:
     """What is another if the content is: the file itself, its size, and the time of its last change."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _unlock(wait: Callable[[], None], unpin: Callable[[], object], memory: torch.Tensor, num_bytes: int) -> None:
-    unlock(wait, unpin, memory)
-    locked.add(-num_bytes)
 
 
 class _Kept:

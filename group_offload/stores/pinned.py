@@ -66,7 +66,8 @@ class Segment:
         self._scan: PageScan | None = None
         self._images: weakref.WeakSet[RamImage] = weakref.WeakSet()
         self._num_open = 0
-        self._unpin: Callable[[], object] | None = None
+        self.is_locked = False
+        self._lock: PageLock | None = None
         self._num_forks = _Forks.num
         try:
             self._twice = TwiceMapped(num_bytes) if self._pins and tells_writes() else None
@@ -80,10 +81,6 @@ class Segment:
                 self.bytes = flat_view(self._rest_memory, 0, num_bytes)
         except OSError as error:
             raise _no_room(num_bytes, error) from error
-
-    @property
-    def is_locked(self) -> bool:
-        return self._unpin is not None
 
     @property
     def is_stable(self) -> bool:
@@ -118,15 +115,10 @@ class Segment:
         """Page-lock what was filled. Where that is refused the device's own memory serves, else pageable RAM."""
         if not self._pins:
             return
-        unpin = self._backend.pin(self.bytes)
-        if unpin is None:
+        self._lock = PageLock.take(self._backend, self.bytes, self._wait)
+        self.is_locked = self._lock is not None
+        if not self.is_locked:
             self._fall_back()
-            return
-        # A module that is dropped without remove() must not leave its pages locked. At interpreter exit the driver is
-        # gone already and the pages go with the process.
-        finalizer = weakref.finalize(self, unlock, self._wait, unpin, self.bytes)
-        finalizer.atexit = False
-        self._unpin = finalizer
 
     def rest(self, start: int, num_bytes: int) -> torch.Tensor:
         """A part of the memory, as weights at rest see it: with a storage of its own."""
@@ -144,9 +136,9 @@ class Segment:
         self._num_open -= 1
         if self._num_open:
             return
-        if self._unpin is not None:
-            self._unpin()
-            self._unpin = None
+        if self._lock is not None:
+            self._lock.release()
+        self._lock, self.is_locked = None, False
         self._private = self._scan = self._twice = self._rest_memory = None
         self.bytes = flat_view(b"", 0, 0)
 
@@ -207,7 +199,7 @@ class Segment:
         memory.copy_(self.bytes)
         self.bytes = memory
         self._private = self._scan = self._twice = self._rest_memory = None
-        self._unpin = _nothing
+        self.is_locked = True
 
 
 class RamImage:
@@ -272,13 +264,47 @@ class RamImage:
         chunk.copy_(self.store.bytes[begin : begin + chunk.numel()])
 
 
-def unlock(wait: Callable[[], None], unpin: Callable[[], object], memory: torch.Tensor) -> None:
-    """Unlock pages that copies may be reading. `memory` is what is locked: so it is unmapped later, never before.
+class PageLock:
+    """Memory that is page-locked, until `release`, or until nobody has this object any more.
 
-    (A driver that is not told in time takes whatever is mapped to those addresses next for locked.)
+    So a module that is dropped without `remove()` leaves no pages locked, and a release that is interrupted is done again.
+    (At interpreter exit the driver is gone already, and the pages go with the process.)
     """
-    wait()
-    unpin()
+
+    def __init__(self, memory: torch.Tensor, wait: Callable[[], None]) -> None:
+        self._wait, self._memory = wait, memory
+        self._undo: list[Callable[[], None]] = []
+        # It holds the memory: so that is unmapped after it is unlocked. (A driver that is not told in time takes whatever
+        # is mapped to those addresses next for locked.)
+        weakref.finalize(self, _release, self._undo, wait, memory).atexit = False
+
+    @classmethod
+    def take(
+        cls, backend: Backend, memory: torch.Tensor, wait: Callable[[], None], *, read_only: bool = False
+    ) -> PageLock | None:
+        """Lock `memory`; None if the device refuses.
+
+        Args:
+            wait: returns once no copy is on its way: before that the pages stay locked.
+            read_only: nothing will ever be copied to it.
+        """
+        lock = cls(memory, wait)
+        unpin = backend.pin(memory, read_only=read_only)
+        if unpin is None:
+            return None
+        lock._undo.append(unpin)
+        return lock
+
+    def release(self) -> None:
+        """Unlock it. Repeated calls do nothing."""
+        _release(self._undo, self._wait, self._memory)
+
+
+def _release(undo: list[Callable[[], None]], wait: Callable[[], None], memory: torch.Tensor) -> None:
+    while undo:
+        wait()
+        undo[0]()
+        undo.clear()
 
 
 def _no_room(num_bytes: int, error: OSError) -> MemoryError:
@@ -286,7 +312,3 @@ def _no_room(num_bytes: int, error: OSError) -> MemoryError:
         f"Cannot take {num_bytes:,} bytes of RAM for weights: {error.strerror}. offload_to_disk_path, or "
         f"offload_device='disk', takes less RAM. A limit of address space (ulimit -v) has to leave room for all weights twice."
     )
-
-
-def _nothing() -> None:
-    pass
