@@ -308,7 +308,8 @@ def apply_group_offloading(
         offload_type: "block_level" moves whole blocks (the elements of ModuleLists and Sequentials), "leaf_level" single
             layers, which takes the least device memory.
         num_blocks_per_group: blocks that move together. Default 1. Block level only.
-        non_blocking: without a stream, let the host run ahead of the copies. With a stream it always does.
+        non_blocking: without a stream, let the host run ahead of the copies of weights. With a stream it always does. Also copy
+            page-locked inputs from where they are: they may be changed only once the device has come to that.
         use_stream: copy on a stream of its own, ahead of the compute that needs the weights. Default: if the device has
             streams.
         record_stream: take memory for onloaded weights from torch's caching allocator and give it back between groups,
