@@ -436,6 +436,13 @@ def test_a_capture_is_refused_at_once() -> None:
                     part(inputs())
             device.captures = False
             assert handle.stats().passes == passes and device.num_copies == copies
+            with device.running():
+                x = device.put(inputs()).requires_grad_()
+                loss = model.requires_grad_(False)(x).sum()
+                device.captures = True
+                with pytest.raises(StateError, match="CUDA graph is captured"):
+                    loss.backward()
+                device.captures = False
         handle.remove()
 
 

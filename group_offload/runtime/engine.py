@@ -346,14 +346,10 @@ class Engine:
 
     def begin_call(self, call: Call, args: Any, kwargs: Any) -> None:
         """Make the weights that a gate's call needs ready. The lock is held; `end_call` follows, whatever happens."""
-        if self._backend.is_capturing():
-            raise StateError(
-                f"{type(self.root).__name__} is group-offloaded and was called while a CUDA graph is captured: a replay would "
-                f"read device memory that holds other weights by then. Capture a module that is not offloaded, or call "
-                f"remove() before. torch.compile without mode='reduce-overhead' captures no graphs."
-            )
         self._forget_interrupted_calls()
         is_first = not self.is_running
+        if is_first:
+            self._refuse_capture()
         self._calls.append(call)
         if not is_first and not self._is_whole:
             raise StateError(
@@ -375,6 +371,14 @@ class Engine:
             self._is_whole = True
             raise
         self._is_whole = True
+
+    def _refuse_capture(self) -> None:
+        if self._backend.is_capturing():
+            raise StateError(
+                f"{type(self.root).__name__} is group-offloaded and was called while a CUDA graph is captured: a replay would "
+                f"read device memory that holds other weights by then. Capture a module that is not offloaded, or call "
+                f"remove() before. torch.compile without mode='reduce-overhead' captures no graphs."
+            )
 
     def end_call(self, call: Call) -> None:
         """End what `begin_call` began."""
@@ -633,6 +637,7 @@ class Engine:
 
     def begin_backward(self) -> None:
         """Autograd needs weights, or repeats calls. The lock is held now, and in each call until `end_backward`."""
+        self._refuse_capture()
         forward = self._lookahead.schedule.order
         self.counters.backward_passes += 1
         # What the forward has changed is for the next one: here the graph counts, and groups as they were.
