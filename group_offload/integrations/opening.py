@@ -197,7 +197,7 @@ def _open(model_class: Any, name: str | os.PathLike[str], options: dict[str, Any
     return model_class.from_pretrained(name, **options), PostponedCasts()
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _num_loading = 0
 _before: str | None = None
 _ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"

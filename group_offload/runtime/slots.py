@@ -389,7 +389,7 @@ class Arena:
 
 
 _arenas: weakref.WeakValueDictionary[Backend, Arena] = weakref.WeakValueDictionary()
-_arenas_lock = threading.Lock()
+_arenas_lock = threading.RLock()
 
 
 def arena_for(backend: Backend) -> Arena:

@@ -18,7 +18,7 @@ from ..errors import StateError
 if TYPE_CHECKING:
     from .engine import Engine
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 

@@ -115,7 +115,7 @@ class SourceFile:
         """The images that lie here."""
         self.is_adrift = False
         """It cannot be looked at: what is read has to be hashed."""
-        self._looking = threading.Lock()
+        self._looking = threading.RLock()
         """Held by the thread that looks at the bytes again: the others wait for what it finds."""
         self._fds = _Kept(fd)
         self._close_fds = weakref.finalize(self, self._fds.close)

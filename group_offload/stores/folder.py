@@ -27,7 +27,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 logger = logging.getLogger("group_offload")
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _num_users: Counter[Path] = Counter()
 """Images of this process that rest in each file, and models that have each manifest. Models with equal weights share."""
 _left: deque[Path] = deque()

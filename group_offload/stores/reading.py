@@ -125,7 +125,7 @@ def say_that_not_direct(code: int) -> None:
 
 
 _said: set[tuple[int, str]] = set()
-_said_lock = threading.Lock()
+_said_lock = threading.RLock()
 
 
 def _say_once(code: int, message: str) -> None:
