@@ -346,10 +346,9 @@ class Engine:
 
     def begin_call(self, call: Call, args: Any, kwargs: Any) -> None:
         """Make the weights that a gate's call needs ready. The lock is held; `end_call` follows, whatever happens."""
+        self._refuse_capture()
         self._forget_interrupted_calls()
         is_first = not self.is_running
-        if is_first:
-            self._refuse_capture()
         self._calls.append(call)
         if not is_first and not self._is_whole:
             raise StateError(
