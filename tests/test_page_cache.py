@@ -450,9 +450,7 @@ def test_a_module_that_is_dropped(path: Path, device: SimulatedDevice) -> None:
 # ---------------------------------------------------------------- garbage
 
 
-@pytest.mark.parametrize(
-    "lock", [folder._lock, files._Kept._lock, files.locked._lock], ids=["folder", "open", "locked"]
-)
+@pytest.mark.parametrize("lock", [folder._lock, files._Kept._lock], ids=["folder", "open"])
 def test_a_model_is_collected_by_a_thread_that_has_a_lock(
     lock: Any, path: Path, tmp_path: Path, device: SimulatedDevice
 ) -> None:

@@ -2459,14 +2459,6 @@ def test_quanto(offload: Offload) -> None:
 # ---------------------------------------------------------------- modules that cannot be offloaded yet
 
 
-def test_uninitialised_parameters_are_refused(level: str) -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(WIDTH))
-    before = _snapshot(model)
-    with pytest.raises(ValueError, match=r"1\.weight"):
-        apply_group_offloading(model, "cpu", offload_type=level)
-    assert _snapshot(model) == before
-
-
 def test_weights_of_fsdp2_are_refused() -> None:
     """Before, and when they become such in place of offloaded ones."""
     done = run_python(

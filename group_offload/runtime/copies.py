@@ -15,17 +15,26 @@ class LastCopies:
         self._backend = backend
         self._by_stream: list[tuple[Stream, Event]] = []
 
+    def expect(self, stream: Stream) -> None:
+        """Copies on `stream` are about to be enqueued: `drain` waits for them, also if nobody comes to record them."""
+        if any(known == stream for known, _ in self._by_stream):
+            return
+        if len(self._by_stream) >= _MAX_KNOWN:
+            self._by_stream = [each for each in self._by_stream if not each[1].query()]
+        self._by_stream = [*self._by_stream, (stream, self._backend.new_event())]
+
     def record(self, stream: Stream) -> None:
         """What was enqueued on `stream` so far was the last."""
+        self.expect(stream)
         for known, event in self._by_stream:
             if known == stream:
                 event.record(stream)
-                return
-        if len(self._by_stream) >= _MAX_KNOWN:
-            self._by_stream = [each for each in self._by_stream if not each[1].query()]
-        event = self._backend.new_event()
-        event.record(stream)
-        self._by_stream = [*self._by_stream, (stream, event)]
+
+    def drain(self) -> None:
+        """Wait for all that was enqueued so far on streams that have carried copies."""
+        for stream, event in self._by_stream:
+            event.record(stream)
+            event.synchronize()
 
     def synchronize(self) -> None:
         """Wait for all of them."""

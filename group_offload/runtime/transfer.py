@@ -138,6 +138,7 @@ class Transfer:
         self, images: Sequence[tuple[int, str, Image]], slot: Slot, after: Sequence[Event], job: Job | None
     ) -> None:
         stream = self._stream = self.stream
+        self.last_copies.expect(stream)
         self._target = slot.memory
         self._pending = None  # of a call that broke off
         self._collector = _Collector()
@@ -211,11 +212,7 @@ class Transfer:
             self._reader.abandon_all()
         else:
             self._reader = self._reader.successor()
-        for stream in (self.stream, self.compute_stream):
-            done = self._backend.new_event()
-            done.record(stream)
-            done.synchronize()
-        self.last_copies.synchronize()
+        self.last_copies.drain()
 
     def copy(self, at: int, memory: torch.Tensor, start: int, num_bytes: int) -> None:
         """Enqueue one copy. What lies side by side, at rest and in the slot, goes over in one."""
