@@ -259,8 +259,12 @@ class Engine:
             if self.is_running:
                 return
             self._begin_clean()
-            if self._notice_changes(self.root) is None:
-                self._rebuild_for(self.root)
+            try:
+                if self._notice_changes(self.root) is None:
+                    self._rebuild_for(self.root)
+            except BaseException:
+                self._recover()  # now: what is edited from here on has to be where it is looked for
+                raise
             self._memory.disclaim()
             self._is_whole = self._is_clean = True
 

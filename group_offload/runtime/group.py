@@ -277,6 +277,7 @@ class Group:
         if self.residence is Residence.ONLOADED:
             self._bound = []
             self.rest()
+        self.rebind_moved()
         self.holds = 0
         self.slot = None
 

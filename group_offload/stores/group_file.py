@@ -95,14 +95,13 @@ class GroupFile(FileImage):
         finally:
             os.close(found.fd)
         source.images.add(self)
-        self.source, self._mapping = source, mapping
-        self.pieces = [Piece(0, start, self.layout.num_bytes)] if self.layout.num_bytes else []
+        pieces = [Piece(0, start, self.layout.num_bytes)] if self.layout.num_bytes else []
+        rest = self.layout.views_by_extent(lambda extent: flat_view(mapping, start + extent.offset, extent.num_bytes))
+        use(found.path)
+        leave_it: Callable[[], object] = weakref.finalize(self, leave, found.path)
+        # At once: an interrupt in between would leave weights in a mapping that nobody looks at.
+        self.source, self._mapping, self.pieces, self.rest, self._leave = source, mapping, pieces, rest, leave_it
         self.path, self.entry, self.content = found.path, found.entry, found.entry.content
-        use(self.path)
-        self._leave: Callable[[], object] = weakref.finalize(self, leave, self.path)
-        self.rest = self.layout.views_by_extent(
-            lambda extent: flat_view(mapping, start + extent.offset, extent.num_bytes)
-        )
 
     def _was_edited(self) -> bool:
         size = self.entry.num_bytes
