@@ -60,7 +60,8 @@ def publish(path: Path, header: bytes, data: Iterable[torch.Tensor], on_written:
     Raises:
         OSError: the file cannot be written; nothing is left behind.
     """
-    with _temporary(path) as (temporary, fd):
+    with _temporary(path) as (temporary, opened):
+        fd = opened.fd
         _write_all(fd, memoryview(header))
         for piece in data:
             _write_all(fd, memory_of(piece))
@@ -70,11 +71,11 @@ def publish(path: Path, header: bytes, data: Iterable[torch.Tensor], on_written:
         if is_named:
             _sync_folder(path.parent)
     if not is_named:
-        os.close(fd)
+        opened.close()
         return None
     with suppress(OSError):  # somebody took the lock meanwhile, or the name: what is open stays readable
         mark_in_use(fd)
-    return fd
+    return opened.detach()
 
 
 def publish_anew(path: Path, content: bytes) -> int:
@@ -86,14 +87,14 @@ def publish_anew(path: Path, content: bytes) -> int:
     Raises:
         OSError: the file cannot be written; what was there is there.
     """
-    with _temporary(path) as (temporary, fd):
-        _write_all(fd, memoryview(content))
-        os.fsync(fd)
+    with _temporary(path) as (temporary, opened):
+        _write_all(opened.fd, memoryview(content))
+        os.fsync(opened.fd)
         with suppress(OSError):
-            mark_in_use(fd)
+            mark_in_use(opened.fd)
         os.replace(temporary, path)
         _sync_folder(path.parent)
-    return fd
+    return opened.detach()
 
 
 def open_to_read(name: str | Path, dir_fd: int | None = None, *, follows_links: bool = False) -> int:
@@ -175,15 +176,15 @@ def folder_lock(folder: Path, *, or_raise: bool = False) -> Iterator[None]:
         GroupFileError: somebody keeps the lock.
     """
     try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        opened = _Opened(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
         yield
         return
     try:
-        _wait_for_turn(fd, folder, or_raise=or_raise)
+        _wait_for_turn(opened.fd, folder, or_raise=or_raise)
         yield
     finally:
-        os.close(fd)
+        opened.close()
 
 
 def _wait_for_turn(fd: int, folder: Path, *, or_raise: bool) -> None:
@@ -260,35 +261,57 @@ def _path_of(fd: int) -> str:
 
 
 @contextmanager
-def _temporary(path: Path) -> Iterator[tuple[Path, int]]:
+def _temporary(path: Path) -> Iterator[tuple[Path, _Opened]]:
     """A new file beside `path`, locked. Its name goes at the end; its descriptor stays, unless there was an error."""
-    temporary, fd = _create(path)
+    temporary, opened = _create(path)
     try:
         try:
-            yield temporary, fd
+            yield temporary, opened
         finally:
             with suppress(OSError):
                 os.unlink(temporary)
     except BaseException:
-        os.close(fd)
+        opened.close()
         raise
 
 
-def _create(path: Path) -> tuple[Path, int]:
+def _create(path: Path) -> tuple[Path, _Opened]:
     while True:
         temporary = path.with_name(temporary_name(path.name))
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        opened = _Opened(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             with suppress(OSError):  # a file system without locks
-                _take_lock(fd, fcntl.LOCK_EX, FILE_PATIENCE_SECONDS, lambda: None)
-            if os.fstat(fd).st_nlink:
-                return temporary, fd
+                _take_lock(opened.fd, fcntl.LOCK_EX, FILE_PATIENCE_SECONDS, lambda: None)
+            if os.fstat(opened.fd).st_nlink:
+                return temporary, opened
         except BaseException:
             with suppress(OSError):
                 os.unlink(temporary)
-            os.close(fd)
+            opened.close()
             raise
-        os.close(fd)  # somebody who tidies up found it before it was locked
+        opened.close()  # somebody who tidies up found it before it was locked
+
+
+class _Opened:
+    """A descriptor that is closed with this object: so an interrupt leaves no lock taken, whatever it strikes."""
+
+    __slots__ = ("fd",)
+
+    def __init__(self, path: Path, flags: int) -> None:
+        self.fd = -1
+        self.fd = os.open(path, flags, 0o666)
+
+    def detach(self) -> int:
+        """The descriptor, for the caller to close."""
+        fd, self.fd = self.fd, -1
+        return fd
+
+    def close(self) -> None:
+        fd = self.detach()
+        if fd >= 0:
+            os.close(fd)
+
+    __del__ = close
 
 
 def temporary_name(name: str) -> str:
