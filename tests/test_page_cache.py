@@ -456,7 +456,7 @@ def test_a_model_is_collected_by_a_thread_that_has_a_lock(
 ) -> None:
     """Garbage is collected wherever memory is allocated, and finalizers run there."""
     gc.collect()
-    locked_before, open_before = files.locked.num_bytes, files._Kept._num
+    locked_before, open_before = files.locked.num_bytes, files._Kept.num_open()
     for options in ({}, {"offload_to_disk_path": tmp_path / "groups"}):
         model: nn.Module = Model(WIDE)
         if not options:
@@ -464,7 +464,7 @@ def test_a_model_is_collected_by_a_thread_that_has_a_lock(
         offload(model, **options)
         forward(device, model, torch.randn(3, DIM))
         device.synchronize()
-        assert options or (files.locked.num_bytes > locked_before and files._Kept._num > open_before)
+        assert options or (files.locked.num_bytes > locked_before and files._Kept.num_open() > open_before)
         model.itself = [model]  # a cycle: only the collector takes it
         del model
 
@@ -476,7 +476,7 @@ def test_a_model_is_collected_by_a_thread_that_has_a_lock(
     thread.start()
     thread.join(60)
     assert not thread.is_alive()
-    assert (files.locked.num_bytes, files._Kept._num) == (locked_before, open_before)
+    assert (files.locked.num_bytes, files._Kept.num_open()) == (locked_before, open_before)
     with folder._lock:
         folder._count_left()
     written = [file for file in folder._written_here if file.is_relative_to(tmp_path)]

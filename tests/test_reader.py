@@ -283,7 +283,9 @@ def num_mappings(folder: Path) -> int:
 
 
 def num_threads(kind: str) -> int:
-    return sum(thread.name.startswith(f"group_offload-{kind}") for thread in threading.enumerate())
+    """Of the pool that there is now, or by their name."""
+    names = [each.name for each in threading.enumerate() if getattr(each, "_pool", pool._pool) is pool._pool]
+    return sum(name.startswith(f"group_offload-{kind}") for name in names)
 
 
 # ---------------------------------------------------------------- errors of the drive

@@ -16,7 +16,7 @@ class LastCopies:
         self._by_stream: list[tuple[Stream, Event]] = []
 
     def expect(self, stream: Stream) -> None:
-        """Copies on `stream` are about to be enqueued: `drain` waits for them, also if nobody comes to record them."""
+        """Copies, or reads of slots, are about to be enqueued on `stream`: `drain` waits for them, recorded or not."""
         if any(known == stream for known, _ in self._by_stream):
             return
         if len(self._by_stream) >= _MAX_KNOWN:
@@ -31,7 +31,7 @@ class LastCopies:
                 event.record(stream)
 
     def drain(self) -> None:
-        """Wait for all that was enqueued so far on streams that have carried copies."""
+        """Wait for all that was enqueued so far on streams that copies, or reads of slots, were expected on."""
         for stream, event in self._by_stream:
             event.record(stream)
             event.synchronize()

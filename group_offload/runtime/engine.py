@@ -515,7 +515,7 @@ class Engine:
     def _recover(self) -> None:
         """End a pass that failed or was interrupted, wherever that was. See [Note: Interrupts].
 
-        The host waits until no copy is on its way, so that nothing is written to, or read from, memory that gets another use.
+        The host waits until no copy is on its way and no slot is read, so that memory that gets another use is nobody's.
         """
         is_whole, self._is_whole = self._is_whole, False
         self._is_clean = False
@@ -570,6 +570,7 @@ class Engine:
             slot = self._wait_for_files(group, slot, was_ahead)
         # Also if it is bound already: this call may compute on another stream. (A torch stream is not unequal to None.)
         if slot.waited_on is None or slot.waited_on != stream:
+            self.transfer.last_copies.expect(stream)  # after an interrupt nobody knows which streams read the slots
             stream.wait_event(slot.ready)
             slot.waited_on = stream
         self._stopwatch.waited(arrived, stream)

@@ -41,6 +41,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import xxhash
@@ -468,20 +469,26 @@ class _Kept:
     """The descriptors of a source that stay open, if not too many others do."""
 
     _lock = threading.RLock()  # a finalizer calls `close` of another one, perhaps in a thread that has the lock
-    _num = 0
+    _all: ClassVar[weakref.WeakSet[_Kept]] = weakref.WeakSet()
+    """They are counted, and not a number kept: an interrupt could leave that wrong."""
 
     def __init__(self, fd: int) -> None:
         self.fd: int | None = None
         self.has_no_direct = False
         self._direct: int | None = None
+        _Kept._all.add(self)
         with _Kept._lock, suppress(OSError):  # none is left
             if self._may_keep():
                 self.fd = os.dup(fd)
-                _Kept._num += 1
+
+    @staticmethod
+    def num_open() -> int:
+        """Descriptors of this process that stay open."""
+        return sum((each.fd is not None) + (each._direct is not None) for each in [*_Kept._all])
 
     @staticmethod
     def _may_keep() -> bool:
-        return _Kept._num < min(_MAX_KEPT_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        return _Kept.num_open() < min(_MAX_KEPT_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
 
     def direct(self, fd: int) -> tuple[int, bool] | None:
         """A descriptor for direct reads, and whether it stays open."""
@@ -494,7 +501,6 @@ class _Kept:
                     self.has_no_direct = self.fd is not None and opened is None
                     return None if opened is None else (opened, False)
                 self._direct = opened
-                _Kept._num += 1
             return self._direct, True
 
     def close(self) -> None:
@@ -503,7 +509,6 @@ class _Kept:
             self.fd = self._direct = None  # first of all: an interrupt must leave no number that another file may get
             for fd in fds:
                 if fd is not None:
-                    _Kept._num -= 1
                     os.close(fd)
 
 
