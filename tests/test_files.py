@@ -587,7 +587,7 @@ def test_descriptors_do_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert num_open() <= before + 70
     for handle in handles:
         handle.remove()
-    assert num_open() == before
+    assert num_open() <= before  # others' may have gone meanwhile
 
 
 @pytest.mark.parametrize("call", ["write", "fsync", "link"])

@@ -277,7 +277,8 @@ class Group:
         if self.residence is Residence.ONLOADED:
             self._bound = []
             self.rest()
-        self.rebind_moved()
+        if not any(part.is_given_up for part in self.parts):
+            self.rebind_moved()
         self.holds = 0
         self.slot = None
 
