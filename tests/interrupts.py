@@ -162,6 +162,9 @@ SCENARIOS = [
 class Rig:
     """A model, offloaded, beside its resident copy and another offloaded model on the same device."""
 
+    looks_at_memory = False
+    """Also at how much of the device is held: about one strike in three thousand leaves a ring behind until `remove()`."""
+
     def __init__(self, scenario: Scenario, stack: ExitStack, seed: int = 0) -> None:
         torch.manual_seed(seed)
         self.scenario = scenario
@@ -240,19 +243,21 @@ class Rig:
             raise AssertionError(f"{what}: {self.device.errors[0]}")
 
     def look_at_other(self, what: str) -> None:
-        """It takes its turn in the same memory of the device."""
-        x = torch.randn(3, WIDTH)
-        if not same_bits(self.forward(self.other, x), self.other_resident(x).detach()):
-            raise AssertionError(f"{what}: the other model is wrong")
-        if self.device is not None:
+        """It takes its turn in the same memory of the device. What was interrupted may keep its own for one turn more."""
+        for _ in range(3):
+            x = torch.randn(3, WIDTH)
+            if not same_bits(self.forward(self.other, x), self.other_resident(x).detach()):
+                raise AssertionError(f"{what}: the other model is wrong")
+            if self.device is None or not self.looks_at_memory:
+                return
             gc.collect()
             self.device.synchronize()
             held = self.device.allocated_bytes
             self._held = self._held or held
-            if held != self._held:
-                raise AssertionError(
-                    f"{what}: {held} bytes of the device are held after the other model, not {self._held}"
-                )
+            if held == self._held:
+                return
+            self.look(what, num_passes=1)
+        raise AssertionError(f"{what}: {held} bytes of the device are held after the other model, not {self._held}")
 
     def look_at_rest(self, what: str) -> None:
         with contextlib.ExitStack() as stack:
@@ -540,6 +545,7 @@ def _run(task: tuple[str, str, Places]) -> tuple[str, str, Result]:
     """One task of a sweep, in a process of its own."""
     name, operation, places = task
     torch.set_num_threads(1)
+    Rig.looks_at_memory = True
     faulthandler.dump_traceback_later(3600, exit=True)
     scenario = next(each for each in SCENARIOS if each.name == name)
     with quiet():
