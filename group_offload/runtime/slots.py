@@ -243,8 +243,8 @@ class Lease:
         """For each height of groups, the memory that they take turns in."""
         self.loose: list[Slot] = []
         """Slots of no ring, taken for one run each."""
-        self.is_busy = False
-        """A pass is running in it: nobody takes it back."""
+        self.is_busy = True
+        """A pass is running in it, for which it is made: nobody takes it back."""
 
     @property
     def is_aliased(self) -> bool:
@@ -307,9 +307,7 @@ class Arena:
                 lease.is_busy = True
                 return lease
             if lease is not None and lease.is_busy:
-                lease = self._new_lease(num_bytes, stream, copy_stream)
-                lease.is_busy = True
-                return lease
+                return self._new_lease(num_bytes, stream, copy_stream)
             if lease is not None:
                 is_aliased = lease.is_aliased
                 memory, unread = lease.take_back()
@@ -326,7 +324,6 @@ class Arena:
                     del memory
             if lease is None:
                 lease, self._owner = self._new_lease(num_bytes, stream, copy_stream), stream
-            lease.is_busy = True
             self._last = weakref.ref(lease)
             return lease
 
