@@ -25,10 +25,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -44,28 +44,41 @@ _NUM_PARTS = 3
 """In which a sweep is cut: each strikes every third place, in a process of its own."""
 PACKAGE = str(Path(group_offload.__file__).parent)
 WIDTH = 16
+T = TypeVar("T")
 
 
 class Strike:
     """Raises at the `at`-th place of the package's code that this thread comes to; counts places if `at` is None."""
 
-    def __init__(self, at: int | None = None, error: type[BaseException] = KeyboardInterrupt) -> None:
+    def __init__(
+        self, at: int | None = None, error: type[BaseException] = KeyboardInterrupt, path: str = PACKAGE
+    ) -> None:
         self.num_places = 0
         self.where = ""
+        self.is_lost = False
+        """Where Python closes a generator, or calls a finalizer, nobody sees what is raised."""
+        self._path = path
         self._at = at
         self._error = error
         self._before: Any = None
 
     def __enter__(self) -> Strike:
-        self._before = sys.gettrace()
+        self._before = sys.gettrace(), sys.unraisablehook
+        sys.unraisablehook = self._lose
         sys.settrace(self._trace)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        sys.settrace(self._before)
+        trace, sys.unraisablehook = self._before
+        sys.settrace(trace)
+
+    def _lose(self, unraisable: Any) -> None:
+        if not isinstance(unraisable.exc_value, self._error):
+            self._before[1](unraisable)
+        self.is_lost = True
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(PACKAGE) or self.where:
+        if not frame.f_code.co_filename.startswith(self._path) or self.where:
             return None
         if event == "call" or (event == "line" and frame.f_lasti not in _exits_of(frame.f_code)):
             self.num_places += 1
@@ -73,6 +86,19 @@ class Strike:
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({event} {frame.f_code.co_name})"
                 raise self._error(self.where)
         return self._trace
+
+
+def contained(work: Callable[[], T]) -> T:
+    """Call it. A generator's frame keeps to itself which exception is being handled.
+
+    Python 3.11 does not: where a trace function raises in the last line of an `except` block, the exception of that block
+    stays "being handled" for as long as the thread lives, and with it all that the frames of its traceback hold.
+    """
+
+    def once() -> Iterator[T]:
+        yield work()
+
+    return next(once())
 
 
 @cache
@@ -162,9 +188,6 @@ SCENARIOS = [
 class Rig:
     """A model, offloaded, beside its resident copy and another offloaded model on the same device."""
 
-    looks_at_memory = False
-    """Also at how much of the device is held: about one strike in three thousand leaves a ring behind until `remove()`."""
-
     def __init__(self, scenario: Scenario, stack: ExitStack, seed: int = 0) -> None:
         torch.manual_seed(seed)
         self.scenario = scenario
@@ -215,15 +238,14 @@ class Rig:
 
     def edit(self) -> None:
         """Below autograd, as fusing a LoRA does; in both models."""
-        name = self._rng.choice([name for name, p in self.model.named_parameters() if not p.requires_grad])
+        self._edit(self.model, self.resident)
+
+    def _edit(self, model: nn.Module, resident: nn.Module) -> None:
+        name = self._rng.choice([name for name, p in model.named_parameters() if not p.requires_grad])
         factor = self._rng.choice([0.5, 0.75, 1.25])
-        for model in (self.model, self.resident):
-            weight = model.get_parameter(name).data
-            if self.device is None or model is self.resident:
-                weight.mul_(factor)
-            else:
-                with self.device.running():
-                    weight.mul_(factor)
+        resident.get_parameter(name).data.mul_(factor)
+        with contextlib.nullcontext() if self.device is None else self.device.running():
+            model.get_parameter(name).data.mul_(factor)
 
     def look(self, what: str, *, trains: bool = False, num_passes: int = 2) -> None:
         """Whole passes give the resident model's bits."""
@@ -244,11 +266,12 @@ class Rig:
 
     def look_at_other(self, what: str) -> None:
         """It takes its turn in the same memory of the device. What was interrupted may keep its own for one turn more."""
+        self._edit(self.other, self.other_resident)
         for _ in range(3):
             x = torch.randn(3, WIDTH)
             if not same_bits(self.forward(self.other, x), self.other_resident(x).detach()):
                 raise AssertionError(f"{what}: the other model is wrong")
-            if self.device is None or not self.looks_at_memory:
+            if self.device is None:
                 return
             gc.collect()
             self.device.synchronize()
@@ -387,7 +410,7 @@ def sweep(scenario: Scenario, operation: str, places: Places, error: type[BaseEx
         for at in places.numbers(count):
             strike = Strike(at, error)
             try:
-                act(rig, strike)
+                contained(partial(act, rig, strike))
             except error:
                 pass
             except Exception as other:
@@ -442,15 +465,12 @@ def sweep_life(scenario: Scenario, operation: str, places: Places) -> Result:
         with ExitStack() as stack:
             rig = Rig(scenario, stack, seed)
             try:
-                if operation == "apply":
-                    with strike:
-                        rig.apply()
-                else:
+                if operation != "apply":
                     rig.apply()
                     rig.look("before")
                     rig.edit()
-                    with strike:
-                        rig.handle.remove()
+                with strike:
+                    contained(rig.apply if operation == "apply" else rig.handle.remove)
             except KeyboardInterrupt:
                 pass
             except Exception as other:
@@ -494,6 +514,7 @@ def strike_by_signals(scenario: Scenario, seconds: float, seed: int = 0) -> Resu
     rng = random.Random(seed)
     result = Result()
     before = signal.signal(signal.SIGALRM, _raise)
+    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None  # finalizers are struck too
     deadline = time.monotonic() + seconds
     try:
         with ExitStack() as stack:
@@ -528,31 +549,20 @@ def strike_by_signals(scenario: Scenario, seconds: float, seed: int = 0) -> Resu
                 result.failures.append(f"at the end: {type(problem).__name__}: {problem}")
     finally:
         signal.signal(signal.SIGALRM, before)
+        sys.unraisablehook = hook
     return result
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Finalizers that are struck tell nobody but a hook."""
-    before, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
-    try:
-        yield
-    finally:
-        sys.unraisablehook = before
 
 
 def _run(task: tuple[str, str, Places]) -> tuple[str, str, Result]:
     """One task of a sweep, in a process of its own."""
     name, operation, places = task
     torch.set_num_threads(1)
-    Rig.looks_at_memory = True
     faulthandler.dump_traceback_later(3600, exit=True)
     scenario = next(each for each in SCENARIOS if each.name == name)
-    with quiet():
-        if operation == "signals":
-            found = strike_by_signals(scenario, max(0.0, places.deadline - time.monotonic()), places.seed)
-        else:
-            found = (sweep if operation in OPERATIONS else sweep_life)(scenario, operation, places)
+    if operation == "signals":
+        found = strike_by_signals(scenario, max(0.0, places.deadline - time.monotonic()), places.seed)
+    else:
+        found = (sweep if operation in OPERATIONS else sweep_life)(scenario, operation, places)
     return name, operation, found
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,45 +27,8 @@ from group_offload import (
 from group_offload.api import handle_of
 
 from .common import Model, assert_at_rest, assert_same, inputs, make, named_tensors, run
+from .interrupts import Strike, contained
 from .simulated import SimulatedDevice, use_simulated_device
-
-PACKAGE = str(Path(group_offload.__file__).parent)
-
-
-class Interrupter:
-    """Raises KeyboardInterrupt at one line, or call, of the package's own code. Others are counted."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-        self.count = 0
-        self.where = ""
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        code = frame.f_code
-        if not code.co_filename.startswith(PACKAGE):
-            return None
-        if event in ("line", "call"):
-            self.count += 1
-            if self.count == self.at:
-                self.where = f"{code.co_filename}:{frame.f_lineno} {code.co_name} {event}"
-                sys.settrace(None)
-                raise KeyboardInterrupt(self.where)
-        return self
-
-    def run(self, call: Callable[[], Any]) -> Any:
-        before, hook = sys.gettrace(), sys.unraisablehook
-        sys.unraisablehook = self._lose
-        sys.settrace(self)
-        try:
-            return call()
-        finally:
-            sys.settrace(before)
-            sys.unraisablehook = hook
-
-    def _lose(self, unraisable: Any) -> None:
-        """Where Python closes a generator, or calls a finaliser, nobody ever sees what is raised."""
-        assert isinstance(unraisable.exc_value, KeyboardInterrupt)
-        self.where = ""
 
 
 def attributes(module: nn.Module) -> dict[str, set[str]]:
@@ -135,31 +97,29 @@ def test_an_interrupt_at_any_line(kind: str, is_simulated: bool, tmp_path: Path)
     case = Case(kind, tmp_path)
     reference = copy.deepcopy(small())
     device = SimulatedDevice(0) if is_simulated else None
-    at, step = 1, 1
+    at = 1
     while True:
         model = case.make()
-        interrupter = Interrupter(at)
+        strike = Strike(at)
         with use_simulated_device(device) if device is not None else nullcontext():
             try:
-                handle = interrupter.run(lambda model=model: case.apply(model))
+                with strike:
+                    handle = contained(partial(case.apply, model))
             except KeyboardInterrupt:
                 pass
             else:
-                assert not interrupter.where, f"the interrupt at {interrupter.where} was lost"
+                assert strike.is_lost or not strike.where, f"nobody was told of the interrupt at {strike.where}"
                 handle.remove()
-        if interrupter.count < at:
+        if not strike.where:
             break
         try:
             assert_as_before(model, reference)
         except BaseException as error:
-            error.add_note(f"after an interrupt at {interrupter.where}")
+            error.add_note(f"after an interrupt at {strike.where}")
             raise
         if at % 3 == 0:
             again(case, model, reference, device)
-        at += step
-        step = (
-            1 + at // 6
-        )  # the lines of loops over groups come again and again; all of them: `python -m tests.interrupts`
+        at += 1 + at // 6  # the lines of loops over groups come again and again
     assert at > 500
 
 
@@ -188,13 +148,9 @@ def test_an_interrupt_while_changes_are_taken_up(kind: str, tmp_path: Path) -> N
             each.blocks[1].extra = nn.Linear(2, 2)
             nn.init.ones_(each.blocks[1].extra.weight)
             nn.init.ones_(each.blocks[1].extra.bias)
-        interrupter = Interrupter(at)
-        try:
-            interrupter.run(handle.refresh)
-        except KeyboardInterrupt as error:
-            where = str(error)
-        else:
-            where = "nothing"
+        strike = Strike(at)
+        with suppress(KeyboardInterrupt), strike:
+            contained(handle.refresh)
         try:
             assert_at_rest(model, reference)
             if at % 2:
@@ -206,11 +162,11 @@ def test_an_interrupt_while_changes_are_taken_up(kind: str, tmp_path: Path) -> N
             assert attributes(model) == attributes(reference)
             assert_at_rest(model, reference)
         except BaseException as error:
-            error.add_note(f"after an interrupt at {where}")
+            error.add_note(f"after an interrupt at {strike.where}")
             raise
-        if interrupter.count < at:
+        if not strike.where:
             break
-        at += 1 + at // 60
+        at += 1 + at // 10
     assert at > 500
 
 

@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,6 @@ from .test_files import run_python
 
 NUM_STRUCK = 4
 """Places in each sweep. All of them: `python -m tests.interrupts`."""
-
-
-@pytest.fixture(autouse=True)
-def _finalizers_that_are_struck_tell_nobody() -> Iterator[None]:
-    with interrupts.quiet():
-        yield
 
 
 # ---------------------------------------------------------------- everywhere
@@ -62,12 +56,11 @@ def test_real_signals() -> None:
     """In a process of its own: they strike torch and Python too, and leave there what they leave."""
     done = run_python(
         """
-        from tests.interrupts import SCENARIOS, quiet, strike_by_signals
+        from tests.interrupts import SCENARIOS, strike_by_signals
         torch.set_num_threads(1)
-        with quiet():
-            for number in (1, 2, 4):
-                result = strike_by_signals(SCENARIOS[number], 3)
-                assert result.num_struck > 3 and not result.failures, (SCENARIOS[number], result)
+        for number in (1, 2, 4):
+            result = strike_by_signals(SCENARIOS[number], 3)
+            assert result.num_struck > 3 and not result.failures, (SCENARIOS[number], result)
         print("right")
         """
     )
@@ -290,6 +283,44 @@ def test_memory_that_runs_out_while_slots_are_exchanged(monkeypatch: pytest.Monk
             forward()
         assert handle.stats().resident_bytes == kept
         handle.remove()
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_an_interrupt_while_memory_is_taken_from_another_module(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one sees its edits afterwards, and holds no memory twice."""
+    device = SimulatedDevice()
+    model, other, reference = make(), make(Model, seed=1), make(Model, seed=1)
+    with use_simulated_device(device):
+        handles = [apply_group_offloading(each, "cpu", use_stream=each is other) for each in (model, other)]
+
+        def forward(each: nn.Module) -> torch.Tensor:
+            with torch.no_grad(), device.running():
+                return device.get(each(device.put(inputs())))
+
+        forward(other)
+        held, real, num_evicted = device.allocated_bytes, slots.Slot.evict, 0
+
+        def evict(slot: slots.Slot) -> None:
+            nonlocal num_evicted
+            if num_evicted == at:
+                raise KeyboardInterrupt
+            num_evicted += 1
+            real(slot)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(slots.Slot, "evict", evict)
+            with pytest.raises(KeyboardInterrupt):
+                forward(model)
+        for factor in (1.0, 0.5):
+            for each in (other, reference) if factor < 1 else ():
+                with device.running():
+                    for parameter in each.parameters():
+                        parameter.data.mul_(factor)
+            assert_same(forward(other), run(reference, inputs()))
+            device.synchronize()
+            assert device.allocated_bytes == held
+        for handle in handles:
+            handle.remove()
 
 
 def test_an_interrupt_while_memory_is_leased(monkeypatch: pytest.MonkeyPatch) -> None:

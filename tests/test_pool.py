@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -25,6 +24,8 @@ from group_offload.stores.base import memory_of
 from group_offload.stores.mapping import TwiceMapped
 from group_offload.stores.pool import begin_all, finish_all, num_threads, on_pool, run_all
 from group_offload.stores.reading import read_into
+
+from .interrupts import Strike, contained
 
 MIB = 1 << 20
 
@@ -153,29 +154,6 @@ def test_a_thread_that_cannot_be_started(use: Callable[[Path], None], first: int
         pool._forget()
 
 
-@contextmanager
-def interrupting(line: int) -> Iterator[list[int]]:
-    """Raise at the n-th line of the pool's code that the calling thread runs. The list gets the number of lines."""
-    lines = [0]
-
-    def trace_lines(frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "line":
-            lines[0] += 1
-            if lines[0] == line:
-                raise KeyboardInterrupt
-        return trace_lines
-
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        return trace_lines if frame.f_code.co_filename == pool.__file__ else None
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield lines
-    finally:
-        sys.settrace(before)
-
-
 @pytest.mark.parametrize("can_start", [True, False])
 @every_use
 def test_an_interrupt_at_any_line(use: Callable[[Path], None], can_start: bool, content: Path) -> None:
@@ -196,15 +174,16 @@ def test_an_interrupt_at_any_line(use: Callable[[Path], None], can_start: bool, 
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(os, "preadv", partial(counted, preadv))
                 patch.setattr(os, "pwrite", partial(counted, pwrite))
+                strike = Strike(line, path=pool.__file__)
                 try:
-                    with interrupting(line) as lines:
-                        use(content)
+                    with strike:
+                        contained(partial(use, content))
                 except KeyboardInterrupt:
                     num_interrupts += 1
                 # Whoever begins a spill and is interrupted before it has the job has nothing to wait for.
                 assert not running or use is spill
             assert io_threads() <= num_threads() + 1
-            if lines[0] < line:
+            if not strike.where:
                 break
         if line % 10 == 0:
             use(content)

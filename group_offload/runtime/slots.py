@@ -148,7 +148,8 @@ class Slot:
             self.job.abandon()
             self.job = None
         for group in self.groups:
-            group.slot = None
+            if group.slot is self:  # else an interrupt came here before, and the group has been elsewhere since
+                group.slot = None
         self.groups.clear()
 
 
@@ -257,14 +258,14 @@ class Lease:
         Returns:
             The memory, and what copies to it that nobody has waited for are behind.
         """
-        memory, rings, loose = self.memory, self.rings, self.loose
-        self.memory, self.rings, self.loose = None, {}, []
-        unread = []
-        for slot in (*loose, *(slot for ring in rings.values() for slot in ring.slots)):
+        memory, unread = self.memory, []
+        for slot in (*self.loose, *(slot for ring in self.rings.values() for slot in ring.slots)):
             slot.evict()
             if slot.waited_on is None:
                 unread.append(slot.ready)
         assert memory is not None
+        # Last of all: an interrupt leaves memory that is taken back, or slots that are known, and no group in neither.
+        self.memory, self.rings, self.loose = None, {}, []
         return memory, unread
 
 

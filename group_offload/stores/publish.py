@@ -295,10 +295,9 @@ def _create(path: Path) -> tuple[Path, _Opened]:
 class _Opened:
     """A descriptor that is closed with this object: so an interrupt leaves no lock taken, whatever it strikes."""
 
-    __slots__ = ("fd",)
+    fd = -1
 
     def __init__(self, path: Path, flags: int) -> None:
-        self.fd = -1
         self.fd = os.open(path, flags, 0o666)
 
     def detach(self) -> int:
