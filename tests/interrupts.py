@@ -2,8 +2,9 @@
 
 `python -m tests.interrupts` raises KeyboardInterrupt at every line and every function entry of a forward, a backward, a
 set-up, a refresh and a remove, on every tier, on the CPU and on the simulated device: one at a time, in one model all
-along, with whole forwards and an edit after each. `--most 20` takes about so many places of each at random, `--signals 60`
-raises from real signals for so many seconds instead, wherever they strike. tests/test_interrupts.py runs a few of both.
+along, with whole forwards and an edit after each. Where an operation comes to a place many times, one of these is struck,
+chosen at random; all of them with `--every`. `--most 20` takes so many of them, `--signals 60` raises from real signals
+for so many seconds instead, wherever they strike. tests/test_interrupts.py runs a few of both.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
@@ -41,25 +43,43 @@ from .common import same_bits
 from .simulated import SimulatedDevice, use_simulated_device
 
 _NUM_PARTS = 3
-"""In which a sweep is cut: each strikes every third place, in a process of its own."""
+"""In which a sweep is cut, each in a process of its own."""
+_NUM_COUNTED = 4
+"""Operations of which one sees where they come: no two are the same."""
 PACKAGE = str(Path(group_offload.__file__).parent)
 WIDTH = 16
 T = TypeVar("T")
 
 
+Place = tuple[CodeType, int]
+"""A line of a function; 0 for the entry of it."""
+
+
 class Strike:
-    """Raises at the `at`-th place of the package's code that this thread comes to; counts places if `at` is None."""
+    """Raises when this thread comes to `place` in the package's own code for the `at`-th time; never if `at` is 0."""
 
     def __init__(
-        self, at: int | None = None, error: type[BaseException] = KeyboardInterrupt, path: str = PACKAGE
+        self,
+        at: int = 0,
+        error: type[BaseException] = KeyboardInterrupt,
+        *,
+        place: Place | None = None,
+        path: str = PACKAGE,
     ) -> None:
-        self.num_places = 0
+        """
+        Args:
+            place: None for any.
+            path: what its files' paths begin with.
+        """
+        self.places: Counter[Place] = Counter()
+        """How often it came where."""
         self.where = ""
         self.is_lost = False
         """Where Python closes a generator, or calls a finalizer, nobody sees what is raised."""
-        self._path = path
-        self._at = at
+        self._left = at
+        self._place = place
         self._error = error
+        self._path = path
         self._before: Any = None
 
     def __enter__(self) -> Strike:
@@ -81,8 +101,11 @@ class Strike:
         if not frame.f_code.co_filename.startswith(self._path) or self.where:
             return None
         if event == "call" or (event == "line" and frame.f_lasti not in _exits_of(frame.f_code)):
-            self.num_places += 1
-            if self.num_places == self._at:
+            place = frame.f_code, frame.f_lineno if event == "line" else 0
+            self.places[place] += 1
+            self._left -= self._place is None or self._place == place
+            if not self._left:
+                self._left = -1
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({event} {frame.f_code.co_name})"
                 raise self._error(self.where)
         return self._trace
@@ -318,15 +341,6 @@ class Rig:
                 )
 
 
-@dataclass
-class Result:
-    """What a sweep found."""
-
-    num_places: int = 0
-    num_struck: int = 0
-    failures: list[str] = field(default_factory=list)
-
-
 Operation = Callable[[Rig, Any], None]
 
 
@@ -372,25 +386,67 @@ OPERATIONS: dict[str, Operation] = {
 
 @dataclass(frozen=True)
 class Places:
-    """Which places are struck."""
+    """Which places are struck, and at which of the times that an operation comes there."""
 
-    first: int = 1
-    step: int = 1
     most: int = 0
-    """About so many, at random; 0 for all."""
+    """So many, wherever and whenever; 0 for each place once, at a time chosen at random."""
+    every: bool = False
+    """Each place each time."""
+    part: int = 0
+    """This one of `num_parts`."""
+    num_parts: int = 1
     seed: int = 0
     deadline: float = float("inf")
     """By `time.monotonic`: none after that."""
 
-    def numbers(self, count: Callable[[], int]) -> Iterator[int]:
-        """In ascending order, without an end. `count` counts how many places there are."""
+    def choose(self, found: Counter[Place]) -> Iterator[tuple[Place, int]]:
+        """
+        Args:
+            found: how often an operation comes where.
+        """
         rng = random.Random(self.seed)
-        share = self.most / max(self.most, count()) if self.most else 1.0
-        at = self.first
-        while time.monotonic() < self.deadline:
-            at += 0 if share >= 1 else int(rng.expovariate(share))
-            yield at
-            at += self.step
+        places = sorted(found, key=lambda place: (_name_of(place[0]), place[0].co_firstlineno, place[1]))
+        if self.most or self.every:
+            chosen = [(place, at) for place in places for at in range(1, found[place] + 1)]
+            chosen = rng.sample(chosen, min(self.most or len(chosen), len(chosen)))
+        else:
+            chosen = [(place, rng.randint(1, found[place])) for place in places]
+        for place, at in chosen[self.part :: self.num_parts]:
+            if time.monotonic() >= self.deadline:
+                return
+            yield place, at
+
+
+def _name_of(code: CodeType) -> str:
+    return f"{Path(code.co_filename).name} {code.co_qualname}"
+
+
+def _describe(place: Place) -> str:
+    code, line = place
+    return f"{_name_of(code)}:{line or code.co_firstlineno}"
+
+
+@dataclass
+class Result:
+    """What a sweep found."""
+
+    places: Counter[str] = field(default_factory=Counter)
+    """How often the operation comes where."""
+    struck: Counter[str] = field(default_factory=Counter)
+    """How often it was struck there."""
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, other: Result) -> None:
+        self.places |= other.places
+        self.struck += other.struck
+        self.failures += other.failures
+
+    def __str__(self) -> str:
+        """A row of a table."""
+        num_kinds = len(self.places.keys() & self.struck.keys())
+        return (
+            f"{self.places.total()} | {len(self.places)} | {num_kinds} | {self.struck.total()} | {len(self.failures)}"
+        )
 
 
 def sweep(scenario: Scenario, operation: str, places: Places, error: type[BaseException] = KeyboardInterrupt) -> Result:
@@ -401,14 +457,14 @@ def sweep(scenario: Scenario, operation: str, places: Places, error: type[BaseEx
         rig = Rig(scenario, stack, seed)
         rig.apply()
         rig.look("before", trains=trains, num_passes=5)
-
-        def count() -> int:
+        found: Counter[Place] = Counter()
+        for _ in range(_NUM_COUNTED):
             counting = Strike()
             act(rig, counting)
-            return counting.num_places
-
-        for at in places.numbers(count):
-            strike = Strike(at, error)
+            found |= counting.places
+        result.places.update({_describe(place): number for place, number in found.items()})
+        for number, (place, at) in enumerate(places.choose(found)):
+            strike = Strike(at, error, place=place)
             try:
                 contained(partial(act, rig, strike))
             except error:
@@ -417,17 +473,16 @@ def sweep(scenario: Scenario, operation: str, places: Places, error: type[BaseEx
                 if not strike.where:
                     raise
                 result.failures.append(f"{strike.where}: {type(other).__name__} in its place: {other}")
-            if not strike.where:
-                result.num_places = strike.num_places
-                break
-            result.num_struck += 1
+            if not strike.where:  # it came there less often than before
+                continue
+            result.struck[_describe(place)] += 1
             try:
-                if at % 2:
+                if number % 2:
                     rig.edit()
-                rig.look(strike.where, trains=trains and at % 4 == 0)
-                if at % 7 == 0:
+                rig.look(strike.where, trains=trains and number % 4 == 0)
+                if number % 7 == 0:
                     rig.look_at_other(strike.where)
-                if at % 5 == 0:
+                if number % 5 == 0:
                     rig.look_at_rest(strike.where)
             except Exception as problem:
                 result.failures.append(f"{strike.where}: {type(problem).__name__}: {problem}")
@@ -446,51 +501,50 @@ def sweep(scenario: Scenario, operation: str, places: Places, error: type[BaseEx
 
 def sweep_life(scenario: Scenario, operation: str, places: Places) -> Result:
     """Strike set-up ("apply") or `remove()` of a new model each time."""
-    seed = places.seed
     result = Result()
 
-    def count() -> int:
-        counting = Strike()
-        with ExitStack() as stack:
-            rig = Rig(scenario, stack, seed)
-            with counting if operation == "apply" else contextlib.nullcontext():
-                rig.apply()
-            with counting if operation != "apply" else contextlib.nullcontext():
-                rig.handle.remove()
-            rig.other_handle.remove()
-        return counting.num_places
+    def begin(stack: ExitStack) -> Rig:
+        rig = Rig(scenario, stack, places.seed)
+        if operation != "apply":
+            rig.apply()
+            rig.look("before")
+            rig.edit()
+        return rig
 
-    for at in places.numbers(count):
-        strike = Strike(at)
+    def act(rig: Rig, strike: Strike) -> None:
+        with strike:
+            rig.apply() if operation == "apply" else rig.handle.remove()
+
+    counting = Strike()
+    with ExitStack() as stack:
+        rig = begin(stack)
+        act(rig, counting)
+        if operation == "apply":
+            rig.handle.remove()
+        rig.other_handle.remove()
+    result.places.update({_describe(place): number for place, number in counting.places.items()})
+    for place, at in places.choose(counting.places):
+        strike = Strike(at, place=place)
         with ExitStack() as stack:
-            rig = Rig(scenario, stack, seed)
+            rig = begin(stack)
             try:
-                if operation != "apply":
-                    rig.apply()
-                    rig.look("before")
-                    rig.edit()
-                with strike:
-                    contained(rig.apply if operation == "apply" else rig.handle.remove)
+                contained(partial(act, rig, strike))
             except KeyboardInterrupt:
                 pass
             except Exception as other:
                 if not strike.where:
                     raise
                 result.failures.append(f"{strike.where}: {type(other).__name__} in its place: {other}")
-            if not strike.where:
-                result.num_places = strike.num_places
-                return result
-            result.num_struck += 1
+            result.struck[_describe(place)] += bool(strike.where)
             try:
                 if operation == "apply":
                     rig.handle = getattr(rig.model, "_group_offload_handle", None)
                     if rig.handle is None:
                         rig.look_unoffloaded(strike.where)
                         rig.apply()
-                else:
-                    if rig.handle.is_active:
-                        rig.edit()
-                        rig.look(strike.where)
+                elif rig.handle.is_active:
+                    rig.edit()
+                    rig.look(strike.where)
                 rig.look(strike.where) if rig.handle.is_active else rig.look_unoffloaded(strike.where)
                 rig.close(strike.where)
             except Exception as problem:
@@ -525,18 +579,18 @@ def strike_by_signals(scenario: Scenario, seconds: float, seed: int = 0) -> Resu
             rig.forward(rig.model, torch.randn(3, WIDTH))
             length = max(2e-4, time.perf_counter() - started)
             while time.monotonic() < deadline:
-                what = f"signal {result.num_struck + 1}"
+                what = f"signal {result.struck.total() + 1}"
                 try:
                     signal.setitimer(signal.ITIMER_REAL, rng.uniform(2e-5, 1.2 * length))
                     _forward(rig, contextlib.nullcontext())
                     signal.setitimer(signal.ITIMER_REAL, 0)
                 except KeyboardInterrupt:
-                    result.num_struck += 1
+                    result.struck["anywhere"] += 1
                 except Exception as other:
                     result.failures.append(f"{what}: {type(other).__name__} in its place: {other}")
                 finally:
                     signal.setitimer(signal.ITIMER_REAL, 0)
-                result.num_places += 1
+                result.places["anywhere"] += 1
                 rig.edit()
                 try:
                     rig.look(what)
@@ -570,7 +624,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="scenarios with this in their names")
     parser.add_argument("--operations", default="forward,changed,refresh,backward,apply,remove")
-    parser.add_argument("--most", type=int, default=0, help="about so many places of each, chosen at random")
+    parser.add_argument("--every", action="store_true", help="each place each time that an operation comes there")
+    parser.add_argument("--most", type=int, default=0, help="so many, wherever and whenever")
     parser.add_argument("--signals", type=float, default=0.0, help="real signals instead, so many seconds a scenario")
     parser.add_argument("--seconds", type=float, default=1e9, help="strike no more after so long")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
@@ -581,34 +636,29 @@ def main() -> None:
     if options.signals:
         tasks = [(name, "signals", Places(seed=options.seed, deadline=options.signals)) for name in names]
     else:
-        step = 1 if options.most else _NUM_PARTS
+        num_parts = 1 if options.most else _NUM_PARTS
         tasks = [
-            (name, operation, Places(1 + part, step, options.most, options.seed, end))
+            (name, operation, Places(options.most, options.every, part, num_parts, options.seed, end))
             for operation in options.operations.split(",")
-            for part in range(step)
+            for part in range(num_parts)
             for name in names
         ]
     total: dict[tuple[str, str], Result] = {}
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as processes:
-        if options.signals:
-            runs = [processes.submit(_run_for, task) for task in tasks]
-        else:
-            runs = [processes.submit(_run, task) for task in tasks]
+        runs = [processes.submit(_run_for if options.signals else _run, task) for task in tasks]
         for run in as_completed(runs):
             name, operation, found = run.result()
-            mine = total.setdefault((name, operation), Result())
-            mine.num_places = max(mine.num_places, found.num_places)
-            mine.num_struck += found.num_struck
-            mine.failures += found.failures
+            total.setdefault((name, operation), Result()).add(found)
             for line in found.failures[:3]:
                 print(f"{name}, {operation}: {line}", flush=True)
-    print("| tier and level | operation | places | struck | failures |\n|---|---|---|---|---|")
+    print("| tier and level | operation | times | places | places struck | struck | failures |")
+    print("|---|---|---|---|---|---|---|")
+    whole = Result()
     for (name, operation), found in sorted(total.items()):
-        print(f"| {name} | {operation} | {found.num_places or ''} | {found.num_struck} | {len(found.failures)} |")
-    num_struck = sum(found.num_struck for found in total.values())
-    num_failures = sum(len(found.failures) for found in total.values())
-    print(f"| all | | | {num_struck} | {num_failures} |")
-    sys.exit(bool(num_failures))
+        print(f"| {name} | {operation} | {found} |")
+        whole.add(found)
+    print(f"| all | | {whole} |")
+    sys.exit(bool(whole.failures))
 
 
 def _run_for(task: tuple[str, str, Places]) -> tuple[str, str, Result]:

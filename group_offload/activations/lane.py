@@ -56,6 +56,8 @@ class Lane:
         """Convoys share events: a stream that waited for one need not do so again."""
         self.dead: Dead = deque()
         self.inflight_bytes = 0
+        self.is_given_up = False
+        """An interrupt broke something off: nothing that it says of its stashes is trusted any more."""
 
     @property
     def slab(self) -> Slab:
@@ -198,6 +200,11 @@ class Lane:
         for references in (self._oldest, self._reads):
             while references and references[0]() is None:
                 references.popleft()
+
+    def give_up(self) -> None:
+        """Return once no copy is under way that was begun here."""
+        self.is_given_up = True
+        self._streams.drain()
 
     def close(self) -> None:
         """Let go of all device memory that copies to RAM hold."""

@@ -8,12 +8,19 @@ is dropped frees them, in RAM, in the file and on the device, without being told
 
 What follows the last call of a group counts as that group's: so what a checkpoint around the next group saves, its
 input, is offloaded too.
+
+[Note: Interrupts of activation offloading]
+Ctrl-C, or an error that nothing here expects, may break off a lane's work between any two steps. Nobody can tell then
+which of its bytes are where. So all work is done through `Session._do`: it waits for the copies that are under way, before
+anything that they use is let go of, and gives the lanes up. The next pass gets new ones. A graph that has bytes in a lane
+that was given up refuses its backward.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -21,7 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
 from ..device import Stream, backend_for
-from ..errors import StateError
+from ..errors import GroupFileError, StateError
 from ..saved import Kept, Pack, Passed, Unpack, hooks_in_force, keep, unwatched
 from .config import ActivationConfig
 from .counters import Counters
@@ -36,6 +43,10 @@ _READ_AHEAD = 2
 _ALIGNMENT = 256
 """A part of a storage begins at a multiple of this, as its memory does: some kernels round by alignment."""
 
+_EXPECTED = (GroupFileError, StateError, torch.OutOfMemoryError)
+"""What may be raised in the middle of a lane's work, and leaves it in order."""
+
+T = TypeVar("T")
 _threads = threading.local()
 
 
@@ -62,6 +73,8 @@ class Session:
         self.counters = Counters()
         self._lock = threading.RLock()  # backward has a thread for each device
         self._lanes: dict[torch.device, Lane] = {}
+        self._is_whole = True
+        """Nobody is in the middle of a lane's work, or was when something broke it off."""
         self._expected = num_groups
         self._thread = threading.local()
         self._title: str | None = None
@@ -73,34 +86,40 @@ class Session:
 
     def settle(self) -> tuple[Lane, ...]:
         """The lanes, with all that graphs gave up taken back."""
-        with self._lock:
-            for lane in self._lanes.values():
-                lane.settle()
-            return self.lanes
+        return self._do(self._settle)
+
+    def _settle(self) -> tuple[Lane, ...]:
+        for lane in self._lanes.values():
+            lane.settle()
+        return self.lanes
 
     def begin_trace(self, title: str) -> None:
         """
         Raises:
             StateError: a trace is being recorded.
         """
-        with self._lock:
-            if self._title is not None:
-                raise StateError("A trace of this module's activations is being recorded already. End that one first.")
-            self._title = title
-            for lane in self._lanes.values():
-                lane.trace(self._tracer(lane))
+        self._do(self._begin_trace, title)
+
+    def _begin_trace(self, title: str) -> None:
+        if self._title is not None:
+            raise StateError("A trace of this module's activations is being recorded already. End that one first.")
+        self._title = title
+        for lane in self._lanes.values():
+            lane.trace(self._tracer(lane))
 
     def end_trace(self) -> list[Tracer]:
         """The traces of all devices."""
-        with self._lock:
-            self._title = None
-            found = []
-            for lane in self._lanes.values():
-                if lane.tracer is not None:
-                    lane.tracer.reach(None, lane.backend.current_stream())
-                    found.append(lane.tracer)
-                lane.trace(None)
-            return found
+        return self._do(self._end_trace)
+
+    def _end_trace(self) -> list[Tracer]:
+        self._title = None
+        found = []
+        for lane in self._lanes.values():
+            if lane.tracer is not None:
+                lane.tracer.reach(None, lane.backend.current_stream())
+                found.append(lane.tracer)
+            lane.trace(None)
+        return found
 
     def _tracer(self, lane: Lane) -> Tracer | None:
         return None if self._title is None else Tracer(lane.backend, f"{self._title} on {lane.backend.device}")
@@ -108,9 +127,34 @@ class Session:
     def close(self) -> None:
         """No forward is seen any more: what copies to RAM hold on the device is let go."""
         self.end()
+        self._do(self._close)
+
+    def _close(self) -> None:
+        for lane in self._lanes.values():
+            lane.close()
+
+    def _do(self, work: Callable[..., T], *args: object) -> T:
+        """Call what works on lanes, one thread at a time. See [Note: Interrupts of activation offloading]."""
         with self._lock:
-            for lane in self._lanes.values():
-                lane.close()
+            if not self._is_whole:
+                self._give_up()
+            self._is_whole = False
+            try:
+                result = work(*args)
+            except _EXPECTED:
+                self._is_whole = True
+                raise
+            except BaseException:
+                self._give_up()  # now: once this is raised, what the frames below hold goes
+                raise
+            self._is_whole = True
+            return result
+
+    def _give_up(self) -> None:
+        for lane in self._lanes.values():
+            lane.give_up()
+        self._lanes = {}
+        self._is_whole = True
 
     def begin(self, root: nn.Module) -> None:
         """The root's forward begins in this thread."""
@@ -127,10 +171,10 @@ class Session:
             return  # the root as a whole is recomputed: it saves nothing, and ours would hide that from the checkpoint
         if torch.is_grad_enabled():
             weights = [tensor for tensor in _tensors_of(root) if type(tensor) in (torch.Tensor, nn.Parameter)]
-            with self._lock:
-                for device in {weight.device for weight in weights if self.config.offloads(weight.device)}:
-                    self._lane(device)
-            self._thread.current = _Pass(self, Tape(self._expected), weights, outer)
+            devices = {weight.device for weight in weights if self.config.offloads(weight.device)}
+            self._do(lambda: [self._lane(device) for device in devices])
+            current = self._thread.current = _Pass(self, Tape(self._expected), weights, outer)
+            current.open()
             self.counters.passes += 1
 
     def end(self) -> None:
@@ -138,8 +182,8 @@ class Session:
         current = self._pass
         if current is None or torch._C._current_graph_task_id() != -1:
             return
-        self._thread.current = None
         current.close()
+        self._thread.current = None
         for lane in self.settle():
             if lane.tracer is not None:
                 lane.tracer.reach(None, lane.backend.current_stream())
@@ -149,20 +193,21 @@ class Session:
         current = self._pass
         if current is None or torch._C._current_graph_task_id() != -1:
             return
-        tape = current.tape
-        with self._lock:
-            tape.begin_group(name)
-            for lane in self._lanes.values():
-                if lane.tracer is not None:
-                    lane.tracer.reach(name, lane.backend.current_stream())
-                lane.tick()
-                lane.write_ahead()
-            # A pass that is longer than expected: what was kept for its last groups is not needed first.
-            while tape.num_decided <= tape.position - self.config.keep_last:
-                for stash in [*tape.at(tape.num_decided)][::-1]:
-                    if stash.place is Place.DEVICE:
-                        stash.lane.send(stash)
-                tape.num_decided += 1
+        self._do(self._enter, current.tape, name)
+
+    def _enter(self, tape: Tape, name: str) -> None:
+        tape.begin_group(name)
+        for lane in self._lanes.values():
+            if lane.tracer is not None:
+                lane.tracer.reach(name, lane.backend.current_stream())
+            lane.tick()
+            lane.write_ahead()
+        # A pass that is longer than expected: what was kept for its last groups is not needed first.
+        while tape.num_decided <= tape.position - self.config.keep_last:
+            for stash in [*tape.at(tape.num_decided)][::-1]:
+                if stash.place is Place.DEVICE:
+                    stash.lane.send(stash)
+            tape.num_decided += 1
 
     def complete(self, tape: Tape) -> None:
         """A forward came to its end: the next one is expected to be as long."""
@@ -177,9 +222,12 @@ class Session:
             return keep(tensor, None)
         if not self._moves(tensor, current):
             return keep(tensor, current.outer)
-        with self._lock:
-            packed = self._stash(tensor, current)
-        return keep(tensor, current.outer) if packed is None else packed
+        start, end = self._part_of(tensor)
+        if end - start < max(self.config.min_bytes, 1):
+            return keep(tensor, current.outer)
+        if self.config.skip is not None and self.config.skip(tensor, current.tape.names[-1]):
+            return keep(tensor, current.outer)
+        return self._do(self._stash, tensor, start, end, current)
 
     def _moves(self, tensor: torch.Tensor, current: _Pass) -> bool:
         return (
@@ -199,24 +247,26 @@ class Session:
             and not current.is_weight(tensor)
         )
 
-    def _stash(self, tensor: torch.Tensor, current: _Pass) -> Away | None:
-        tape, config, counters = current.tape, self.config, self.counters
+    def _part_of(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """The bytes of its storage that are moved: the first, and the last (exclusive). Nothing if they are too few."""
         start, end = extent(tensor)
-        if end - start < max(config.min_bytes, 1):
-            return None
+        if end - start < self.config.min_bytes:
+            return 0, 0
         # The version counts changes of what this is a view of. Not of the whole storage: what `unsafe_chunk` gives (a GRU's
         # gates) shares that, and is changed in place part by part, each with a counter of its own.
         if tensor._base is not None:
             counted = extent(tensor._base)
             if counted[1] - counted[0] <= 2 * (end - start):
-                start, end = counted
+                return counted
+        return start, end
+
+    def _stash(self, tensor: torch.Tensor, start: int, end: int, current: _Pass) -> Away:
+        tape, counters = current.tape, self.counters
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor._version, start, end - start
-        if config.skip is not None and config.skip(tensor, tape.names[-1]):
-            return None
         counters.saved_tensors += 1
         position = tape.position
-        is_last = position >= tape.expected - config.keep_last
+        is_last = position >= tape.expected - self.config.keep_last
         stash = tape.find(key)
         if stash is not None:
             counters.shared_tensors += 1
@@ -251,12 +301,19 @@ class Session:
         if not isinstance(packed, Away):
             return packed.unpack()
         packed.check()
+        return self._do(self._restore, packed)
+
+    def _restore(self, packed: Away) -> torch.Tensor:
         stash = packed.stash
-        with self._lock:
-            stream = stash.lane.backend.current_stream()
-            if stash.tape.reached != packed.position:
-                self._arrive(packed, stream)
-            return packed.view(stash.lane.restore(stash, stream))
+        if stash.lane.is_given_up:
+            raise StateError(
+                "An interrupt broke off the forward or the backward of this graph, or of another one of the same module, while "
+                "activations were on their way: what this graph saved is lost. Call the forward again, then its backward."
+            )
+        stream = stash.lane.backend.current_stream()
+        if stash.tape.reached != packed.position:
+            self._arrive(packed, stream)
+        return packed.view(stash.lane.restore(stash, stream))
 
     def _arrive(self, packed: Away, stream: Stream) -> None:
         """Backward came to a group: bring the rest of it, and what comes after it."""
@@ -315,6 +372,8 @@ class _Pass:
         self._homes = {lane: lane.backend.current_stream() for lane in session.lanes}
         self._weights = {weight.untyped_storage()._cdata for weight in weights}
         self._hooks = saved_tensors_hooks(unwatched(session.pack), unwatched(session.unpack))
+
+    def open(self) -> None:
         self._hooks.__enter__()
 
     def close(self) -> None:

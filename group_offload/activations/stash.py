@@ -89,7 +89,7 @@ class Stash:
 
     def __del__(self) -> None:
         # At any moment, in any thread, perhaps in the middle of the lane's own work: so the lane does it later.
-        if self.place is not Place.DEVICE:
+        if getattr(self, "place", Place.DEVICE) is not Place.DEVICE:  # or it was interrupted before it had one
             self.lane.dead.append(Remains(self))
 
 

@@ -47,7 +47,8 @@ class Tape:
     def find(self, key: Key) -> Stash | None:
         """The stash of the same bytes, if this pass saved them before."""
         found = self.known.get(key)
-        return None if found is None else found[1]()
+        stash = None if found is None else found[1]()
+        return None if stash is None or stash.lane.is_given_up else stash
 
     def add(self, key: Key, storage: torch.UntypedStorage, stash: Stash) -> None:
         self.known[key] = StorageWeakRef(storage), weakref.ref(stash)  # type: ignore[no-untyped-call]
@@ -59,11 +60,11 @@ class Tape:
             self.stashes[-1].append(weakref.ref(stash))
 
     def at(self, position: int) -> Iterator[Stash]:
-        """The stashes of a position that are alive, those that backward needs first first."""
+        """The stashes of a position that are alive and not lost, those that backward needs first first."""
         if 0 <= position < len(self.stashes):
             for reference in reversed(self.stashes[position]):
                 stash = reference()
-                if stash is not None:
+                if stash is not None and not stash.lane.is_given_up:
                     yield stash
 
     def end(self) -> None:
