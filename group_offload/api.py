@@ -26,6 +26,7 @@ from .runtime.slots import arenas
 from .runtime.trace import Tracer
 from .stores.base import Tier
 from .stores.files import FileImage
+from .text import table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,18 +235,13 @@ class OffloadHandle:
             return repr(self)
         rows = [("group", "tensors", "size", "rests in")]
         rows += [(g.group_id, str(g.num_tensors), _human(g.num_bytes), g.where) for g in self.groups]
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = [
-            f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip() for row in rows
-        ]
         total = sum(group.num_bytes for group in self.groups)
         slots = self._engine.slot_bytes
-        lines.insert(1, "-" * max(map(len, lines)))
-        lines.append(
+        summary = (
             f"{type(self.module).__name__}: {_human(total)} in {len(rows) - 1} groups, onloaded to {self.config.onload_device} "
             f"through slots of {_human(slots)} in all."
         )
-        return "\n".join(lines)
+        return "\n".join([*table(rows), summary])
 
     # A copy of the module, or the module read back from a pickle, is not offloaded: its weights are its own.
     def __deepcopy__(self, memo: object) -> None:

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from .budgets import describe_bytes
 from .planner import Place, Plan, PlannedGroup
-from .text import printable
+from .text import printable, table
 
 _GIB = 1 << 30
 
@@ -51,15 +51,8 @@ class OffloadPlan:
         plan = self.details
         if plan is None:
             return [f"{self.model}: {self.verdict}"]
-        rows = [
-            ("groups", "number", "size", "rests on"),
-            *_rows(plan, _WHERE if self.device_has_memory else _WHERE_ON_CPU),
-        ]
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = [
-            f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip() for row in rows
-        ]
-        lines.insert(1, "-" * max(map(len, lines)))
+        rows = _rows(plan, _WHERE if self.device_has_memory else _WHERE_ON_CPU)
+        lines = table([("groups", "number", "size", "rests on"), *rows])
         resident = plan.device_bytes - plan.slot_bytes
         p = plan.prediction
         if not self.device_has_memory:

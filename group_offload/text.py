@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def printable(value: str) -> str:
     """Names and headers may hold anything, escape sequences for terminals too."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in value)
+
+
+def table(rows: Sequence[tuple[str, str, str, str]]) -> list[str]:
+    """Lines of a table whose columns two and three are numbers; the first row is its head."""
+    plain = [[*map(printable, row)] for row in rows]
+    first, second, third, _ = (max(map(len, column)) for column in zip(*plain, strict=True))
+    lines = [f"{a:<{first}}  {b:>{second}}  {c:>{third}}  {d}".rstrip() for a, b, c, d in plain]
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]

@@ -2,9 +2,10 @@
 
 `python -m tests.interrupts` raises KeyboardInterrupt at every line and every function entry of a forward, a backward, a
 set-up, a refresh and a remove, on every tier, on the CPU and on the simulated device: one at a time, in one model all
-along, with whole forwards and an edit after each. Where an operation comes to a place many times, one of these is struck,
-chosen at random; all of them with `--every`. `--most 20` takes so many of them, `--signals 60` raises from real signals
-for so many seconds instead, wherever they strike. tests/test_interrupts.py runs a few of both.
+along, with whole forwards and an edit after each; and of a training step whose activations are offloaded. Where an
+operation comes to a place many times, one of these is struck, chosen at random; all of them with `--every`. `--most 20`
+takes so many of them, `--signals 60` raises from real signals for so many seconds instead, wherever they strike.
+tests/test_interrupts.py runs a few of both.
 """
 
 from __future__ import annotations
@@ -31,16 +32,19 @@ from functools import cache, partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import group_offload
-from group_offload import apply_group_offloading, free_slots
+from group_offload import StateError, apply_activation_offloading, apply_group_offloading, free_slots
 
 from .common import same_bits
 from .simulated import SimulatedDevice, use_simulated_device
+from .test_activations import DIM, TOKENS
+from .test_activations import make as make_trained
 
 _NUM_PARTS = 3
 """In which a sweep is cut, each in a process of its own."""
@@ -556,6 +560,109 @@ def sweep_life(scenario: Scenario, operation: str, places: Places) -> Result:
     return result
 
 
+# ---------------------------------------------------------------- activations
+
+
+class TrainingRig:
+    """A resident model whose activations are offloaded, into a little RAM and a file, beside its copy."""
+
+    def __init__(self, device: SimulatedDevice | None, stack: ExitStack) -> None:
+        self._device = device
+        self._put = self._get = torch.clone
+        reference = make_trained().eval()
+        self._expected = [self._gradients(reference, self.forward(reference, number)) for number in range(3)]
+        self.model = copy.deepcopy(reference)
+        if device is not None:
+            stack.enter_context(use_simulated_device(device))
+            stack.enter_context(device.running())
+            self._put, self._get = device.put, device.get
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                tensor.data = self._put(tensor.data)
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        options: dict[str, Any] = {"device": "cpu", "min_bytes": 0, "host_budget_bytes": 20_000, "disk_path": folder}
+        self._handle = apply_activation_offloading(self.model, **options)
+
+    def forward(self, model: nn.Module, number: int) -> torch.Tensor:
+        x = torch.randn(2, TOKENS, DIM, generator=torch.Generator().manual_seed(number))
+        loss: torch.Tensor = model(self._put(x)).square().mean()
+        return loss
+
+    def step(self, strike: Strike, graphs: list[torch.Tensor]) -> None:
+        """A step on input 0. Its graph is put into `graphs` before its backward begins."""
+        with strike:
+            graphs.append(self.forward(self.model, 0))
+            graphs[0].backward(retain_graph=True)
+
+    def look(self, strike: Strike, earlier: torch.Tensor, graphs: list[torch.Tensor]) -> None:
+        """The next step is right, before and after graphs from before the strike, which are right or refuse."""
+        what = strike.where
+        self._look(what, 2, self.forward(self.model, 2))
+        for number, graph in ((1, earlier), *((0, each) for each in graphs)):
+            with contextlib.suppress(StateError):
+                self._look(what, number, graph)
+        self._look(what, 2, self.forward(self.model, 2))
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            raise AssertionError(f"{what}: hooks are left behind")
+        if self._device is not None and self._device.errors:
+            raise AssertionError(f"{what}: {self._device.errors[0]}")
+
+    def look_at_memory(self, what: str) -> None:
+        """No graph is there any more: nothing is held."""
+        gc.collect()
+        stats = self._handle.stats()
+        if stats.used_host_bytes or stats.file_bytes or stats.inflight_bytes:
+            raise AssertionError(f"{what}: {stats}")
+
+    def _look(self, what: str, number: int, loss: torch.Tensor) -> None:
+        for actual, expected in zip(self._gradients(self.model, loss), self._expected[number], strict=True):
+            if not same_bits(actual, expected):
+                raise AssertionError(f"{what}: the gradients of input {number} are off")
+
+    def _gradients(self, model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+        model.zero_grad()
+        loss.backward(retain_graph=True)
+        found = [self._get(p.grad) for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        return found
+
+
+def sweep_activations(name: str, places: Places) -> Result:
+    """Strike the training step of one model whose activations are offloaded."""
+    result = Result()
+    small = {"slab.SEGMENT_BYTES": 16 << 10, "spill.STEP_BYTES": 16 << 10, "spill.PIECE_BYTES": 1 << 10}
+    with ExitStack() as stack:
+        for size, value in small.items():
+            stack.enter_context(mock.patch(f"group_offload.activations.{size}", value))
+        is_simulated = name == ACTIVATIONS[1]
+        rig = TrainingRig(SimulatedDevice(places.seed, "random") if is_simulated else None, stack)
+        found: Counter[Place] = Counter()
+        for _ in range(_NUM_COUNTED):
+            counting = Strike()
+            rig.step(counting, [])
+            found |= counting.places
+        result.places.update({_describe(place): number for place, number in found.items()})
+        for place, at in places.choose(found):
+            strike, earlier = Strike(at, place=place), rig.forward(rig.model, 1)
+            graphs: list[torch.Tensor] = []
+            try:
+                with contextlib.suppress(KeyboardInterrupt):
+                    contained(partial(rig.step, strike, graphs))
+                if not strike.where:
+                    continue
+                result.struck[_describe(place)] += 1
+                rig.look(strike, earlier, graphs)
+                del earlier
+                graphs.clear()
+                rig.look_at_memory(strike.where)
+            except Exception as problem:
+                result.failures.append(f"{strike.where}: {type(problem).__name__}: {problem}")
+                return result
+    return result
+
+
+ACTIVATIONS = ["cpu activations", "simulated activations"]
+
+
 # ---------------------------------------------------------------- real signals
 
 
@@ -612,6 +719,8 @@ def _run(task: tuple[str, str, Places]) -> tuple[str, str, Result]:
     name, operation, places = task
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(3600, exit=True)
+    if name in ACTIVATIONS:
+        return name, operation, sweep_activations(name, places)
     scenario = next(each for each in SCENARIOS if each.name == name)
     if operation == "signals":
         found = strike_by_signals(scenario, max(0.0, places.deadline - time.monotonic()), places.seed)
@@ -623,7 +732,7 @@ def _run(task: tuple[str, str, Places]) -> tuple[str, str, Result]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="scenarios with this in their names")
-    parser.add_argument("--operations", default="forward,changed,refresh,backward,apply,remove")
+    parser.add_argument("--operations", default="forward,changed,refresh,backward,apply,remove,step")
     parser.add_argument("--every", action="store_true", help="each place each time that an operation comes there")
     parser.add_argument("--most", type=int, default=0, help="so many, wherever and whenever")
     parser.add_argument("--signals", type=float, default=0.0, help="real signals instead, so many seconds a scenario")
@@ -631,17 +740,18 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    names = [each.name for each in SCENARIOS if options.only in each.name]
     end = time.monotonic() + options.seconds
     if options.signals:
+        names = [each.name for each in SCENARIOS if options.only in each.name]
         tasks = [(name, "signals", Places(seed=options.seed, deadline=options.signals)) for name in names]
     else:
         num_parts = 1 if options.most else _NUM_PARTS
         tasks = [
-            (name, operation, Places(options.most, options.every, part, num_parts, options.seed, end))
+            (str(name), operation, Places(options.most, options.every, part, num_parts, options.seed, end))
             for operation in options.operations.split(",")
             for part in range(num_parts)
-            for name in names
+            for name in (ACTIVATIONS if operation == "step" else SCENARIOS)
+            if options.only in str(name)
         ]
     total: dict[tuple[str, str], Result] = {}
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as processes:

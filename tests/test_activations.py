@@ -31,6 +31,7 @@ from group_offload.activations import (
     no_activation_offloading,
     spill,
 )
+from group_offload.activations.streams import CopyStreams
 from group_offload.stores.reading import read_part
 
 from .common import same_bits
@@ -1062,6 +1063,41 @@ def test_an_interrupt_leaves_no_hooks_behind() -> None:
             assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         assert_same_bits(train(model, plain), expected)
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "random"])
+def test_an_interrupt_of_the_work_on_activations(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can tell what is where: graphs from before refuse, and what is under way is waited for."""
+    expected = train(make(), plain)
+    model = make()
+    with on(device, model) as (put, get):
+        handle = offload(model)
+        assert handle._hooks is not None
+        loss = model(data(0, put)).square().mean()
+        earlier = handle._hooks.session.lanes
+        drained: list[CopyStreams] = []
+        drain, bring = CopyStreams.drain, CopyStreams.bring
+
+        def bring_in_part(*args: Any) -> Any:
+            bring(*args)
+            raise KeyboardInterrupt
+
+        def drain_and_note(streams: CopyStreams) -> None:
+            drained.append(streams)
+            drain(streams)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(CopyStreams, "bring", bring_in_part)
+            patch.setattr(CopyStreams, "drain", drain_and_note)
+            with pytest.raises(KeyboardInterrupt):
+                loss.backward(retain_graph=True)
+        assert drained == [lane._streams for lane in earlier]
+        with pytest.raises(StateError, match="Call the forward again"):
+            loss.backward()
+        model.zero_grad()
+        torch.manual_seed(0)
+        assert_same_bits(train(model, plain, put), expected, get)
+        assert not {*handle._hooks.session.lanes} & {*earlier}
 
 
 def test_hooks_around_ours_get_what_we_leave() -> None:

@@ -44,6 +44,13 @@ def test_interrupts_at_a_few_places(scenario: Scenario, operation: str) -> None:
     assert not result.failures, (seed, result.failures)
 
 
+@pytest.mark.parametrize("name", interrupts.ACTIVATIONS)
+def test_interrupts_of_a_step_with_activations(name: str) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    result = interrupts.sweep_activations(name, Places(most=2 * NUM_STRUCK, seed=seed))
+    assert result.struck and not result.failures, (seed, result.failures)
+
+
 @pytest.mark.parametrize("scenario", [SCENARIOS[0], SCENARIOS[3], SCENARIOS[10]], ids=str)
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])
 def test_errors_at_a_few_places(error: type[BaseException], scenario: Scenario) -> None:

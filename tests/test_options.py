@@ -358,6 +358,16 @@ def test_table_names_every_group(tier: str, level: str, tmp_path: Path) -> None:
     assert "removed" in str(handle) and not handle.is_active
 
 
+def test_names_of_modules_do_not_reach_the_terminal_as_they_are() -> None:
+    evil = "\x1b[2J\u202e"
+    model = nn.Module()
+    model.add_module(evil, nn.ModuleList([nn.Linear(4, 4)]))
+    handle = apply_group_offloading(model, "cpu")
+    said = str(handle)
+    assert "\N{REPLACEMENT CHARACTER}[2J" in said and not any(c in said for c in evil[:1] + evil[-1:])
+    handle.remove()
+
+
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_groups_cover_the_module(tier: str, level: str, tmp_path: Path) -> None:
