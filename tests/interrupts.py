@@ -48,7 +48,7 @@ from .test_activations import make as make_trained
 
 _NUM_PARTS = 3
 """In which a sweep is cut, each in a process of its own."""
-_NUM_COUNTED = 4
+_NUM_COUNTED = 2
 """Operations of which one sees where they come: no two are the same."""
 PACKAGE = str(Path(group_offload.__file__).parent)
 WIDTH = 16

@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +36,7 @@ from .common import (
     offload_to,
     run,
 )
+from .new_process import run_code
 
 every_level = pytest.mark.parametrize("level", LEVELS)
 
@@ -61,17 +61,9 @@ def contents(folder: Path) -> dict[str, tuple[int, int, bytes]]:
 
 def run_python(code: str, *args: object) -> subprocess.CompletedProcess[str]:
     """Run `code` in a process of its own, which may die."""
-    root = Path(__file__).parents[1]
     prelude = "import copy, os, sys, pathlib, torch\nfrom torch import nn\n"
     prelude += "from tests.common import *\nfrom group_offload import *\n"
-    return subprocess.run(
-        [sys.executable, "-c", prelude + textwrap.dedent(code), *map(str, args)],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    return run_code(prelude + textwrap.dedent(code), args)
 
 
 # ---------------------------------------------------------------- names and content

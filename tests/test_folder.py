@@ -38,6 +38,7 @@ from group_offload.stores.publish import boot
 from group_offload.stores.survey import Kind, Survey, open_folder, removable, remove, survey, verify
 
 from .common import Model, assert_at_rest, make, offload_to
+from .new_process import ROOT, run_code
 
 GROUPS = ("blocks_0", "blocks_1")
 
@@ -102,15 +103,14 @@ def manifests(path: Path) -> list[Path]:
 def in_new_process(function: Callable[..., None], *args: object, under: Sequence[str] = (), **options: Any) -> str:
     """Run a function of a test in a process of its own, which may fork: pytest's has threads. Returns what it says."""
     code = f"import sys; from {function.__module__} import {function.__name__} as f; f(*sys.argv[1:])"
-    done = subprocess.run(
-        [*under, sys.executable, "-c", code, *map(str, args)],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        **options,
-    )
+    if under or options:
+        command = [*under, sys.executable, "-c", code, *map(str, args)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=100, env=environment, **options
+        )
+    else:
+        done = run_code(code, args)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout + done.stderr
 
