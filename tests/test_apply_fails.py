@@ -166,7 +166,7 @@ def test_an_interrupt_while_changes_are_taken_up(kind: str, tmp_path: Path) -> N
             raise
         if not strike.where:
             break
-        at += 1 + at // 10
+        at += 1 + at // 6
     assert at > 500
 
 
