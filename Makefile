@@ -1,7 +1,7 @@
 # `make demo` and `make test` make the environment first if it is missing. PYTHON is the Python that it is made with.
 PYTHON ?= python3
-# Tests that run at the same time. With a GPU: make test JOBS=0 ARGS="-m gpu"
-JOBS ?= 2
+# Tests that run at the same time: some wait, for processes or threads. With a GPU: make test JOBS=0 ARGS="-m gpu"
+JOBS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
