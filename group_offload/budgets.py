@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterator
-from contextlib import suppress
 from enum import Enum
 from fractions import Fraction
 from numbers import Integral, Real
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from .errors import ConfigError
+from .stores.control_groups import memory_limits
 from .stores.ram import available_ram
 
 logger = logging.getLogger("group_offload")
@@ -29,7 +27,6 @@ _UNITS = {
 _AMBIGUOUS = frozenset("kmgt")
 _NUMBER = re.compile(r"([0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})\s*(%|[a-z]*)", re.IGNORECASE)
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
-_CGROUPS = Path("/sys/fs/cgroup")
 _MIN_RESERVE_BYTES = 1 << 30
 _RESERVED_SHARE = 0.1
 
@@ -113,7 +110,7 @@ def auto_ram() -> int:
 
 def total_ram() -> int:
     """The system's RAM, or the limit of the control groups that the process is in (a container) if that is less."""
-    return min([int(psutil.virtual_memory().total), *_limits()])
+    return min([int(psutil.virtual_memory().total), *memory_limits()])
 
 
 def _from_text(value: str, name: str, total: int) -> int:
@@ -160,25 +157,3 @@ def _fraction(text: str) -> Fraction:
 def _refusal(value: Any, name: str, why: str, *, shares: bool = True) -> ConfigError:
     more = ", '80%' of what there is, or 'auto'" if shares else ""
     return ConfigError(f"{name}={value!r:.80}: {why}. Valid are bytes (8589934592), '8GiB', '8GB', '512MiB'{more}.")
-
-
-def _limits() -> Iterator[int]:
-    """The limits of the control groups that the process is in, and of those around them."""
-    lines: list[str] = []
-    with suppress(OSError):
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, colon, name = rest.partition(":")
-        if not colon or (controllers and "memory" not in controllers.split(",")):
-            continue
-        root = _CGROUPS / "memory" if controllers else _CGROUPS
-        folder = root / name.lstrip("/")
-        while True:
-            with suppress(OSError, ValueError):
-                limit = int((folder / ("memory.limit_in_bytes" if controllers else "memory.max")).read_text())
-                if limit > 0:
-                    yield limit
-            if folder in (root, folder.parent):
-                break
-            folder = folder.parent

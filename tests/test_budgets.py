@@ -163,7 +163,6 @@ def test_descriptions(num_bytes: int, text: str) -> None:
 @pytest.fixture
 def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cgroups:
     found = Cgroups(tmp_path, monkeypatch)
-    monkeypatch.setattr(budgets, "_CGROUPS", found.root)
     memory = SimpleNamespace(total=100 * GIB, available=60 * GIB)
     monkeypatch.setattr(budgets.psutil, "virtual_memory", lambda: memory)
     return found

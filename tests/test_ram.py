@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from group_offload import apply_group_offloading
-from group_offload.stores import ram
+from group_offload.stores import control_groups, ram
 from group_offload.stores.ram import available_ram, choose_ways
 
 from .simulated import SimulatedDevice, use_simulated_device
@@ -28,7 +28,7 @@ class Cgroups:
         self.root = folder / "cgroup"
         self._said = folder / "self"
         self.root.mkdir()
-        patch.setattr(ram, "_CGROUPS", self.root)
+        patch.setattr(control_groups, "_ROOT", self.root)
         real = Path.read_text
 
         def read_text(path: Path, *args: Any, **kwargs: Any) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
+from .control_groups import memory_rooms
 from .files import FileImage, locked
 
-_CGROUPS = Path("/sys/fs/cgroup")
 LOCKED_SHARE = 0.5
 """Of the RAM that is available, so much is locked without anybody asking for it."""
 _MAX_LIBRARY_BYTES = 512 << 20
@@ -25,7 +24,7 @@ def available_ram() -> int:
     The system's own estimate, or less if a control group that the process is in (a container) is nearer to its limit;
     and less what is page-locked in the page cache, which both take for what can be given up.
     """
-    return max(0, min([int(psutil.virtual_memory().available), *_room_in_cgroups()]) - locked.num_bytes)
+    return max(0, min([int(psutil.virtual_memory().available), *memory_rooms()]) - locked.num_bytes)
 
 
 def ram_in_use() -> int:
@@ -67,33 +66,3 @@ def choose_ways(images: Sequence[FileImage], *, may_lock: bool) -> list[FileImag
         else:
             credit -= image.layout.num_bytes
     return [image for image in images if image.layout.num_bytes] if to_lock else []
-
-
-def _room_in_cgroups() -> list[int]:
-    found = []
-    lines: list[str] = []
-    with suppress(OSError):
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    for line in lines:
-        with suppress(ValueError):
-            _, controllers, name = line.split(":", 2)
-            if not controllers:
-                found += _rooms_above(_CGROUPS, name, "memory.max", "memory.current")
-            elif "memory" in controllers.split(","):
-                found += _rooms_above(_CGROUPS / "memory", name, "memory.limit_in_bytes", "memory.usage_in_bytes")
-    return found
-
-
-def _rooms_above(root: Path, name: str, limit_name: str, usage_name: str) -> list[int]:
-    """Room in a group, and in those around it."""
-    rooms = []
-    folder = root / name.lstrip("/")
-    while True:
-        with suppress(OSError, ValueError, KeyError):
-            limit, usage = int((folder / limit_name).read_text()), int((folder / usage_name).read_text())
-            lines = (folder / "memory.stat").read_text().splitlines()
-            stat = {key: int(value) for key, value in (line.split() for line in lines)}
-            rooms.append(limit - usage + stat["inactive_file"] + stat["active_file"])
-        if folder == root or folder.parent == folder:
-            return rooms
-        folder = folder.parent

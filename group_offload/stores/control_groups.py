@@ -1,0 +1,50 @@
+"""How much memory the control groups of this process allow: containers have limits of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+_ROOT = Path("/sys/fs/cgroup")
+
+
+def memory_limits() -> list[int]:
+    """The limits in bytes of the groups that the process is in, and of those around them."""
+    found = []
+    for folder, limit, _ in _folders():
+        with suppress(OSError, ValueError):
+            found.append(int((folder / limit).read_text()))
+    return [limit for limit in found if limit > 0]
+
+
+def memory_rooms() -> list[int]:
+    """The bytes that each of these groups has left. The page cache counts as free, as the kernel gives it up."""
+    found = []
+    for folder, limit, usage in _folders():
+        with suppress(OSError, ValueError, KeyError):
+            room = int((folder / limit).read_text()) - int((folder / usage).read_text())
+            lines = (folder / "memory.stat").read_text().splitlines()
+            stat = {key: int(value) for key, value in (line.split() for line in lines)}
+            found.append(room + stat["inactive_file"] + stat["active_file"])
+    return found
+
+
+def _folders() -> Iterator[tuple[Path, str, str]]:
+    """The folder of each group, and the names of the files with its limit and with its usage there."""
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, colon, name = rest.partition(":")
+        if not colon or (controllers and "memory" not in controllers.split(",")):
+            continue
+        root = _ROOT / "memory" if controllers else _ROOT  # version 1 has a tree for each controller
+        files = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        folder = root / name.lstrip("/")
+        while True:
+            yield folder, *files
+            if folder in (root, folder.parent):
+                break
+            folder = folder.parent
