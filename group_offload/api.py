@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from . import timeline
+from .budgets import describe_bytes
 from .config import OffloadConfig
 from .errors import ConfigError, ModuleError, StateError
 from .report import OffloadPlan
@@ -234,12 +235,11 @@ class OffloadHandle:
         if self._engine is None:
             return repr(self)
         rows = [("group", "tensors", "size", "rests in")]
-        rows += [(g.group_id, str(g.num_tensors), _human(g.num_bytes), g.where) for g in self.groups]
-        total = sum(group.num_bytes for group in self.groups)
-        slots = self._engine.slot_bytes
+        rows += [(g.group_id, str(g.num_tensors), describe_bytes(g.num_bytes), g.where) for g in self.groups]
+        total = describe_bytes(sum(group.num_bytes for group in self.groups))
         summary = (
-            f"{type(self.module).__name__}: {_human(total)} in {len(rows) - 1} groups, onloaded to {self.config.onload_device} "
-            f"through slots of {_human(slots)} in all."
+            f"{type(self.module).__name__}: {total} in {len(rows) - 1} groups, onloaded to {self.config.onload_device} "
+            f"through slots of {describe_bytes(self._engine.slot_bytes)} in all."
         )
         return "\n".join([*table(rows), summary])
 
@@ -461,12 +461,3 @@ def _describe(group: Group) -> GroupInfo:
         num_tensors=sum(len(part.refs) for part in group.parts),
         num_bytes=sum(image.layout.num_bytes for image in images),
     )
-
-
-def _human(num_bytes: int) -> str:
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB"

@@ -12,11 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
-from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.prompt import Confirm
 from rich.table import Table
 
+from .budgets import describe_bytes
 from .cli_plan import add_commands
 from .errors import GroupFileError, GroupOffloadError
 from .stores.publish import folder_lock
@@ -140,7 +140,7 @@ def _prune(arguments: argparse.Namespace) -> int:
             say(console, "Nothing to remove.")
             return OK
         console.print(_table_of_files(candidates))
-        total = decimal(sum(finding.num_bytes for finding in candidates))
+        total = describe_bytes(sum(finding.num_bytes for finding in candidates))
         if arguments.dry_run:
             say(console, f"{len(candidates)} files, {total}, would be removed. Those in use would be left.")
             return OK
@@ -172,7 +172,7 @@ def _remove(console: Console, findings: Sequence[Finding], folder_fd: int) -> in
         except OSError as error:
             num_failed += 1
             complain(f"Cannot remove {finding.name}: {error.strerror or error}.")
-    say(console, f"Removed {num_removed} files, {decimal(num_bytes)}; {num_in_use} in use were left.")
+    say(console, f"Removed {num_removed} files, {describe_bytes(num_bytes)}; {num_in_use} in use were left.")
     return FAILED if num_failed else OK
 
 
@@ -188,7 +188,7 @@ def _table_of_files(findings: Sequence[Finding]) -> Table:
             group.model_class if group else kind,
             group.group_id if group else "",
             str(len(group.layout.specs)) if group else "",
-            decimal(finding.num_bytes),
+            describe_bytes(finding.num_bytes),
             ", ".join(map(_short, finding.manifests)),
             finding.version if group is None or not kind else f"{finding.version} ({kind})",
             style=_STYLES.get(finding.kind),
@@ -199,7 +199,7 @@ def _table_of_files(findings: Sequence[Finding]) -> Table:
 def _table_of_manifests(found: Survey) -> Table:
     table = new_table("Manifests", "manifest", "short", "model", "groups", "size", numbers=("groups", "size"))
     for name, manifest in found.manifests.items():
-        size, groups = decimal(manifest.num_bytes), str(len(manifest.entries))
+        size, groups = describe_bytes(manifest.num_bytes), str(len(manifest.entries))
         add_row(table, name, _short(name), manifest.model_class, groups, size)
     for name, problem in found.broken_manifests.items():
         add_row(table, name, _short(name), f"damaged: {problem}", "", "", style="red")
@@ -209,10 +209,10 @@ def _table_of_manifests(found: Survey) -> Table:
 def _totals(found: Survey) -> str:
     groups = [finding for finding in found.findings if finding.kind is Kind.GROUP]
     unneeded = [finding for finding in found.findings if finding.is_ours and not finding.manifests]
+    sizes = [describe_bytes(sum(finding.num_bytes for finding in findings)) for findings in (groups, unneeded)]
     return (
-        f"{len(groups)} group files, {decimal(sum(finding.num_bytes for finding in groups))}, of "
-        f"{len(found.manifests)} models. {len(unneeded)} files, "
-        f"{decimal(sum(finding.num_bytes for finding in unneeded))}, are needed by none. {len(found.damaged)} are damaged."
+        f"{len(groups)} group files, {sizes[0]}, of {len(found.manifests)} models. {len(unneeded)} files, {sizes[1]}, are "
+        f"needed by none. {len(found.damaged)} are damaged."
     )
 
 

@@ -18,7 +18,7 @@ from .budgets import describe_bytes, parse_bytes
 from .chart import draw_chart
 from .device import backend_for, default_device
 from .errors import ConfigError, DeviceError, GroupFileError
-from .integrations.sharing import NUM_STEPS
+from .integrations.sharing import DENOISERS, NUM_STEPS
 from .outline import Outline, find_checkpoint, outline
 from .planner import (
     Budgets,
@@ -41,8 +41,6 @@ _GIB = 1 << 30
 _PROCESS_RAM = "1.5GiB"
 _MAX_SECONDS = 1e6
 """Of one pass: what takes longer is a mistake."""
-_DENOISERS = ("transformer", "unet", "controlnet", "prior", "decoder_unet")
-"""Parts of a pipeline that run in each step."""
 _LETTERS = {Place.DEVICE: "D", Place.RAM: "R", Place.FILE: "f"}
 _LEGEND = "D stays on the device, R rests in RAM and is sent, f is read from its file and sent."
 
@@ -232,13 +230,13 @@ def _speed(text: str | None, name: str) -> int | None:
 
 
 def _components(models: Mapping[str, Outline], asked: _Asked, speeds: Speeds) -> list[_Component]:
-    uses = {name: asked.num_steps if name.startswith(_DENOISERS) else 1 for name in models}
+    uses = {name: asked.num_steps if name.startswith(DENOISERS) else 1 for name in models}
     shares = _shares(models, uses, asked, 0)
     more_shares = _shares(models, uses, asked, _GIB)
     found = []
     # If the device's budget is too small, the error is about the model that needs most of it.
     for name, model in sorted(models.items(), key=lambda item: _turn_bytes(item[1]), reverse=True):
-        is_timed = asked.step_seconds is not None and (len(models) == 1 or name.startswith(_DENOISERS))
+        is_timed = asked.step_seconds is not None and (len(models) == 1 or name.startswith(DENOISERS))
         seconds = asked.step_seconds if is_timed else None
         problem = _problem(name, model, asked.vram, shares[name], asked.activations, seconds, speeds)
         plan = make_plan(problem)

@@ -107,7 +107,7 @@ def test_inspect(folder: Path, run: Terminal) -> None:
     said = run("inspect", folder)
     for name, group in zip(FILES, GROUPS, strict=True):
         line = row(said, name)
-        assert all(word in line for word in ("Model", group, "2", "kB"))
+        assert all(word in line for word in ("Model", group, "2", "KiB"))
     manifests = sorted(folder.glob("manifest_*"))
     assert len(manifests) == 2
     for path in manifests:

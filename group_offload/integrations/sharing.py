@@ -17,7 +17,8 @@ from ..stores.safetensors_file import DATA_ALIGNMENT
 
 NUM_STEPS = 28
 """How often a denoiser runs for one image or video, while encoders and decoders run once."""
-_DENOISERS = ("transformer", "unet", "controlnet", "prior", "decoder_unet")
+DENOISERS = ("transformer", "unet", "controlnet", "prior", "decoder_unet")
+"""Parts of a pipeline that run in each step: what their names begin with."""
 
 
 def shares_of(
@@ -61,7 +62,7 @@ def shares_of(
             wanted += num_tensors * DATA_ALIGNMENT  # the room around each of them
         if not must:
             wanted = max(0, wanted - on_device)
-        uses = NUM_STEPS if name.startswith(_DENOISERS) else 1
+        uses = NUM_STEPS if name.startswith(DENOISERS) else 1
         loads.append(ComponentLoad(num_bytes=must + wanted, uses=uses, must_bytes=must))
     ram = ram_for_weights(parsed, in_ram, STAGING_BYTES * num_readers, stay=not has_folder)
     rest = ram - sum(load.must_bytes for load in loads)
