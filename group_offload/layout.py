@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .torch_internals import storage_use_count
+
 ALIGNMENT = 256
 
 
@@ -151,7 +153,7 @@ def overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 def num_uses(tensor: torch.Tensor) -> int:
     """How many tensors (and arrays) have the storage of `tensor`, itself included."""
     storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # less `storage` itself
+    return int(storage_use_count(storage._cdata)) - 1  # less `storage` itself
 
 
 def span_bytes(tensor: torch.Tensor) -> int:

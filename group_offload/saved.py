@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.autograd.graph import saved_tensors_hooks
 
 from . import selective
 from .errors import StateError
+from .torch_internals import pop_saved_tensors_hooks, push_saved_tensors_hooks, set_eval_frame, top_saved_tensors_hooks
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
@@ -18,7 +18,7 @@ Unpack = Callable[[Any], torch.Tensor]
 
 def hooks_in_force() -> tuple[Pack, Unpack] | None:
     """What this thread's saved-tensor hooks are: those that were pushed last, the only ones that autograd calls."""
-    found: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    found: tuple[Pack, Unpack] | None = top_saved_tensors_hooks(True)
     return found
 
 
@@ -26,12 +26,12 @@ def pop_hooks(hooks: saved_tensors_hooks) -> None:
     """Take saved-tensor hooks off this thread's, and leave those that lie over them."""
     over = []
     while (top := hooks_in_force()) is not None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        pop_saved_tensors_hooks()
         if top[0] is hooks.pack_hook:
             break
         over.append(top)
     for pack, unpack in reversed(over):
-        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        push_saved_tensors_hooks(pack, unpack)
 
 
 class Kept:

@@ -10,24 +10,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch.utils import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
-
-_MODES = checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode
+from .torch_internals import (
+    CACHING_MODES,
+    TorchDispatchMode,
+    current_dispatch_mode,
+    dispatch_stack_length,
+    pop_mode,
+    push_mode,
+)
 
 
 def hide() -> Sequence[TorchDispatchMode]:
     """No selective checkpoint sees what this thread does, until `show` gets what this returns. Call it unseen by compilers."""
-    if not torch._C._len_torch_dispatch_stack():
+    if not dispatch_stack_length():
         return ()
     modes: list[TorchDispatchMode] = []
-    while isinstance(top := _get_current_dispatch_mode(), _MODES):
+    while isinstance(top := current_dispatch_mode(), CACHING_MODES):
         modes.append(top)
-        _pop_mode()
+        pop_mode()
     return modes
 
 
 def show(modes: Sequence[TorchDispatchMode]) -> None:
     for mode in reversed(modes):
-        _push_mode(mode)
+        push_mode(mode)

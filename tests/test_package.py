@@ -48,8 +48,8 @@ PUBLIC_NAMES = {
 }
 
 LAYERS = (
-    {"errors", "device", "progress", "selective", "text"},
-    {"ring", "saved", "terminal", "timeline"},
+    {"errors", "device", "progress", "text", "torch_internals"},
+    {"ring", "saved", "selective", "terminal", "timeline"},
     {"layout", "planner"},
     {"stores"},
     {"budgets", "speeds"},

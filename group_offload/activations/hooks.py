@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.utils.hooks import RemovableHandle
 
 from .. import selective
+from ..torch_internals import COMPILED_CALL, set_eval_frame
 from .session import Session
 
 ROOT = "_group_offload_activations"
@@ -94,7 +94,7 @@ class _Gate(_NotCopied):
 
 def _innermost(module: nn.Module, until: _Gate | None) -> tuple[Any, Any]:
     """What `module` calls inside of all gates (ours, and those of its weights), or the gate `until`; and the gate around."""
-    around, call = None, module.__dict__.get("_compiled_call_impl")
+    around, call = None, module.__dict__.get(COMPILED_CALL)
     while call is not None and call is not until and hasattr(call, "compiled"):
         around, call = call, call.compiled
     return around, call

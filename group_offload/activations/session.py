@@ -30,6 +30,7 @@ from torch.utils import checkpoint
 from ..device import Stream, backend_for
 from ..errors import GroupFileError, StateError
 from ..saved import Kept, Pack, Passed, Unpack, hooks_in_force, keep, unwatched
+from ..torch_internals import are_saved_tensors_hooks_enabled, current_graph_task_id, current_transform
 from .config import ActivationConfig
 from .counters import Counters
 from .lane import Lane
@@ -158,11 +159,11 @@ class Session:
 
     def begin(self, root: nn.Module) -> None:
         """The root's forward begins in this thread."""
-        if torch._C._current_graph_task_id() != -1:
+        if current_graph_task_id() != -1:
             return
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if current_transform() is not None:
             return  # transforms of torch.func refuse saved-tensor hooks
-        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        if not are_saved_tensors_hooks_enabled():
             return  # nor does `torch.autograd.graph.disable_saved_tensors_hooks` let them
         if self._pass is not None:  # it was interrupted where no hook could run
             self.end()
@@ -180,7 +181,7 @@ class Session:
     def end(self) -> None:
         """The root's forward is over, whichever way."""
         current = self._pass
-        if current is None or torch._C._current_graph_task_id() != -1:
+        if current is None or current_graph_task_id() != -1:
             return
         current.close()
         self._thread.current = None
@@ -191,7 +192,7 @@ class Session:
     def enter(self, name: str) -> None:
         """The call of a group begins."""
         current = self._pass
-        if current is None or torch._C._current_graph_task_id() != -1:
+        if current is None or current_graph_task_id() != -1:
             return
         self._do(self._enter, current.tape, name)
 
@@ -237,7 +238,7 @@ class Session:
             and (tensor.nbytes >= self.config.min_bytes or not tensor.is_contiguous())
             and current.tape.position >= 0
             and self.config.offloads(tensor.device)
-            and torch._C._current_graph_task_id() == -1
+            and current_graph_task_id() == -1
             and not getattr(_threads, "num_off", 0)
             and not tensor.is_quantized
             and not tensor.is_nested

@@ -22,6 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..stores.checkpoint import FileMap
+from ..torch_internals import has_compatible_shallow_copy_type, parse_to
 
 _T = torch.Tensor
 _CASTS: Mapping[Any, torch.dtype] = {
@@ -84,7 +85,7 @@ _QUESTIONS = frozenset(
         torch.is_floating_point,
         torch.is_complex,
         torch.numel,
-        torch._has_compatible_shallow_copy_type,
+        has_compatible_shallow_copy_type,
     }
 )
 """What can be answered, or done, without the elements."""
@@ -249,7 +250,7 @@ def _asked_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tupl
     if len(args) > 1 and isinstance(args[1], torch.Tensor):
         return False, None
     rest = {key: value for key, value in kwargs.items() if key != "copy"}
-    device, dtype, _, memory_format = torch._C._nn._parse_to(*args[1:], **rest)
+    device, dtype, _, memory_format = parse_to(*args[1:], **rest)
     return (device is None or device.type == "cpu") and memory_format is None, dtype
 
 

@@ -29,12 +29,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..device import Stream
 from ..errors import StateError
 from ..layout import span_of
 from ..saved import Pack, Unpack, check_version, hooks_in_force, keep, unwatched, view_of
+from ..torch_internals import (
+    are_saved_tensors_hooks_enabled,
+    current_autograd_node,
+    current_graph_task_id,
+    is_traceable_wrapper_subclass,
+    neg_view,
+)
 from .group import Group, Part
 
 if TYPE_CHECKING:
@@ -81,8 +87,8 @@ class SavedWeight:
         check_version(self.part.version_of(self.index), self._version, f"the weight {self.fqn!r}")
         view = self._backward.bring(self)
         if self._is_conj:
-            view = torch._conj(view)
-        return torch._neg_view(view) if self._is_neg else view
+            view = view.conj()
+        return neg_view(view) if self._is_neg else view
 
     @property
     def fqn(self) -> str:
@@ -178,7 +184,7 @@ class Backward:
 
     def hooks(self) -> saved_tensors_hooks | None:
         """Hooks to push around a call that records a graph; None if ours are in force."""
-        if not torch.is_grad_enabled() or not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        if not torch.is_grad_enabled() or not are_saved_tensors_hooks_enabled():
             return None
         below = hooks_in_force()
         if self.is_ours(below):
@@ -219,7 +225,7 @@ class Backward:
     def bring(self, saved: SavedWeight) -> torch.Tensor:
         """The bytes of a weight, on the device, for the node that autograd is at."""
         engine = self._engine
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task == -1 or engine.is_in_forward(saved.pass_number):
             # For whoever looks at a graph, or runs it inside of the forward that records it.
             return engine.copy_of(saved)
@@ -238,7 +244,7 @@ class Backward:
 
     def come_in(self, groups: Sequence[Group]) -> None:
         """A gate's call begins. In a run of autograd it is part of the backward pass; else it comes after that."""
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task == -1:
             if self._tasks:
                 self._wait_until_over()
@@ -251,7 +257,7 @@ class Backward:
 
     def settle(self) -> None:
         """Let a backward in another thread end, and end one that broke off."""
-        if torch._C._current_graph_task_id() == -1:
+        if current_graph_task_id() == -1:
             self._wait_until_over()
 
     def join(self, task: int) -> bool:
@@ -295,7 +301,7 @@ class Backward:
 
     def _advance(self, now: _Task, groups: Sequence[Group]) -> None:
         """Let go of what the node before has used, except for `groups`, which are needed next."""
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
         if node is not now.node:
             now.node = node
             self._let_go(now, groups)

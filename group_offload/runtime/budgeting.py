@@ -23,7 +23,6 @@ from statistics import median_low
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from ..budgets import Auto, Budget, auto_ram, describe_bytes
 from ..device import Backend
@@ -42,6 +41,7 @@ from ..planner import (
 )
 from ..stores.files import FileImage, locked
 from ..stores.ram import LOCKED_SHARE, available_ram, ram_in_use
+from ..torch_internals import tree_leaves
 from .drive import DriveMeter
 from .group import Group
 

@@ -52,6 +52,7 @@ from ..stores.base import Tier
 from ..stores.files import FileImage
 from ..stores.folder import Folder, keep, leave
 from ..stores.group_file import GroupFile
+from ..torch_internals import current_transform
 from .backward import Backward, SavedWeight, bytes_at_rest
 from .budgeting import Budgeter, Kind, ram_for_weights
 from .build import build_groups, first_guess, materialise
@@ -441,7 +442,7 @@ class Engine:
     # ---------------------------------------------------------------- a pass
 
     def _begin(self, top: nn.Module, kind: Kind) -> None:
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if current_transform() is not None:
             raise StateError(
                 f"{type(self.root).__name__} is group-offloaded: its weights cannot be brought inside of a transform of "
                 f"torch.func (grad, vmap, jvp). Use torch.autograd.grad or torch.autograd.functional, which work, or call "

@@ -12,10 +12,7 @@ from typing import Any
 
 import torch
 
-try:
-    from torch._C._dynamo.guards import TensorGuards
-except ImportError:
-    TensorGuards = None  # type: ignore[assignment,misc]
+from ..torch_internals import TensorGuards
 
 _FORMS: tuple[Callable[[torch.Tensor], Any], ...] = (torch.Tensor.size, torch.Tensor.stride, attrgetter("dtype"))
 

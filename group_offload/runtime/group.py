@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..device import plain_empty
 from ..layout import as_bytes, num_uses, span_bytes
 from ..partition import GroupSpec, Place, TensorRef
 from ..stores.base import Image
 from ..stores.files import FileImage
+from ..torch_internals import is_traceable_wrapper_subclass
 from .forms import Forms
 from .slots import Slot, Views
 from .transfer import Transfer

@@ -28,14 +28,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import set_eval_frame
-from torch._guards import detect_fake_mode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import record_function
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import selective
 from ..saved import hooks_in_force, pop_hooks
+from ..torch_internals import (
+    COMPILED_CALL,
+    TorchDispatchMode,
+    detect_fake_mode,
+    is_profiler_enabled,
+    not_compiled,
+    set_eval_frame,
+)
 from .calls import Call
 
 if TYPE_CHECKING:
@@ -44,9 +49,6 @@ if TYPE_CHECKING:
 
 HANDLE = "_group_offload_handle"
 """The attribute of an offloaded module that leads to its handle."""
-
-_CALL = "_compiled_call_impl"
-"""The attribute of a module where torch looks for what to call in place of its forward."""
 
 
 class Gate:
@@ -58,7 +60,7 @@ class Gate:
         self.groups: tuple[Group, ...] = ()
         """What the call needs; what is needed longest comes first."""
         self._engine = engine
-        self.compiled: Callable[..., Any] | None = module.__dict__.get("_compiled_call_impl")
+        self.compiled: Callable[..., Any] | None = module.__dict__.get(COMPILED_CALL)
         """What the module has compiled for itself; perhaps another gate around that."""
         self.was_bypassed = False
         """A call is in progress that went past the gate: a forward hook will end it."""
@@ -77,7 +79,7 @@ class Gate:
             module.register_forward_pre_hook(_refuse_trace, with_kwargs=True)
         if self.is_root and not isinstance(module, torch.jit.ScriptModule):
             module.register_forward_hook(_leave_bypassed, always_call=True)
-        module.__dict__[_CALL] = self  # what a traced module is asked to set, it sets elsewhere
+        module.__dict__[COMPILED_CALL] = self  # what a traced module is asked to set, it sets elsewhere
 
     def uninstall(self) -> None:
         """Take away what `install` has put there, however far it came. Repeated calls do nothing."""
@@ -90,11 +92,11 @@ class Gate:
             for key in [key for key, hook in hooks.items() if any(hook is ours for ours in _OURS)]:
                 del hooks[key]
                 flags.pop(key, None)
-        if module.__dict__.get(_CALL) is self:
+        if module.__dict__.get(COMPILED_CALL) is self:
             if self.compiled is None:
-                del module.__dict__[_CALL]
+                del module.__dict__[COMPILED_CALL]
             else:
-                module.__dict__[_CALL] = self.compiled
+                module.__dict__[COMPILED_CALL] = self.compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors()):
@@ -117,7 +119,7 @@ class Gate:
             selective.show(modes)
             set_eval_frame(compiler)
         # It waited for its turn, and the module is itself again.
-        is_left = self.module.__dict__.get("_compiled_call_impl") is self
+        is_left = self.module.__dict__.get(COMPILED_CALL) is self
         return (self.compiled or self.module._call_impl)(*args, **kwargs) if is_left else self.module(*args, **kwargs)
 
     def _run(self, compiler: Any, modes: Sequence[TorchDispatchMode], args: Any, kwargs: Any) -> Any:
@@ -130,7 +132,7 @@ class Gate:
             engine.begin_call(this, args, kwargs)
             args, kwargs = self._inputs(args, kwargs)
             call: Callable[..., Any] = self.module._call_impl if self.compiled is None else self.compiled
-            if self.groups and torch._C._autograd._profiler_enabled():
+            if self.groups and is_profiler_enabled():
                 call = partial(_call_in_range, call, self.groups[-1].group_id)
             with engine.backward.hooks() or nullcontext():
                 selective.show(modes)
@@ -175,7 +177,7 @@ class Gate:
         modes = selective.hide()
         try:
             if module is self.module:
-                self.compiled = module.__dict__.get("_compiled_call_impl")
+                self.compiled = module.__dict__.get(COMPILED_CALL)
                 module._compiled_call_impl = self  # from the next call on the gate is around it again
             self._engine.lock.acquire()
             self._engine.backward.come_in(self.groups)
@@ -224,7 +226,7 @@ class InnerGate(Gate):
     """
 
     def install(self) -> None:
-        self.module.__dict__[_CALL] = self
+        self.module.__dict__[COMPILED_CALL] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self.module._call_impl
@@ -245,11 +247,11 @@ class InnerGate(Gate):
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether the module was compiled for itself, with `module.compile()`."""
-    call = module.__dict__.get("_compiled_call_impl")
+    call = module.__dict__.get(COMPILED_CALL)
     return (call.compiled if isinstance(call, Gate) else call) is not None
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]
+@not_compiled
 def _has_fake_tensors() -> bool:
     """Whether this thread runs to be exported.
 
@@ -273,12 +275,12 @@ def _allow_trace(module: nn.Module, *args: Any) -> None:
 
 def _refuse_trace(module: nn.Module, args: Any, kwargs: Any = None) -> tuple[Any, Any] | None:
     if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors()):
-        if module.__dict__.get(HANDLE) is None and module.__dict__.get(_CALL) is None:
+        if module.__dict__.get(HANDLE) is None and module.__dict__.get(COMPILED_CALL) is None:
             return None
         torch._dynamo.skip_frame("group_offload onloads weights between the calls in this frame")
         return None
     handle = module.__dict__.get(HANDLE)
-    if handle is None or isinstance(module.__dict__.get("_compiled_call_impl"), Gate):
+    if handle is None or isinstance(module.__dict__.get(COMPILED_CALL), Gate):
         return None
     gate: Gate = handle.root_gate
     return gate.enter_bypassed(module, args, kwargs)

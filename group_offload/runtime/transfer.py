@@ -13,6 +13,7 @@ from torch.profiler import record_function
 from ..device import Backend, Event, HostBackend, Stream, plain_empty
 from ..stores.base import Image, Tier
 from ..stores.files import Proof, SourceFile
+from ..torch_internals import is_profiler_enabled
 from .copies import LastCopies
 from .drive import DriveMeter
 from .reader import Job, Read, Reader
@@ -128,7 +129,7 @@ class Transfer:
         Args:
             job: what `read_ahead` gave for what these images need, and was not submitted yet.
         """
-        if torch._C._autograd._profiler_enabled():
+        if is_profiler_enabled():
             with record_function(f"group_offload.onload {' '.join(dict.fromkeys(name for _, name, _ in images))}"):
                 self._send(images, slot, after, job)
         else:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..stores.base import Store
+from ..torch_internals import COMPILED_CALL
 from .forms import Forms
 from .group import Group
 from .hooks import Gate
@@ -38,7 +39,7 @@ class Seen:
             children=tuple(child for child in module._modules.values() if child is not None),
             members=tuple(tuple(table.values()) for table in _tables(module.__dict__)),
             names=module.__dict__,
-            call=module.__dict__.get("_compiled_call_impl"),
+            call=module.__dict__.get(COMPILED_CALL),
         )
 
 
@@ -92,7 +93,7 @@ class Watch:
             tuple(map(len, tables)) == self._sizes
             and all(map(is_, chain.from_iterable(map(_values, compress(tables, self._sizes))), self._members))
             and all(map(is_lazy, self._lazy))
-            and all(map(is_, map(_get, self._names, repeat("_compiled_call_impl")), self._calls))
+            and all(map(is_, map(_get, self._names, repeat(COMPILED_CALL)), self._calls))
         )
 
     def has_same_tensors(self) -> bool:
