@@ -37,6 +37,7 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from tqdm import tqdm
 
 import group_offload
 from group_offload import StateError, apply_activation_offloading, apply_group_offloading, free_slots
@@ -756,7 +757,7 @@ def main() -> None:
     total: dict[tuple[str, str], Result] = {}
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as processes:
         runs = [processes.submit(_run_for if options.signals else _run, task) for task in tasks]
-        for run in as_completed(runs):
+        for run in tqdm(as_completed(runs), total=len(runs)):
             name, operation, found = run.result()
             total.setdefault((name, operation), Result()).add(found)
             for line in found.failures[:3]:
