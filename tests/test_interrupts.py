@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,11 @@ from group_offload import GroupFileError, ModuleError, StateError, apply_group_o
 from group_offload.runtime import reader, slots
 from group_offload.runtime.engine import Engine
 from group_offload.runtime.lookahead import LookAhead
+from group_offload.stores import publish
 
 from . import interrupts
 from .common import Model, assert_at_rest, assert_same, check, inputs, make, offload_to, run
-from .interrupts import OPERATIONS, SCENARIOS, Places, Scenario
+from .interrupts import OPERATIONS, SCENARIOS, Places, Scenario, Strike, contained
 from .simulated import SimulatedDevice, use_simulated_device
 from .test_files import run_python
 
@@ -292,6 +295,27 @@ def test_memory_that_runs_out_while_slots_are_exchanged(monkeypatch: pytest.Monk
             forward()
         assert handle.stats().resident_bytes == kept
         handle.remove()
+
+
+def test_an_interrupt_leaves_no_folder_locked(tmp_path: Path) -> None:
+    """Wherever it strikes, finalizers too: the next set-up there would wait for this process, which does not know."""
+    at, folder = 1, os.open(tmp_path, os.O_RDONLY)
+    while True:
+        strike = Strike(at)
+        with suppress(KeyboardInterrupt), strike:
+            contained(partial(_locked_for_a_moment, tmp_path))
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(folder, fcntl.LOCK_UN)
+        if not strike.where:
+            break
+        at += 1
+    os.close(folder)
+    assert at > 10
+
+
+def _locked_for_a_moment(folder: Path) -> None:
+    with publish.folder_lock(folder):
+        pass
 
 
 @pytest.mark.parametrize("at", range(3))

@@ -49,7 +49,7 @@ PUBLIC_NAMES = {
 
 LAYERS = (
     {"errors", "device", "progress", "text", "torch_internals"},
-    {"ring", "saved", "selective", "terminal", "timeline"},
+    {"compiled", "ring", "saved", "selective", "terminal", "timeline"},
     {"layout", "planner"},
     {"stores"},
     {"budgets", "speeds"},

@@ -62,7 +62,7 @@ class Flux(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _sizes_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("lookahead.MAX_RUN_BYTES", "build.RESIDENT_BYTES", "budgeting.MARGIN_BYTES"):
+    for name in ("lookahead.MAX_RUN_BYTES", "memory.RESIDENT_BYTES", "budgeting.MARGIN_BYTES"):
         module, constant = name.split(".")
         path = f"group_offload.runtime.{module}.{constant}"
         monkeypatch.setattr(path, _value_of(path) // SCALE)

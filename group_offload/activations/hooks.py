@@ -20,7 +20,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .. import selective
-from ..torch_internals import COMPILED_CALL, set_eval_frame
+from ..compiled import Around, innermost
+from ..torch_internals import set_eval_frame
 from .session import Session
 
 ROOT = "_group_offload_activations"
@@ -53,7 +54,7 @@ class Mark(_NotCopied):
 
     def place(self) -> None:
         """Put the mark where it is outside of what the module compiles for itself; it may have been compiled since."""
-        around, call = _innermost(self._module, self._gate)
+        around, call = innermost(self._module, self._gate)
         if call is self._gate is not None:
             return
         self._gate = None
@@ -67,7 +68,7 @@ class Mark(_NotCopied):
     def remove(self) -> None:
         self._unhook()
         gate, self._gate = self._gate, None
-        around, call = _innermost(self._module, gate)
+        around, call = innermost(self._module, gate)
         if gate is not None and call is gate:
             _put(self._module, around, gate.compiled)
         self._module.__dict__.pop(GROUP, None)
@@ -78,8 +79,10 @@ class Mark(_NotCopied):
             self._hook = None
 
 
-class _Gate(_NotCopied):
+class _Gate(_NotCopied, Around):
     """Stands where a module keeps its compiled call."""
+
+    compiled: Callable[..., Any]
 
     def __init__(self, mark: Mark, compiled: Callable[..., Any]) -> None:
         self.compiled = compiled
@@ -92,15 +95,7 @@ class _Gate(_NotCopied):
         return self.compiled(*args, **kwargs)
 
 
-def _innermost(module: nn.Module, until: _Gate | None) -> tuple[Any, Any]:
-    """What `module` calls inside of all gates (ours, and those of its weights), or the gate `until`; and the gate around."""
-    around, call = None, module.__dict__.get(COMPILED_CALL)
-    while call is not None and call is not until and hasattr(call, "compiled"):
-        around, call = call, call.compiled
-    return around, call
-
-
-def _put(module: nn.Module, around: Any, call: Callable[..., Any]) -> None:
+def _put(module: nn.Module, around: Around | None, call: Callable[..., Any] | None) -> None:
     if around is None:
         module._compiled_call_impl = call
     else:

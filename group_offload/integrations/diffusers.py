@@ -40,8 +40,8 @@ from ..api import (
 )
 from ..config import OffloadConfig, OffloadType
 from ..errors import ConfigError, GroupOffloadError, ModuleError, StateError
-from ..runtime.build import bytes_in_turn
 from ..runtime.engine import is_offloaded
+from ..runtime.memory import bytes_in_turn
 from .sharing import shares_of
 
 logger = logging.getLogger("group_offload")

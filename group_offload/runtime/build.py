@@ -6,12 +6,12 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from heapq import nlargest
 from itertools import accumulate
 
 import torch
 from torch import nn
 
+from ..compiled import is_compiled
 from ..config import OffloadConfig
 from ..errors import ConfigError, GroupFileError
 from ..layout import ALIGNMENT, ImageLayout, extent_bytes, lay_out, overlapping, span_bytes
@@ -27,13 +27,9 @@ from ..stores.pinned import SEGMENT_BYTES, RamImage, Segment
 from ..stores.pool import Task, on_pool
 from ..stores.ram import fits
 from .group import Group, Part, fit_for
-from .hooks import is_compiled
 from .trained import may_be_trained
 
 logger = logging.getLogger("group_offload")
-
-RESIDENT_BYTES = 8 << 20
-"""Groups that are needed around others are not worth taking turns below this size."""
 
 
 def build_groups(
@@ -369,40 +365,6 @@ def materialise(part: Part) -> None:
             for index in mine:
                 tensor = part.refs[index].tensor
                 tensor.data = fit_for(tensor, layout.specs[index].view(flat, extent.offset))
-
-
-def size_rings(groups: Iterable[Group], config: OffloadConfig) -> dict[int, int]:
-    """The memory that the groups of each height take turns in: room for the two largest, one where there is no stream.
-
-    Groups that are needed for the length of others' calls and are small in all stay where they are.
-    """
-    sizes: dict[int, list[int]] = {}
-    for group in groups:
-        if group.num_bytes:
-            sizes.setdefault(group.height, []).append(group.num_bytes)
-    rings = {}
-    for height, found in sorted(sizes.items()):
-        largest = sorted(found, reverse=True)[: config.num_slots]
-        # Room for all of them would save nothing. Unless it was asked for, overlap is not worth that.
-        is_all = len(largest) == len(found) and not config.was_stream_asked_for
-        rings[height] = sum(largest[:1] if is_all else largest)
-        if height and config.use_stream:
-            rings[height] = max(rings[height], min(sum(found), RESIDENT_BYTES))
-    return rings
-
-
-def bytes_in_turn(root: nn.Module, config: OffloadConfig) -> int:
-    """About as much device memory as the weights of `root` need to take turns in, once it is offloaded. Nothing is touched."""
-    sizes = [
-        sum(span_bytes(ref.tensor) for ref in spec.tensors) for spec in partition(root, config, is_compiled).groups
-    ]
-    return sum(nlargest(config.num_slots, sizes))
-
-
-def first_guess(groups: Iterable[Group]) -> list[Group]:
-    """The order of the first pass, foreseen: outer groups first, then each group once for each module that needs it."""
-    order = [group for group in groups if group.num_bytes for _ in (group.modules if not group.height else (None,))]
-    return sorted(order, key=lambda group: -group.height)
 
 
 def _bind(image: Image, refs: tuple[TensorRef, ...], homes: dict[int, torch.device], made: list[Part]) -> Part:

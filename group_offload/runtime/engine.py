@@ -40,6 +40,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..budgets import AUTO, describe_bytes
+from ..compiled import is_compiled
 from ..config import OffloadConfig, OffloadType
 from ..device import Backend, Stream
 from ..errors import ConfigError, GroupFileError, StateError
@@ -55,15 +56,16 @@ from ..stores.group_file import GroupFile
 from ..torch_internals import current_transform
 from .backward import Backward, SavedWeight, bytes_at_rest
 from .budgeting import Budgeter, Kind, ram_for_weights
-from .build import build_groups, first_guess, materialise
+from .build import build_groups, materialise
 from .cached import CachedFiles
 from .calls import EXPECTED, Call
 from .counters import Counters
 from .group import Group, Part, Residence
-from .hooks import Gate, InnerGate, is_compiled, map_tensors
+from .hooks import Gate, InnerGate, map_tensors
 from .lookahead import LookAhead
 from .memory import DeviceMemory
 from .reader import NUM_FRAMES, SMALL_CHUNK_BYTES
+from .schedule import first_guess
 from .slots import Slot
 from .stalls import Stalls
 from .stopwatch import Stopwatch
@@ -896,8 +898,8 @@ class Engine:
         watch = self._watches.get(top)
         if watch is None:
             is_cut_by_calls = self.records_graphs or self.config.offload_type is OffloadType.LEAF_LEVEL
-            gates = self._gates | self._inner_gates
-            watch = Watch(top, gates, self._seen, is_cut_by_calls=is_cut_by_calls)
+            groups_of = {module: gate.groups for module, gate in (self._gates | self._inner_gates).items()}
+            watch = Watch(top, groups_of, self._seen, is_cut_by_calls=is_cut_by_calls)
             self._watches[top] = watch
         if not watch.has_same_modules():
             return None

@@ -32,6 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import record_function
 
 from .. import selective
+from ..compiled import Around
 from ..saved import hooks_in_force, pop_hooks
 from ..torch_internals import (
     COMPILED_CALL,
@@ -51,7 +52,7 @@ HANDLE = "_group_offload_handle"
 """The attribute of an offloaded module that leads to its handle."""
 
 
-class Gate:
+class Gate(Around):
     """Stands around one module's call: onloads the groups that it needs before, lets go of them after."""
 
     def __init__(self, engine: Engine, module: nn.Module, *, is_root: bool) -> None:
@@ -60,8 +61,7 @@ class Gate:
         self.groups: tuple[Group, ...] = ()
         """What the call needs; what is needed longest comes first."""
         self._engine = engine
-        self.compiled: Callable[..., Any] | None = module.__dict__.get(COMPILED_CALL)
-        """What the module has compiled for itself; perhaps another gate around that."""
+        self.compiled = module.__dict__.get(COMPILED_CALL)
         self.was_bypassed = False
         """A call is in progress that went past the gate: a forward hook will end it."""
         self._bypassing: Call | None = None
@@ -243,12 +243,6 @@ class InnerGate(Gate):
 
     def _inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return (args, kwargs) if self._engine.is_inside_a_call else super()._inputs(args, kwargs)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether the module was compiled for itself, with `module.compile()`."""
-    call = module.__dict__.get(COMPILED_CALL)
-    return (call.compiled if isinstance(call, Gate) else call) is not None
 
 
 @not_compiled

@@ -7,14 +7,13 @@ from collections.abc import Hashable, Sequence
 from itertools import accumulate
 
 from ..stores.base import Image
-from .build import first_guess
 from .cached import CachedFiles
 from .calls import EXPECTED
 from .counters import Counters
 from .group import Group
 from .memory import DeviceMemory
 from .reader import Job
-from .schedule import Schedule
+from .schedule import Schedule, first_guess
 from .slots import Slot
 from .stalls import Stalls
 from .transfer import Transfer

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from heapq import nlargest
 
+from torch import nn
+
+from ..compiled import is_compiled
 from ..config import OffloadConfig
 from ..device import Backend
-from .build import size_rings
+from ..layout import span_bytes
+from ..partition import partition
 from .counters import Counters
 from .group import Group
 from .slots import Lease, Ring, Slot, arena_for
 from .stalls import Stalls
 from .transfer import Transfer
+
+RESIDENT_BYTES = 8 << 20
+"""Groups that are needed around others are not worth taking turns below this size."""
 
 
 class DeviceMemory:
@@ -316,3 +324,31 @@ class DeviceMemory:
     def _count(self, num_bytes: int) -> None:
         self._counters.device_bytes += num_bytes
         self._counters.peak_device_bytes = max(self._counters.peak_device_bytes, self._counters.device_bytes)
+
+
+def size_rings(groups: Iterable[Group], config: OffloadConfig) -> dict[int, int]:
+    """The memory that the groups of each height take turns in: room for the two largest, one where there is no stream.
+
+    Groups that are needed for the length of others' calls and are small in all stay where they are.
+    """
+    sizes: dict[int, list[int]] = {}
+    for group in groups:
+        if group.num_bytes:
+            sizes.setdefault(group.height, []).append(group.num_bytes)
+    rings = {}
+    for height, found in sorted(sizes.items()):
+        largest = sorted(found, reverse=True)[: config.num_slots]
+        # Room for all of them would save nothing. Unless it was asked for, overlap is not worth that.
+        is_all = len(largest) == len(found) and not config.was_stream_asked_for
+        rings[height] = sum(largest[:1] if is_all else largest)
+        if height and config.use_stream:
+            rings[height] = max(rings[height], min(sum(found), RESIDENT_BYTES))
+    return rings
+
+
+def bytes_in_turn(root: nn.Module, config: OffloadConfig) -> int:
+    """About as much device memory as the weights of `root` need to take turns in, once it is offloaded. Nothing is touched."""
+    sizes = [
+        sum(span_bytes(ref.tensor) for ref in spec.tensors) for spec in partition(root, config, is_compiled).groups
+    ]
+    return sum(nlargest(config.num_slots, sizes))

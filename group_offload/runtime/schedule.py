@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -173,3 +173,9 @@ def _positions(order: tuple[Group, ...]) -> dict[Group, list[int]]:
     for position, group in enumerate(order):
         found.setdefault(group, []).append(position)
     return found
+
+
+def first_guess(groups: Iterable[Group]) -> list[Group]:
+    """The order of the first pass, foreseen: outer groups first, then each group once for each module that needs it."""
+    order = [group for group in groups if group.num_bytes for _ in (group.modules if not group.height else (None,))]
+    return sorted(order, key=lambda group: -group.height)

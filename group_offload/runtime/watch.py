@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress, repeat
 from operator import is_, itemgetter
@@ -15,7 +16,6 @@ from ..stores.base import Store
 from ..torch_internals import COMPILED_CALL
 from .forms import Forms
 from .group import Group
-from .hooks import Gate
 
 _values, _get, _address = dict.values, dict.get, torch.Tensor.data_ptr
 _tables = itemgetter("_modules", "_parameters", "_buffers")
@@ -50,10 +50,16 @@ class Watch:
     """
 
     def __init__(
-        self, top: nn.Module, gates: dict[nn.Module, Gate], seen: dict[nn.Module, Seen], *, is_cut_by_calls: bool
+        self,
+        top: nn.Module,
+        groups_of: Mapping[nn.Module, Sequence[Group]],
+        seen: dict[nn.Module, Seen],
+        *,
+        is_cut_by_calls: bool,
     ) -> None:
         """
         Args:
+            groups_of: what calls of modules with gates need.
             is_cut_by_calls: it counts for every module, not only for those with gates, whether it is compiled.
         """
         scope: dict[Group, None] = {}
@@ -64,9 +70,7 @@ class Watch:
             if module in inside:
                 continue
             inside[module] = None
-            gate = gates.get(module)
-            if gate is not None:
-                scope.update(dict.fromkeys(gate.groups))
+            scope.update(dict.fromkeys(groups_of.get(module, ())))
             pending.extend(seen[module].children)
         before = [seen[module] for module in inside]
         self._modules = [each.names for each in before if each.members]
@@ -74,7 +78,7 @@ class Watch:
         self._sizes = tuple(map(len, members))
         self._members = list(chain.from_iterable(members))
         self._lazy = [member for member in self._members if is_lazy(member)]
-        called = [seen[module] for module in inside if is_cut_by_calls or module in gates]
+        called = [seen[module] for module in inside if is_cut_by_calls or module in groups_of]
         self._names = [each.names for each in called]
         self._calls = [each.call for each in called]
         self.scope = set(scope)

@@ -27,12 +27,14 @@ import fcntl
 import logging
 import os
 import re
+import select
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,6 +43,7 @@ from .base import memory_of
 
 logger = logging.getLogger("group_offload")
 
+_OWNER: Any = select.epoll if hasattr(select, "epoll") else select.kqueue  # type: ignore[attr-defined,unused-ignore]
 _CHUNK_BYTES = 16 << 20
 _POLL_SECONDS = 0.05
 _SECONDS_UNTIL_SAID = 1.0
@@ -293,24 +296,29 @@ def _create(path: Path) -> tuple[Path, _Opened]:
 
 
 class _Opened:
-    """A descriptor that is closed with this object: so an interrupt leaves no lock taken, whatever it strikes."""
+    """A descriptor that is closed with this object: so an interrupt leaves no lock taken, whatever it strikes.
 
-    fd = -1
+    An interrupt would also strike a finalizer that is written in Python, and the lock would stay for as long as the process
+    lives. So the owner of the descriptor is an object written in C. `select.epoll` takes any descriptor, closes it as it goes,
+    and does not warn as files do.
+    """
 
     def __init__(self, path: Path, flags: int) -> None:
-        self.fd = os.open(path, flags, 0o666)
+        self._owner = _OWNER.fromfd(os.open(path, flags, 0o666))
+
+    @property
+    def fd(self) -> int:
+        fd: int = self._owner.fileno()
+        return fd
 
     def detach(self) -> int:
         """The descriptor, for the caller to close."""
-        fd, self.fd = self.fd, -1
+        fd = os.dup(self.fd)
+        self.close()
         return fd
 
     def close(self) -> None:
-        fd = self.detach()
-        if fd >= 0:
-            os.close(fd)
-
-    __del__ = close
+        self._owner.close()
 
 
 def temporary_name(name: str) -> str:
