@@ -9,20 +9,30 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from torch import nn
 
 from ..errors import StateError
 
-if TYPE_CHECKING:
-    from .engine import Engine
+
+class Member(Protocol):
+    """The engine of an offloaded model."""
+
+    root: nn.Module
+    lock: Any
+    """Reentrant. A pass holds it."""
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether this thread is in the middle of a call of the model."""
+
 
 _lock = threading.RLock()
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_engines: weakref.WeakSet[Member] = weakref.WeakSet()
 
 
-def join(engine: Engine) -> None:
+def join(engine: Member) -> None:
     """Give `engine`, which nobody else knows yet, the lock of those that it shares weights with.
 
     Raises:
@@ -44,12 +54,12 @@ def join(engine: Engine) -> None:
         _engines.add(engine)
 
 
-def leave(engine: Engine) -> None:
+def leave(engine: Member) -> None:
     with _lock:
         _engines.discard(engine)
 
 
-def check(engine: Engine) -> None:
+def check(engine: Member) -> None:
     """
     Raises:
         StateError: weights have come to be shared with a model that has another lock.
@@ -63,7 +73,7 @@ def check(engine: Engine) -> None:
         )
 
 
-def _sharing(engine: Engine) -> list[tuple[str, Engine]]:
+def _sharing(engine: Member) -> list[tuple[str, Member]]:
     """Other models that have a weight too, each with the name of one."""
     mine = {id(tensor): name for name, tensor in _tensors_of(engine.root)}
     found = []
@@ -76,7 +86,7 @@ def _sharing(engine: Engine) -> list[tuple[str, Engine]]:
     return found
 
 
-def _shared(engine: Engine, others: list[tuple[str, Engine]]) -> str:
+def _shared(engine: Member, others: list[tuple[str, Member]]) -> str:
     name, other = others[0]
     return f"{name} of {type(engine.root).__name__} is a weight of {type(other.root).__name__} too"
 
