@@ -19,14 +19,14 @@ import torch
 from torch import nn
 
 from group_offload import GroupFileError, ModuleError, StateError, apply_group_offloading, free_slots
-from group_offload.runtime import reader, slots
+from group_offload.runtime import group, reader, slots
 from group_offload.runtime.engine import Engine
 from group_offload.runtime.lookahead import LookAhead
 from group_offload.stores import publish
 
 from . import interrupts
 from .common import Model, assert_at_rest, assert_same, check, inputs, make, offload_to, run
-from .interrupts import OPERATIONS, SCENARIOS, Places, Scenario, Strike, contained
+from .interrupts import OPERATIONS, SCENARIOS, Place, Places, Scenario, Strike, contained
 from .simulated import SimulatedDevice, use_simulated_device
 from .test_files import run_python
 
@@ -316,6 +316,43 @@ def test_an_interrupt_leaves_no_folder_locked(tmp_path: Path) -> None:
 def _locked_for_a_moment(folder: Path) -> None:
     with publish.folder_lock(folder):
         pass
+
+
+def test_an_interrupt_while_weights_move_to_a_new_file(tmp_path: Path) -> None:
+    """Wherever it strikes: none stays bound to the old file, where nobody would see the next edit."""
+
+    def places_of(strike: Strike) -> list[tuple[Place, int]]:
+        return [
+            (place, at)
+            for place, number in strike.places.items()
+            if Path(place[0].co_filename) == Path(group.__file__)
+            for at in range(1, number + 1)
+        ]
+
+    def edit(both: tuple[nn.Module, ...]) -> None:
+        for model in both:
+            for parameter in model.parameters():
+                parameter.data.mul_(0.75)
+
+    model, reference = make(Model, 1), make(Model, 1)
+    handle = offload_to(tmp_path, model)
+    check(model, reference, inputs())
+    edit((model, reference))
+    counting = Strike()
+    with counting:
+        handle.refresh()
+    places = places_of(counting)
+    assert len(places) > 50
+    for place, at in places:
+        edit((model, reference))
+        strike = Strike(at, place=place)
+        with suppress(KeyboardInterrupt), strike:
+            contained(handle.refresh)
+        edit((model, reference))
+        assert_same(run(model, inputs()), run(reference, inputs()))
+        assert_at_rest(model, reference)
+    handle.remove()
+    assert_at_rest(model, reference)
 
 
 @pytest.mark.parametrize("at", range(3))

@@ -166,6 +166,8 @@ class Group:
         self._shared_counters: list[SharedCounter] = []
         self._rest_version = self._version_sum()
         self._note_rest()
+        self._rests = [part.rest for part in self.parts]
+        """Where the tensors were bound to last, at rest."""
         self._versions: list[int] = []
         self._bound: list[torch.Tensor] = []
         """While all of it is onloaded: what each tensor was bound to."""
@@ -186,7 +188,7 @@ class Group:
 
     def rest(self) -> None:
         """Bind the tensors to their place at rest."""
-        if any(part.rest is not part.image.rest for part in self.parts):
+        if self._moved():
             for part in self.parts:
                 part.follow()
             self._note_rest()
@@ -194,8 +196,17 @@ class Group:
             tensor.data = view
         for wrapped in self._wrapped:
             wrapped.put_back()
+        self._rests = [part.rest for part in self.parts]  # now: an interrupt before leaves it to the next time
         self.residence = Residence.AT_REST
         self._rest_version = self._version_sum()
+
+    def _moved(self) -> list[Part]:
+        """The parts whose image rests elsewhere than where the tensors were bound to last."""
+        return [
+            part
+            for rest, part in zip(self._rests, self.parts, strict=True)
+            if rest is not part.image.rest and not part.is_given_up
+        ]
 
     def _note_rest(self) -> None:
         self._rest_views = [view for part in self.parts for view in part.rest]
@@ -341,7 +352,7 @@ class Group:
 
     def rebind_moved(self) -> None:
         """Bind the tensors again if an image rests somewhere else by now (in a new file)."""
-        moved = [part for part in self.parts if part.rest is not part.image.rest]
+        moved = self._moved()
         if not moved:
             return
         if any(_is_kept(view, 2) for part in moved for view in part.rest):  # beside `view` and the weight
@@ -375,7 +386,7 @@ class Group:
     def give_up(self) -> None:
         for part in self.parts:
             part.give_up()
-        self._rest_views, self.rest_addresses = [], []
+        self._rest_views, self.rest_addresses, self._rests = [], [], [part.rest for part in self.parts]
 
     def is_as_left(self) -> bool:
         return all(all(part.as_left()) for part in self.parts)
