@@ -1065,8 +1065,11 @@ def test_an_interrupt_leaves_no_hooks_behind() -> None:
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("device", ["cpu", "random"])
-def test_an_interrupt_of_the_work_on_activations(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_of_the_work_on_activations(
+    device: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody can tell what is where: graphs from before refuse, and what is under way is waited for."""
     expected = train(make(), plain)
     model = make()
@@ -1080,7 +1083,7 @@ def test_an_interrupt_of_the_work_on_activations(device: str, monkeypatch: pytes
 
         def bring_in_part(*args: Any) -> Any:
             bring(*args)
-            raise KeyboardInterrupt
+            raise error
 
         def drain_and_note(streams: CopyStreams) -> None:
             drained.append(streams)
@@ -1089,7 +1092,7 @@ def test_an_interrupt_of_the_work_on_activations(device: str, monkeypatch: pytes
         with monkeypatch.context() as patch:
             patch.setattr(CopyStreams, "bring", bring_in_part)
             patch.setattr(CopyStreams, "drain", drain_and_note)
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(error):
                 loss.backward(retain_graph=True)
         assert drained == [lane._streams for lane in earlier]
         with pytest.raises(StateError, match="Call the forward again"):
