@@ -28,7 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
 from ..device import Stream, backend_for
-from ..errors import GroupFileError, StateError
+from ..errors import GroupOffloadError, StateError
 from ..saved import Kept, Pack, Passed, Unpack, hooks_in_force, keep, unwatched
 from ..torch_internals import are_saved_tensors_hooks_enabled, current_graph_task_id, current_transform
 from .config import ActivationConfig
@@ -44,7 +44,7 @@ _READ_AHEAD = 2
 _ALIGNMENT = 256
 """A part of a storage begins at a multiple of this, as its memory does: some kernels round by alignment."""
 
-_EXPECTED = (GroupFileError, StateError, torch.OutOfMemoryError)
+_EXPECTED = (GroupOffloadError, torch.OutOfMemoryError)
 """What may be raised in the middle of a lane's work, and leaves it in order."""
 
 T = TypeVar("T")
