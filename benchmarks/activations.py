@@ -51,8 +51,8 @@ from tables import markdown
 from torch import nn
 
 from group_offload.activations import ActivationOffloadHandle, ActivationStats, apply_activation_offloading
-from group_offload.budgets import parse_bytes
 from group_offload.errors import GroupOffloadError
+from group_offload.plan.budgets import parse_bytes
 
 ARMS = (
     "none",

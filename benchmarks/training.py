@@ -53,7 +53,7 @@ from tables import markdown
 from torch import nn
 
 from group_offload import apply_activation_offloading, apply_group_offloading
-from group_offload.budgets import parse_bytes
+from group_offload.plan.budgets import parse_bytes
 
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
 PLACES: dict[str, dict[str, Any]] = {

@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import timeline
-from .budgets import describe_bytes
+from .base import timeline
+from .base.text import table
 from .config import OffloadConfig
 from .errors import ConfigError, ModuleError, StateError
-from .report import OffloadPlan
+from .plan.budgets import describe_bytes
+from .plan.report import OffloadPlan
 from .runtime import turns
 from .runtime.engine import Engine, is_offloaded
-from .runtime.group import Group
-from .runtime.hooks import HANDLE, Gate
-from .runtime.slots import arenas
-from .runtime.trace import Tracer
+from .runtime.gates import HANDLE, Gate
+from .runtime.groups.group import Group
+from .runtime.measure.trace import Tracer
+from .runtime.slots.slot import arenas
 from .stores.base import Tier
 from .stores.files import FileImage
-from .text import table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from .budgets import Budget, parse_budget, total_ram
-from .device import Backend, backend_for, default_device
+from .base.device import Backend, backend_for, default_device
 from .errors import ConfigError, DeviceError
+from .plan.budgets import Budget, parse_budget, total_ram
 
 
 class OffloadType(StrEnum):

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from .base.layout import overlapping
+from .base.torch_internals import is_traceable_wrapper_subclass
 from .config import OffloadConfig, OffloadType
 from .errors import ConfigError, ModuleError
-from .layout import overlapping
-from .torch_internals import is_traceable_wrapper_subclass
 
 LEAF_TYPES = (
     nn.Conv1d,

@@ -13,7 +13,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of child processes; here it is said below
 import pytest
 import torch
 
-from group_offload.speeds import MachineSpeeds
+from group_offload.plan.speeds import MachineSpeeds
 
 # Sums round by the number of threads, and threads that read files may run what the simulated device has queued: theirs is
 # that of the moment they were made. It is also faster for small tensors, most of all on a busy machine.
@@ -78,4 +78,4 @@ def _speeds_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _files_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of tests are small enough to be locked in the page cache; then nothing would ever be read."""
-    monkeypatch.setattr("group_offload.stores.ram.LOCKED_SHARE", 0.0)
+    monkeypatch.setattr("group_offload.stores.ways.LOCKED_SHARE", 0.0)

@@ -5,7 +5,7 @@ set-up, a refresh and a remove, on every tier, on the CPU and on the simulated d
 along, with whole forwards and an edit after each; and of a training step whose activations are offloaded. Where an
 operation comes to a place many times, one of these is struck, chosen at random; all of them with `--every`. `--most 20`
 takes so many of them, `--signals 60` raises from real signals for so many seconds instead, wherever they strike.
-tests/test_interrupts.py runs a few of both.
+tests/engine/test_interrupts.py runs a few of both.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from tqdm import tqdm
 import group_offload
 from group_offload import StateError, apply_activation_offloading, apply_group_offloading, free_slots
 
-from .common import same_bits
-from .simulated import SimulatedDevice, use_simulated_device
-from .test_activations import DIM, TOKENS
-from .test_activations import make as make_trained
+from .activations.test_activations import DIM, TOKENS
+from .activations.test_activations import make as make_trained
+from .support.common import same_bits
+from .support.simulated import SimulatedDevice, use_simulated_device
 
 _NUM_PARTS = 3
 """In which a sweep is cut, each in a process of its own."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import timeline
+from ..base import timeline
 from ..errors import ModuleError, StateError
 from .config import ActivationConfig, Skip
 from .groups import find_groups

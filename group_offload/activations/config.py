@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..device import backend_for, default_device
+from ..base.device import backend_for, default_device
 from ..errors import ConfigError, DeviceError
 
 Skip = Callable[[torch.Tensor, str], bool]

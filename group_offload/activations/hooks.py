@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .. import selective
-from ..compiled import Around, innermost
-from ..torch_internals import set_eval_frame
+from ..base import selective
+from ..base.compiled import Around, innermost
+from ..base.torch_internals import set_eval_frame
 from .session import Session
 
 ROOT = "_group_offload_activations"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..device import Backend, Event, Stream
+from ..base.device import Backend, Event, Stream
 from ..errors import GroupFileError
 from .config import ActivationConfig
 from .counters import Counters

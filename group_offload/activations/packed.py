@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..saved import check_version, describe, maker, view_of
+from ..base.saved import check_version, describe, maker, view_of
 from .stash import Stash
 
 _nothing: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}

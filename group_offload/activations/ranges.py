@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..device import Event
+from ..base.device import Event
 
 ALIGNMENT = 512
 

@@ -27,10 +27,10 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
-from ..device import Stream, backend_for
+from ..base.device import Stream, backend_for
+from ..base.saved import Kept, Pack, Passed, Unpack, hooks_in_force, keep, unwatched
+from ..base.torch_internals import are_saved_tensors_hooks_enabled, current_graph_task_id, current_transform
 from ..errors import GroupOffloadError, StateError
-from ..saved import Kept, Pack, Passed, Unpack, hooks_in_force, keep, unwatched
-from ..torch_internals import are_saved_tensors_hooks_enabled, current_graph_task_id, current_transform
 from .config import ActivationConfig
 from .counters import Counters
 from .lane import Lane

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..device import Backend, Event
-from ..stores.mapping import flat_view, map_anonymous
+from ..base.device import Backend, Event
+from ..base.mapping import flat_view, map_anonymous
 from ..stores.pinned import PageLock
 from .ranges import ALIGNMENT, Range, Ranges
 

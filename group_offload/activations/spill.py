@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from ..device import Event
+from ..base.device import Event
+from ..base.layout import memory_of
+from ..base.pool import Task, begin_all, finish_all
+from ..base.reading import read_part
 from ..errors import GroupFileError
-from ..stores.base import memory_of
-from ..stores.pool import Task, begin_all, finish_all
-from ..stores.reading import read_part
 from .ranges import ALIGNMENT, Range, Ranges
 from .trace import READS, WRITES, Tracer
 

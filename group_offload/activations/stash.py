@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..device import Event, Stream
+from ..base.device import Event, Stream
 from .ranges import Range
 from .slab import Block
 from .spill import Job

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..device import Backend, Event, Stream
+from ..base.device import Backend, Event, Stream
 from .slab import Block
 from .trace import Tracer
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..device import Backend, Event, Stream
-from ..timeline import STALLS, Timeline
+from ..base.device import Backend, Event, Stream
+from ..base.timeline import STALLS, Timeline
 
 WRITES, READS = "file writes", "file reads"
 _OUT, _BACK, _COMPUTE = "D2H", "H2D", "compute"

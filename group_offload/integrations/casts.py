@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ..base.torch_internals import has_compatible_shallow_copy_type, parse_to
 from ..stores.checkpoint import FileMap
-from ..torch_internals import has_compatible_shallow_copy_type, parse_to
 
 _T = torch.Tensor
 _CASTS: Mapping[Any, torch.dtype] = {

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..budgets import Budget, parse_budget, total_ram
-from ..planner import ComponentLoad, share_ram
-from ..runtime.budgeting import ram_for_weights
+from ..plan.budgets import Budget, parse_budget, total_ram
+from ..plan.planner import ComponentLoad, share_ram
+from ..runtime.budget.budgeter import ram_for_weights
 from ..runtime.engine import STAGING_BYTES
 from ..stores.checkpoint import FileMap
 from ..stores.safetensors_file import DATA_ALIGNMENT

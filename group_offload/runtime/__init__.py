@@ -1,1 +1,1 @@
-"""How bytes move: slots on the device, copies into them, and the hooks that start both."""
+"""How weights move through a module's passes: the engine of each module, its gates, and the rooms below them."""

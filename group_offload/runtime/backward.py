@@ -30,18 +30,18 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..device import Stream
-from ..errors import StateError
-from ..layout import span_of
-from ..saved import Pack, Unpack, check_version, hooks_in_force, keep, unwatched, view_of
-from ..torch_internals import (
+from ..base.device import Stream
+from ..base.layout import span_of
+from ..base.saved import Pack, Unpack, check_version, hooks_in_force, keep, unwatched, view_of
+from ..base.torch_internals import (
     are_saved_tensors_hooks_enabled,
     current_autograd_node,
     current_graph_task_id,
     is_traceable_wrapper_subclass,
     neg_view,
 )
-from .group import Group, Part
+from ..errors import StateError
+from .groups.group import Group, Part
 
 if TYPE_CHECKING:
     from .engine import Engine

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from .group import Group
+    from .groups.group import Group
 
 
 EXPECTED = (GroupOffloadError, torch.OutOfMemoryError)

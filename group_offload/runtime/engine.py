@@ -39,45 +39,45 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..budgets import AUTO, describe_bytes
-from ..compiled import is_compiled
+from ..base.compiled import is_compiled
+from ..base.device import Backend, Stream
+from ..base.layout import overlapping
+from ..base.saved import view_of
+from ..base.torch_internals import current_transform
 from ..config import OffloadConfig, OffloadType
-from ..device import Backend, Stream
 from ..errors import ConfigError, GroupFileError, StateError
-from ..layout import overlapping
 from ..partition import NEVER_CALLED, TensorRef, holds_tensors
-from ..planner import Place, Plan, Speeds
-from ..saved import view_of
-from ..speeds import ASSUMED_DRIVE, known_speeds
+from ..plan.budgets import AUTO, describe_bytes
+from ..plan.planner import Place, Plan, Speeds
+from ..plan.speeds import ASSUMED_DRIVE, known_speeds
 from ..stores.base import Tier
 from ..stores.files import FileImage
 from ..stores.folder import Folder, keep, leave
 from ..stores.group_file import GroupFile
-from ..torch_internals import current_transform
 from .backward import Backward, SavedWeight, bytes_at_rest
-from .budgeting import Budgeter, Kind, ram_for_weights
-from .build import build_groups, materialise
-from .cached import CachedFiles
+from .budget.budgeter import Budgeter, Kind, ram_for_weights
+from .budget.stopwatch import Stopwatch
 from .calls import EXPECTED, Call
-from .counters import Counters
-from .group import Group, Part, Residence
-from .hooks import Gate, InnerGate, map_tensors
-from .lookahead import LookAhead
+from .changes import Seen, Watch
+from .copies.cached import CachedFiles
+from .copies.reader import NUM_FRAMES, SMALL_CHUNK_BYTES
+from .copies.transfer import Transfer
+from .foresight.lookahead import LookAhead
+from .foresight.schedule import first_guess
+from .gates import Gate, InnerGate, map_tensors
+from .groups.build import build_groups, materialise
+from .groups.group import Group, Part, Residence
+from .groups.trained import Trained
+from .groups.versions import share_counters
+from .measure.counters import Counters
+from .measure.trace import Tracer
+from .measure.weighing import Weighing
 from .memory import DeviceMemory
-from .reader import NUM_FRAMES, SMALL_CHUNK_BYTES
-from .schedule import first_guess
-from .slots import Slot
-from .stalls import Stalls
-from .stopwatch import Stopwatch
+from .slots.slot import Slot
+from .slots.stalls import Stalls
 from .threads import where_it_waits
-from .trace import Tracer
-from .trained import Trained
-from .transfer import Transfer
 from .turns import check as check_turns
 from .turns import join
-from .versions import share_counters
-from .watch import Seen, Watch
-from .weighing import Weighing
 
 logger = logging.getLogger("group_offload")
 

@@ -7,16 +7,16 @@ from heapq import nlargest
 
 from torch import nn
 
-from ..compiled import is_compiled
+from ..base.compiled import is_compiled
+from ..base.device import Backend
+from ..base.layout import span_bytes
 from ..config import OffloadConfig
-from ..device import Backend
-from ..layout import span_bytes
 from ..partition import partition
-from .counters import Counters
-from .group import Group
-from .slots import Lease, Ring, Slot, arena_for
-from .stalls import Stalls
-from .transfer import Transfer
+from .copies.transfer import Transfer
+from .groups.group import Group
+from .measure.counters import Counters
+from .slots.slot import Lease, Ring, Slot, arena_for
+from .slots.stalls import Stalls
 
 RESIDENT_BYTES = 8 << 20
 """Groups that are needed around others are not worth taking turns below this size."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from ..layout import ImageLayout, as_bytes
+from ..base.layout import ImageLayout, as_bytes
 
 if TYPE_CHECKING:
     from .files import Proof, SourceFile
@@ -124,12 +123,3 @@ def send_rest(image: Image, mover: Mover, at: int) -> None:
 
 def _fill_from(value: torch.Tensor, chunk: torch.Tensor, start: int) -> None:
     chunk.copy_(value[start : start + chunk.numel()])
-
-
-def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a flat CPU uint8 tensor, for system calls that read or write it. It keeps the tensor alive."""
-    if not tensor.numel():
-        return memoryview(b"")
-    memory = (ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())
-    memory.owner = tensor  # type: ignore[attr-defined]
-    return memoryview(memory).cast("B")

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import torch
 
+from ..base.layout import ALIGNMENT, as_bytes, lay_out_at, span_bytes
+from ..base.mapping import FileMapping, file_mappings, forget_writes, is_cut_off, mapping_at
+from ..base.pagemap import PAGE, SLOW_SCAN_SECONDS, tells_writes, written_pages
+from ..base.publish import open_to_read
 from ..errors import GroupFileError
-from ..layout import ALIGNMENT, as_bytes, lay_out_at, span_bytes
 from .base import Mover, Tier, send_rest
 from .files import FileImage, Piece, SourceFile, merged
-from .mapping import FileMapping, file_mappings, forget_writes, is_cut_off, mapping_at
-from .pagemap import PAGE, SLOW_SCAN_SECONDS, tells_writes, written_pages
-from .publish import open_to_read
 
 _KEPT_ALIGNMENT = 64
 """Tensors that lie in a file as they may lie in an image, up to this, are copied together. No kernel asks for more."""

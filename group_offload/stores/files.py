@@ -46,14 +46,15 @@ from typing import ClassVar
 import torch
 import xxhash
 
-from ..device import Backend
+from ..base.device import Backend
+from ..base.layout import ImageLayout
+from ..base.mapping import cached_bytes, flat_view, map_page_cache, mapping_at, read_mapped
+from ..base.pagemap import PAGE
+from ..base.ram import locked
+from ..base.reading import BLOCK, open_direct, read_around, read_part, refuses_direct, say_that_not_direct
 from ..errors import GroupFileError
-from ..layout import ImageLayout
 from .base import Mover, Tier
-from .mapping import cached_bytes, flat_view, map_page_cache, mapping_at, read_mapped
-from .pagemap import PAGE
 from .pinned import PageLock
-from .reading import BLOCK, open_direct, read_around, read_part, refuses_direct, say_that_not_direct
 
 _MAX_KEPT_OPEN = 256
 """Descriptors of files that stay open; others are opened for each read. A process may often have 1024."""
@@ -61,24 +62,6 @@ _CHUNK_BYTES = 4 << 20
 """Read at once to compare or to hash."""
 
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 64 << 10
-
-
-class _Locked:
-    """Bytes of files that this process has page-locked in the page cache. The system takes them for what it can give up."""
-
-    def __init__(self) -> None:
-        self._sizes: weakref.WeakKeyDictionary[PageLock, int] = weakref.WeakKeyDictionary()
-
-    @property
-    def num_bytes(self) -> int:
-        return sum([*self._sizes.values()])
-
-    def add(self, lock: PageLock, num_bytes: int) -> None:
-        """They count until the lock goes."""
-        self._sizes[lock] = num_bytes
-
-
-locked = _Locked()
 
 
 class SourceFile:

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
+from ..base.layout import ImageLayout
+from ..base.mapping import map_file
+from ..base.publish import boot, folder_lock, mark_in_use, open_to_read, publish, temporary_name
 from ..errors import GroupFileError
-from ..layout import ImageLayout
 from .manifest import Manifest, ManifestEntry, publish_manifest, tidy_manifests, tidy_temporary_files
-from .mapping import map_file
-from .publish import boot, folder_lock, mark_in_use, open_to_read, publish, temporary_name
 from .safetensors_file import content_of, encode_header, holds, pieces, printable_id
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)

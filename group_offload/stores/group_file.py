@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
+from ..base.layout import ImageLayout, as_bytes
+from ..base.mapping import flat_view, forget_writes, map_file
+from ..base.pagemap import written_pages
 from ..errors import GroupFileError
-from ..layout import ImageLayout, as_bytes
 from .files import FileImage, Piece, SourceFile
 from .folder import Folder, delete_if_unused, keep, leave, use
-from .mapping import flat_view, forget_writes, map_file
-from .pagemap import written_pages
 
 
 class GroupFile(FileImage):

@@ -12,11 +12,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from ..base.publish import boot, claim, mark_in_use, open_to_read, publish_anew
+from ..base.reading import read_part
+from ..base.strict_json import as_size, as_text, parse
 from ..errors import GroupFileError
-from .publish import boot, claim, mark_in_use, open_to_read, publish_anew
-from .reading import read_part
 from .safetensors_file import CONTENT_KEY, printable_id, read_header
-from .strict_json import as_size, as_text, parse
 
 logger = logging.getLogger("group_offload")
 

@@ -25,11 +25,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..device import Backend
-from ..layout import ImageLayout, as_bytes, extent_bytes
-from .base import Mover, Tier, memory_of, send_rest
-from .mapping import TwiceMapped, flat_view, forget_writes, map_anonymous
-from .pagemap import PAGE, SLOW_SCAN_SECONDS, PageScan, tells_writes
+from ..base.device import Backend
+from ..base.layout import ImageLayout, as_bytes, extent_bytes, memory_of
+from ..base.mapping import TwiceMapped, flat_view, forget_writes, map_anonymous
+from ..base.pagemap import PAGE, SLOW_SCAN_SECONDS, PageScan, tells_writes
+from .base import Mover, Tier, send_rest
 
 logger = logging.getLogger("group_offload")
 

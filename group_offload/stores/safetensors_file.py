@@ -20,11 +20,10 @@ from functools import cache
 import torch
 import xxhash
 
+from ..base.layout import Extent, ImageLayout, TensorSpec, extent_bytes, memory_of
+from ..base.reading import read_into, read_part
+from ..base.strict_json import as_size, as_sizes, as_text, parse
 from ..errors import GroupFileError
-from ..layout import Extent, ImageLayout, TensorSpec, extent_bytes
-from .base import memory_of
-from .reading import read_into, read_part
-from .strict_json import as_size, as_sizes, as_text, parse
 
 DATA_ALIGNMENT = 4096
 FORMAT_VERSION = "2"

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
+from ..base.publish import claim, open_to_read
 from ..errors import GroupFileError
 from .manifest import GROUP_FILE, MANIFEST_FILE, TEMPORARY_FILE, Manifest, open_manifest
-from .publish import claim, open_to_read
 from .safetensors_file import FORMAT_VERSION, GroupHeader, Header, check_header, content_of_file, read_header
 
 OUTDATED_VERSIONS = ("1",)

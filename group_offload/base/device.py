@@ -1,0 +1,374 @@
+"""What the engine asks of a device: memory, streams, events, copies.
+
+Everything that touches an accelerator goes through a :class:`Backend`. The engine never names CUDA: one backend serves
+every accelerator that ``torch.accelerator`` knows, one serves the CPU, and the tests bring a simulated one whose copies
+land late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import psutil
+import torch
+
+from ..errors import DeviceError
+
+
+class Event(Protocol):
+    """A point in a stream's work. Recording it again moves it; waits that were already enqueued keep the old point."""
+
+    def record(self, stream: Any, /) -> None: ...
+
+    def query(self) -> bool:
+        """Whether the work before the point is done (true before the first record)."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the work before the point is done."""
+
+
+class Stream(Protocol):
+    """A queue of work on the device."""
+
+    def wait_event(self, event: Any, /) -> None:
+        """Work that is enqueued from now on starts after `event`, as last recorded."""
+
+
+class Backend(Protocol):
+    """One device. Safe to call from several threads; what it hands out is not.
+
+    Order of calls for a byte that moves: `pin` the host memory, `empty` for the device memory, then `copy` on a stream
+    that waited for the last use of the target, `Event.record`, and `Stream.wait_event` before the bytes are used.
+    """
+
+    device: torch.device
+    has_streams: bool
+    """Whether work is asynchronous. Without streams every call is done when it returns, and events are no-ops."""
+
+    def current_stream(self) -> Stream:
+        """The stream that the calling thread's compute goes to."""
+
+    def new_stream(self) -> Stream: ...
+
+    def new_event(self) -> Event: ...
+
+    def is_capturing(self) -> bool:
+        """Whether what the calling thread enqueues now becomes part of a graph, and does not run."""
+
+    def bring(self, tensor: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
+        """A copy of a tensor on the device, for compute of the calling thread. The host waits for no compute.
+
+        Args:
+            non_blocking: `tensor` is left alone until the copy is done. If not, it may be changed once this returns.
+        """
+
+    def seconds_between(self, start: Event, end: Event) -> float | None:
+        """Time from one recorded event to another, negative if `end` came first; None if one is not reached yet."""
+
+    def empty(self, num_bytes: int, stream: Stream | None = None) -> torch.Tensor:
+        """Uninitialised uint8 device memory, owned by `stream` (default: the current one), 256-byte aligned."""
+
+    def bytes_in_use(self) -> int:
+        """Device memory in use by this process: weights, activations, everything. Takes some time to find out."""
+
+    def peak_bytes_in_use(self) -> int:
+        """The most that `bytes_in_use` has been since `reset_peak`."""
+
+    def reset_peak(self) -> None: ...
+
+    def total_bytes(self) -> int:
+        """The device's memory."""
+
+    def free_bytes(self) -> int:
+        """What this process could take of it, or has taken and uses no more."""
+
+    def release_unused(self) -> None:
+        """Give memory that was freed back to the device, so that it can be had in pieces of other sizes."""
+
+    def free(self, memory: torch.Tensor) -> None:
+        """Give memory from `empty` back. Its owner stream, and streams marked by `record_stream`, may still use it."""
+
+    def record_stream(self, memory: torch.Tensor, stream: Stream) -> None:
+        """Let `memory` be used by `stream` too: once freed it is not handed out again before that use is done."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, *, blocking: bool = False) -> None:
+        """Copy bytes on `stream`. Asynchronous if the host side is pinned, unless `blocking`."""
+
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:
+        """`copy` of each (target, source), in less of the host's time."""
+
+    def pin(self, memory: torch.Tensor, *, read_only: bool = False) -> Callable[[], None] | None:
+        """Page-lock host memory in place. Returns the call that undoes it, or None where that is not possible.
+
+        `read_only`: nothing will ever be copied to it. Pages of a file that is mapped read-only can be locked so.
+        """
+
+    def empty_pinned(self, num_bytes: int) -> torch.Tensor | None:
+        """Page-locked memory of the device's own making, for where `pin` is refused; None if that is too."""
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly
+
+
+class _NoEvent:
+    def record(self, stream: Any, /) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _NoStream:
+    def wait_event(self, event: Any, /) -> None:
+        pass
+
+
+_NO_EVENT = _NoEvent()
+_NO_STREAM = _NoStream()
+
+
+class HostBackend:
+    """The CPU as onload device: everything is done when the call returns."""
+
+    has_streams = False
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def current_stream(self) -> Stream:
+        return _NO_STREAM
+
+    def new_stream(self) -> Stream:
+        return _NO_STREAM
+
+    def new_event(self) -> Event:
+        return _NO_EVENT
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def bring(self, tensor: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
+        return tensor.to(self.device)
+
+    def seconds_between(self, start: Event, end: Event) -> float | None:
+        return 0.0
+
+    def empty(self, num_bytes: int, stream: Stream | None = None) -> torch.Tensor:
+        # torch's CPU allocator aligns to 64 bytes; images are laid out for 256, and MKL rounds by alignment.
+        memory = plain_empty(num_bytes + 255, self.device)
+        start = -memory.data_ptr() % 256
+        with torch.inference_mode(False):
+            return memory[start : start + num_bytes]
+
+    def bytes_in_use(self) -> int:
+        return 0
+
+    def peak_bytes_in_use(self) -> int:
+        return 0
+
+    def reset_peak(self) -> None:
+        pass
+
+    def total_bytes(self) -> int:
+        return int(psutil.virtual_memory().total)
+
+    def free_bytes(self) -> int:
+        return int(psutil.virtual_memory().available)
+
+    def release_unused(self) -> None:
+        pass
+
+    def free(self, memory: torch.Tensor) -> None:
+        pass
+
+    def record_stream(self, memory: torch.Tensor, stream: Stream) -> None:
+        pass
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, *, blocking: bool = False) -> None:
+        target.copy_(source)
+
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:
+        for target, source in pairs:
+            target.copy_(source)
+
+    def pin(self, memory: torch.Tensor, *, read_only: bool = False) -> Callable[[], None] | None:
+        return None
+
+    def empty_pinned(self, num_bytes: int) -> torch.Tensor | None:
+        return None
+
+
+class AcceleratorBackend:
+    """Any accelerator that torch's device-agnostic streams and events serve: CUDA, ROCm, XPU."""
+
+    has_streams = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def current_stream(self) -> Stream:
+        return torch.accelerator.current_stream(self.device.index)  # a device would be looked at for long
+
+    def new_stream(self) -> Stream:
+        return torch.Stream(device=self.device)
+
+    def new_event(self) -> Event:
+        return torch.Event(device=self.device, enable_timing=True)
+
+    def is_capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def bring(self, tensor: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
+        if non_blocking or tensor.device.type != "cpu" or type(tensor) not in _PLAIN or tensor.layout != torch.strided:
+            return tensor.to(self.device, non_blocking=non_blocking)
+        # A blocking copy would wait for all that compute has to do before. So it is made from page-locked memory of our own,
+        # which torch gives to nobody else before the copy is done.
+        try:
+            staged = torch.empty_like(tensor, pin_memory=True)
+        except RuntimeError:  # the driver's own limits
+            return tensor.to(self.device)
+        return staged.copy_(tensor).to(self.device, non_blocking=True)
+
+    def seconds_between(self, start: Event, end: Event) -> float | None:
+        if not (start.query() and end.query()):
+            return None
+        return float(start.elapsed_time(end)) / 1e3  # type: ignore[attr-defined]
+
+    def empty(self, num_bytes: int, stream: Stream | None = None) -> torch.Tensor:
+        with _on(stream):
+            return plain_empty(num_bytes, self.device)
+
+    def bytes_in_use(self) -> int:
+        return self._bytes_allocated("current")
+
+    def peak_bytes_in_use(self) -> int:
+        return self._bytes_allocated("peak")
+
+    def reset_peak(self) -> None:
+        self._runtime.reset_peak_memory_stats(self.device)
+
+    def total_bytes(self) -> int:
+        return int(self._runtime.get_device_properties(self.device).total_memory)
+
+    def free_bytes(self) -> int:
+        free, _ = self._runtime.mem_get_info(self.device)
+        kept = self._runtime.memory_reserved(self.device) - self._runtime.memory_allocated(self.device)
+        return int(free + kept)
+
+    def release_unused(self) -> None:
+        self._runtime.empty_cache()
+
+    def _bytes_allocated(self, which: str) -> int:
+        # What memory_allocated() looks up, without all that it sorts before.
+        stats = self._runtime.memory.memory_stats_as_nested_dict(self.device)
+        return int(stats["allocated_bytes"]["all"][which]) if stats else 0
+
+    @property
+    def _runtime(self) -> Any:
+        return getattr(torch, self.device.type)
+
+    def free(self, memory: torch.Tensor) -> None:
+        pass  # torch's caching allocator takes it back when the last reference goes, in the order of its stream
+
+    def record_stream(self, memory: torch.Tensor, stream: Stream) -> None:
+        memory.record_stream(stream)  # type: ignore[arg-type]
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, *, blocking: bool = False) -> None:
+        with _on(stream):
+            target.copy_(source, non_blocking=not blocking)
+
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:
+        with _on(stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+
+    def pin(self, memory: torch.Tensor, *, read_only: bool = False) -> Callable[[], None] | None:
+        if self.device.type != "cuda" or not memory.numel():
+            return None
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        address = memory.data_ptr()
+        flags = _REGISTER_READ_ONLY if read_only else 0
+        with torch.cuda.device(self.device):
+            if int(runtime.cudaHostRegister(address, memory.numel(), flags)) == 0:
+                return lambda: runtime.cudaHostUnregister(address) and None
+            # The failure also waits as CUDA's "last error", for the next kernel launch to stumble over. Here it does.
+            with contextlib.suppress(RuntimeError):
+                torch.empty(1, device=self.device).zero_()
+        return None
+
+    def empty_pinned(self, num_bytes: int) -> torch.Tensor | None:
+        try:
+            with torch.inference_mode(False):
+                return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except RuntimeError:  # the driver's own limits
+            return None
+
+
+def _on(stream: Any) -> contextlib.AbstractContextManager[object]:
+    """Make a stream the current one of this thread."""
+    if stream is None:
+        return contextlib.nullcontext()
+    # What was current before is kept in the object, and the same stream is used by threads that read files.
+    return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+
+
+def plain_empty(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Uninitialised uint8 memory that is no inference tensor, whatever mode the caller is in.
+
+    A weight that is bound to an inference tensor could not be used outside of inference mode any more.
+    """
+    if not torch.is_inference_mode_enabled():  # entering the other mode takes longer than all the rest
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    with torch.inference_mode(False):
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+_backends: dict[torch.device, Backend] = {}
+
+
+def default_device() -> torch.device:
+    """The current accelerator, else the CPU."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if found is None else found
+
+
+def backend_for(device: torch.device) -> Backend:
+    """The backend of `device`, whose index is filled in: one object for each device of the process.
+
+    Raises:
+        DeviceError: the device does not exist here.
+    """
+    device = _with_index(device)
+    if device not in _backends:
+        _backends[device] = HostBackend() if device.type == "cpu" else AcceleratorBackend(device)
+    return _backends[device]
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type == "cpu":
+        if device.index:
+            raise DeviceError(f"Cannot onload to {str(device)!r}: there is one CPU device, 'cpu'.")
+        return torch.device("cpu")
+    runtime = getattr(torch, device.type, None)
+    if device.type == "meta" or runtime is None or not hasattr(runtime, "is_available"):
+        raise DeviceError(
+            f"Cannot onload to {str(device)!r}: not a device that can compute. Use 'cuda', 'xpu' or 'cpu'."
+        )
+    if not runtime.is_available():
+        raise DeviceError(
+            f"Cannot onload to {str(device)!r}: torch {torch.__version__} sees no {device.type} device here. "
+            f"Pass onload_device='cpu', or install a torch build that supports the device."
+        )
+    if device.index is None:
+        return torch.device(device.type, runtime.current_device())
+    if device.index >= runtime.device_count():
+        raise DeviceError(
+            f"Cannot onload to {str(device)!r}: this machine has {runtime.device_count()} such device(s)."
+        )
+    return device

@@ -1,0 +1,130 @@
+"""What autograd gets to hold instead of a tensor that it saves for backward, for whoever pushes saved-tensor hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..errors import StateError
+from . import selective
+from .torch_internals import (
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    set_eval_frame,
+    top_saved_tensors_hooks,
+)
+
+Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], torch.Tensor]
+
+
+def hooks_in_force() -> tuple[Pack, Unpack] | None:
+    """What this thread's saved-tensor hooks are: those that were pushed last, the only ones that autograd calls."""
+    found: tuple[Pack, Unpack] | None = top_saved_tensors_hooks(True)
+    return found
+
+
+def pop_hooks(hooks: saved_tensors_hooks) -> None:
+    """Take saved-tensor hooks off this thread's, and leave those that lie over them."""
+    over = []
+    while (top := hooks_in_force()) is not None:
+        pop_saved_tensors_hooks()
+        if top[0] is hooks.pack_hook:
+            break
+        over.append(top)
+    for pack, unpack in reversed(over):
+        push_saved_tensors_hooks(pack, unpack)
+
+
+class Kept:
+    """A tensor that stays where it is. Without its graph, so that a saved output does not hold itself alive."""
+
+    __slots__ = ("_made_by", "_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._made_by = maker(tensor)
+        self._tensor = tensor if self._made_by is None else tensor.detach()
+        self._version = tensor._version
+
+    def unpack(self) -> torch.Tensor:
+        tensor = self._tensor
+        if tensor._version != self._version:
+            check_version(tensor._version, self._version, describe(tensor, tensor.size(), self._made_by))
+        return tensor
+
+
+class Passed:
+    """A tensor that is left to the saved-tensor hooks below ours."""
+
+    __slots__ = ("_packed", "_unpack")
+
+    def __init__(self, packed: Any, unpack: Unpack) -> None:
+        self._packed = packed
+        self._unpack = unpack
+
+    def unpack(self) -> torch.Tensor:
+        return self._unpack(self._packed)
+
+
+def keep(tensor: torch.Tensor, below: tuple[Pack, Unpack] | None) -> Kept | Passed:
+    """What is held of a tensor that is none of our business: what the hooks below make of it, if there are any."""
+    if below is None:
+        return Kept(tensor)
+    pack, unpack = below
+    return Passed(pack(tensor), unpack)
+
+
+def check_version(actual: int, expected: int, name: str) -> None:
+    """Raise as autograd would, whose own check saved-tensor hooks switch off.
+
+    Raises:
+        StateError: the tensor was modified since it was saved.
+    """
+    if actual != expected:
+        raise StateError(
+            f"one of the variables needed for gradient computation has been modified by an inplace operation: {name} is at "
+            f"version {actual}; expected version {expected} instead. Without offloading, "
+            f"torch.autograd.set_detect_anomaly(True) shows the operation that saved it."
+        )
+
+
+def maker(tensor: torch.Tensor) -> str | None:
+    """The name of the operation that gave a tensor, for `describe`."""
+    return None if tensor.grad_fn is None else tensor.grad_fn.name()
+
+
+def describe(like: torch.Tensor, size: torch.Size, made_by: str | None) -> str:
+    """A tensor of that size, and otherwise like `like`, as autograd's own errors call it."""
+    of = "" if made_by is None else f", which is an output of {made_by}"
+    return f"[{like.dtype} {list(size)} on {like.device}]{of},"
+
+
+def view_of(
+    memory: torch.Tensor, num_bytes: int, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]
+) -> torch.Tensor:
+    """A tensor that begins `num_bytes` after `memory` (uint8) does."""
+    view = torch.empty(0, dtype=dtype, device=memory.device)
+    start = (int(memory.storage_offset()) + num_bytes) // dtype.itemsize
+    return view.set_(memory.untyped_storage(), start, size, stride)
+
+
+def unwatched(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A hook that no compiler looks into, and no selective checkpoint. See [Note: Selective checkpoints]."""
+
+    def call(value: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            torch._dynamo.skip_frame("group_offload has saved-tensor hooks here")
+            return hook(value)
+        compiler = set_eval_frame(None)
+        modes = selective.hide()
+        try:
+            return hook(value)
+        finally:
+            if modes:
+                selective.show(modes)
+            set_eval_frame(compiler)
+
+    return call

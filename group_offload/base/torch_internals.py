@@ -1,0 +1,131 @@
+"""The private names of torch that this package needs, and why. No other module imports one.
+
+Attributes of tensors and modules are used where they are; `ATTRIBUTES` lists them. `torch._dynamo.skip_frame` is too: it
+works on the frame that calls it, with a literal. tests/units/test_torch_internals.py says which of them a release has moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.utils import checkpoint
+
+__all__ = [
+    "CACHING_MODES",
+    "COMPILED_CALL",
+    "TensorGuards",
+    "TorchDispatchMode",
+    "are_saved_tensors_hooks_enabled",
+    "current_autograd_node",
+    "current_dispatch_mode",
+    "current_graph_task_id",
+    "current_transform",
+    "detect_fake_mode",
+    "dispatch_stack_length",
+    "has_compatible_shallow_copy_type",
+    "is_profiler_enabled",
+    "is_traceable_wrapper_subclass",
+    "neg_view",
+    "not_compiled",
+    "parse_to",
+    "pop_mode",
+    "pop_saved_tensors_hooks",
+    "push_mode",
+    "push_saved_tensors_hooks",
+    "set_eval_frame",
+    "storage_use_count",
+    "top_saved_tensors_hooks",
+    "tree_leaves",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+try:
+    # The compiler must not trace the engine: a gate switches it off and on again within one call. The public
+    # `torch.compiler.disable` does that for whole functions only, and imports the compiler.
+    from torch._C._dynamo.eval_frame import set_eval_frame
+
+    not_compiled: Callable[[F], F] = torch._disable_dynamo  # type: ignore[assignment, attr-defined]
+
+    # Export and fake tensors: a forward with them has no weights to bring.
+    from torch._guards import detect_fake_mode
+
+    # Selective checkpoints see each operation of the thread, ours too, unless their modes are taken off meanwhile.
+    from torch.utils._python_dispatch import (
+        TorchDispatchMode,
+        is_traceable_wrapper_subclass,  # whether a tensor subclass can be taken apart into plain tensors (torchao)
+    )
+    from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
+    from torch.utils._python_dispatch import _pop_mode as pop_mode
+    from torch.utils._python_dispatch import _push_mode as push_mode
+
+    CACHING_MODES: Any = checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode
+    dispatch_stack_length: Any = torch._C._len_torch_dispatch_stack
+
+    # Inputs and outputs may be nested, also in classes that somebody has registered there.
+    from torch.utils._pytree import tree_leaves
+
+    # Saved-tensor hooks: those of others have to be found, called, and left in their order. The public context manager only
+    # pushes and pops its own.
+    top_saved_tensors_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
+    push_saved_tensors_hooks: Any = torch._C._autograd._push_saved_tensors_default_hooks
+    pop_saved_tensors_hooks: Any = torch._C._autograd._pop_saved_tensors_default_hooks
+    are_saved_tensors_hooks_enabled: Any = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+
+    # Which backward runs in this thread, and which of its nodes.
+    current_graph_task_id: Any = torch._C._current_graph_task_id
+    current_autograd_node: Any = torch._C._current_autograd_node
+
+    # Transforms of torch.func refuse saved-tensor hooks.
+    current_transform: Any = torch._C._functorch.peek_interpreter_stack
+
+    # A range for a profiler is made only where one runs.
+    is_profiler_enabled: Any = torch._C._autograd._profiler_enabled
+
+    # Whether somebody else keeps a view of a slot: StorageWeakRef tells only that nobody does.
+    storage_use_count: Any = torch._C._storage_Use_Count
+
+    # A weight that was saved as a negative view is given back as one. `torch.neg` would compute.
+    neg_view: Any = torch._neg_view
+
+    # Weights that are opened with another dtype: what `Module.to` is called with, and whether `data` can be exchanged.
+    parse_to: Any = torch._C._nn._parse_to
+    has_compatible_shallow_copy_type: Any = torch._has_compatible_shallow_copy_type
+except (ImportError, AttributeError) as error:
+    raise ImportError(
+        f"torch {torch.__version__} does not have a private name that group_offload needs ({error}). torch 2.11 and 2.13 have "
+        f"all of them: install one of these, or a newer group_offload."
+    ) from error
+
+try:
+    # All sizes and strides of a pass in one call. There is a slower way where torch has none.
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:
+    TensorGuards = None  # type: ignore[assignment,misc]
+
+COMPILED_CALL = "_compiled_call_impl"
+"""The attribute of a module where torch looks for what to call in place of its forward: there gates stand."""
+
+ATTRIBUTES: dict[str, dict[str, str]] = {
+    "Tensor": {
+        "_base": "what a view is of, to count changes and memory once",
+        "_is_view": "whether a weight is one",
+        "_is_zerotensor": "forward-mode differentiation has zeros without memory",
+        "_version": "changes in place, as autograd counts them",
+    },
+    "UntypedStorage": {"_cdata": "whether two tensors have one storage"},
+    "Module": {
+        "_buffers": "for each pass: `named_buffers()` takes longer",
+        "_call_impl": "what a call is without a compiled one",
+        "_compiled_call_impl": "see `COMPILED_CALL`",
+        "_forward_hooks": "those of others are called inside of a gate, or around it",
+        "_forward_hooks_always_called": "the same",
+        "_forward_pre_hooks": "the same",
+        "_forward_pre_hooks_with_kwargs": "the same",
+        "_modules": "for each pass: `named_modules()` takes longer",
+        "_parameters": "for each pass: `named_parameters()` takes longer",
+    },
+}
+"""Private attributes that are used where they are, and what for."""

@@ -1,0 +1,252 @@
+"""The command `group-offload`: plan what rests where, measure this machine, look after folders of group files."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.prompt import Confirm
+from rich.table import Table
+
+from ..base.publish import folder_lock
+from ..base.terminal import add_row, complain, new_console, new_table, say
+from ..errors import GroupFileError, GroupOffloadError
+from ..plan.budgets import describe_bytes
+from ..stores.survey import Finding, Kind, Survey, open_folder, removable, remove, survey, verify
+from .plan import add_commands
+
+OK, DAMAGED, FAILED = 0, 1, 2
+"""Exit statuses: argparse's own is 2 too."""
+
+_STYLES = {
+    Kind.DAMAGED: "red",
+    Kind.FOREIGN: "dim",
+    **dict.fromkeys((Kind.OUTDATED, Kind.TEMPORARY, Kind.ABANDONED), "yellow"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with `argv`, the process's own arguments by default, and return its exit status."""
+    arguments = _parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names may have letters that the terminal has not
+    try:
+        status: int = arguments.run(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where it may fail
+    except GroupOffloadError as error:
+        complain(str(error))
+        return FAILED
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever reads the output has seen enough
+        _write_nothing_more()
+        return OK
+    except SystemExit:  # the same, from rich
+        return OK
+    except OSError as error:
+        complain(str(error))
+        _write_nothing_more()
+        return FAILED
+    return status
+
+
+def _write_nothing_more() -> None:
+    """Python flushes once more at its end."""
+    with suppress(OSError, ValueError, AttributeError):  # there is none, or it is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="group-offload", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("folder", metavar="DIR", type=Path, help="what was given as offload_to_disk_path")
+        command.set_defaults(run=run)
+        return command
+
+    for name, run, text in (
+        ("inspect", _inspect, "List the files of DIR: what they hold, and which models need them."),
+        ("verify", _verify, "Read all group files of DIR and check them. Exit status 1 if one is damaged."),
+    ):
+        add(name, run, text).add_argument("--json", action="store_true", help="for programs")
+    prune = add("prune", _prune, "Remove group files that no manifest needs, and what processes that died left.")
+    prune.add_argument("--dry-run", action="store_true", help="list them, remove nothing")
+    prune.add_argument("--yes", action="store_true", help="do not ask")
+    add_commands(commands)
+    return parser
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    with open_folder(arguments.folder) as fd:
+        found = survey(fd)
+    if arguments.json:
+        _print_json(arguments.folder, found)
+        return OK
+    console = new_console()
+    if found.findings:
+        console.print(_table_of_files(found.findings))
+    if found.manifests or found.broken_manifests:
+        console.print(_table_of_manifests(found))
+    say(console, _totals(found))
+    return OK
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    with open_folder(arguments.folder) as fd:
+        found = survey(fd)
+        total = sum(finding.group.layout.num_bytes for finding in found.findings if finding.group is not None)
+        columns = TextColumn("Reading group files"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+        with Progress(
+            *columns, console=new_console(stderr=True), disable=not sys.stderr.isatty(), transient=True
+        ) as bar:
+            task = bar.add_task("", total=total)
+            found = verify(fd, found, lambda num_bytes: bar.update(task, advance=num_bytes))
+    is_good = not found.damaged and not found.broken_manifests
+    if arguments.json:
+        _print_json(arguments.folder, found)
+        return OK if is_good else DAMAGED
+    console = new_console()
+    if not is_good:
+        table = new_table("Damaged", "file", "what is wrong", "what to do")
+        for finding in found.damaged:
+            add_row(table, finding.name, finding.problem, finding.remedy)
+        for name, problem in found.broken_manifests.items():
+            add_row(table, name, problem, "Delete it: the next set-up of its model writes it again.")
+        console.print(table)
+    num_good = sum(finding.kind is Kind.GROUP for finding in found.findings)
+    num_bad = len(found.damaged) + len(found.broken_manifests)
+    say(console, f"{num_good} group files are whole, {num_bad} files are damaged.")
+    return OK if is_good else DAMAGED
+
+
+def _prune(arguments: argparse.Namespace) -> int:
+    console = new_console()
+    with open_folder(arguments.folder) as fd:
+        with folder_lock(arguments.folder, or_raise=True):
+            candidates = removable(survey(fd))
+        if not candidates:
+            say(console, "Nothing to remove.")
+            return OK
+        console.print(_table_of_files(candidates))
+        total = describe_bytes(sum(finding.num_bytes for finding in candidates))
+        if arguments.dry_run:
+            say(console, f"{len(candidates)} files, {total}, would be removed. Those in use would be left.")
+            return OK
+        if not arguments.yes:
+            if not sys.stdin.isatty():
+                raise GroupFileError(
+                    "Nobody can be asked, since this is not a terminal. Pass --yes to remove these files."
+                )
+            if not Confirm.ask(f"Remove {len(candidates)} files, {total}?", console=console, default=False):
+                return OK
+        # Not held while somebody thinks: so it is looked again at what is needed.
+        with folder_lock(arguments.folder, or_raise=True):
+            agreed = {finding.name for finding in candidates}
+            return _remove(console, [finding for finding in removable(survey(fd)) if finding.name in agreed], fd)
+
+
+def _remove(console: Console, findings: Sequence[Finding], folder_fd: int) -> int:
+    num_removed = num_bytes = num_in_use = num_failed = 0
+    for finding in findings:
+        try:
+            if remove(finding, folder_fd):
+                num_removed += 1
+                num_bytes += finding.num_bytes
+            else:
+                num_in_use += 1
+                say(console, f"{finding.name} is in use and was left.")
+        except FileNotFoundError:
+            pass  # its process was quicker
+        except OSError as error:
+            num_failed += 1
+            complain(f"Cannot remove {finding.name}: {error.strerror or error}.")
+    say(console, f"Removed {num_removed} files, {describe_bytes(num_bytes)}; {num_in_use} in use were left.")
+    return FAILED if num_failed else OK
+
+
+def _table_of_files(findings: Sequence[Finding]) -> Table:
+    columns = ("file", "model", "group", "tensors", "size", "manifest", "format")
+    table = new_table("Files", *columns, numbers=("tensors", "size"))
+    for finding in findings:
+        group = finding.group
+        kind = "" if finding.kind is Kind.GROUP else str(finding.kind)
+        add_row(
+            table,
+            finding.name,
+            group.model_class if group else kind,
+            group.group_id if group else "",
+            str(len(group.layout.specs)) if group else "",
+            describe_bytes(finding.num_bytes),
+            ", ".join(map(_short, finding.manifests)),
+            finding.version if group is None or not kind else f"{finding.version} ({kind})",
+            style=_STYLES.get(finding.kind),
+        )
+    return table
+
+
+def _table_of_manifests(found: Survey) -> Table:
+    table = new_table("Manifests", "manifest", "short", "model", "groups", "size", numbers=("groups", "size"))
+    for name, manifest in found.manifests.items():
+        size, groups = describe_bytes(manifest.num_bytes), str(len(manifest.entries))
+        add_row(table, name, _short(name), manifest.model_class, groups, size)
+    for name, problem in found.broken_manifests.items():
+        add_row(table, name, _short(name), f"damaged: {problem}", "", "", style="red")
+    return table
+
+
+def _totals(found: Survey) -> str:
+    groups = [finding for finding in found.findings if finding.kind is Kind.GROUP]
+    unneeded = [finding for finding in found.findings if finding.is_ours and not finding.manifests]
+    sizes = [describe_bytes(sum(finding.num_bytes for finding in findings)) for findings in (groups, unneeded)]
+    return (
+        f"{len(groups)} group files, {sizes[0]}, of {len(found.manifests)} models. {len(unneeded)} files, {sizes[1]}, are "
+        f"needed by none. {len(found.damaged)} are damaged."
+    )
+
+
+def _print_json(folder: Path, found: Survey) -> None:
+    files = [
+        {
+            "file": finding.name,
+            "kind": str(finding.kind),
+            "num_bytes": finding.num_bytes,
+            "format_version": finding.version or None,
+            "model_class": finding.group.model_class if finding.group else None,
+            "group": finding.group.group_id if finding.group else None,
+            "content": finding.group.content if finding.group else None,
+            "num_tensors": len(finding.group.layout.specs) if finding.group else None,
+            "manifests": list(finding.manifests),
+            "problem": finding.problem or None,
+            "remedy": finding.remedy or None,
+        }
+        for finding in found.findings
+    ]
+    manifests = [
+        {"file": name, "model_class": manifest.model_class, "num_groups": len(manifest.entries), "problem": None}
+        for name, manifest in found.manifests.items()
+    ]
+    manifests += [
+        {"file": name, "model_class": None, "num_groups": None, "problem": problem}
+        for name, problem in found.broken_manifests.items()
+    ]
+    print(json.dumps({"folder": str(folder), "files": files, "manifests": manifests}, indent=2))
+
+
+def _short(manifest: str) -> str:
+    return manifest.removesuffix(".json").rpartition("_")[2][:8]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,550 @@
+"""The commands `group-offload plan` and `group-offload bench`: what a model will rest on and how fast that is, beforehand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from heapq import nlargest
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from ..base.device import backend_for, default_device
+from ..base.terminal import add_row, new_console, new_table, say
+from ..errors import ConfigError, DeviceError, GroupFileError
+from ..integrations.sharing import DENOISERS, NUM_STEPS
+from ..plan.budgets import describe_bytes, parse_bytes
+from ..plan.chart import draw_chart
+from ..plan.planner import (
+    Budgets,
+    ComponentLoad,
+    Place,
+    Plan,
+    PlannedGroup,
+    Problem,
+    Speeds,
+    make_plan,
+    share_ram,
+    smallest_device_bytes,
+)
+from ..plan.speeds import (
+    ASSUMED_DRIVE,
+    ASSUMED_H2D,
+    MachineSpeeds,
+    filesystem_of,
+    measure,
+    record,
+    record_file,
+    recorded,
+)
+from ..runtime.budget.budgeter import MARGIN_BYTES, MARGIN_RAM_BYTES
+from ..runtime.engine import STAGING_BYTES
+from .outline import Outline, find_checkpoint, outline
+
+_GIB = 1 << 30
+_PROCESS_RAM = "1.5GiB"
+_MAX_SECONDS = 1e6
+"""Of one pass: what takes longer is a mistake."""
+_LETTERS = {Place.DEVICE: "D", Place.RAM: "R", Place.FILE: "f"}
+_LEGEND = "D stays on the device, R rests in RAM and is sent, f is read from its file and sent."
+
+
+def add_commands(commands: Any) -> None:
+    """Add both to what `ArgumentParser.add_subparsers` returned."""
+    text = (
+        "Show what rests where, and how fast a pass is predicted to be, from a checkpoint's headers. Nothing is loaded."
+    )
+    plan = commands.add_parser("plan", help=text, description=text)
+    plan.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a safetensors file, the folder of a model or a pipeline, or a name in the hub's cache",
+    )
+    plan.add_argument("--vram", metavar="SIZE", help="device memory for the whole process, such as 8GiB")
+    plan.add_argument("--ram", metavar="SIZE", help="RAM for the whole process (default: enough for all weights)")
+    plan.add_argument("--activations", metavar="SIZE", default="0", help="of --vram: what is no weights (default: 0)")
+    plan.add_argument(
+        "--process-ram",
+        metavar="SIZE",
+        default=_PROCESS_RAM,
+        help=f"of --ram: what Python, torch and the driver take (default: {_PROCESS_RAM}, which is a guess)",
+    )
+    plan.add_argument("--dtype", help="what the weights are cast to, such as bfloat16 (default: that of the files)")
+    plan.add_argument("--step-seconds", type=float, metavar="S", help="compute of one pass (default: not known)")
+    plan.add_argument(
+        "--steps",
+        type=int,
+        default=NUM_STEPS,
+        metavar="N",
+        help="passes of a pipeline's denoiser (default: %(default)s)",
+    )
+    plan.add_argument(
+        "--h2d", metavar="SPEED", help="RAM to device, such as 25GB (a second; default: what bench measured)"
+    )
+    plan.add_argument(
+        "--drive", metavar="SPEED", help="drive to RAM, such as 3.5GB (a second; default: what bench measured)"
+    )
+    plan.add_argument(
+        "--chart", metavar="FILE.svg", type=Path, help="draw the time of a pass against VRAM, for several sizes of RAM"
+    )
+    plan.add_argument("--json", action="store_true", help="for programs")
+    plan.set_defaults(run=_plan)
+
+    text = (
+        "Measure how fast weights move here: RAM to the device, and the drive of DIR to RAM. Plans use it from then on."
+    )
+    bench = commands.add_parser("bench", help=text, description=text)
+    bench.add_argument(
+        "folder", metavar="DIR", type=Path, nargs="?", default=Path(), help="default: the current folder"
+    )
+    bench.add_argument("--device", help="such as cuda:0 or cpu (default: the current accelerator, else the CPU)")
+    bench.add_argument("--json", action="store_true", help="for programs")
+    bench.set_defaults(run=_bench)
+
+
+# ------------------------------------------------------------------------------------------------ plan
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What was given, as numbers."""
+
+    vram: int | None
+    ram: int | None
+    activations: int
+    process_ram: int
+    step_seconds: float | None
+    num_steps: int
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> _Asked:
+        """
+        Raises:
+            ConfigError: a number that cannot be.
+        """
+        seconds, num_steps = arguments.step_seconds, arguments.steps
+        if seconds is not None and not 0 < seconds <= _MAX_SECONDS:
+            raise ConfigError(
+                f"--step-seconds {seconds:g}: expected a number of seconds, more than 0 and at most {_MAX_SECONDS:g}."
+            )
+        if num_steps < 1:
+            raise ConfigError(f"--steps {num_steps}: expected a whole number of 1 or more.")
+        return cls(
+            vram=_size(arguments.vram, "--vram"),
+            ram=_size(arguments.ram, "--ram"),
+            activations=parse_bytes(arguments.activations, "--activations"),
+            process_ram=parse_bytes(arguments.process_ram, "--process-ram"),
+            step_seconds=seconds,
+            num_steps=num_steps,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where speeds come from."""
+
+    speeds: Speeds
+    h2d: str
+    """"given", "measured" or "assumed"."""
+    drive: str
+    measured_on: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Component:
+    """A model and its plan."""
+
+    name: str
+    outline: Outline
+    uses: int
+    plan: Plan
+    outer_bytes: int
+    """Device memory for what is needed around the groups that are planned."""
+    is_timed: bool
+    """How long it computes was given."""
+    ram_share: int | None
+    gain_from_vram: float | None
+    """Seconds that a pass would be faster with 1 GiB more; None without a budget."""
+    gain_from_ram: float | None
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    asked = _Asked.of(arguments)
+    if arguments.chart is not None and not arguments.chart.parent.is_dir():
+        raise GroupFileError(f"Cannot write {arguments.chart}: {arguments.chart.parent} is not a folder.")
+    path = find_checkpoint(arguments.model)
+    source = _source(arguments, path)
+    models = outline(path, _dtype(arguments.dtype))
+    components = _components(models, asked, source.speeds)
+    if arguments.chart is not None:
+        _write_chart(arguments.chart, components, asked)
+    if arguments.json:
+        print(json.dumps(_as_json(arguments, asked, source, components), indent=2))
+        return 0
+    console = new_console()
+    for component in components:
+        _show(console, component, asked, arguments.dtype)
+    if len(components) > 1:
+        seconds = sum(each.uses * each.plan.prediction.step_seconds for each in components)
+        say(console, f"One image or video, all passes of all models: {seconds:.4g} s.")
+    for sentence in _notes(asked, source, components):
+        say(console, sentence)
+    return 0
+
+
+def _size(text: str | None, name: str) -> int | None:
+    if text is None:
+        return None
+    num_bytes = parse_bytes(text, name)
+    if not num_bytes:
+        raise ConfigError(f"{name} {text}: it has to be more than 0 bytes.")
+    return num_bytes
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(
+            f"--dtype {name}: torch has no such dtype. Expected bfloat16, float16 or float32, for example."
+        )
+    return found
+
+
+def _source(arguments: argparse.Namespace, path: Path) -> _Source:
+    """Speeds that were given, else measured here before, else assumed. No device is asked."""
+    measured = recorded()
+    link = next((found for found in measured if not found.device.startswith("CPU ")), None)
+    where = filesystem_of(path)
+    drive = next((found for found in measured if found.filesystem == where and found.drive is not None), None)
+    h2d_given, drive_given = _speed(arguments.h2d, "--h2d"), _speed(arguments.drive, "--drive")
+    h2d = h2d_given or (link.h2d if link is not None else ASSUMED_H2D)
+    read = drive_given or (drive.drive if drive is not None and drive.drive is not None else ASSUMED_DRIVE)
+    return _Source(
+        Speeds(h2d=h2d, drive=read),
+        "given" if h2d_given else "measured" if link is not None else "assumed",
+        "given" if drive_given else "measured" if drive is not None else "assumed",
+        ", ".join(dict.fromkeys(f"{each.device}, {each.measured_at}" for each in (link, drive) if each is not None)),
+    )
+
+
+def _speed(text: str | None, name: str) -> int | None:
+    return None if text is None else _size(text.strip().removesuffix("/s"), name)
+
+
+def _components(models: Mapping[str, Outline], asked: _Asked, speeds: Speeds) -> list[_Component]:
+    uses = {name: asked.num_steps if name.startswith(DENOISERS) else 1 for name in models}
+    shares = _shares(models, uses, asked, 0)
+    more_shares = _shares(models, uses, asked, _GIB)
+    found = []
+    # If the device's budget is too small, the error is about the model that needs most of it.
+    for name, model in sorted(models.items(), key=lambda item: _turn_bytes(item[1]), reverse=True):
+        is_timed = asked.step_seconds is not None and (len(models) == 1 or name.startswith(DENOISERS))
+        seconds = asked.step_seconds if is_timed else None
+        problem = _problem(name, model, asked.vram, shares[name], asked.activations, seconds, speeds)
+        plan = make_plan(problem)
+        gain_from_vram = gain_from_ram = None
+        if asked.vram is not None:
+            gain_from_vram = plan.gain_from(device_bytes=_GIB)
+        share, more = shares[name], more_shares[name]
+        if share is not None and more is not None:
+            gain_from_ram = plan.gain_from(ram_bytes=more - share)
+        found.append(
+            _Component(
+                name, model, uses[name], plan, _outer_bytes(model), is_timed, share, gain_from_vram, gain_from_ram
+            )
+        )
+    names = list(models)
+    return sorted(found, key=lambda component: names.index(component.name))
+
+
+def _shares(models: Mapping[str, Outline], uses: Mapping[str, int], asked: _Asked, more: int) -> dict[str, int | None]:
+    """RAM for the weights of each model, with `more` of it than was given. None: without limit."""
+    if asked.ram is None:
+        return dict.fromkeys(models)
+    others = asked.process_ram + len(models) * STAGING_BYTES + MARGIN_RAM_BYTES
+    if asked.ram < others:
+        raise ConfigError(
+            f"--ram is {describe_bytes(asked.ram)}, and the process takes {describe_bytes(others, round_up=True)} without any "
+            f"weights, by --process-ram and what files are read into. Give it that at least."
+        )
+    loads = [ComponentLoad(num_bytes=model.num_bytes, uses=uses[name], must_bytes=0) for name, model in models.items()]
+    return dict(zip(models, share_ram(loads, asked.ram + more - others), strict=True))
+
+
+def _outer_bytes(model: Outline) -> int:
+    return sum(group.num_bytes for group in model.groups if group.is_outer)
+
+
+def _turn_bytes(model: Outline) -> int:
+    """About what its groups need to take turns in."""
+    return _outer_bytes(model) + sum(nlargest(2, (group.num_bytes for group in model.groups if not group.is_outer)))
+
+
+def _problem(
+    name: str,
+    model: Outline,
+    vram: int | None,
+    ram: int | None,
+    activations: int,
+    seconds: float | None,
+    speeds: Speeds,
+) -> Problem:
+    """
+    Raises:
+        ConfigError: the device's budget is too small.
+    """
+    planned = [group for group in model.groups if not group.is_outer]
+    total = sum(group.num_bytes for group in planned) or 1
+    groups = tuple(
+        PlannedGroup(
+            name=group.name,
+            num_bytes=group.num_bytes,
+            compute_seconds=(seconds or 0.0) * group.num_bytes / total,
+            is_in_file=True,
+        )
+        for group in planned
+    )
+    problem = Problem(
+        groups=groups,
+        order=tuple(range(len(groups))),
+        speeds=speeds,
+        budgets=Budgets(device_bytes=None, ram_bytes=ram),
+        staging_bytes=STAGING_BYTES,
+    )
+    if vram is None:
+        return problem
+    others = activations + _outer_bytes(model) + MARGIN_BYTES
+    least = smallest_device_bytes(problem) + others
+    if vram < least:
+        raise ConfigError(
+            f"{f'{name}: ' if name else ''}--vram is {describe_bytes(vram)}, and the smallest that works is "
+            f"{describe_bytes(least, round_up=True)}: {describe_bytes(least - others)} for groups to take turns in, "
+            f"{describe_bytes(_outer_bytes(model))} for what is needed around them, {describe_bytes(activations)} of "
+            f"activations, {describe_bytes(MARGIN_BYTES)} to spare."
+        )
+    return replace(problem, budgets=Budgets(device_bytes=vram - others, ram_bytes=ram))
+
+
+# ------------------------------------------------------------------------------------------------ for people
+
+
+def _show(console: Console, component: _Component, asked: _Asked, dtype: str | None) -> None:
+    model, plan = component.outline, component.plan
+    uses = f", {component.uses} passes" if component.uses > 1 else ""
+    title = " ".join(part for part in (component.name, model.model_class) if part) or "model"
+    title = f"{title}: {describe_bytes(model.num_bytes)} in {len(model.groups)} groups{uses}"
+    table = new_table(title, "groups", "number", "each", "where", numbers=("number", "each"))
+    for names, size, places in _rows(component):
+        add_row(table, names, str(len(places) or 1), describe_bytes(size), places or "during a pass")
+    console.print(table)
+    sizes = {place: describe_bytes(num_bytes) for place, num_bytes in _bytes_by_place(plan).items()}
+    held = f", {describe_bytes(component.outer_bytes)} during a pass" if component.outer_bytes else ""
+    total = describe_bytes(plan.device_bytes + component.outer_bytes)
+    say(
+        console,
+        f"Device: {total}: {sizes[Place.DEVICE]} that stay, {describe_bytes(plan.slot_bytes)} to take turns in{held}. "
+        f"RAM: {sizes[Place.RAM]}. Files alone: {sizes[Place.FILE]}.",
+    )
+    if model.num_cast:
+        say(
+            console,
+            f"{model.num_cast} weights are cast to {dtype}: what rests in files is written to a folder for group files first "
+            f"(offload_to_disk_path).",
+        )
+    say(console, plan.verdict())
+    for gain, name in ((component.gain_from_vram, "VRAM"), (component.gain_from_ram, "RAM")):
+        step = plan.prediction.step_seconds
+        if gain is not None and step:
+            what = f"makes a pass {gain:.3g} s ({gain / step:.0%}) faster" if gain > step / 1000 else "changes nothing"
+            say(console, f"1 GiB more {name} {what}.")
+    console.print()
+
+
+def _rows(component: _Component) -> Iterator[tuple[str, int, str]]:
+    """Names, the size of each, and a letter for each: neighbours of one list and one size are one row."""
+    placed = {
+        group.name: _LETTERS[place]
+        for group, place in zip(component.plan.problem.groups, component.plan.places, strict=True)
+    }
+    for (_, size, is_outer), run in groupby(
+        component.outline.groups, key=lambda group: (group.name.rpartition(".")[0], group.num_bytes, group.is_outer)
+    ):
+        names = [group.name for group in run]
+        label = names[0] if len(names) == 1 else f"{names[0]} to {names[-1].rpartition('.')[2]}"
+        yield label, size, "" if is_outer else "".join(placed[name] for name in names)
+
+
+def _bytes_by_place(plan: Plan) -> dict[Place, int]:
+    found = dict.fromkeys(Place, 0)
+    for group, place in zip(plan.problem.groups, plan.places, strict=True):
+        found[place] += group.num_bytes
+    return found
+
+
+def _notes(asked: _Asked, source: _Source, components: Sequence[_Component]) -> Iterator[str]:
+    """What the numbers stand on."""
+    yield _LEGEND
+    if asked.vram is None:
+        yield "Without --vram nothing stays on the device."
+    if asked.ram is None:
+        yield "Without --ram all weights rest in RAM."
+    speeds = source.speeds
+    said = f"RAM to device {speeds.h2d / 1e9:.3g} GB/s ({source.h2d}), drive {speeds.drive / 1e9:.3g} GB/s ({source.drive})."
+    if "measured" in (source.h2d, source.drive):
+        said += f" Measured on {source.measured_on}."
+    if "assumed" in (source.h2d, source.drive):
+        said += " What is assumed can be measured: group-offload bench DIR."
+    yield said
+    untimed = [each for each in components if not each.is_timed]
+    if len(untimed) == len(components):
+        yield "Compute is taken as nothing, since --step-seconds was not given: these times are what moving the weights takes."
+    elif untimed:
+        yield f"Compute is taken as nothing for {', '.join(each.name for each in untimed)}: --step-seconds is the denoiser's."
+
+
+# ------------------------------------------------------------------------------------------------ for programs
+
+
+def _as_json(
+    arguments: argparse.Namespace, asked: _Asked, source: _Source, components: Sequence[_Component]
+) -> dict[str, Any]:
+    return {
+        "model": arguments.model,
+        "dtype": arguments.dtype,
+        "budgets": {
+            "vram_bytes": asked.vram,
+            "ram_bytes": asked.ram,
+            "activation_bytes": asked.activations,
+            "process_ram_bytes": asked.process_ram,
+        },
+        "speeds": {
+            "h2d": source.speeds.h2d,
+            "h2d_source": source.h2d,
+            "drive": source.speeds.drive,
+            "drive_source": source.drive,
+        },
+        "components": [_component_as_json(component) for component in components],
+    }
+
+
+def _component_as_json(component: _Component) -> dict[str, Any]:
+    plan, prediction = component.plan, component.plan.prediction
+    placed = {group.name: place.value for group, place in zip(plan.problem.groups, plan.places, strict=True)}
+    return {
+        "name": component.name,
+        "model_class": component.outline.model_class or None,
+        "passes": component.uses,
+        "num_bytes": component.outline.num_bytes,
+        "num_cast": component.outline.num_cast,
+        "ram_share_bytes": component.ram_share,
+        "bytes_by_place": {place.value: num_bytes for place, num_bytes in _bytes_by_place(plan).items()},
+        "slot_bytes": plan.slot_bytes,
+        "outer_bytes": component.outer_bytes,
+        "device_bytes": plan.device_bytes + component.outer_bytes,
+        "ram_bytes": plan.ram_bytes,
+        "is_compute_known": component.is_timed,
+        "step_seconds": prediction.step_seconds,
+        "stall_seconds": prediction.stall_seconds,
+        "h2d_seconds": prediction.h2d_seconds,
+        "drive_seconds": prediction.drive_seconds,
+        "bound": prediction.bound if prediction.step_seconds else None,
+        "verdict": plan.verdict(),
+        "gain_from_gib_of_vram": component.gain_from_vram,
+        "gain_from_gib_of_ram": component.gain_from_ram,
+        "groups": [
+            {"name": group.name, "num_bytes": group.num_bytes, "place": placed.get(group.name)}
+            for group in component.outline.groups
+        ],
+    }
+
+
+# ------------------------------------------------------------------------------------------------ the chart
+
+_NUM_POINTS = 16
+_SHARES = (0.0, 0.25, 0.5, 1.0)
+"""Of all weights in RAM: the lines of a chart."""
+
+
+def _write_chart(path: Path, components: Sequence[_Component], asked: _Asked) -> None:
+    """Of the model that takes the most."""
+    component = max(components, key=lambda each: each.uses * each.outline.num_bytes)
+    model, base = component.outline, component.plan.problem
+    others = asked.activations + component.outer_bytes + MARGIN_BYTES
+    least = smallest_device_bytes(base) + others
+    most = sum(group.num_bytes for group in base.groups) + others
+    sizes = [int(least + (most - least) * number / (_NUM_POINTS - 1)) for number in range(_NUM_POINTS)]
+    shares = {int(share * model.num_bytes) for share in _SHARES} | (
+        set() if component.ram_share is None else {min(component.ram_share, model.num_bytes)}
+    )
+    lines = {}
+    for ram in sorted(shares):
+        problems = [replace(base, budgets=Budgets(device_bytes=vram - others, ram_bytes=ram)) for vram in sizes]
+        lines[ram] = [make_plan(problem).prediction.step_seconds for problem in problems]
+    chosen = None if asked.vram is None else (min(asked.vram, most), component.plan.prediction.step_seconds)
+    name = " ".join(part for part in (component.name, model.model_class) if part) or "model"
+    title = f"{name}, {describe_bytes(model.num_bytes)}"
+    facts = f"RAM to device {base.speeds.h2d / 1e9:.3g} GB/s, drive {base.speeds.drive / 1e9:.3g} GB/s"
+    if component.is_timed:
+        facts += f", compute {asked.step_seconds:.3g} s"
+    try:
+        path.write_text(draw_chart(title, facts, sizes, lines, chosen), encoding="utf-8")
+    except OSError as error:
+        raise GroupFileError(f"Cannot write {path}: {error.strerror or error}.") from error
+
+
+# ------------------------------------------------------------------------------------------------ bench
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    folder: Path = arguments.folder
+    if not folder.is_dir():
+        raise GroupFileError(f"{folder} is not a folder. Give one on the drive that is to be measured.")
+    backend = backend_for(_device(arguments.device))
+    errors = new_console(stderr=True)
+
+    def tell(step: str) -> None:
+        if errors.is_terminal:
+            say(errors, f"Measuring {step} ...")
+
+    measured = measure(backend, folder, on_step=tell)
+    is_kept = measured.drive is not None and record(measured)
+    if arguments.json:
+        print(json.dumps(asdict(measured), indent=2))
+        return 0
+    console = new_console()
+    table = new_table(measured.device, "what", "speed", "how", numbers=("speed",))
+    for what, speed, how in _measurements(measured):
+        add_row(table, what, f"{speed / 1e9:.2f} GB/s" if speed else "not measured", how)
+    console.print(table)
+    if measured.problem:
+        say(console, measured.problem)
+    say(
+        console,
+        f"Kept in {record_file()}." if is_kept else "This was not kept: plans will not use it.",
+    )
+    return 0
+
+
+def _device(name: str | None) -> torch.device:
+    try:
+        return default_device() if name is None else torch.device(name)
+    except RuntimeError as error:
+        raise DeviceError(f"--device {name} is not a device: {str(error).splitlines()[0]}") from error
+
+
+def _measurements(measured: MachineSpeeds) -> Iterator[tuple[str, int | None, str]]:
+    is_cpu = measured.device.startswith("CPU ")
+    yield "RAM to device", measured.h2d, "from RAM to RAM: the device is the CPU" if is_cpu else "page-locked RAM"
+    way = "past the page cache" if measured.is_direct else "through the page cache"
+    yield f"drive of {measured.filesystem}", measured.drive, way if measured.drive else ""
+    yield "page cache to RAM", measured.cached, "several threads" if measured.cached else ""
+
+
+# ------------------------------------------------------------------------------------------------ the terminal

@@ -1,0 +1,159 @@
+"""How much memory a user gives: `vram_budget=`, `ram_budget=`, and what the machine has."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from enum import Enum
+from fractions import Fraction
+from numbers import Integral, Real
+from typing import Any
+
+import psutil
+
+from ..base.control_groups import memory_limits
+from ..base.ram import available_ram
+from ..errors import ConfigError
+
+logger = logging.getLogger("group_offload")
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)},
+}
+_AMBIGUOUS = frozenset("kmgt")
+_NUMBER = re.compile(r"([0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})\s*(%|[a-z]*)", re.IGNORECASE)
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
+_MIN_RESERVE_BYTES = 1 << 30
+_RESERVED_SHARE = 0.1
+
+
+class Auto(Enum):
+    """A budget that is left to the machine."""
+
+    AUTO = "auto"
+
+
+AUTO = Auto.AUTO
+Budget = int | Auto
+"""Bytes, or as many as there is room for."""
+
+
+def parse_budget(value: Any, name: str, total: int) -> Budget | None:
+    """Read a budget as users write it.
+
+    `2 * 2**30`, `"8GiB"` (1024**3 bytes each), `"8 GB"` (1000**3), `"512MiB"`, `"80%"` of `total`, `"auto"`. Capital
+    letters make no difference. `"8G"` is refused: it is 8 GiB to some programs and 8 GB to others.
+
+    Args:
+        name: the option's, for errors.
+        total: bytes that there are: the device's memory, or the RAM. More is cut down to it, with a warning.
+
+    Returns:
+        Bytes, at least 1; `AUTO`; or None if `value` is None, which is no budget.
+
+    Raises:
+        ConfigError: `value` is nothing of that.
+    """
+    if value is None or isinstance(value, Auto):
+        return value
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return AUTO
+    num_bytes = _from_text(value, name, total) if isinstance(value, str) else _from_number(value, name)
+    if num_bytes <= 0:
+        raise _refusal(value, name, "a budget is more than 0 bytes")
+    if num_bytes > total:
+        logger.warning(
+            "%s=%r is more than there is: it is taken as %s, all of it.", name, value, describe_bytes(total, digits=4)
+        )
+        return total
+    return num_bytes
+
+
+def parse_bytes(value: str, name: str) -> int:
+    """Read an amount of memory that is not a share of anything, such as `"1GiB"`.
+
+    Raises:
+        ConfigError: `value` is none.
+    """
+    found = _NUMBER.fullmatch(value.strip())
+    if found is None or found[2] == "%":
+        raise _refusal(value, name, "it is no amount of memory", shares=False)
+    return _amount(found, value, name, shares=False)
+
+
+def describe_bytes(num_bytes: float, *, digits: int = 3, round_up: bool = False) -> str:
+    """Bytes for people: `"8 GiB"`, `"1.5 MiB"`. `parse_budget` understands it.
+
+    Args:
+        round_up: never less than `num_bytes`, for the smallest budget that works.
+    """
+    power = 0
+    while power + 1 < len(_BINARY) and num_bytes >= 1024 ** (power + 1):
+        power += 1
+    amount = Fraction(num_bytes) / 1024**power
+    decimals = max(0, digits - len(str(int(amount)))) if power else 0
+    scale = 10**decimals
+    rounded = (math.ceil(amount * scale) if round_up else round(amount * scale)) / scale
+    text = f"{rounded:.{decimals}f}"
+    return f"{text.rstrip('0').rstrip('.') if decimals else text} {_BINARY[power]}"
+
+
+def auto_ram() -> int:
+    """What `ram_budget="auto"` is now: the RAM that is available, less a reserve of a tenth of it, or 1 GiB if that is more."""
+    available = available_ram()
+    return max(0, available - max(_MIN_RESERVE_BYTES, int(available * _RESERVED_SHARE)))
+
+
+def total_ram() -> int:
+    """The system's RAM, or the limit of the control groups that the process is in (a container) if that is less."""
+    return min([int(psutil.virtual_memory().total), *memory_limits()])
+
+
+def _from_text(value: str, name: str, total: int) -> int:
+    found = _NUMBER.fullmatch(value.strip())
+    if found is None:
+        raise _refusal(value, name, "it is no amount of memory")
+    if found[2] != "%":
+        return _amount(found, value, name, shares=True)
+    share = _fraction(found[1])
+    if not 0 < share <= 100:
+        raise _refusal(value, name, "a share is more than 0% and at most 100%")
+    return max(1, int(total * share / 100))
+
+
+def _amount(found: re.Match[str], value: str, name: str, *, shares: bool) -> int:
+    unit = found[2].lower()
+    if unit in _AMBIGUOUS:
+        binary, decimal = f"{found[1]}{unit.upper()}iB", f"{found[1]}{unit.upper()}B"
+        raise _refusal(value, name, f"say {binary!r} (powers of 1024) or {decimal!r} (powers of 1000)", shares=shares)
+    if unit not in _UNITS:
+        raise _refusal(value, name, f"{found[2]!r} is no unit of memory", shares=shares)
+    return int(_fraction(found[1]) * _UNITS[unit])
+
+
+def _from_number(value: Any, name: str) -> int:
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    if isinstance(value, Real) and not isinstance(value, bool):
+        value = float(value)
+        if value.is_integer():
+            return int(value)
+        if 0 < value < 1:
+            raise _refusal(value, name, f"a share is written {f'{100 * value:g}%'!r}")
+        raise _refusal(value, name, "bytes are a whole number")
+    raise _refusal(value, name, f"it is a {type(value).__name__}")
+
+
+def _fraction(text: str) -> Fraction:
+    """Exact: a float would round what is more than 2**53 bytes."""
+    whole, _, rest = text.partition(".")
+    return Fraction(int(whole + rest or 0), 10 ** len(rest))
+
+
+def _refusal(value: Any, name: str, why: str, *, shares: bool = True) -> ConfigError:
+    more = ", '80%' of what there is, or 'auto'" if shares else ""
+    return ConfigError(f"{name}={value!r:.80}: {why}. Valid are bytes (8589934592), '8GiB', '8GB', '512MiB'{more}.")

@@ -1,0 +1,1 @@
+"""How much memory passes take beside their weights, and for how long they compute."""

@@ -1,0 +1,490 @@
+"""From budgets and measurements to which groups stay on the device, and which files are page-locked in RAM.
+
+[Note: How a plan comes to be]
+When a module is offloaded, files are shared out between RAM and the drive. Nothing stays on the device yet: how much
+room activations need is not known. The first pass of a kind (a part of the model, with inputs of certain shapes) measures
+that. From then on groups stay on the device, as many as fit beside it. The first three passes also measure how long each
+group computes. The plan is made again with that, and carried out if it is 3% faster. Compute is measured again now and then:
+a device is not always as fast, and other inputs take another time.
+
+Inputs of other shapes get room in proportion to their size, until they were measured too. If something needs more than
+was foreseen, groups are given up: before the pass if it can be foreseen, else when the device's memory runs out.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from statistics import median_low
+from typing import Any
+
+import torch
+
+from ...base.device import Backend
+from ...base.ram import available_ram, locked, ram_in_use
+from ...base.torch_internals import tree_leaves
+from ...errors import ConfigError
+from ...plan.budgets import Auto, Budget, auto_ram, describe_bytes
+from ...plan.planner import (
+    Budgets,
+    Place,
+    Plan,
+    PlannedGroup,
+    Problem,
+    Speeds,
+    least_seconds,
+    make_plan,
+    simulate,
+    smallest_device_bytes,
+)
+from ...stores.files import FileImage
+from ...stores.ways import LOCKED_SHARE
+from ..groups.group import Group
+from ..measure.drive import DriveMeter
+
+logger = logging.getLogger("group_offload")
+
+MIN_GAIN = 0.03
+"""A plan that is made again is carried out if it is faster by this share."""
+NUM_TIMED = 3
+"""Passes of a kind whose compute is measured at once; what counts is the median of as many, the last ones."""
+TIMED_EVERY = 32
+"""Later on one pass of so many is measured, more often at first: the 4th, 8th, 16th, 32nd, 64th, 96th."""
+NUM_TIMED_KINDS = 8
+"""Kinds whose times are remembered."""
+PASSES_UNTIL_LOOK = 32
+"""Once less was there than the budget: after so many passes the device is asked again."""
+NUM_RECENT = 8
+"""Passes whose activations have room."""
+MARGIN_BYTES = 16 << 20
+"""Of device memory: the allocator rounds up."""
+MARGIN_RAM_BYTES = 64 << 20
+"""Of a RAM budget, for what Python and torch will still take."""
+_STEPS = 64
+"""Room on the device counts in steps of this share of all weights: a plan is not made again for less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Passes that need as much memory, and take as long, as each other."""
+
+    top: Hashable
+    shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    with_grad: bool
+
+    @classmethod
+    def of(cls, top: Hashable, args: Any, kwargs: Any) -> Kind:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        return cls(top, shapes, torch.is_grad_enabled())
+
+    @property
+    def num_elements(self) -> int:
+        return sum(self._sizes)
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [torch.Size(shape).numel() for shape, _ in self.shapes]
+
+    def growth_from(self, other: Kind) -> float:
+        """How many times as much memory as passes of `other` these take for activations, at most.
+
+        As often as the input that has grown most: beside a long text four times as many tokens of an image are few elements.
+        """
+        if len(self.shapes) == len(other.shapes):
+            return max([1.0, *(now / max(1, before) for now, before in zip(self._sizes, other._sizes, strict=True))])
+        return max(1.0, self.num_elements / max(1, other.num_elements))
+
+
+class _Measured:
+    """What is known about a kind of pass."""
+
+    def __init__(self) -> None:
+        self.activation_bytes: int | None = None
+        """Device memory besides weights, beyond what was in use before the pass."""
+        self.num_passes = 0
+
+
+_budgeters: weakref.WeakSet[Budgeter] = weakref.WeakSet()
+
+
+class Budgeter:
+    """Keeps a module within its budgets. Owned by an engine, and used under its lock."""
+
+    def __init__(self, backend: Backend, speeds: Callable[[], Speeds], num_slots: int) -> None:
+        """
+        Args:
+            speeds: asked when they are needed first.
+        """
+        _budgeters.add(self)
+        self._backend = backend
+        self.vram: int | None = None
+        """Device memory for the whole process, as far as the device has it; None for no budget."""
+        self._asked_vram: int | None = None
+        self._passes_until_look = 0
+        self.promised_bytes = 0
+        """RAM of the process's budget for what the module has in files."""
+        self.ram_bytes: int | None = None
+        """RAM for weights: what is in no file, and what is page-locked."""
+        self._speeds = cache(speeds)
+        self.drive = DriveMeter()
+        """What passes teach about the drive."""
+        self._num_slots = num_slots
+        self._staging_bytes = 0
+        self.plan: Plan | None = None
+        self.groups: tuple[Group, ...] = ()
+        """Those that are planned."""
+        self.outer_bytes = 0
+        self._measured: dict[Kind, _Measured] = {}
+        self._timed: dict[Kind, deque[dict[str, float]]] = {}
+        """Seconds by group in the last passes of each kind that were timed; what was timed last comes last."""
+        self._seconds: dict[str, float] = {}
+        """By group: how long it computes in a pass, as far as is known by now."""
+        self._planned_seconds = 0.0
+        """All of that, as of the last time that a plan was to be made for it."""
+        self._order: tuple[Group, ...] = ()
+        self._for: tuple[int | None, int] | None = None
+        """What the plan was made for: room on the device, and `_num_learnt`."""
+        self._num_learnt = 0
+        """How often compute turned out to be other than it was planned for."""
+        self._kind: Kind | None = None
+        self._recent: deque[Kind] = deque(maxlen=NUM_RECENT)
+        self._others = 0
+        self._weights = 0
+        self._peak = 0
+        self._is_measuring = False
+
+    # ---------------------------------------------------------------- plans
+
+    def begin(
+        self,
+        groups: Sequence[Group],
+        order: Sequence[Group],
+        *,
+        vram: int | None,
+        ram_bytes: int | None,
+        outer_bytes: int,
+        staging_bytes: int,
+        too_small: Callable[[int], ConfigError | None],
+    ) -> Plan | None:
+        """The module was cut into groups: what rests where, before anything is measured.
+
+        Args:
+            vram: device memory for the whole process; None for no budget.
+            ram_bytes: for weights; None for no limit.
+            outer_bytes: device memory for groups that are needed around others.
+            too_small: is given what `vram` has to be, and says how to tell; None: then it is that.
+
+        Raises:
+            ConfigError: a budget is too small.
+        """
+        self.plan = self._for = None
+        self.groups = tuple(group for group in groups if group.num_bytes and not group.height)
+        self._order = tuple(order)
+        self.vram = self._asked_vram = vram
+        self.ram_bytes, self.outer_bytes, self._staging_bytes = ram_bytes, outer_bytes, staging_bytes
+        self._measured, self._timed, self._seconds = {}, {}, {}
+        self._planned_seconds = 0.0
+        self._num_learnt = 0
+        if not self.groups:
+            return None
+        problem = self._problem(None)
+        least = smallest_device_bytes(problem)
+        if self.vram is not None and self.vram < least + outer_bytes:
+            error = too_small(least + outer_bytes)
+            if error is not None:
+                try:
+                    raise error
+                finally:
+                    del error  # it holds this frame, and so all groups: the frame must not hold it
+            self.vram = self._asked_vram = least + outer_bytes
+        # Half of the device is a guess, which the first pass puts right before anything stays there.
+        room = None if self.vram is None else max(least, self.vram // 2)
+        self.plan = make_plan(self._problem(room))
+        return self.plan
+
+    def describe(
+        self, groups: Sequence[Group], order: Sequence[Group], *, outer_bytes: int, staging_bytes: int
+    ) -> None:
+        """There is no budget: let the plan say how things are."""
+        self.plan = None
+        self.groups = tuple(group for group in groups if group.num_bytes and not group.height)
+        self._order = tuple(order)
+        self.outer_bytes, self._staging_bytes = outer_bytes, staging_bytes
+        if self.groups:
+            problem = self._problem(None)
+            places = [Place.FILE if _is_read(group) else Place.RAM for group in self.groups]
+            self.plan = replace(make_plan(problem), places=tuple(places), prediction=simulate(problem, places))
+
+    def refresh(self) -> None:
+        """Let the plan say what it would now, if compute or the drive are not as fast as they were."""
+        plan = self.plan
+        if plan is None:
+            return
+        drive, now = plan.problem.speeds.drive, self._problem(plan.problem.budgets.device_bytes)
+        has_learnt = self._for is not None and self._for[1] != self._num_learnt
+        if has_learnt or abs(now.speeds.drive - drive) > MIN_GAIN * drive:
+            self.plan = _as_of(now, plan)
+
+    def before_pass(self, kind: Kind, order: Sequence[Group], others: int) -> Plan | None:
+        """A pass of `kind` begins, and `others` is the device memory that is not this module's weights.
+
+        Returns:
+            Another plan, if the one there is does not fit, or is slower.
+        """
+        if self.vram != self._asked_vram:
+            self._passes_until_look -= 1
+            if not self._passes_until_look:
+                self._look_at_device()
+        self._kind = kind
+        self._recent.append(kind)
+        self._order = tuple(order) or self._order
+        room = self._room(kind, others)
+        asked = None if room is None else room // self._step * self._step, self._num_learnt
+        if asked == self._for or not self.groups:
+            return None
+        if room is not None and not self._is_measured:
+            return None  # the first pass of all measures
+        is_first, self._for = self._for is None, asked
+        problem = self._problem(None if room is None else max(room, smallest_device_bytes(self._problem(None))))
+        before = self.plan
+        if before is not None and not is_first and (room is None or before.device_bytes <= room):
+            plan = _plan_if_better(problem, before)
+        else:
+            plan = make_plan(problem)
+        self.plan = plan
+        # The first one may say what was guessed; but what stays on the device has not been carried out.
+        return plan if is_first or before is None or plan.places != before.places else None
+
+    def room_for_residents(self, kind: Kind, others: int) -> int:
+        """Device memory that groups may stay in during this pass."""
+        room = self._room(kind, others)
+        if room is None or self.plan is None or not self._is_measured:
+            return 0
+        return max(0, room - self.plan.slot_bytes)
+
+    def _room(self, kind: Kind, others: int) -> int | None:
+        """Device memory for weights."""
+        if self.vram is None:
+            return None
+        # Kinds that take turns (two sizes of inputs) would else bring groups there and give them up again and again.
+        # What backward finds on the device is what a forward has counted among its own.
+        kinds = {kind, *self._recent} if kind in self._recent else {kind}
+        activations = max(map(self._activation_bytes, kinds))
+        return max(0, self.vram - others - activations - MARGIN_BYTES - self.outer_bytes)
+
+    @property
+    def _step(self) -> int:
+        return max(1, sum(group.num_bytes for group in self.groups) // _STEPS)
+
+    def _problem(self, room: int | None) -> Problem:
+        index = {group: number for number, group in enumerate(self.groups)}
+        planned = [
+            PlannedGroup(
+                name=group.group_id,
+                num_bytes=group.num_bytes,
+                compute_seconds=self._seconds.get(group.group_id, 0.0),
+                is_in_file=group.is_in_file,
+                may_reside=group.is_stable,
+            )
+            for group in self.groups
+        ]
+        order = [index[group] for group in self._order if group in index] or range(len(planned))
+        return Problem(
+            groups=tuple(planned),
+            order=tuple(order),
+            speeds=self._current_speeds(),
+            budgets=Budgets(device_bytes=room, ram_bytes=self.ram_bytes),
+            num_slots=self._num_slots,
+            staging_bytes=self._staging_bytes,
+        )
+
+    def _current_speeds(self) -> Speeds:
+        speeds, drive = self._speeds(), self.drive.bytes_per_s
+        return speeds if drive is None else replace(speeds, drive=drive)
+
+    def at(self, place: Place) -> frozenset[Group]:
+        """The groups that the plan puts there."""
+        if self.plan is None:
+            return frozenset()
+        return frozenset(group for group, found in zip(self.groups, self.plan.places, strict=True) if found is place)
+
+    # ---------------------------------------------------------------- what passes teach
+
+    def is_timed(self, kind: Kind) -> bool:
+        """A pass of this kind begins: whether its compute is to be measured."""
+        measured = self._measured.setdefault(kind, _Measured())
+        measured.num_passes += 1
+        number = measured.num_passes
+        return number <= NUM_TIMED or number % min(TIMED_EVERY, 1 << (number.bit_length() - 1)) == 0
+
+    def start(self, kind: Kind, others: int, weights: int) -> bool:
+        """A pass computes from here on.
+
+        Returns:
+            Whether its activations are measured for the first time: then nothing new may come to stay on the device.
+        """
+        self._kind = kind
+        self._others, self._weights = others, weights
+        self._is_measuring = self._measured.setdefault(kind, _Measured()).activation_bytes is None
+        if self._is_measuring:
+            self._backend.reset_peak()
+        self._peak = self._backend.peak_bytes_in_use()
+        return self._is_measuring
+
+    def stop(self, weights: int, *, completed: bool) -> None:
+        """The pass ends, with so much device memory in weights."""
+        kind, self._kind = self._kind, None
+        if kind is None or not completed or self.vram is None:
+            return
+        measured = self._measured[kind]
+        peak = self._backend.peak_bytes_in_use()
+        if self._is_measuring:
+            measured.activation_bytes = max(0, peak - self._others - self._weights)
+        elif peak > self._peak:
+            assert measured.activation_bytes is not None
+            measured.activation_bytes = max(measured.activation_bytes, peak - self._others - weights)
+        if peak > self._peak and peak > self.vram:
+            assert measured.activation_bytes is not None
+            least = smallest_device_bytes(self._problem(None)) + self.outer_bytes + self._others
+            fits = least + measured.activation_bytes <= self.vram
+            logger.warning(
+                "A pass took %d bytes of device memory, which is more than vram_budget (%d): activations need %d of them.%s",
+                peak,
+                self.vram,
+                measured.activation_bytes,
+                " That was not foreseen of inputs of this size: from the next pass on they have that room."
+                if fits
+                else "",
+            )
+
+    def clear(self) -> None:
+        """The groups are given up."""
+        self.plan = self._kind = None
+        self.groups = self._order = ()
+        self.promised_bytes = 0
+        self._recent.clear()
+
+    def ran_out(self, kind: Kind) -> None:
+        """A pass of this kind ran out of device memory: what was measured is not enough, or others have taken some.
+
+        Nothing stays on the device now, and what torch held without using it was given back.
+        """
+        self._measured.pop(kind, None)
+        self._recent.clear()
+        self._look_at_device()
+
+    def smaller_budget(self, given_up: int) -> int:
+        """One with which a pass that ran out of memory had not, where `given_up` bytes of groups stayed on the device."""
+        assert self.vram is not None and self._asked_vram is not None
+        if self.vram < self._asked_vram:
+            return self.vram  # the device does not have what was asked for: with that, fewer groups stay
+        return max(self.vram - given_up, smallest_device_bytes(self._problem(None)) + self.outer_bytes)
+
+    def _look_at_device(self) -> None:
+        """No budget is larger than what the device has for this process now."""
+        self._passes_until_look = PASSES_UNTIL_LOOK
+        if self._asked_vram is not None:
+            there = self._backend.bytes_in_use() + self._backend.free_bytes()
+            self.vram = min(self._asked_vram, there)
+
+    def note_times(self, kind: Kind, by_group: dict[Group, float], rest: float) -> None:
+        """So long did groups compute, and everything else, in a pass of this kind."""
+        is_known = bool(self._timed) and len(next(reversed(self._timed.values()))) >= NUM_TIMED
+        # What is computed between groups (attention, at leaf level) is spread over them.
+        timed = sum(by_group.values())
+        factor = 1 + rest / timed if timed else 1.0
+        last = self._timed.pop(kind, None) or deque(maxlen=NUM_TIMED)
+        last.append({group.group_id: seconds * factor for group, seconds in by_group.items()})
+        self._timed[kind] = last  # behind all others
+        while len(self._timed) > NUM_TIMED_KINDS:
+            del self._timed[next(iter(self._timed))]
+        for name in last[-1]:
+            # Of two the faster one: the first pass of all warms up.
+            self._seconds[name] = median_low(seconds[name] for seconds in last if name in seconds)
+        now = sum(self._seconds.values())
+        if not is_known or abs(now - self._planned_seconds) > MIN_GAIN * self._planned_seconds:
+            self._planned_seconds = now
+            self._num_learnt += 1
+
+    def _activation_bytes(self, kind: Kind) -> int:
+        """What was measured, or what to expect of inputs of another size; 0 if nothing is known."""
+        found = self._measured.get(kind)
+        if found is not None and found.activation_bytes is not None:
+            return found.activation_bytes
+        known = {other: m.activation_bytes for other, m in self._measured.items() if m.activation_bytes is not None}
+        alike = [other for other in known if other.top == kind.top and other.with_grad == kind.with_grad]
+        if alike:
+            return int(min(known[other] * kind.growth_from(other) for other in alike) * 1.1)
+        largest = max(known, key=lambda other: other.num_elements, default=None)
+        return 0 if largest is None else int(known[largest] * kind.growth_from(largest) * 1.1)
+
+    @property
+    def _is_measured(self) -> bool:
+        """Whether anything is known of what activations take."""
+        return any(measured.activation_bytes is not None for measured in self._measured.values())
+
+
+def _as_of(problem: Problem, plan: Plan) -> Plan:
+    """The same places, with what is known by now."""
+    return replace(plan, problem=problem, prediction=simulate(problem, plan.places))
+
+
+def _plan_if_better(problem: Problem, before: Plan) -> Plan:
+    """Another plan if it is faster by `MIN_GAIN` than the one there is; else that, with what is known by now."""
+    kept = _as_of(problem, before)
+    worth_it = kept.prediction.step_seconds * (1 - MIN_GAIN)
+    if least_seconds(problem) >= worth_it:
+        return kept  # no search finds one
+    plan = make_plan(problem)
+    return plan if plan.places == before.places or plan.prediction.step_seconds <= worth_it else kept
+
+
+def _is_read(group: Group) -> bool:
+    return any(isinstance(part.image, FileImage) and not part.image.is_locked for part in group.parts)
+
+
+def ram_for_weights(
+    budget: Budget | None, in_ram: int, staging_bytes: int, *, stay: bool = True, turn_bytes: int = 0
+) -> int:
+    """What a module, or a pipeline, that gets offloaded may take of RAM for weights; `in_ram` it has taken already.
+
+    Args:
+        stay: these do. Else they get files, and give their RAM back.
+        turn_bytes: what weights from files need to take turns in, where that is RAM.
+        budget: for the whole process; None: as much as files are page-locked without anybody asking for it.
+        staging_bytes: are still to be taken from it.
+
+    Raises:
+        ConfigError: the process takes more already, without any weights in files.
+    """
+    if budget is None:
+        return in_ram + int(available_ram() * LOCKED_SHARE)
+    if isinstance(budget, Auto):
+        return in_ram + max(0, auto_ram() - staging_bytes)
+    others = max(0, ram_in_use() - in_ram) + staging_bytes + MARGIN_RAM_BYTES
+    if not stay:
+        in_ram = 0
+    if budget < others + in_ram + turn_bytes:
+        needs = [f"{describe_bytes(others, round_up=True)} without any weights (Python, torch, the device's driver"]
+        needs[0] += f", and {describe_bytes(staging_bytes)} to read files into)" if staging_bytes else ")"
+        if in_ram:
+            needs.append(
+                f"{describe_bytes(in_ram, round_up=True)} for weights that are in no file (with offload_to_disk_path they are)"
+            )
+        if turn_bytes:
+            turns = f"{describe_bytes(turn_bytes, round_up=True)} for weights to take turns in, and activations"
+            needs.append(f"{turns} (less with offload_type='leaf_level')")
+        total = describe_bytes(others + in_ram + turn_bytes, round_up=True)
+        raise ConfigError(
+            f"ram_budget is {describe_bytes(budget)}, and this process needs {total}: {', '.join(needs)}. Give it that at "
+            f"least."
+        )
+    # Files of other modules that are offloaded: what those were promised, or have locked without a budget. What comes
+    # later may find nothing left: it is read from the drive.
+    elsewhere = max(locked.num_bytes, sum(budgeter.promised_bytes for budgeter in _budgeters))
+    return max(in_ram, budget - others - elsewhere)

@@ -1,0 +1,94 @@
+"""How long groups compute, as the device's own clock has it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
+
+from ...base.device import Backend, Event, Stream
+
+if TYPE_CHECKING:
+    from ..groups.group import Group
+
+
+class _Times:
+    """The events of one pass."""
+
+    def __init__(self, kind: Hashable, begun: Event) -> None:
+        self.kind = kind
+        self.begun = begun
+        self.ended: Event | None = None
+        self.uses: list[tuple[Group, Event, Event]] = []
+        self.waits: list[tuple[Event, Event]] = []
+
+
+class Stopwatch:
+    """Measures whole passes: how long each group computes in all its uses, and how long everything else does.
+
+    The host never waits for that: a pass is read once the device is past it.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._now: _Times | None = None
+        self._open: dict[Group, Event] = {}
+        self._done: deque[_Times] = deque()
+
+    def clear(self) -> None:
+        """Forget what was not read yet: the groups are given up."""
+        self._now = None
+        self._open.clear()
+        self._done.clear()
+
+    def begin(self, kind: Hashable, stream: Stream) -> None:
+        """A pass of this kind is to be measured."""
+        self._open.clear()
+        self._now = _Times(kind, self._event(stream))
+
+    def start(self, group: Group, stream: Stream) -> None:
+        """The group's weights are there, and its compute is enqueued next."""
+        if self._now is not None and not group.height and group not in self._open:
+            self._open[group] = self._event(stream)
+
+    def stop(self, group: Group, stream: Stream) -> None:
+        started = self._open.pop(group, None)
+        if self._now is not None and started is not None:
+            self._now.uses.append((group, started, self._event(stream)))
+
+    def arrive(self, stream: Stream) -> Event | None:
+        """Compute comes to wait for weights; None if nobody measures."""
+        return None if self._now is None else self._event(stream)
+
+    def waited(self, arrived: Event | None, stream: Stream) -> None:
+        """Compute has waited for weights, since `arrived`."""
+        if self._now is not None and arrived is not None:
+            self._now.waits.append((arrived, self._event(stream)))
+
+    def end(self, stream: Stream, *, completed: bool) -> None:
+        now, self._now = self._now, None
+        if now is not None and completed:
+            now.ended = self._event(stream)
+            self._done.append(now)
+
+    def results(self) -> list[tuple[Hashable, dict[Group, float], float]]:
+        """For each pass that is over by now, and was not given before: kind, seconds by group, and of everything else."""
+        found = []
+        while self._done:
+            times = self._done[0]
+            assert times.ended is not None
+            total = self._backend.seconds_between(times.begun, times.ended)
+            if total is None:
+                break
+            self._done.popleft()
+            by_group: dict[Group, float] = {}
+            for group, start, end in times.uses:
+                by_group[group] = by_group.get(group, 0.0) + (self._backend.seconds_between(start, end) or 0.0)
+            waited = sum(max(0.0, self._backend.seconds_between(*wait) or 0.0) for wait in times.waits)
+            found.append((times.kind, by_group, max(0.0, total - waited - sum(by_group.values()))))
+        return found
+
+    def _event(self, stream: Stream) -> Event:
+        event = self._backend.new_event()
+        event.record(stream)
+        return event

@@ -1,0 +1,141 @@
+"""Which files of a module are page-locked in the page cache, and how the others are read."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from ...base.device import Backend
+from ...base.ram import available_ram, locked
+from ...plan.budgets import describe_bytes
+from ...stores.files import FileImage, Piece, SourceFile
+from ...stores.ways import choose_ways
+
+logger = logging.getLogger("group_offload")
+
+MAX_LOCKING_SECONDS = 1.0
+"""After this long no more files are page-locked before the next pass."""
+MIN_FREE_RAM_BYTES = 256 << 20
+"""With less than that available, page-locked files are given up."""
+_NEARLY_ALL = 0.95
+"""Images are padded: so much of their bytes has been read when all of them were."""
+_RELIEF_PART, _RELIEF_SECONDS = 4, 1.0
+"""One in so many locked images is given up, and no sooner again than after so long."""
+
+
+class CachedFiles:
+    """The images of a module that rest in files. Owned by an engine, and used under its lock, between passes.
+
+    A file is locked only once it is in the page cache: mostly after it was read in a pass.
+    """
+
+    def __init__(self, backend: Backend, wait: Callable[[], None], *, may_lock: bool) -> None:
+        """
+        Args:
+            wait: returns once no copy is on its way: before that pages stay locked.
+        """
+        self._backend = backend
+        self._wait = wait
+        self._may_lock = may_lock and backend.has_streams
+        self.images: list[FileImage] = []
+        self.are_read = False
+        """Some of them are not locked."""
+        self._to_lock: dict[SourceFile, list[FileImage]] = {}
+        self._relieved_at = 0.0
+        self._has_run = False
+
+    def begin(self, images: Sequence[FileImage]) -> None:
+        """The module was cut into groups."""
+        self.images = [image for image in images if image.layout.num_bytes]
+        self._to_lock = {}
+        self._has_run = False
+
+    def choose_ways(self) -> None:
+        """Decide by the RAM that is available."""
+        for image in choose_ways(self.images, may_lock=self._may_lock):
+            self._to_lock.setdefault(image.source, []).append(image)
+
+    def share_out(self, in_ram: Iterable[FileImage]) -> None:
+        """Lock these images, once they are in the page cache, and no others: those are read past it."""
+        wanted: dict[SourceFile, list[FileImage]] = {image.source: [] for image in self.images}
+        known = set(self.images)
+        for image in in_ram:
+            if image in known:
+                wanted[image.source].append(image)
+        chosen = {image for images in wanted.values() for image in images}
+        left = [image for image in self.images if image not in chosen]
+        self._to_lock = {}
+        for source, images in wanted.items():
+            source.avoid_readahead()
+            source.bytes_cached = 0
+            there = [image for image in images if image.is_locked]
+            if self._may_lock and len(there) < len(images):
+                self._to_lock[source] = images
+            if any(image.is_locked for image in left if image.source is source):
+                self._lock(source, there)
+        for image in left:
+            if not image.is_direct and self._has_run:  # this module brought it there: room for what is to be locked now
+                image.source.forget_cached(image.pieces)
+        for image in self.images:
+            image.is_direct = image not in chosen
+        self.look()
+
+    def lock_what_is_there(self, *, was_read: bool) -> None:
+        """Lock what is in the page cache, for as long as a pass can do without.
+
+        Args:
+            was_read: it should be there by now. If nothing more is, RAM is not as plentiful as it seemed, and that is that.
+        """
+        begun = time.perf_counter()
+        for source, images in [*self._to_lock.items()]:
+            missing = [image for image in images if not image.is_locked]
+            if was_read and source.bytes_cached < sum(image.layout.num_bytes for image in missing) * _NEARLY_ALL:
+                continue
+            if time.perf_counter() - begun > MAX_LOCKING_SECONDS:
+                break
+            there = {image for image in missing if source.seems_cached(image.pieces)}
+            if there:
+                self._lock(source, [image for image in images if image.is_locked or image in there])
+            if len(there) == len(missing) or (was_read and not there):
+                del self._to_lock[source]
+            elif was_read:
+                source.bytes_cached = 0  # the others are read once more
+        self.look()
+
+    def before_pass(self, name: str) -> None:
+        """Give up RAM where others need it, and lock what was read."""
+        self._has_run = True
+        self._relieve(name)
+        if self._to_lock:
+            self.lock_what_is_there(was_read=True)
+
+    def _relieve(self, name: str) -> None:
+        """Unlock files where RAM runs short: a part at a time, evenly spread. What is not locked is read."""
+        now = time.monotonic()
+        if now - self._relieved_at < _RELIEF_SECONDS or not locked.num_bytes or available_ram() >= MIN_FREE_RAM_BYTES:
+            return
+        self._relieved_at = now
+        there = [image for image in self.images if image.is_locked]
+        given_up = set(there[::_RELIEF_PART])
+        if not given_up:
+            return
+        for image in given_up:
+            image.is_direct = True
+        for source in {image.source for image in given_up}:
+            self._lock(source, [image for image in there if image.source is source and image not in given_up])
+            self._to_lock.pop(source, None)
+        self.look()
+        logger.warning(
+            "RAM runs short: %s of %s are no longer page-locked, and are read from the drive from now on.",
+            describe_bytes(sum(image.layout.num_bytes for image in given_up)),
+            name,
+        )
+
+    def _lock(self, source: SourceFile, images: Sequence[FileImage]) -> None:
+        pieces: list[Piece] = [piece for image in images for piece in image.pieces]
+        source.lock(pieces, self._backend, self._wait)
+
+    def look(self) -> None:
+        """Find out which are locked."""
+        self.are_read = any(not image.is_locked for image in self.images)

@@ -1,0 +1,571 @@
+"""Reads files ahead of compute, with several threads, and sends what was read on to the device.
+
+[Note: The life of a chunk]
+What a slot needs from files is one *job*, cut into chunks. A chunk gets a frame of the staging memory, which is
+page-locked once; a thread of the pool reads it there; then its copy to the slot is enqueued, and once that copy is done
+the frame is free again. Chunks are read side by side and in any order, and enqueued in the order of their jobs: so the
+drive, the link to the device and compute are all busy at once, and the first groups that are needed come first.
+
+A job may be *announced* before there is a slot for it: it is read as far as there are frames, and sent when it is
+submitted with its slot. So the drive, which is slower than the link, works on while slots are held by what compute needs
+now. What is needed sooner takes frames from what was announced; that is read again then.
+
+Workers run on the pool as long as they find something to do. Whoever has read a chunk enqueues all that can be enqueued.
+Compute has to wait for the slot's *ready* event, which is recorded only when the job's last copy was enqueued: whoever
+launches compute waits for that first (`Job.wait`). It waits for the drive then, never for the device.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from ...base.device import Backend, Event, Stream
+from ...base.layout import memory_of
+from ...base.mapping import flat_view, map_anonymous
+from ...base.pool import num_threads, on_pool, run_all
+from ...base.reading import BLOCK, MIN_BYTES_PER_THREAD, blocks_around
+from ...errors import GroupFileError
+from ...stores.files import Proof, SourceFile
+from ..measure.trace import Tracer
+from .staging import Staging
+
+CHUNK_BYTES = 16 << 20
+"""Large enough for Python's part to be small, small enough for all threads to be busy with one group."""
+SMALL_CHUNK_BYTES = 6 << 20
+"""Where RAM is scarce: then the drive takes so long that Python's part does not matter."""
+NUM_FRAMES = 18
+"""Two more than threads: while some are copied from, all threads can read."""
+_POLL_SECONDS = 2e-4
+_MAX_READS_PER_CHUNK = 64
+"""Small pieces are read one after another by one thread: that many, at most."""
+
+
+@dataclass(slots=True)
+class Read:
+    """Bytes of a file, and where in the slot they go."""
+
+    at: int
+    source: SourceFile
+    position: int
+    num_bytes: int
+    direct: bool
+    label: str
+    proof: Proof | None = None
+
+
+class Job:
+    """All that one slot needs from files. Guarded by its reader's lock."""
+
+    def __init__(self, reader: Reader, reads: Sequence[Read], tracer: Tracer | None) -> None:
+        self.tracer = tracer
+        self.chunks = deque(_Chunk(part) for part in _parts(_in_order_of_files(reads), reader.chunk_bytes))
+        """Nobody has begun to read these."""
+        self.begun: deque[_Chunk] = deque()
+        """In frames: being read, or read."""
+        self.num_left = len(self.chunks)
+        """Chunks that were not enqueued yet."""
+        self.target: torch.Tensor | None = None
+        """The slot's memory, once there is one."""
+        self.stream: Stream
+        self.after: Sequence[Event] = ()
+        self.ready: Event
+        self.has_waited = False
+        """For all of `after`."""
+        self.is_over = False
+        self.error: BaseException | None = None
+        self._reader = weakref.ref(reader)
+        self._until_over = threading.Lock()  # an Event is written in Python: Ctrl-C may leave its lock taken
+        self._until_over.acquire()
+
+    def wait(self) -> None:
+        """Return once `ready` is recorded.
+
+        Raises:
+            GroupFileError: a file could not be read; the slot does not hold what it should.
+        """
+        with self._until_over:
+            pass
+        if self.error is not None:
+            raise self.error
+
+    def end(self) -> None:
+        """Let those go on who wait."""
+        if not self.is_over:
+            self.is_over = True
+            self._until_over.release()
+
+    def abandon(self) -> None:
+        """Enqueue nothing more. What was enqueued before is behind `ready`."""
+        reader = self._reader()
+        if reader is not None:
+            reader.abandon(self)
+
+
+class _Chunk:
+    """Pieces of files that are read by one thread, one after another, into one frame."""
+
+    def __init__(self, reads: list[Read]) -> None:
+        self.spans: list[tuple[Read, list[Read]]] = []
+        """What is read at once, and the reads that are in it: several, if they lie next to each other in a file."""
+        self.start = 0
+        """Of the frame, in the staging memory."""
+        self.is_read = False
+        self.error: BaseException | None = None
+        self.num_bytes = sum(read.num_bytes for read in reads)
+        for read in reads:
+            last = self.spans[-1] if self.spans else None
+            if last is not None and _is_next_to(last[0], read):
+                last[0].num_bytes = read.position + read.num_bytes - last[0].position
+                last[1].append(read)
+            else:
+                self.spans.append((replace(read), [read]))
+
+    def places(self) -> Iterator[tuple[Read, int, list[Read]]]:
+        """What is read at once, where in the staging memory its blocks begin, and the reads that are in it."""
+        start = self.start
+        for span, reads in self.spans:
+            yield span, start, reads
+            start += blocks_around(span.position, span.num_bytes)
+
+    def pieces(self) -> Iterator[tuple[Read, int]]:
+        """Each read, and where in the staging memory its bytes begin."""
+        for span, start, reads in self.places():
+            for read in reads:
+                yield read, start + span.position % BLOCK + read.position - span.position
+
+
+_readers: weakref.WeakSet[Reader] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for reader in [*_readers]:
+        reader.forget()
+
+
+class Reader:
+    """Brings bytes of files to slots of one device. Jobs come from one thread at a time."""
+
+    def __init__(self, backend: Backend) -> None:
+        _readers.add(self)
+        self._backend = backend
+        self._lock = threading.RLock()
+        """Guards everything below and all jobs. A lock that is written in C: Ctrl-C does not leave it taken."""
+        self._is_retired = False
+        """Another one has taken its place."""
+        self._submitted: deque[Job] = deque()
+        """Those that are not over, in the order in which they are copied."""
+        self._announced: list[Job] = []
+        """Those that have no slot yet, in the order in which they will be needed."""
+        self._num_workers = 0
+        self._num_starting = 0
+        """Of these, how many have not yet looked for something to do."""
+        self._is_waiting = False
+        """One of them waits for a copy to free a frame."""
+        self._staging = Staging(backend)
+        self.num_copies = 0
+        self.bytes_read = {False: 0, True: 0}
+        """Through the page cache, and past it."""
+        self._num_reading = 0
+        self._busy_seconds = 0.0
+        self._counted_at = 0.0
+
+    @property
+    def staging_bytes(self) -> int:
+        return self._staging.num_bytes
+
+    @property
+    def busy_seconds(self) -> float:
+        """For how long something was read, so far."""
+        with self._lock:
+            self._count_reading(0)
+            return self._busy_seconds
+
+    @property
+    def has_room_ahead(self) -> bool:
+        """Whether another job may be announced: those that are do not take all frames."""
+        return sum(len(job.chunks) + len(job.begun) for job in self._announced) < self._staging.num_frames
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self._staging.frame_bytes
+
+    def prepare_for(self, file_bytes: int, *, is_scarce: bool) -> None:
+        """Size the staging memory for images of so many bytes in all. Nothing may be read.
+
+        Args:
+            is_scarce: RAM is.
+        """
+        assert not self._num_workers
+        chunk_bytes = min(CHUNK_BYTES, SMALL_CHUNK_BYTES) if is_scarce else CHUNK_BYTES
+        self._staging.resize(min(NUM_FRAMES, 1 + -(-file_bytes // chunk_bytes)), chunk_bytes)
+
+    def announce(self, reads: Sequence[Read], tracer: Tracer | None) -> Job:
+        """Begin to read what will be needed. Neither the device nor compute notices before it is submitted."""
+        job = Job(self, reads, tracer)
+        with self._lock:
+            self._announced.append(job)
+            num_more = self._hire()
+        self._start(num_more)
+        return job
+
+    def submit(self, job: Job, target: torch.Tensor, stream: Stream, after: Sequence[Event], ready: Event) -> None:
+        """Send a job to its slot, behind all that were submitted before.
+
+        Args:
+            target: the slot's memory.
+            stream: what copies run on, once all of `after` is reached.
+            ready: recorded behind the last copy.
+        """
+        with self._lock:
+            if job in self._announced:
+                self._announced.remove(job)
+            job.target, job.stream, job.after, job.ready = target, stream, after, ready
+            self._submitted.append(job)
+            self._send_what_is_read()
+            num_more = self._hire()
+        self._start(num_more)
+
+    def begin_all(self) -> None:
+        """Let copies that do not come from here also wait for all that jobs so far have to wait for.
+
+        A job's slot may have taken the place of a larger one, and what is copied now the rest of that.
+        """
+        if self._submitted:
+            with self._lock:
+                for job in self._submitted:
+                    self._begin(job)
+
+    def abandon(self, job: Job) -> None:
+        with self._lock:
+            if job.is_over:
+                return
+            self._end(job, None)
+            num_more = self._hire()
+        self._start(num_more)
+
+    def drain(self) -> None:
+        """Return once all that was submitted is on its way, and nothing is read."""
+        while self._num_workers:
+            time.sleep(_POLL_SECONDS)
+
+    def abandon_all(self) -> None:
+        """Begin no more reads, and return once none is under way."""
+        with self._lock:
+            for job in [*self._submitted, *self._announced]:
+                self._end(job, None)
+        self.drain()
+
+    def successor(self) -> Reader:
+        """Another reader, in the place of this one, of which nobody knows what state it is in.
+
+        Its threads read on into its own memory, and enqueue nothing any more. What it has goes with the last of them.
+        """
+        with self._lock:
+            self._is_retired = True
+            for job in [*self._submitted, *self._announced]:
+                job.error, job.target = job.error or RuntimeError("The pass was interrupted."), None
+                job.chunks.clear()
+                job.end()
+            self._submitted.clear()
+            self._announced.clear()
+        other = Reader(self._backend)
+        other._staging.resize(self._staging.num_frames, self._staging.frame_bytes)
+        other.num_copies, other.bytes_read, other._busy_seconds = self.num_copies, self.bytes_read, self._busy_seconds
+        return other
+
+    def forget(self) -> None:
+        """In a child process, which has none of the parent's threads: forget what they were at, and whatever they hold."""
+        self._lock = threading.RLock()
+        for job in [*self._submitted, *self._announced]:
+            job.error, job.target = RuntimeError("This process was forked while the file was read."), None
+            job.end()
+        self._submitted, self._announced = deque(), []
+        self._num_workers = self._num_starting = self._num_reading = 0
+        self._is_waiting = False
+        self._staging.forget()
+
+    def close(self) -> None:
+        """Give the staging memory back. Nothing may be read."""
+        assert not self._num_workers
+        self._staging.close()
+
+    # ---------------------------------------------------------------- workers
+
+    def _hire(self) -> int:
+        """How many workers more have something to do now. Call `_start` with that, without the lock."""
+        num_unread = self._num_unread()
+        num = self._staging.num_free
+        if not num and not self._is_waiting and (self._staging.oldest_sent is not None or not self._num_workers):
+            num = 1  # to wait for a frame, or to take one
+        num = min(num_unread, num) - self._num_starting
+        num = max(0, min(num, num_threads() - self._num_workers))
+        self._num_workers += num
+        self._num_starting += num
+        return num
+
+    def _start(self, num_workers: int) -> None:
+        for _ in range(num_workers):
+            on_pool(self._work)
+
+    def _num_unread(self) -> int:
+        return sum(len(job.chunks) for job in (*self._submitted, *self._announced))
+
+    def _work(self) -> None:
+        with self._lock:
+            self._num_starting -= 1
+        try:
+            while (found := self._next()) is not None:
+                self._read(*found)
+        except BaseException as error:  # nobody else would tell those who wait
+            self._fail(error)
+
+    def _leave(self) -> None:
+        """A worker ends. Under the lock under which it found nothing to do: what comes next hires another one."""
+        self._num_workers -= 1
+
+    def _next(self) -> tuple[Job, _Chunk] | None:
+        """What the calling worker reads next, in a frame of its own; None if there is nothing for it."""
+        while True:
+            with self._lock:
+                self._send_what_is_read()
+                found = self._begin_chunk()
+                oldest = self._staging.oldest_sent
+                if found is None and (oldest is None or self._is_waiting or not self._num_unread()):
+                    self._leave()
+                    return None
+                if found is None:
+                    self._is_waiting = True
+                num_more = self._hire()
+            self._start(num_more)
+            if found is not None:
+                return found
+            assert oldest is not None
+            try:
+                oldest.synchronize()  # as long as the link takes for a chunk
+            finally:
+                with self._lock:
+                    self._is_waiting = False
+
+    def _begin_chunk(self) -> tuple[Job, _Chunk] | None:
+        """Give the first chunk that nobody has begun to read a frame; None if there is no such chunk, or no frame."""
+        jobs = [*self._submitted, *self._announced]
+        for index, job in enumerate(jobs):
+            if job.chunks:
+                start = self._staging.take()
+                if start is None:
+                    start = self._take_back(jobs[index + 1 :])
+                if start is None:
+                    return None
+                chunk = job.chunks.popleft()
+                chunk.start = start
+                job.begun.append(chunk)
+                self._count_reading(1)
+                return job, chunk
+        return None
+
+    def _take_back(self, jobs: Sequence[Job]) -> int | None:
+        """The frame of what is needed last of all in `jobs`, which is read again later."""
+        for job in reversed(jobs):
+            if job.begun and job.begun[-1].is_read:
+                chunk = job.begun.pop()
+                chunk.is_read, chunk.error = False, None
+                job.chunks.appendleft(chunk)
+                return chunk.start
+        return None
+
+    def _read(self, job: Job, chunk: _Chunk) -> None:
+        """Read a chunk, on a thread of the pool."""
+        try:
+            memory = self._staging.view
+            for span, start, reads in chunk.places():
+                if job.is_over:
+                    break
+                area = memory[start : start + blocks_around(span.position, span.num_bytes)]
+                started = time.perf_counter()
+                with _naming(*reads):
+                    is_direct = span.source.read(area, span.position, span.num_bytes, direct=span.direct)
+                self._count(is_direct, span.num_bytes)
+                if job.tracer is not None:
+                    job.tracer.read(span.label, started, time.perf_counter(), span.num_bytes)
+        except BaseException as error:
+            chunk.error = error
+        finally:
+            with self._lock:
+                self._count_reading(-1)
+                chunk.is_read = True
+                if job.is_over:
+                    self._staging.give_back(chunk.start)
+
+    def read_now(self, target: torch.Tensor, reads: Sequence[Read], tracer: Tracer | None) -> None:
+        """Read into memory that the CPU computes from, with several threads, and return when it is there.
+
+        Raises:
+            GroupFileError: a file could not be read. No thread writes to `target` any more.
+        """
+        num_bytes = sum(read.num_bytes for read in reads)
+        limit = max(MIN_BYTES_PER_THREAD, min(CHUNK_BYTES, -(-num_bytes // num_threads())))
+        run_all(partial(self._read_straight, target, part, tracer) for part in _parts(reads, limit))
+        for read in reads:
+            _prove(read, target[read.at : read.at + read.num_bytes])
+
+    def _read_straight(self, target: torch.Tensor, reads: Sequence[Read], tracer: Tracer | None) -> None:
+        for read in reads:
+            part = target[read.at : read.at + read.num_bytes]
+            started = time.perf_counter()
+            is_direct = read.direct and not read.source.is_cached(read.position, read.num_bytes)
+            with _naming(read):
+                if is_direct:
+                    size = blocks_around(read.position, read.num_bytes)
+                    blocks = flat_view(map_anonymous(size), 0, size)
+                    is_direct = read.source.read(memory_of(blocks), read.position, read.num_bytes, direct=True)
+                    part.copy_(blocks[read.position % BLOCK :][: read.num_bytes])
+                else:
+                    read.source.read_straight(memory_of(part), read.position)
+            self._count(is_direct, read.num_bytes)
+            if tracer is not None:
+                tracer.read(read.label, started, time.perf_counter(), read.num_bytes)
+
+    def _count_reading(self, num_more: int) -> None:
+        """So many more workers read from now on."""
+        now = time.perf_counter()
+        if self._num_reading:
+            self._busy_seconds += now - self._counted_at
+        self._counted_at = now
+        self._num_reading += num_more
+
+    def _count(self, is_direct: bool, num_bytes: int) -> None:
+        with self._lock:
+            self.bytes_read[is_direct] += num_bytes
+
+    # ---------------------------------------------------------------- copies
+
+    def _send_what_is_read(self) -> None:
+        while self._submitted and not self._is_retired:
+            job = self._submitted[0]
+            if not (job.begun and job.begun[0].is_read):
+                return
+            chunk = job.begun[0]
+            if chunk.error is None:
+                self._send(job, chunk)
+            else:
+                self._end(job, chunk.error)
+
+    def _send(self, job: Job, chunk: _Chunk) -> None:
+        memory = self._staging.memory
+        assert memory is not None and job.target is not None
+        try:
+            for read, start in chunk.pieces():
+                _prove(read, memory[start : start + read.num_bytes])
+        except GroupFileError as error:
+            self._end(job, error)
+            return
+        self._begin(job)
+        begun = None if job.tracer is None else job.tracer.now(job.stream)
+        job.begun.popleft()
+        try:
+            for read, start in chunk.pieces():
+                target = job.target[read.at : read.at + read.num_bytes]
+                self._backend.copy(target, memory[start : start + read.num_bytes], job.stream)
+                self.num_copies += 1
+        finally:
+            self._staging.give_back_after(chunk.start, job.stream)
+        if job.tracer is not None and begun is not None:
+            job.tracer.copied([read.label for read, _ in chunk.pieces()], begun, job.stream, chunk.num_bytes)
+        job.num_left -= 1
+        if not job.num_left:
+            self._end(job, None)
+
+    def _begin(self, job: Job) -> None:
+        if not job.has_waited:
+            job.has_waited = True
+            for event in job.after:
+                job.stream.wait_event(event)
+
+    def _end(self, job: Job, error: BaseException | None) -> None:
+        job.error = error
+        for chunk in job.begun:
+            if chunk.is_read:
+                self._staging.give_back(chunk.start)
+        if job in self._announced:
+            self._announced.remove(job)
+        elif job in self._submitted:  # not in the middle of a call that was interrupted
+            self._submitted.remove(job)
+            self._begin(job)  # also if it brought nothing: who takes these bytes next waits for this job only
+            job.ready.record(job.stream)
+            self._staging.last_copies.record(job.stream)
+        job.target = None  # the job may be kept longer than the slot
+        job.chunks.clear()  # the job may be kept: files need not stay mapped
+        job.begun.clear()
+        job.end()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            for job in [*self._submitted, *self._announced]:
+                with suppress(Exception):  # it may be the device that fails
+                    self._end(job, error)
+                job.error = error
+                job.end()
+            self._submitted.clear()
+            self._announced.clear()
+            self._leave()
+
+
+def _in_order_of_files(reads: Sequence[Read]) -> list[Read]:
+    """What lies next to each other in a file comes one after the other. The first files come first."""
+    turns = {source: turn for turn, source in enumerate(dict.fromkeys(read.source for read in reads))}
+    return sorted(reads, key=lambda read: (turns[read.source], read.position))
+
+
+def _is_next_to(span: Read, read: Read) -> bool:
+    """Whether one system call may read both, and no more than is read for each."""
+    gap = read.position - span.position - span.num_bytes
+    return read.source is span.source and read.direct == span.direct and 0 <= gap < BLOCK
+
+
+def _parts(reads: Sequence[Read], limit: int) -> Iterator[list[Read]]:
+    """What one thread reads at a time: a piece of at most `limit` bytes, whole blocks, or several small ones."""
+    batch: list[Read] = []
+    batch_bytes = 0
+    for read in reads:
+        done = 0
+        while done < read.num_bytes:
+            position = read.position + done
+            size = min(read.num_bytes - done, max(BLOCK, limit // BLOCK * BLOCK) - position % BLOCK)
+            room = blocks_around(position, size)
+            if batch and (batch_bytes + room > limit or len(batch) == _MAX_READS_PER_CHUNK):
+                yield batch
+                batch, batch_bytes = [], 0
+            batch.append(replace(read, at=read.at + done, position=position, num_bytes=size))
+            batch_bytes += room
+            done += size
+    if batch:
+        yield batch
+
+
+def _prove(read: Read, data: torch.Tensor) -> None:
+    if read.proof is not None:
+        with _naming(read):
+            read.proof.update(memory_of(data))
+
+
+@contextmanager
+def _naming(*reads: Read) -> Iterator[None]:
+    """Tell in an error which groups could not be read."""
+    try:
+        yield
+    except GroupFileError as error:
+        names = ", ".join(map(repr, dict.fromkeys(read.label for read in reads)))
+        raise GroupFileError(f"Group {names} cannot be onloaded. {error}") from error
+
+
+os.register_at_fork(after_in_child=_forget_all)

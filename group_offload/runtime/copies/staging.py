@@ -1,0 +1,101 @@
+"""Page-locked memory that file content passes through on its way to the device, in frames of one size."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from ...base.device import Backend, Event, Stream
+from ...base.layout import memory_of
+from ...base.mapping import flat_view, map_anonymous
+from ...stores.pinned import PageLock
+from .last import LastCopies
+
+
+class Staging:
+    """Frames that are taken, filled, and given back, or come back by themselves once a copy from them is done.
+
+    The memory is taken with the first frame. Used under its reader's lock.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.frame_bytes = 0
+        self.num_frames = 0
+        self.memory: torch.Tensor | None = None
+        self.view = memoryview(b"")
+        """The same, for system calls."""
+        self._free: list[int] = []
+        """Where free frames begin."""
+        self._sent: deque[tuple[Event, int]] = deque()
+        """In the order in which their copies end."""
+        self._spare: list[Event] = []
+        self._lock: PageLock | None = None
+        self.last_copies = LastCopies(backend)
+        """Recorded by the reader behind all copies: before it is reached the memory stays locked."""
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self.memory is None else self.memory.numel()
+
+    @property
+    def oldest_sent(self) -> Event | None:
+        """What to wait for if no frame is free; None if that would free none."""
+        return self._sent[0][0] if self._sent else None
+
+    def resize(self, num_frames: int, frame_bytes: int) -> None:
+        """Nothing may be in a frame, or be read into one."""
+        if (num_frames, frame_bytes) != (self.num_frames, self.frame_bytes):
+            self.close()
+            self.num_frames, self.frame_bytes = num_frames, frame_bytes
+
+    @property
+    def num_free(self) -> int:
+        if self.memory is None:
+            return self.num_frames
+        while self._sent and self._sent[0][0].query():
+            event, start = self._sent.popleft()
+            self._spare.append(event)
+            self._free.append(start)
+        return len(self._free)
+
+    def take(self) -> int | None:
+        """Where a free frame begins in `memory`."""
+        if self.memory is None:
+            self._allocate()
+        return self._free.pop() if self.num_free else None
+
+    def give_back(self, start: int) -> None:
+        """Nothing is copied from the frame, and nobody reads into it."""
+        self._free.append(start)
+
+    def give_back_after(self, start: int, stream: Stream) -> None:
+        """The frame is free once `stream` has come to this point."""
+        event = self._spare.pop() if self._spare else self._backend.new_event()
+        event.record(stream)
+        self._sent.append((event, start))
+
+    def forget(self) -> None:
+        """In a child process, where no thread reads and no copy ends: all frames are free."""
+        self._sent.clear()
+        if self.memory is not None:
+            self._free = self._starts()
+
+    def close(self) -> None:
+        """Give the memory back. No frame may be in use, but for copies that are on their way."""
+        if self._lock is not None:
+            self._lock.release()
+        self._lock, self.memory, self.view = None, None, memoryview(b"")
+        self._free.clear()
+        self._sent.clear()
+
+    def _allocate(self) -> None:
+        num_bytes = self.num_frames * self.frame_bytes
+        memory = flat_view(map_anonymous(num_bytes), 0, num_bytes)
+        self._lock = PageLock.take(self._backend, memory, self.last_copies.synchronize)
+        self.memory, self.view = memory, memory_of(memory)
+        self._free = self._starts()
+
+    def _starts(self) -> list[int]:
+        return [frame * self.frame_bytes for frame in reversed(range(self.num_frames))]

@@ -1,0 +1,1 @@
+"""Which groups are needed next, and which of them are started ahead."""

@@ -1,0 +1,346 @@
+"""Starts images ahead of the calls that need them: what comes next, as far as there is room, or can be read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Sequence
+from itertools import accumulate
+
+from ...stores.base import Image
+from ..calls import EXPECTED
+from ..copies.cached import CachedFiles
+from ..copies.reader import Job
+from ..copies.transfer import Transfer
+from ..groups.group import Group
+from ..measure.counters import Counters
+from ..memory import DeviceMemory
+from ..slots.slot import Slot
+from ..slots.stalls import Stalls
+from .schedule import Schedule, first_guess
+
+logger = logging.getLogger("group_offload")
+
+MAX_RUN_BYTES = 8 << 20
+"""Groups that follow one another are sent together up to this size: small ones cost the host more than the link."""
+_LOOK_BEYOND = 16
+"""Once there is no room for a group inside of whose modules nothing else is needed, this many more are looked at."""
+
+
+class LookAhead:
+    """Decides what is started when, and in which slot. Owned by an engine, and used under its lock.
+
+    Order of calls: `reset` once groups are known; `begin` in each pass, then everything else.
+    """
+
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        transfer: Transfer,
+        stalls: Stalls,
+        counters: Counters,
+        files: CachedFiles,
+        *,
+        use_stream: bool,
+        model: str,
+    ) -> None:
+        """
+        Args:
+            use_stream: without a stream nothing is started before it is needed.
+            model: for messages.
+        """
+        self._memory = memory
+        self._transfer = transfer
+        self._stalls = stalls
+        self._counters = counters
+        self._files = files
+        self._use_stream = use_stream
+        self._model = model
+        self.schedule = Schedule(())
+        self._wraps = False
+        """The next pass's first images are started in this one."""
+        self._outer: list[Group] = []
+        """Groups inside of whose modules others are needed."""
+        self._ahead: dict[Group, _Ahead] = {}
+        """What is read before there is a slot for it."""
+        self._is_behind = False
+        """Something may have changed about what can be started."""
+        self._blockers: set[Group] = set()
+        """The groups for whose bytes the next image waits."""
+        self._has_warned_of_alias = False
+
+    def reset(self, groups: Sequence[Group], *, wraps: bool) -> None:
+        """The module was cut into groups.
+
+        Args:
+            wraps: what the next pass needs first may be started in this one.
+        """
+        self.schedule = Schedule(first_guess(groups))
+        self._outer = [group for group in groups if group.height and group.num_bytes]
+        self._wraps = wraps
+
+    def recover(self, groups: Sequence[Group], *, is_whole: bool) -> None:
+        """A pass failed.
+
+        Args:
+            is_whole: what was learnt about the order is in order.
+        """
+        self._ahead.clear()
+        self._blockers = set()
+        if is_whole:
+            self.schedule.end(completed=False)
+        else:
+            self.reset(groups, wraps=self._wraps)
+
+    def begin(self, key: Hashable, scope: set[Group], guess: Sequence[Group] | None = None) -> None:
+        """A pass begins: see `Schedule.begin`."""
+        self.schedule.begin(key, scope, guess)
+        self._is_behind = True
+        self._look()
+
+    def before_call(self) -> None:
+        """What a call needs is ready: start what comes next, if there is something to start."""
+        if self._memory.is_just_in_time or self._is_behind or self.schedule.is_learning:
+            self._look()
+
+    def after_call(self) -> None:
+        if self._is_behind or self.schedule.is_learning:
+            self._look()
+
+    def was_let_go(self, group: Group) -> None:
+        """No call holds the group any more."""
+        if group in self._blockers:
+            self._is_behind = True
+
+    def is_on_its_way(self, group: Group) -> bool:
+        """Whether the group's images were started, or are read before there is a slot for them."""
+        return group.slot is not None or group in self._ahead
+
+    def onload_now(self, group: Group) -> None:
+        """Start the images of a group that is needed and was not foreseen."""
+        self._is_behind = True
+        if self._memory.may_reside(group):
+            self._send([group], self._memory.resident_slot(group), [])
+            return
+        ring = self._memory.ring(group.height)
+        found = None if ring is None else ring.place(group.num_bytes, self._is_free, is_first=not self._use_stream)
+        if ring is not None and found is None:
+            self._warn_of_aliases(ring.slots)
+        self._send([group], *(found or (self._memory.loose_slot(group.num_bytes), [])))
+
+    def abandon(self) -> None:
+        """Give up what is read: nobody waits for it."""
+        self._ahead.clear()
+        self._transfer.abandon()
+
+    def _look(self) -> None:
+        """Start the images that come next, as far as there is room, or room in what is needed later.
+
+        What is read from files is read further ahead, as far as the staging memory reaches.
+        """
+        if not self._use_stream:
+            return
+        has_room = self._memory.next_bytes is not None and self._memory.has_room_for(self._memory.next_bytes)
+        if self._memory.is_just_in_time and not self._is_behind and not has_room and not self._may_read_ahead():
+            return
+        self._is_behind = False
+        self._memory.next_bytes = None
+        self._blockers = set()
+        walk = _Walk()
+        run: list[Group] = []
+        run_bytes = 0
+        left = _LOOK_BEYOND
+        for group in self.schedule.upcoming(wraps=self._wraps):
+            if group in walk.soon:
+                continue
+            if group.slot is None:
+                resides = self._memory.may_reside(group)
+                ahead = self._ahead.get(group)
+                fits = run and group.height == run[0].height and run_bytes + group.num_bytes <= self._run_limit(run[0])
+                if run and (ahead is not None or resides or not fits):
+                    self._start_run(run, walk)
+                    run, run_bytes = [], 0
+                if resides:
+                    self._send([group], self._memory.resident_slot(group), [])
+                    continue
+                if ahead is not None and ahead.run[0] is group and ahead.is_good:
+                    self._start_run(ahead.run, walk)
+                    walk.soon.update(ahead.run)
+                    continue
+                run.append(group)
+                run_bytes += group.num_bytes
+            elif run and not self._memory.is_just_in_time:  # before what is there already counts as needed sooner
+                self._start_run(run, walk)
+                run, run_bytes = [], 0
+            walk.soon.add(group)
+            if 0 in walk.full and not self._may_read_ahead():
+                left -= 1
+                if not left or not self._misses_others():
+                    break
+        if run:
+            self._start_run(run, walk)
+
+    def _misses_others(self) -> bool:
+        """Whether a group could be onloaded though there is no room among those that take turns with most others."""
+        return self._memory.misses_residents or any(group.slot is None for group in self._outer)
+
+    def _may_read_ahead(self) -> bool:
+        return self._files.are_read and self._transfer.has_room_ahead
+
+    def _start_run(self, run: list[Group], walk: _Walk) -> None:
+        """Start to onload `run`; where no slot is free, to read it."""
+        height = run[0].height
+        if height not in walk.full:
+            if self._onload_ahead(run, sum(group.num_bytes for group in run), walk.soon):
+                return
+            walk.full.add(height)
+        if self._files.are_read:
+            self._read_ahead(run, walk)
+
+    def _read_ahead(self, run: list[Group], walk: _Walk) -> None:
+        ahead = self._ahead.get(run[0])
+        if ahead is not None and ahead.run == run and ahead.is_good:
+            walk.met.add(ahead)
+            return
+        self._give_up_ahead(run)
+        reads = self._transfer.reads_of(_images_of(run))
+        if not reads:
+            return
+        while not self._transfer.has_room_ahead:
+            stale = next((ahead for ahead in reversed(self._ahead.values()) if ahead not in walk.met), None)
+            if stale is None:
+                return
+            self._give_up_ahead(stale.run)  # it was expected sooner than it is now
+        ahead = _Ahead(run, self._transfer.read_ahead(reads))
+        walk.met.add(ahead)
+        self._ahead.update(dict.fromkeys(run, ahead))
+
+    def _take_ahead(self, run: list[Group]) -> Job | None:
+        """What was read of `run` so far. What is of no use for it, but has some of its groups, is given up."""
+        ahead = self._ahead.get(run[0])
+        if ahead is not None and ahead.run == run and ahead.is_good:
+            self._forget_ahead(ahead)
+            return ahead.job
+        self._give_up_ahead(run)
+        return None
+
+    def _give_up_ahead(self, run: list[Group]) -> None:
+        """Forget what was read of any group of `run`."""
+        for group in run:
+            ahead = self._ahead.get(group)
+            if ahead is not None:
+                self._forget_ahead(ahead)
+                ahead.job.abandon()
+
+    def _forget_ahead(self, ahead: _Ahead) -> None:
+        for group in ahead.run:
+            del self._ahead[group]
+
+    def _run_limit(self, group: Group) -> int:
+        is_loose = self._memory.is_just_in_time and not group.height
+        room = 2 * self._memory.window_bytes if is_loose else self._memory.ring_sizes.get(group.height, 0)
+        return min(MAX_RUN_BYTES, room // 8)
+
+    def _onload_ahead(self, run: list[Group], num_bytes: int, soon: set[Group]) -> bool:
+        """Start the images of `run` in one slot. False if there is no room before something that is needed sooner goes."""
+
+        def may_evict(slot: Slot) -> bool:
+            if any(group.holds or group in soon for group in slot.groups):
+                self._blockers.update(slot.groups)
+                return False
+            if self._memory.is_kept(slot):  # for a moment only, if it is by frames of a call that raised
+                self._is_behind = True
+                return False
+            return True
+
+        ring = self._memory.ring(run[0].height)
+        found: tuple[Slot, list[Slot]] | None
+        if ring is None:
+            slot = self._memory.slot_just_in_time(num_bytes, may_evict)
+            found = None if slot is None else (slot, [])
+        else:
+            found = ring.place(num_bytes, may_evict, is_first=self._is_first(run[0]))
+        if found is not None:
+            self._send(run, *found)
+        return found is not None
+
+    def _is_first(self, group: Group) -> bool:
+        """Whether passes like this one begin with `group`, as far as those go that take turns with it."""
+        order = self.schedule.order
+        return group is next((each for each in order if each.height == group.height and not self._stays(each)), None)
+
+    def _stays(self, group: Group) -> bool:
+        return group.slot is not None and group.slot.is_resident
+
+    def _is_free(self, slot: Slot) -> bool:
+        return not slot.is_held and not self._memory.is_kept(slot)
+
+    def _warn_of_aliases(self, slots: Sequence[Slot]) -> None:
+        aliased = [slot for slot in slots if not slot.is_held and self._memory.is_kept(slot)]
+        if aliased and not self._has_warned_of_alias:
+            self._has_warned_of_alias = True
+            logger.warning(
+                "Something keeps views of weights of %s in %s beyond the call that they were used in: they stay on the device "
+                "as long as it does. (A hook that collects weights, say, or an autograd function that keeps one in its context "
+                "and not with save_for_backward.)",
+                " and ".join(group.group_id for slot in aliased for group in slot.groups),
+                self._model,
+            )
+
+    def _send(self, run: list[Group], slot: Slot, evicted: list[Slot]) -> None:
+        after = [old.last_use() for old in evicted] if slot.is_fixed else [slot.last_use()]
+        for old in evicted:
+            self._memory.evict(old)
+        self._stalls.collect(slot)
+        job = self._take_ahead(run)
+        images = _images_of(run)
+        offset = 0
+        for group in run:
+            group.was_sent(slot, offset)
+            offset += group.num_bytes
+        slot.groups = run
+        slot.unused = set(run)
+        slot.waited_on = slot.last_stream = None
+        self._counters.onloads += len(run)
+        try:
+            self._transfer.send(images, slot, after, job=job)
+        except EXPECTED:  # the forward may catch that, and call again
+            self._memory.free(slot)
+            raise
+
+
+class _Walk:
+    """What was found out so far on a walk through what comes next."""
+
+    def __init__(self) -> None:
+        self.soon: set[Group] = set()
+        """What comes next, up to here."""
+        self.full: set[int] = set()
+        """The heights of groups for which there is no room."""
+        self.met: set[_Ahead] = set()
+        """What is read already, and rightly so."""
+
+
+class _Ahead:
+    """A run of groups that is read from files before there is a slot for it."""
+
+    def __init__(self, run: list[Group], job: Job) -> None:
+        self.run = run
+        self.job = job
+        self._states = _states_of(run)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether what was read is what would be read now."""
+        return self._states == _states_of(self.run) and all(group.slot is None for group in self.run)
+
+
+def _states_of(run: list[Group]) -> list[tuple[int, bool, int]]:
+    """What is page-locked meanwhile is not read any more, but copied from where it is."""
+    images = [part.image for group in run for part in group.parts]
+    return [(image.generation, image.is_outdated, image.pinned_bytes) for image in images]
+
+
+def _images_of(run: Sequence[Group]) -> list[tuple[int, str, Image]]:
+    """Where in a slot for `run` each image goes, the name of its group, and the image."""
+    starts = accumulate((group.num_bytes for group in run), initial=0)
+    return [image for group, start in zip(run, starts, strict=False) for image in group.images_at(start)]

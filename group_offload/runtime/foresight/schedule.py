@@ -1,0 +1,181 @@
+"""Which group will be needed next: what the last pass did, never trusted."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..groups.group import Group
+
+_NUMBER = re.compile(r"\d+")
+
+
+class Schedule:
+    """The order in which groups are needed, learnt in each pass for the next one like it.
+
+    A wrong guess costs a stall, never more: nothing relies on it for being right. Passes that begin at different modules
+    (the whole model; only a VAE's decoder) are told apart by a key.
+
+    In the first pass of a kind the order of registration is a guess, and often a wrong one inside of blocks (diffusers
+    registers a block's output projection before its attention). But blocks are alike: what followed `blocks.0.ff` in the
+    first block will follow `blocks.1.ff` in the second.
+    """
+
+    def __init__(self, first_guess: Sequence[Group]) -> None:
+        self._first_guess = tuple(first_guess)
+        self._learnt: dict[Hashable, tuple[Group, ...]] = {}
+        self._positions: dict[Hashable, dict[Group, list[int]]] = {}
+        self._followed_by: dict[Hashable, Hashable] = {}
+        """By the key of a pass, that of the pass that came after the last one like it."""
+        self._key: Hashable = None
+        self._order: tuple[Group, ...] = ()
+        self._index: dict[Group, list[int]] = {}
+        self._next = 0
+        self._seen: list[Group] = []
+        self._analogy: _Analogy | None = None
+
+    def begin(self, key: Hashable, scope: set[Group], guess: Sequence[Group] | None = None) -> None:
+        """Start a pass in which only groups of `scope` can be needed.
+
+        Args:
+            guess: the order to expect in the first pass of this key. Default: that of registration.
+        """
+        if self._key is not None:
+            self._followed_by[self._key] = key
+        self._key = key
+        order = self._learnt.get(key)
+        if order is None:
+            order = tuple(group for group in guess or self._first_guess if group in scope)
+            self._analogy = _Analogy(scope)
+        else:
+            self._analogy = None
+        self._order = order
+        if key not in self._positions:
+            self._positions[key] = _positions(order)
+        self._index = self._positions[key]
+        self._next = 0
+        self._seen = []
+
+    @property
+    def order(self) -> tuple[Group, ...]:
+        """Of the last pass, or a guess."""
+        return self._order or self._first_guess
+
+    def order_of(self, key: Hashable) -> tuple[Group, ...]:
+        """The order in which passes of this key need groups, as far as is known."""
+        return self._learnt.get(key, self._first_guess)
+
+    @property
+    def is_learning(self) -> bool:
+        """The first pass of its kind: what is foreseen gets better with each call."""
+        return self._analogy is not None
+
+    def observe(self, group: Group) -> None:
+        """`group` is needed now."""
+        if self._analogy is not None:
+            self._analogy.observe(self._seen[-1] if self._seen else None, group)
+        self._seen.append(group)
+        positions = self._index.get(group)
+        if positions is not None:  # a group that was not foreseen leaves the guess where it was
+            at = bisect_left(positions, self._next)
+            self._next = positions[at if at < len(positions) else 0] + 1
+
+    def upcoming(self, *, wraps: bool) -> Iterator[Group]:
+        """The groups that should come next, soonest first, with repeats; with `wraps`, on into the pass that comes then."""
+        if self._analogy is not None:
+            yield from self._analogy.after(self._seen[-1] if self._seen else None)
+        order = self._order
+        for position in range(self._next, len(order)):
+            yield order[position]
+        if wraps and self._analogy is None:
+            then = self._followed_by.get(self._key, self._key)
+            if then == self._key:
+                for position in range(self._next):
+                    yield order[position]
+            else:
+                yield from self._learnt.get(then, ())
+
+    def expects(self, group: Group) -> bool:
+        """Whether `group` should be the very next one."""
+        return self._next < len(self._order) and self._order[self._next] is group
+
+    def end(self, *, completed: bool) -> None:
+        """End the pass. One that broke off teaches nothing."""
+        if completed:
+            order = tuple(self._seen)
+            if order != self._order or self._key not in self._learnt:
+                self._learnt[self._key] = order
+                self._positions[self._key] = _positions(order)
+        self._seen = []
+
+
+class _Analogy:
+    """Foresees the order inside of blocks from the blocks before: groups are alike if their names differ in numbers only."""
+
+    def __init__(self, scope: set[Group]) -> None:
+        self._forms = {group: _form(group) for group in scope}
+        self._by_form = {form: group for group, form in self._forms.items()}
+        self._next_form: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+        """For each form, what groups of that form were followed by: a form, and numbers. The latest comes first."""
+        self._followers: dict[Group, Group | None] = {}
+        """What was found out already."""
+
+    def observe(self, before: Group | None, group: Group) -> None:
+        if before is None or before not in self._forms or group not in self._forms:
+            return
+        (form, numbers), (next_form, next_numbers) = self._forms[before], self._forms[group]
+        shared = min(len(numbers), len(next_numbers))
+        step = next_form, tuple(b - a for a, b in zip(numbers, next_numbers, strict=False)) + next_numbers[shared:]
+        known = self._next_form.setdefault(form, [])
+        if known and known[0] == step:
+            return
+        if step in known:
+            known.remove(step)
+        known.insert(0, step)  # what was seen last is tried first
+        self._followers.clear()
+
+    def after(self, group: Group | None) -> Iterator[Group]:
+        """What should follow `group`, as far as blocks before tell."""
+        for _ in range(len(self._forms)):
+            if group is None:
+                return
+            if group not in self._followers:
+                self._followers[group] = self._follower(group)
+            found = self._followers[group]
+            if found is None:
+                return
+            yield found
+            group = found
+
+    def _follower(self, group: Group) -> Group | None:
+        if group not in self._forms:
+            return None
+        form, numbers = self._forms[group]
+        for next_form, step in self._next_form.get(form, ()):
+            # Numbers that both have are relative, the others (a layer's place inside a block) are what they were.
+            numbers_then = tuple(a + b for a, b in zip(numbers, step, strict=False)) + step[len(numbers) :]
+            found = self._by_form.get((next_form, numbers_then))
+            if found is not None:
+                return found
+        return None
+
+
+def _form(group: Group) -> tuple[str, tuple[int, ...]]:
+    """The group's name without its numbers, and the numbers."""
+    return _NUMBER.sub("#", group.group_id), tuple(map(int, _NUMBER.findall(group.group_id)))
+
+
+def _positions(order: tuple[Group, ...]) -> dict[Group, list[int]]:
+    found: dict[Group, list[int]] = {}
+    for position, group in enumerate(order):
+        found.setdefault(group, []).append(position)
+    return found
+
+
+def first_guess(groups: Iterable[Group]) -> list[Group]:
+    """The order of the first pass, foreseen: outer groups first, then each group once for each module that needs it."""
+    order = [group for group in groups if group.num_bytes for _ in (group.modules if not group.height else (None,))]
+    return sorted(order, key=lambda group: -group.height)

@@ -1,0 +1,1 @@
+"""A group of weights: what it is made of, and where it is."""

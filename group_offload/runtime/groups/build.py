@@ -1,0 +1,401 @@
+"""From a module to groups whose tensors are at rest, and back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import nn
+
+from ...base.compiled import is_compiled
+from ...base.layout import ALIGNMENT, ImageLayout, extent_bytes, lay_out, overlapping, span_bytes
+from ...base.mapping import flat_view, map_anonymous, trim_heap
+from ...base.pagemap import tells_writes
+from ...base.pool import Task, on_pool
+from ...base.progress import progress_bar
+from ...base.ram import fits
+from ...config import OffloadConfig
+from ...errors import ConfigError, GroupFileError
+from ...partition import GroupSpec, TensorRef, partition
+from ...stores.base import Image, Tier
+from ...stores.checkpoint import Checkpoint, CheckpointImage, FileMap, MappedFile, Place
+from ...stores.folder import Folder
+from ...stores.group_file import GroupFile
+from ...stores.pinned import SEGMENT_BYTES, RamImage, Segment
+from .group import Group, Part, fit_for
+from .trained import may_be_trained
+
+logger = logging.getLogger("group_offload")
+
+
+def build_groups(
+    root: nn.Module,
+    config: OffloadConfig,
+    folder: Folder | None,
+    before: Sequence[Group],
+    wait: Callable[[], None],
+    casts: Mapping[int, torch.dtype],
+    trained: frozenset[int] = frozenset(),
+) -> tuple[Group, ...]:
+    """Cut `root` into groups and bring every tensor to its place at rest. What has an image in `before` keeps it.
+
+    If that fails, all tensors that were brought to a new place get memory of their own again.
+
+    Args:
+        casts: by id, tensors that get another dtype before they are placed, one group after another.
+        wait: returns once no copy reads an image any more: page-locked memory is not given up before.
+        trained: by id, parameters that stay on the device.
+
+    Raises:
+        ModuleError, ConfigError: the module cannot be cut: see `partition`. Weights are to stay in files, are in none, and
+            there is no folder for new ones.
+        GroupFileError: files cannot be written, or were changed by somebody else.
+    """
+    for group in before:
+        group.check()
+    cut = partition(root, config, is_compiled, trained)
+    known = {id(ref.tensor): part for group in before for part in group.parts for ref in part.refs}
+    empty = {group.group_id: list(group.parts) for group in before if not group.num_bytes}
+    homes = {id(ref.holder): home for part in known.values() for ref, home in zip(part.refs, part.devices, strict=True)}
+    plans = []
+    for spec in cut.groups:
+        kept, fresh = _reusable(spec, known)
+        plans.append(_Plan(spec, kept if spec.tensors else empty.get(spec.group_id, []), fresh))
+    made: list[Part] = []
+    try:
+        file_map = FileMap()
+        views = _find_views(plans, casts, file_map)
+        if config.rests_in_files or config.has_budgets:
+            is_promised = config.rests_in_files and folder is None and not before  # what is edited later comes to RAM
+            if is_promised:
+                _refuse_what_is_in_no_file(plans, views)
+            _adopt(views, homes, made, lambda checkpoint: False, is_promised=is_promised)
+        else:
+            _adopt_for_ram(views, config, homes, made, wait)
+        for plan in plans:
+            for ref in plan.fresh:  # is going to be read
+                file_map.check(ref.fqn, ref.tensor.detach())
+        for in_turn in _in_turn(plans):
+            for plan in plans:
+                plan.fresh = in_turn[plan.spec]
+            if folder is not None:
+                _rest_in_files(plans, folder, homes, made, casts)
+            _rest_in_ram(plans, config, homes, made, wait, casts)
+        return tuple(Group(plan.spec, height, plan.parts) for plan, height in zip(plans, cut.heights, strict=True))
+    except BaseException:
+        with ExitStack() as undo:  # all of it, even if one of them cannot be undone
+            for part in made:
+                undo.callback(part.image.close, forget=True)
+                undo.callback(materialise, part)
+        raise
+
+
+@dataclass(slots=True)
+class _Plan:
+    """One group in the making."""
+
+    spec: GroupSpec
+    parts: list[Part]
+    fresh: tuple[TensorRef, ...]
+    """The tensors that have no image yet."""
+
+
+def _in_turn(plans: Sequence[_Plan]) -> list[dict[GroupSpec, tuple[TensorRef, ...]]]:
+    """What gets an image at once: what may be trained comes later, so that it can leave its group alone."""
+    trainable = may_be_trained([ref for plan in plans for ref in plan.spec.tensors])
+    later = {plan.spec: tuple(ref for ref in plan.fresh if id(ref.holder) in trainable) for plan in plans}
+    if not any(later.values()):
+        return [{plan.spec: plan.fresh for plan in plans}]
+    return [{plan.spec: tuple(ref for ref in plan.fresh if id(ref.holder) not in trainable) for plan in plans}, later]
+
+
+def _rest_in_files(
+    plans: Sequence[_Plan],
+    folder: Folder,
+    homes: dict[int, torch.device],
+    made: list[Part],
+    casts: Mapping[int, torch.dtype],
+) -> None:
+    num_bytes = sum(_size_after(plan.fresh, casts) for plan in plans)
+    with folder.locked(), progress_bar(num_bytes, "Writing group files") as advance:
+        folder.prepare(num_bytes)
+        for plan in plans:
+            if plan.fresh or not plan.parts:  # diffusers writes empty groups too
+                kept = len(plan.parts)
+                image_id = f"{plan.spec.group_id}+{kept}" if kept else plan.spec.group_id
+                _cast(plan.fresh, casts)
+                tensors = [ref.tensor.detach() for ref in plan.fresh]
+                image = GroupFile(_lay_out(plan.fresh), tensors, folder, image_id, advance)
+                del tensors
+                plan.parts.append(_bind(image, plan.fresh, homes, made))
+                plan.fresh = ()
+    trim_heap()
+    folder.report()
+
+
+def _rest_in_ram(
+    plans: Sequence[_Plan],
+    config: OffloadConfig,
+    homes: dict[int, torch.device],
+    made: list[Part],
+    wait: Callable[[], None],
+    casts: Mapping[int, torch.dtype],
+) -> None:
+    backend = config.backend
+    pins = not config.low_cpu_mem_usage
+    before: tuple[Segment, list[_Plan], list[ImageLayout], Task[None]] | None = None
+    for run in (*_runs_of(plans), None):
+        filled = None
+        if run is not None:
+            for plan in run:
+                _cast(plan.fresh, casts)
+            layouts = [_lay_out(plan.fresh) for plan in run]
+            segment = Segment(sum(layout.num_bytes for layout in layouts), backend, pin=pins, wait=wait)
+            tensors = [[ref.tensor.detach() for ref in plan.fresh] for plan in run]
+            segment.fill(list(zip(layouts, tensors, strict=True)))
+            del tensors
+            filled = segment, run, layouts, on_pool(segment.lock)  # while the next one is filled
+        if before is not None:
+            _bind_run(*before, homes, made)
+        before = filled
+
+
+def _bind_run(
+    segment: Segment,
+    run: list[_Plan],
+    layouts: list[ImageLayout],
+    locked: Task[None],
+    homes: dict[int, torch.device],
+    made: list[Part],
+) -> None:
+    locked.wait()
+    locked.result()
+    start = 0
+    for plan, layout in zip(run, layouts, strict=True):
+        plan.parts.append(_bind(RamImage(layout, segment, start), plan.fresh, homes, made))
+        start += layout.num_bytes
+    trim_heap()
+
+
+def _runs_of(plans: Iterable[_Plan]) -> Iterator[list[_Plan]]:
+    """The plans with something to place, in runs that share a segment."""
+    run: list[_Plan] = []
+    num_bytes = 0
+    for plan in plans:
+        if not plan.fresh:
+            continue
+        size = _lay_out(plan.fresh).num_bytes
+        if run and num_bytes + size > SEGMENT_BYTES:
+            yield run
+            run, num_bytes = [], 0
+        run.append(plan)
+        num_bytes += size
+    if run:
+        yield run
+
+
+_Views = dict[MappedFile, list[tuple[_Plan, list[tuple[TensorRef, Place]]]]]
+"""By file: the groups that have tensors there, which these are, and where each of them lies."""
+
+
+def _find_views(plans: Sequence[_Plan], casts: Mapping[int, torch.dtype], file_map: FileMap) -> _Views:
+    """The weights that are unchanged views of mapped files, and will not be cast."""
+    found: _Views = {}
+    for plan in plans:
+        by_file: dict[MappedFile, list[tuple[TensorRef, Place]]] = {}
+        for cluster in overlapping([ref.tensor.detach() for ref in plan.fresh]):
+            mine = [plan.fresh[i] for i in cluster]
+            places = [(ref, None if id(ref.tensor) in casts else file_map.find(ref.tensor.detach())) for ref in mine]
+            for ref, place in places:
+                if place is not None and all(other is not None for _, other in places):
+                    by_file.setdefault(place.file, []).append((ref, place))
+        for file, mine_there in by_file.items():
+            found.setdefault(file, []).append((plan, mine_there))
+    return found
+
+
+def _adopt(
+    views: _Views,
+    homes: dict[int, torch.device],
+    made: list[Part],
+    accept: Callable[[Checkpoint], bool | None],
+    *,
+    is_promised: bool = False,
+) -> None:
+    """Let weights rest in the files that they are views of, if `accept` says so: locked in RAM, or not; None refuses.
+
+    Raises:
+        ConfigError: `is_promised`, and a file is not there any more.
+        GroupFileError: a file was cut off.
+    """
+    for users in views.values():
+        try:
+            checkpoint = Checkpoint([place for _, mine in users for _, place in mine])
+        except GroupFileError:
+            raise
+        except OSError as error:
+            if is_promised:
+                raise ConfigError(
+                    f"offload_device='disk' leaves weights in the files that they were loaded from, and "
+                    f"{users[0][1][0][0].fqn!r} cannot rest there: {error}. Load the model again, or pass "
+                    f"offload_to_disk_path for files of their own, or offload_device='cpu'."
+                ) from error
+            logger.info("Weights cannot rest in the file that they were loaded from: %s.", error)
+            continue
+        is_locked = accept(checkpoint)
+        if is_locked is None:
+            continue
+        for plan, mine in users:
+            refs = tuple(ref for ref, _ in mine)
+            tensors = [ref.tensor.detach() for ref in refs]
+            image = CheckpointImage([ref.fqn for ref in refs], tensors, [place for _, place in mine], checkpoint)
+            if is_locked:
+                image.tier = Tier.RAM
+            plan.parts.append(_bind(image, refs, homes, made))
+            plan.fresh = tuple(ref for ref in plan.fresh if ref not in refs)
+
+
+def _adopt_for_ram(
+    views: _Views,
+    config: OffloadConfig,
+    homes: dict[int, torch.device],
+    made: list[Part],
+    wait: Callable[[], None],
+) -> None:
+    """Let weights rest in the files that they are views of, page-locked in the page cache if RAM has room for them."""
+    num_bytes = sum(place.num_bytes for users in views.values() for _, mine in users for _, place in mine)
+    may_lock = config.backend.has_streams and not config.low_cpu_mem_usage and not config.verify_files
+    has_room = fits(num_bytes)
+    if num_bytes and may_lock and not has_room:
+        logger.warning(
+            "%d bytes of weights are views of files, which is more than the RAM that is available: they are read from there "
+            "each time they are needed, at the speed of the drive.",
+            num_bytes,
+        )
+
+    def accept(checkpoint: Checkpoint) -> bool | None:
+        if not may_lock or not has_room:
+            return False
+        if checkpoint.lock(None, config.backend, wait):
+            return True
+        logger.info("The device refuses to page-lock %s in the page cache: it is copied to RAM.", checkpoint.path)
+        checkpoint.release()
+        return None
+
+    _adopt(views, homes, made, accept)
+
+
+def _refuse_what_is_in_no_file(plans: Sequence[_Plan], views: _Views) -> None:
+    in_files = {id(ref.tensor) for users in views.values() for _, mine in users for ref, _ in mine}
+    others = [
+        ref
+        for plan in plans
+        for ref in plan.fresh
+        if not ref.is_buffer and ref.tensor.numel() and id(ref.tensor) not in in_files
+    ]
+    if others and not tells_writes():
+        raise ConfigError(
+            "offload_device='disk' needs a system that tells which pages of a file were written to (/proc/self/pagemap), and "
+            "this one does not. Pass offload_to_disk_path for files of their own, or offload_device='cpu'."
+        )
+    if others:
+        raise ConfigError(
+            f"offload_device='disk' leaves weights in the files that they were loaded from, and {len(others)} parameters are "
+            f"in none, {others[0].fqn!r} first: they were cast, changed, made here, or loaded from something else than "
+            f"safetensors. Pass offload_to_disk_path for files of their own, or offload_device='cpu'."
+        )
+
+
+def _cast(refs: Sequence[TensorRef], casts: Mapping[int, torch.dtype]) -> None:
+    """Cast tensors, into memory that goes back to the system with the last of them: the C library keeps what it frees."""
+    mine = [(ref.tensor, casts[id(ref.tensor)]) for ref in refs if id(ref.tensor) in casts]
+    sizes = [span_bytes(tensor) // tensor.dtype.itemsize * dtype.itemsize for tensor, dtype in mine]
+    starts = [0, *accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
+    if not starts[-1]:
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        memory = flat_view(map_anonymous(starts[-1]), 0, starts[-1])
+        for (tensor, dtype), start, size in zip(mine, starts, sizes, strict=False):
+            flat = memory[start : start + size].view(dtype)
+            if flat.numel() == tensor.numel():
+                value = flat.as_strided(tensor.shape, tensor.stride(), flat.storage_offset())
+                tensor.data = value.copy_(tensor.detach())
+            else:  # with gaps, or repeats
+                tensor.data = tensor.detach().to(dtype)
+
+
+def _size_after(refs: Sequence[TensorRef], casts: Mapping[int, torch.dtype]) -> int:
+    layout = _lay_out(refs)
+    saved = sum(
+        span_bytes(ref.tensor) - span_bytes(ref.tensor) // ref.tensor.dtype.itemsize * casts[id(ref.tensor)].itemsize
+        for ref in refs
+        if id(ref.tensor) in casts
+    )
+    return layout.num_bytes - saved
+
+
+def materialise(part: Part) -> None:
+    """Give the tensors of `part` memory of their own, on the device where they were. Replaced ones have theirs already.
+
+    Views of a checkpoint stay what they are.
+
+    Raises:
+        GroupFileError: the file of the part was changed by somebody else, or is damaged.
+    """
+    part.image.check()
+    layout = part.image.layout
+    as_left = part.as_left()
+    is_view = isinstance(part.image, CheckpointImage)
+    if isinstance(part.image, GroupFile) and part.image.is_verified:
+        part.image.prove()
+    with torch.inference_mode(False), torch.no_grad():
+        for extent in layout.extents:
+            mine = [index for index in extent.tensors if as_left[index]]
+            if not mine:
+                continue
+            home = part.devices[mine[0]]
+            if is_view and home.type == "cpu":
+                continue  # it is what it was before
+            flat = extent_bytes(part.rest, extent)
+            flat = flat.to(home) if home.type != "cpu" else flat.clone()
+            for index in mine:
+                tensor = part.refs[index].tensor
+                tensor.data = fit_for(tensor, layout.specs[index].view(flat, extent.offset))
+
+
+def _bind(image: Image, refs: tuple[TensorRef, ...], homes: dict[int, torch.device], made: list[Part]) -> Part:
+    """Let the tensors of `refs` rest in `image`: here their old memory goes. It is noted in `made` before."""
+    # What was laid out again, or came later to a module that was on one device, belongs where it, or the module, was.
+    usual = next(iter(homes.values())) if len(set(homes.values())) == 1 else None
+    devices = [homes.get(id(ref.holder), usual or ref.tensor.device) for ref in refs]
+    part = Part(image, refs, devices)
+    made.append(part)
+    for ref, view in zip(refs, image.rest, strict=True):
+        ref.tensor.data = fit_for(ref.tensor, view)
+    return part
+
+
+def _reusable(spec: GroupSpec, known: dict[int, Part]) -> tuple[list[Part], tuple[TensorRef, ...]]:
+    """Parts of before whose tensors are all in `spec` and where they were left, and the tensors that need a new image."""
+    mine = {id(ref.tensor): ref for ref in spec.tensors}
+    kept = []
+    taken: set[int] = set()
+    candidates = dict.fromkeys(known[key] for key in mine if key in known)
+    ties = overlapping([ref.tensor.detach() for ref in spec.tensors]) if candidates else []
+    for part in candidates:
+        keys = {id(ref.tensor): None for ref in part.refs}
+        is_tied = any(len({id(spec.tensors[i].tensor) in keys for i in cluster}) == 2 for cluster in ties)
+        is_left = all(part.as_left()) and not part.was_moved() and not part.image.is_outdated
+        if all(key in mine for key in keys) and is_left and not is_tied:
+            part.refs = tuple(mine[key] for key in keys)  # under their new names
+            kept.append(part)
+            taken.update(keys)
+    return kept, tuple(ref for ref in spec.tensors if id(ref.tensor) not in taken)
+
+
+def _lay_out(refs: Sequence[TensorRef]) -> ImageLayout:
+    return lay_out([ref.fqn for ref in refs], [ref.tensor.detach() for ref in refs])

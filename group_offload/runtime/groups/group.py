@@ -1,0 +1,610 @@
+"""A group: the tensors of a module that move together, at rest or onloaded."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...base.device import plain_empty
+from ...base.layout import as_bytes, num_uses, span_bytes
+from ...base.torch_internals import is_traceable_wrapper_subclass
+from ...partition import GroupSpec, Place, TensorRef
+from ...stores.base import Image
+from ...stores.files import FileImage
+from ..copies.transfer import Transfer
+from ..slots.slot import Slot, Views
+from .forms import Forms
+
+logger = logging.getLogger("group_offload")
+
+
+class Residence(Enum):
+    """Where the tensors of a group are, as whoever reads them sees it."""
+
+    AT_REST = 1
+    """Views of the image on its tier."""
+    ONLOADED = 2
+    """Views of a slot."""
+
+
+class Part:
+    """One image of a group, and the tensors it holds."""
+
+    __slots__ = (
+        "addresses",
+        "devices",
+        "image",
+        "num_increments",
+        "num_replaced",
+        "offset",
+        "refs",
+        "rest",
+        "sent_generation",
+        "shared_counters",
+        "starts",
+    )
+
+    def __init__(self, image: Image, refs: tuple[TensorRef, ...], devices: list[torch.device]) -> None:
+        self.image = image
+        self.refs = refs
+        self.devices = devices
+        """Where each tensor was before it was offloaded."""
+        self.offset = 0
+        """Where the image begins among the group's bytes."""
+        self.follow()
+        self.sent_generation = -1
+        """Of the image, when it was sent to the group's slot."""
+        self.num_increments = 0
+        """How often the engine, and nobody else, has raised the tensors' versions."""
+        self.shared_counters: dict[int, SharedCounter] = {}
+        """Of tensors that do not have a version of their own, by index."""
+        self.num_replaced: Counter[int] = Counter()
+        """How often something else was put in the place of a tensor's value, by index."""
+        self.starts = sorted((spec.offset, i) for i, spec in enumerate(image.layout.specs) if 0 not in spec.shape)
+        """Where in the image each tensor begins, and its index."""
+
+    def index_at(self, offset: int) -> int:
+        """The index of the tensor that byte `offset` of the image belongs to."""
+        return self.starts[bisect_right(self.starts, (offset, len(self.refs))) - 1][1]
+
+    def has_version(self, index: int) -> bool:
+        return _tracks_version(self.refs[index].tensor)
+
+    def version_of(self, index: int) -> int:
+        """How often anybody but the engine has modified a tensor, as far as it tells."""
+        version = _version_of(self.refs[index].tensor)
+        if version < 0:
+            return 0
+        counter = self.shared_counters.get(index)
+        num_increments = self.num_increments if counter is None else counter.num_increments
+        return version - num_increments + self.num_replaced[index]
+
+    def follow(self) -> None:
+        """Its place at rest is where the image has it now."""
+        self.rest = self.image.rest
+        """What the tensors are bound to at rest."""
+        self.addresses = [view.data_ptr() for view in self.rest]
+
+    def was_moved(self) -> bool:
+        """Whether its place at rest was exchanged below torch's tensors (`module.share_memory()`, a queue of processes)."""
+        return [view.data_ptr() for view in self.rest] != self.addresses
+
+    @property
+    def is_given_up(self) -> bool:
+        return not self.rest and bool(self.refs)
+
+    def give_up(self) -> None:
+        """The tensors have memory of their own: give the image's back."""
+        self.rest, self.addresses = [], []  # first of all: nobody looks for edits in an image that is closed
+        self.image.close(forget=False)
+        self.image.rest = self.rest
+
+    def is_alone(self, index: int) -> bool:
+        """Whether no other tensor has bytes between the first and the last of this one."""
+        return any(extent.tensors == (index,) for extent in self.image.layout.extents)
+
+    def as_left(self) -> list[bool]:
+        """For each tensor, whether it is still the view at rest that it was bound to."""
+        if self.is_given_up:
+            return [False] * len(self.refs)
+        return [
+            _same_memory(ref.tensor, view) and (not ref.path or _inner(ref.holder, ref.path) is ref.tensor)
+            for ref, view in zip(self.refs, self.rest, strict=True)
+        ]
+
+
+@dataclass(slots=True, eq=False)
+class SharedCounter:
+    """The version counter of tensors that were made as views of one: what `chunk` or `unbind` give, say."""
+
+    num_increments: int
+    """By the engine."""
+
+
+class Group:
+    """Tensors that move together. Owned by an engine, and touched only under its lock.
+
+    A group has one image, and one more for tensors that were added to its modules later (a LoRA): what is there already
+    is not laid out, or written to a file, again.
+    """
+
+    def __init__(self, spec: GroupSpec, height: int, parts: Sequence[Part]) -> None:
+        self.group_id = spec.group_id
+        self.modules = spec.modules
+        self.height = height
+        self.parts = tuple(parts)
+        self.num_bytes = 0
+        for part in self.parts:
+            part.offset = self.num_bytes
+            self.num_bytes += part.image.layout.num_bytes
+        self.holds = 0
+        """Calls in progress that need the group."""
+        self.slot: Slot | None = None
+        """Where its images are, or are on their way to. They stay good between calls, until the slot is taken."""
+        self.offset = 0
+        """Where in the slot."""
+        self.residence = Residence.AT_REST
+        refs = [ref for part in self.parts for ref in part.refs]
+        self._tensors = [ref.tensor for ref in refs]
+        self._places = [(part, index) for part in self.parts for index in range(len(part.refs))]
+        self._owner_of_buffer = {i: ref.places[0].owner for i, ref in enumerate(refs) if ref.is_buffer}
+        self._tracks_version = [_tracks_version(tensor) for tensor in self._tensors]
+        self._tracked = [t for t, tracks in zip(self._tensors, self._tracks_version, strict=True) if tracks]
+        self._wrapped = _wrapped_holders(refs)
+        self._is_plain = not self._wrapped and len(self._tracked) == len(self._tensors)
+        self._to_increment = self._tracked
+        """One tensor for each version counter."""
+        self._shared_counters: list[SharedCounter] = []
+        self._rest_version = self._version_sum()
+        self._note_rest()
+        self._rests = [part.rest for part in self.parts]
+        """Where the tensors were bound to last, at rest."""
+        self._versions: list[int] = []
+        self._bound: list[torch.Tensor] = []
+        """While all of it is onloaded: what each tensor was bound to."""
+        self._recast: dict[int, torch.Tensor] = {}
+        """Values that a forward put in place of tensors and that do not fit the image: until the next pass begins."""
+        self._needs_take_up = False
+        """A forward changed tensors, and their images do not know yet."""
+
+    @property
+    def is_in_file(self) -> bool:
+        """Whether some of it is read from a file."""
+        return any(isinstance(part.image, FileImage) for part in self.parts)
+
+    @property
+    def is_stable(self) -> bool:
+        """Whether what was sent may be used again after somebody could edit the weights. See `Image.is_stable`."""
+        return all(part.image.is_stable for part in self.parts)
+
+    def rest(self) -> None:
+        """Bind the tensors to their place at rest."""
+        if self._moved():
+            for part in self.parts:
+                part.follow()
+            self._note_rest()
+        for tensor, view in zip(self._tensors, self._fit(self._rest_views), strict=True):
+            tensor.data = view
+        for wrapped in self._wrapped:
+            wrapped.put_back()
+        self._rests = [part.rest for part in self.parts]  # now: an interrupt before leaves it to the next time
+        self.residence = Residence.AT_REST
+        self._rest_version = self._version_sum()
+
+    def _moved(self) -> list[Part]:
+        """The parts whose image rests elsewhere than where the tensors were bound to last."""
+        return [
+            part
+            for rest, part in zip(self._rests, self.parts, strict=True)
+            if rest is not part.image.rest and not part.is_given_up
+        ]
+
+    def _note_rest(self) -> None:
+        self._rest_views = [view for part in self.parts for view in part.rest]
+        self.rest_addresses = [address for part in self.parts for address in part.addresses]
+        """Where the tensors belong at rest."""
+        self._rest_forms = Forms(self._rest_views)
+
+    def onload(self, *, is_watched: bool = False) -> None:
+        """Bind the tensors to the slot, which holds the images (or will, once its ready event is reached).
+
+        Args:
+            is_watched: a graph is recorded, which may keep views of them for a while, and tells nobody.
+        """
+        assert self.slot is not None
+        slot = self.slot
+        bound = self._views_in(slot.alias_once(self.offset, self.num_bytes)) if is_watched else self._views_of(slot)
+        if self._recast:
+            bound = [self._recast.get(index, view) for index, view in enumerate(bound)]
+        self.residence = Residence.ONLOADED  # of some of them, if this is interrupted
+        for tensor, view in zip(self._tensors, bound, strict=True):
+            tensor.data = view
+        for wrapped in self._wrapped:
+            wrapped.put_on_device(bound)
+        if self._is_plain:
+            self._versions = [tensor._version for tensor in self._tensors]
+        else:
+            self._versions = [
+                tensor._version if tracks else 0
+                for tensor, tracks in zip(self._in_use(), self._tracks_version, strict=True)
+            ]
+        self._bound = bound
+
+    def offload(self, transfer: Transfer) -> int:
+        """Bind the tensors to their place at rest again. What the forward changed is brought back first.
+
+        Returns:
+            How many tensors were brought back.
+        """
+        slot = self.slot
+        assert slot is not None
+        num_changed = 0
+        for index in self._changed():
+            tensor = self._in_use()[index]
+            part, place = self._places[index]
+            rest = part.image.rest[place]
+            fits = _same_form(tensor, rest)
+            if not _same_memory(tensor, self._bound[index]):
+                part.sent_generation = -1  # the slot holds what the forward put something else in the place of
+                fits = fits and part.is_alone(place)  # else what lies between its elements is another tensor's
+            if not fits:
+                self._recast[index] = tensor.detach()
+                continue
+            value = plain_empty(span_bytes(tensor), torch.device("cpu"))
+            transfer.fetch(value, as_bytes(tensor), slot.last_use())
+            part.image.check()  # touching what rests in a file that was cut off would be a SIGBUS
+            with torch.inference_mode(False), torch.no_grad():
+                if not torch.equal(value, as_bytes(rest)):
+                    self._needs_take_up |= part.image.write(place, value)
+                    num_changed += 1
+        if not torch.is_inference_mode_enabled():
+            # Whatever autograd saved of these weights, past our hooks, is about to be overwritten in the slot. Their
+            # version makes a backward pass over it raise instead of being silently wrong.
+            self.increment_versions()
+        self._bound = []
+        self.rest()
+        for index, value in self._recast.items():  # the next pass lays the group out again
+            self._tensors[index].data = value.cpu()
+        return num_changed
+
+    def recover(self, transfer: Transfer) -> None:
+        """A pass failed, or was interrupted: bind the tensors to their place at rest, whatever state they are in.
+
+        What a forward has changed is brought back if the group was onloaded as a whole.
+        """
+        if self.residence is Residence.ONLOADED and self.slot is not None and len(self._bound) == len(self._tensors):
+            with suppress(Exception):
+                self.slot.note_use(transfer.compute_stream)
+                self.offload(transfer)
+        if self.residence is Residence.ONLOADED:
+            self._bound = []
+            self.rest()
+        if not any(part.is_given_up for part in self.parts):
+            self.rebind_moved()
+        self.holds = 0
+        self.slot = None
+
+    def increment_versions(self) -> None:
+        """Raise each version counter once, and remember that it was not somebody else."""
+        torch.autograd.graph.increment_version(self._to_increment)
+        for part in self.parts:
+            part.num_increments += 1
+        for counter in self._shared_counters:
+            counter.num_increments += 1
+
+    def note_shared_counters(self) -> None:
+        """The parts know by now which tensors share a version counter."""
+        known: dict[SharedCounter, None] = {}
+        self._to_increment = []
+        for (part, index), tensor, tracks in zip(self._places, self._tensors, self._tracks_version, strict=True):
+            counter = part.shared_counters.get(index)
+            if tracks and counter not in known:
+                self._to_increment.append(tensor)
+            if counter is not None:
+                known[counter] = None
+        self._shared_counters = list(known)
+        self._rest_version = self._version_sum()
+
+    def find(self, address: int) -> tuple[Part, int, int] | None:
+        """Whose bytes in the slot begin there: a part, the index of one of its tensors, and a byte of its image."""
+        if self.slot is None:
+            return None
+        at = address - self.slot.memory.data_ptr() - self.offset
+        for part in self.parts:
+            if 0 <= at - part.offset < part.image.layout.num_bytes:
+                return part, part.index_at(at - part.offset), at - part.offset
+        return None
+
+    def was_touched(self) -> bool:
+        """Whether an in-place operation changed a tensor at rest since it was bound there."""
+        return self._needs_take_up or self._rest_version != self._version_sum()
+
+    def was_replaced(self) -> bool:
+        """Whether a tensor at rest is bound to something else since it was bound there."""
+        is_elsewhere = list(map(torch.Tensor.data_ptr, self._tensors)) != self.rest_addresses
+        return not self._recast and (is_elsewhere or not self.has_forms())
+
+    def has_forms(self) -> bool:
+        """Whether the tensors at rest, wherever they are, have the sizes, strides and dtypes that they were bound with."""
+        return self._rest_forms.are_of(self._tensors)
+
+    def take_up_edits(self, transfer: Transfer) -> None:
+        """Make edits of tensors at rest part of what is sent from now on."""
+        self._needs_take_up = True  # until all have
+        try:
+            for part in self.parts:
+                part.image.store.take_up_edits(transfer.finish)
+                if not part.image.is_stable:
+                    part.sent_generation = -1  # what was edited is the image itself
+        finally:
+            self.rebind_moved()
+        self._needs_take_up = False
+        self._rest_version = self._version_sum()
+
+    def rebind_moved(self) -> None:
+        """Bind the tensors again if an image rests somewhere else by now (in a new file)."""
+        moved = self._moved()
+        if not moved:
+            return
+        if any(_is_kept(view, 2) for part in moved for view in part.rest):  # beside `view` and the weight
+            logger.warning(
+                "Weights of %s were edited, and rest in another file since. Tensors that were taken from them before (by "
+                "state_dict(), or detach()) are copies now: edits of those change nothing. Take them again.",
+                self.group_id,
+            )
+        self.rest()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its weights can be computed with: bound to the slot (what backward holds need not be), and held."""
+        return self.holds > 0 and self.residence is Residence.ONLOADED
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the slot holds what the images hold."""
+        return all(part.sent_generation == part.image.generation and not part.image.is_outdated for part in self.parts)
+
+    @property
+    def is_outdated(self) -> bool:
+        return any(part.image.is_outdated for part in self.parts)
+
+    def check(self) -> None:
+        """Raise if a file under the group was changed by somebody else, so that reading its tensors is not safe."""
+        for part in self.parts:
+            if not part.is_given_up:
+                part.image.check()
+
+    def give_up(self) -> None:
+        for part in self.parts:
+            part.give_up()
+        self._rest_views, self.rest_addresses, self._rests = [], [], [part.rest for part in self.parts]
+
+    def is_as_left(self) -> bool:
+        return all(all(part.as_left()) for part in self.parts)
+
+    def replaced(self) -> list[torch.Tensor] | None:
+        """The tensors that are no longer bound to their place at rest (`weight.data = ...`).
+
+        None if one of them does not fit there any more (another dtype, shape or strides), or shares memory in the image
+        with others, or there is no such place, or somebody keeps what it was bound to (`w.data, kept = kept, w.data`), so
+        that the group has to be laid out again.
+        """
+        found = []
+        for part in self.parts:
+            if part.is_given_up:
+                return None
+            for index, is_left in enumerate(part.as_left()):
+                if is_left:
+                    continue
+                tensor = part.refs[index].tensor
+                place = part.image.rest[index]
+                if (
+                    not part.is_alone(index)
+                    or part.refs[index].path
+                    or not _same_form(tensor, place)
+                    or _is_kept(place, 1)
+                ):
+                    return None
+                found.append(tensor)
+        return found
+
+    def was_moved(self) -> bool:
+        return any(part.was_moved() for part in self.parts)
+
+    def absorb_replaced(self) -> None:
+        """Copy the values of `replaced()` tensors to their places at rest, and bind the tensors there again."""
+        for part in self.parts:
+            for index, is_left in enumerate(part.as_left()):
+                if not is_left:
+                    ref, view = part.refs[index], part.image.rest[index]
+                    part.num_replaced[index] += 1
+                    with torch.inference_mode(False), torch.no_grad():
+                        view.copy_(ref.tensor.detach())
+                    ref.tensor.data = fit_for(ref.tensor, view)
+                    self._needs_take_up = True
+
+    def images_at(self, offset: int) -> list[tuple[int, str, Image]]:
+        """Where in a slot each image goes if the group's bytes begin at `offset`, the group's name, and the image."""
+        return [(offset + part.offset, self.group_id, part.image) for part in self.parts]
+
+    def was_sent(self, slot: Slot, offset: int) -> None:
+        """The images, as they are now, are on their way to byte `offset` of `slot`."""
+        self.slot, self.offset = slot, offset
+        for part in self.parts:
+            part.sent_generation = part.image.generation
+
+    def _views_of(self, slot: Slot) -> list[torch.Tensor]:
+        known = slot.views.get(self)
+        if known is None or known.offset != self.offset:
+            memory = slot.alias(self.offset, self.num_bytes)
+            views = self._views_in(memory)
+            known = slot.views[self] = Views(self.offset, memory, views)
+        return known.tensors
+
+    def _views_in(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors, as views of flat uint8 memory that holds the images."""
+        views = []
+        for part in self.parts:
+            views += part.image.layout.views(memory[part.offset : part.offset + part.image.layout.num_bytes])
+        return self._fit(views)
+
+    def _fit(self, views: list[torch.Tensor]) -> list[torch.Tensor]:
+        if len(self._tracked) == len(self._tensors):
+            return views
+        return [fit_for(tensor, view) for tensor, view in zip(self._tensors, views, strict=True)]
+
+    def _version_sum(self) -> int:
+        others = sum([counter.num_increments for counter in self._shared_counters])  # other groups' too
+        return sum([tensor._version for tensor in self._to_increment]) - others
+
+    def _in_use(self) -> list[torch.Tensor]:
+        """The tensors that a forward sees: for a tensor subclass, those inside the stand-in."""
+        if not self._wrapped:
+            return self._tensors
+        tensors = list(self._tensors)
+        for wrapped in self._wrapped:
+            wrapped.replace_inner(tensors)
+        return tensors
+
+    def _changed(self) -> list[int]:
+        """The tensors that the forward may have left with other values than it found."""
+        found = []
+        is_edited = dict.fromkeys(
+            # An edit of a wrapper reaches the tensors inside below autograd: only the wrapper's version tells of it.
+            index
+            for wrapped in self._wrapped
+            if wrapped.was_edited
+            for index in wrapped.indices
+        )
+        for index, (tensor, bound) in enumerate(zip(self._in_use(), self._bound, strict=True)):
+            tracks = self._tracks_version[index]
+            if not _same_memory(tensor, bound):
+                # Replaced in forward. Casting hooks do so at every call, and put the same values back.
+                is_same = tensor.device == bound.device and _same_form(tensor, bound)
+                if not is_same or not torch.equal(tensor.detach(), bound):
+                    found.append(index)
+            elif (tracks and tensor._version != self._versions[index]) or index in is_edited:
+                found.append(index)
+            else:
+                # Kernels of batch norm, and codebooks that are updated through `.data`, leave no trace in the version.
+                owner = self._owner_of_buffer.get(index)
+                if owner is not None and (owner.training or not tracks):
+                    found.append(index)
+        return found
+
+
+class _WrappedHolder:
+    """A parameter that is a tensor subclass around plain tensors (a quantised weight).
+
+    Its inner tensors cannot simply be rebound: the wrapper tells kernels its own device. While the group is onloaded
+    another wrapper, around the views of the slot, stands in its places.
+    """
+
+    def __init__(self, holder: torch.Tensor, places: tuple[Place, ...], indices: dict[tuple[str, ...], int]) -> None:
+        self._holder = holder
+        self._places = places
+        self._indices = indices
+        self._stand_in: torch.Tensor | None = None
+        self._version = 0
+
+    @property
+    def indices(self) -> Iterable[int]:
+        """Which of the group's tensors are inside."""
+        return self._indices.values()
+
+    @property
+    def was_edited(self) -> bool:
+        """Whether an in-place operation changed the stand-in."""
+        return self._stand_in is not None and _version_of(self._stand_in) != self._version
+
+    def put_on_device(self, views: list[torch.Tensor]) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            stand_in = _rewrap(self._holder, {path: views[i] for path, i in self._indices.items()}, ())
+            if isinstance(self._holder, nn.Parameter):
+                stand_in = nn.Parameter(stand_in, requires_grad=self._holder.requires_grad)
+        for place in self._places:
+            place.table[place.name] = stand_in
+        self._stand_in = stand_in
+        self._version = _version_of(stand_in)
+
+    def replace_inner(self, tensors: list[torch.Tensor]) -> None:
+        """Put what is inside the stand-in now in place of this holder's tensors."""
+        if self._stand_in is not None:
+            for path, index in self._indices.items():
+                tensors[index] = _inner(self._stand_in, path)
+
+    def put_back(self) -> None:
+        for place in self._places:
+            if self._stand_in is not None and place.table.get(place.name) is self._stand_in:
+                place.table[place.name] = self._holder
+        self._stand_in = None
+
+
+def _wrapped_holders(refs: Sequence[TensorRef]) -> list[_WrappedHolder]:
+    found: dict[int, tuple[TensorRef, dict[tuple[str, ...], int]]] = {}
+    for index, ref in enumerate(refs):
+        if ref.path:
+            found.setdefault(id(ref.holder), (ref, {}))[1][ref.path] = index
+    return [_WrappedHolder(ref.holder, ref.places, indices) for ref, indices in found.values()]
+
+
+def _inner(tensor: Any, path: tuple[str, ...]) -> torch.Tensor:
+    for name in path:
+        tensor = getattr(tensor, name)
+    inner: torch.Tensor = tensor
+    return inner
+
+
+def _rewrap(tensor: Any, inner: dict[tuple[str, ...], torch.Tensor], path: tuple[str, ...]) -> torch.Tensor:
+    if not is_traceable_wrapper_subclass(tensor):
+        return inner[path]
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: _rewrap(getattr(tensor, name), inner, (*path, name)) for name in names}
+    wrapped: torch.Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
+    return wrapped
+
+
+def _is_kept(view: torch.Tensor, num_ours: int) -> bool:
+    """Whether somebody has a tensor of the storage of `view` beside ours. (A view holds what it is a view of.)"""
+    return num_uses(view) > num_ours + view._is_view()
+
+
+def fit_for(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """`view`, as what `tensor.data` can be set to: an inference tensor for one that was made in inference mode.
+
+    Such a tensor has no version counter, ever. Bound to a normal one it would be neither, and of no use to most kernels.
+    """
+    if _tracks_version(tensor):
+        return view
+    with torch.inference_mode():
+        alias = torch.empty(0, dtype=view.dtype, device=view.device)
+        return alias.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+
+
+def _tracks_version(tensor: torch.Tensor) -> bool:
+    """False for a tensor that was made in inference mode. `is_inference` tells of what it is bound to now."""
+    return _version_of(tensor) >= 0
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
+
+
+def _same_form(tensor: torch.Tensor, view: torch.Tensor) -> bool:
+    return tensor.dtype == view.dtype and tensor.shape == view.shape and tensor.stride() == view.stride()
+
+
+def _same_memory(tensor: torch.Tensor, view: torch.Tensor) -> bool:
+    return tensor.data_ptr() == view.data_ptr() and _same_form(tensor, view)

@@ -1,0 +1,183 @@
+"""Parameters that are trained: they stay on the device, where their gradients and the optimizer's state are.
+
+[Note: Gradients of what is offloaded]
+A gradient in a parameter that takes turns on the device would stay there, and an optimizer would find the two in different
+places. Such parameters get a hook that refuses it. (To ask autograd beforehand which parameters a backward reaches does not
+work: a parameter that is bound to memory of another device gets another node for its gradient each time.)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from ...base.device import Backend, plain_empty
+from ...base.layout import as_bytes, overlapping, span_bytes
+from ...base.saved import view_of
+from ...errors import StateError
+from ...partition import TensorRef
+
+MAX_SHARE = 0.5
+"""Of a module's bytes. Where more requires gradients nobody has frozen anything: that is how modules are made."""
+
+MAX_FROZEN_PASSES = 8
+"""So many forwards that record a graph a parameter stays after it was frozen: it may be so for one of them only (an adapter
+that is switched off for a reference, a critic in its generator's turn), and the graph before that is still to run."""
+
+
+class Trained:
+    """The parameters of a module that require gradients, as long as most others do not. Owned by an engine."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._homes: dict[int, tuple[torch.Tensor, torch.device]] = {}
+        """By id: the parameters that stay on the device, and where they were before."""
+        self._asked: frozenset[int] = frozenset()
+        self._num_frozen: dict[int, int] = {}
+        """By id: for how many forwards in a row, which have recorded a graph, it has required no gradient."""
+        self._optimizers: RemovableHandle | None = None
+        """Looks at each step of each optimizer. See `_bring_state`."""
+        self._guards: list[RemovableHandle] = []
+        """On those that require gradients and take turns. See [Note: Gradients of what is offloaded]."""
+
+    @property
+    def ids(self) -> frozenset[int]:
+        return frozenset(self._homes)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(span_bytes(parameter) for parameter, _ in self._homes.values())
+
+    def take_up(self, refs: Sequence[TensorRef]) -> bool:
+        """A graph is about to be recorded, and these tensors are in groups.
+
+        Returns:
+            Whether others than before are to stay on the device: they are there, and groups are to be made without them.
+        """
+        known = {key: parameter for key, (parameter, _) in self._homes.items()}
+        for parameter in known.values():
+            if parameter.device != self._backend.device:
+                self._bring(parameter)  # somebody has moved it
+        self._num_frozen = {
+            key: 0 if parameter.requires_grad else self._num_frozen.get(key, 0) + 1 for key, parameter in known.items()
+        }
+        wanted = {key: known[key] for key, number in self._num_frozen.items() if number <= MAX_FROZEN_PASSES}
+        wanted |= {id(ref.holder): ref.holder for ref in refs if is_trainable(ref) and not ref.path}
+        if wanted.keys() == self._asked:
+            return False
+        self._asked = frozenset(wanted)
+        num_bytes = sum(ref.tensor.nbytes for ref in refs) + sum(parameter.nbytes for parameter in known.values())
+        if not _is_small(wanted.values(), num_bytes):
+            wanted = {key: parameter for key, parameter in wanted.items() if parameter.requires_grad}
+        if not _is_small(wanted.values(), num_bytes):
+            wanted = {}
+        shared = _sharing(refs) if wanted else set()
+        homes = self._homes
+        self._homes = {
+            key: homes.get(key, (parameter, parameter.device)) for key, parameter in wanted.items() if key not in shared
+        }
+        for key, (parameter, _) in self._homes.items():
+            if key not in homes:
+                self._bring(parameter)
+        if self._optimizers is None and self._homes:
+            self._optimizers = register_optimizer_step_pre_hook(partial(_bring_state, weakref.ref(self)))
+            weakref.finalize(self, self._optimizers.remove).atexit = False
+        self.guard(refs)
+        return self._homes.keys() != homes.keys()
+
+    def give_back(self) -> None:
+        """Let the parameters be where they were before."""
+        homes, self._homes, self._asked = self._homes, {}, frozenset()
+        self.guard(())
+        if self._optimizers is not None:
+            self._optimizers.remove()
+            self._optimizers = None
+        for parameter, home in homes.values():
+            if home != self._backend.device or home.type == "cpu":
+                self._move(parameter, home)
+
+    def guard(self, refs: Iterable[TensorRef]) -> None:
+        """Refuse gradients in these tensors, as far as they require some and do not stay on the device."""
+        for guard in self._guards:
+            guard.remove()
+        holders = {
+            id(ref.holder): (ref.fqn, ref.holder)
+            for ref in refs
+            if is_trainable(ref) and id(ref.holder) not in self._homes
+        }
+        self._guards = []
+        for fqn, holder in holders.values():
+            refuse = partial(_refuse, fqn, holder.grad is not None)
+            self._guards.append(holder.register_post_accumulate_grad_hook(refuse))  # type: ignore[no-untyped-call]
+
+    def _bring(self, parameter: torch.Tensor) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            source = as_bytes(parameter)
+            num_bytes = source.numel()
+            if self._backend.has_streams:
+                memory = self._backend.empty(num_bytes)
+            else:  # that of the backend is aligned, so larger, and `torch.save` writes all of a storage
+                memory = plain_empty(num_bytes, self._backend.device)
+            self._backend.copy(memory, source, self._backend.current_stream(), blocking=True)
+            parameter.data = view_of(memory, 0, parameter.dtype, parameter.shape, parameter.stride())
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to(self._backend.device)
+
+    def _move(self, parameter: torch.Tensor, home: torch.device) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            value = plain_empty(span_bytes(parameter), torch.device("cpu"))
+            self._backend.copy(value, as_bytes(parameter), self._backend.current_stream(), blocking=True)
+            parameter.data = view_of(value, 0, parameter.dtype, parameter.shape, parameter.stride()).to(home)
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to(home)
+
+
+def _bring_state(trained: weakref.ref[Trained], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """What an optimizer holds of a parameter follows it: its state may have been loaded before the parameter was brought."""
+    owner = trained()
+    for parameter, home in () if owner is None else owner._homes.values():
+        state = (optimizer.state.get(parameter) or {}) if home != parameter.device else {}
+        for name, value in [*state.items()]:
+            if isinstance(value, torch.Tensor) and value.dim() and value.device == home:  # a count of steps stays
+                state[name] = value.to(parameter.device)
+
+
+def _refuse(fqn: str, had_gradient: bool, parameter: torch.Tensor) -> None:
+    if not had_gradient:
+        parameter.grad = None
+    raise StateError(
+        f"This backward would leave a gradient in {fqn!r}, which is offloaded: its gradient would stay on the device, and an "
+        f"optimizer would find the two in different places. Freeze what is offloaded with requires_grad_(False) and train "
+        f"the rest (a LoRA, an adapter, a head): parameters that require gradients stay on the device if they are less than "
+        f"half of the module's bytes, from the first time on that the module is called with gradients enabled."
+    )
+
+
+def is_trainable(ref: TensorRef) -> bool:
+    """Whether a backward may leave a gradient in it. (A buffer that a forward computes has a graph, but no gradient.)"""
+    return ref.holder.requires_grad and ref.holder.is_leaf
+
+
+def may_be_trained(refs: Sequence[TensorRef]) -> set[int]:
+    """By id, the parameters that require gradients, if most others do not, and that share memory with none."""
+    wanted = {id(ref.holder): ref.holder for ref in refs if is_trainable(ref) and not ref.path}
+    if not wanted or not _is_small(wanted.values(), sum(ref.tensor.nbytes for ref in refs)):
+        return set()
+    return wanted.keys() - _sharing(refs)
+
+
+def _is_small(parameters: Iterable[torch.Tensor], num_bytes: int) -> bool:
+    return sum(parameter.nbytes for parameter in parameters) <= MAX_SHARE * num_bytes
+
+
+def _sharing(refs: Sequence[TensorRef]) -> set[int]:
+    """By id, the tensors that share memory with others: one of them cannot go elsewhere."""
+    clusters = overlapping([ref.tensor for ref in refs])
+    return {id(refs[index].holder) for cluster in clusters if len(cluster) > 1 for index in cluster}

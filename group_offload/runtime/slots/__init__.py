@@ -1,0 +1,1 @@
+"""The device memory that groups are computed with in, and waits for it."""

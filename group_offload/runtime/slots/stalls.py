@@ -1,0 +1,86 @@
+"""How long compute waited for bytes, as the device saw it."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING
+
+from ...base.device import Backend, Event, Stream
+
+if TYPE_CHECKING:
+    from ..groups.group import Group
+    from .slot import Slot
+
+
+class Stalls:
+    """Adds up the time from where compute came to wait for a slot until the slot was ready.
+
+    The host reads an event's time only once the device is past it, and never waits for that: what is not reached yet is
+    looked at again later.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._open: weakref.WeakKeyDictionary[Slot, str] = weakref.WeakKeyDictionary()
+        """Slots whose wait has not been read, and the group that compute waited for. It must not keep their memory."""
+        self._later: deque[tuple[str, Event, Event]] = deque()
+        """Waits whose slot was sent again before the device was past them."""
+        self._seconds: dict[str, float] = {}
+        self._spare: list[Event] = []
+
+    def new_event(self) -> Event:
+        """An event, of a slot that was given up if there is one: making one takes longer than recording it."""
+        return self._spare.pop() if self._spare else self._backend.new_event()
+
+    def recover(self) -> None:
+        """All slots are given up, and nobody knows in what state their events are: no event is used again."""
+        self._open.clear()
+        self._later.clear()
+        self._spare.clear()
+
+    def arrive(self, slot: Slot, group: Group, stream: Stream) -> None:
+        """Compute on `stream` is about to wait for `slot`, first of all for `group`."""
+        slot.arrived.record(stream)
+        self._open[slot] = group.group_id
+
+    def collect(self, slot: Slot) -> None:
+        """The slot's events are about to be recorded again."""
+        if self._close(slot):
+            slot.arrived, slot.ready = self.new_event(), self.new_event()
+
+    def retire(self, slot: Slot) -> None:
+        """The slot is given up: nobody waits for it from now on."""
+        if not self._close(slot):
+            self._spare += slot.arrived, slot.ready
+        self._spare.append(slot.spare_event())
+
+    def _close(self, slot: Slot) -> bool:
+        """Whether the slot's wait cannot be read yet, so that its events have to be kept as they are."""
+        for _ in range(min(2, len(self._later))):  # a few at a time: they come to their end in this order
+            if not self._read(*self._later[0]):
+                break
+            _, *events = self._later.popleft()
+            self._spare += events
+        group_id = self._open.pop(slot, None)
+        if group_id is None or self._read(group_id, slot.arrived, slot.ready):
+            return False
+        self._later.append((group_id, slot.arrived, slot.ready))
+        return True
+
+    def by_group(self) -> dict[str, float]:
+        """Seconds of waiting for each group that compute has waited for, as far as the device has got."""
+        while self._later and self._read(*self._later[0]):
+            self._later.popleft()
+        for slot in [*self._open]:
+            if self._read(self._open[slot], slot.arrived, slot.ready):
+                del self._open[slot]
+        return dict(self._seconds)
+
+    def _read(self, group_id: str, arrived: Event, ready: Event) -> bool:
+        seconds = self._backend.seconds_between(arrived, ready)
+        if seconds is None:
+            return False
+        if seconds > 0:
+            self._seconds[group_id] = self._seconds.get(group_id, 0.0) + seconds
+        return True

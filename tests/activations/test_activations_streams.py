@@ -1,0 +1,413 @@
+"""Stream order of activation offloading, on a simulated device where every missing wait is an error.
+
+`everything` is what one engine has to get right; with any single wait taken out it has to fail.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import inspect
+import random
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from group_offload.activations import lane, slab, spill, streams
+
+from ..support.simulated import SimulatedDevice, use_simulated_device
+from .test_activations import (
+    DIM,
+    STEPS,
+    Call,
+    Calls,
+    _small_segments,
+    check,
+    make,
+    offload,
+    plain,
+    retained,
+    same_bits,
+    stopped_backward,
+    two_by_two,
+)
+
+__all__ = ["_small_segments"]
+
+
+@contextmanager
+def watch_the_file(device: SimulatedDevice | None = None) -> Iterator[None]:
+    """Tell the device of what threads read and write in RAM behind torch's back."""
+    from group_offload.base.device import backend_for
+
+    read, write = spill.read_part, spill.write_part
+
+    def tell(area: memoryview, *, write: bool) -> None:
+        found: Any = device or backend_for(torch.device("cpu"))
+        if isinstance(found, SimulatedDevice):
+            found.host_access(torch.frombuffer(area, dtype=torch.uint8), write=write)
+
+    def watched_read(fd: int, area: memoryview, position: int) -> int:
+        tell(area, write=True)
+        return read(fd, area, position)
+
+    def watched_write(fd: int, area: memoryview, position: int) -> None:
+        tell(area, write=False)
+        write(fd, area, position)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spill, "read_part", watched_read)
+        patch.setattr(spill, "write_part", watched_write)
+        yield
+
+
+def exercise(seed: int, laziness: str) -> None:
+    """Random options, a random step: the bits of the resident model."""
+    rng = random.Random(seed)
+    options: dict[str, Any] = {
+        "keep_last": rng.choice([0, 1, 1, 2]),
+        "prefetch": rng.choice([0, 1, 1, 2, 3]),
+        "min_bytes": rng.choice([0, 0, 600]),
+        "max_inflight_bytes": rng.choice([None, None, 0, 5000]),
+    }
+    with tempfile.TemporaryDirectory() as folder, watch_the_file():
+        if rng.random() < 0.5:
+            options |= {"host_budget_bytes": rng.choice([5_000, 20_000]), "disk_path": folder}
+        order = [rng.randrange(3) for _ in range(rng.randint(3, 5))] if rng.random() < 0.5 else [0, 1, 2]
+        step = rng.choice([STEPS[name] for name in ("plain", "retained", "two_by_two", "both_at_once", "evaluated")])
+        check(step, laziness, seed, lambda: make(3, order=order), **options)
+
+
+@pytest.mark.parametrize("laziness", ["random", "lazy", "eager"])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_training(seed: int, laziness: str) -> None:
+    exercise(seed, laziness)
+
+
+def simple(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.sin(x @ w) * torch.cos(x)
+
+
+def resident_gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    for parameter in model.parameters():
+        parameter.grad = None
+    model(x).sum().backward()
+    found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    for parameter in model.parameters():
+        parameter.grad = None
+    return found
+
+
+@contextmanager
+def simulated(
+    num_blocks: int = 5, laziness: Any = "lazy", function: Callable[..., torch.Tensor] = simple, **options: Any
+) -> Iterator[tuple[SimulatedDevice, Any, torch.Tensor, list[torch.Tensor]]]:
+    """A model on the device, its input there, and what its gradients have to be. Nothing of it is freed before the end."""
+    device = SimulatedDevice(0, laziness)
+    torch.manual_seed(0)
+    model = Calls(*[function] * num_blocks)
+    x = torch.randn(DIM, DIM)
+    expected = resident_gradients(model, x)
+    with use_simulated_device(device), device.running():
+        for parameter in model.parameters():
+            parameter.data = device.put(parameter.data)
+        on_device = device.put(x)
+        with watch_the_file(device):
+            handle = offload(model, **{"keep_last": 0, **options})
+            yield device, model, on_device, expected
+            device.synchronize()
+            handle.remove()
+        assert device.pinned_bytes == 0
+
+
+def take_gradients(model: nn.Module) -> list[torch.Tensor]:
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    for parameter in model.parameters():
+        parameter.grad = None
+    return found
+
+
+def assert_gradients(device: SimulatedDevice, actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(actual) == len(expected) > 0
+    for one, other in zip(actual, expected, strict=True):
+        assert same_bits(device.get(one), other)
+
+
+def order(device: SimulatedDevice, before: Any, after: Any) -> None:
+    event = device.new_event()
+    event.record(before)
+    after.wait_event(event)
+
+
+@pytest.mark.parametrize("laziness", ["lazy", "random"])
+def test_backward_on_another_stream_than_forward(laziness: str) -> None:
+    """It waits for forward's compute, as autograd would make it, and nothing waits for it but the end."""
+    with simulated(laziness=laziness) as (device, model, x, expected):
+        main, side = device.current_stream(), device.new_stream()
+        for _ in range(2):
+            loss = model(x).sum()
+            order(device, main, side)
+            with device.use_stream(side):
+                loss.backward()
+                del loss
+                actual = take_gradients(model)
+            assert_gradients(device, actual, expected)
+            del actual
+
+
+def test_a_stream_that_only_waited_for_forward_reads_what_left_later() -> None:
+    """Forward's stream comes to wait for the copies only in backward: the other one does not see that."""
+    with simulated(8, prefetch=0) as (device, model, x, expected):
+        main, side = device.current_stream(), device.new_stream()
+        loss = model(x).sum()
+        order(device, main, side)
+        with device.use_stream(side):
+            loss.backward()
+            actual = take_gradients(model)
+        del loss
+        assert_gradients(device, actual, expected)
+        del actual
+
+
+def test_blocks_of_ram_go_to_a_pass_on_another_stream() -> None:
+    """A backward that fails leaves copies to the device on their way; a pass that knows nothing of it takes their RAM."""
+    with simulated() as (device, model, x, expected):
+        side = device.new_stream()
+        order(device, device.current_stream(), side)
+        for stream in (device.current_stream(), side, device.current_stream()):
+            with device.use_stream(stream):
+                fail_in_backward(model, x, at=2)
+                take_gradients(model)
+        with device.use_stream(side):
+            model(x).sum().backward()
+            actual = take_gradients(model)
+        assert_gradients(device, actual, expected)
+        del actual
+
+
+class _Stop(Exception):
+    pass
+
+
+def fail_in_backward(model: Any, x: torch.Tensor, at: int) -> None:
+    def stop(*args: Any) -> None:
+        raise _Stop
+
+    def watch(module: Any, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(stop)
+
+    hook = model.blocks[at].register_forward_hook(watch)
+    loss = model(x).sum()
+    hook.remove()
+    try:
+        loss.backward()
+    except _Stop as error:
+        error.__traceback__ = None
+    del loss
+
+
+def test_a_graph_is_dropped_while_its_copies_are_on_their_way() -> None:
+    for options in ({}, {"prefetch": 3}, {"max_inflight_bytes": 0}):
+        with simulated(**options) as (device, model, x, expected):
+            for at in (4, 3, 1):
+                loss = model(x).sum()
+                del loss  # all that is on its way is to RAM
+                fail_in_backward(model, x, at)
+                take_gradients(model)
+            model(x).sum().backward()
+            actual = take_gradients(model)
+            assert_gradients(device, actual, expected)
+            del actual
+
+
+def product_of_sine(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.sin(x) @ w
+
+
+def sine_of_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.sin(torch.sin(x) @ w)
+
+
+def step_aside(function: Callable[..., torch.Tensor], last: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A step whose blocks take the sine on a stream of their own; `last` gets its product, on the stream of the pass."""
+    with simulated(function=function) as (device, model, x, expected):
+        main, side = device.current_stream(), device.new_stream()
+        alive: list[torch.Tensor] = []  # whoever takes memory to another stream keeps it until that is done
+
+        def hop(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            order(device, main, side)
+            with device.use_stream(side):
+                y = torch.sin(x)
+            alive.append(y)
+            order(device, side, main)
+            return last(y @ w)
+
+        for block in model.blocks:
+            assert isinstance(block, Call)
+            block.function = hop
+        model(x).sum().backward()
+        actual = take_gradients(model)
+        assert_gradients(device, actual, expected)
+        del actual
+        order(device, main, side)
+        alive.clear()
+
+
+def test_blocks_that_compute_on_streams_of_their_own() -> None:
+    """What is saved on one stream was allocated on the stream that the pass began on."""
+    step_aside(product_of_sine, lambda product: product)
+
+
+def test_a_group_saves_on_two_streams() -> None:
+    """What leaves together was written by one stream: an event on the other says nothing of it."""
+    step_aside(sine_of_product, torch.sin)
+
+
+@pytest.mark.parametrize("laziness", ["random", "lazy", "eager"])
+def test_large_activations_travel_in_several_convoys(laziness: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner in (lane, streams):
+        monkeypatch.setattr(owner, "CONVOY_BYTES", 1500)
+    for seed in range(6, 8):
+        exercise(seed, laziness)
+
+
+def test_removed_at_once() -> None:
+    """RAM is given back to the system while copies to it, and from it, are on their way: no one waited for them."""
+    for at in (-1, 3):
+        device = SimulatedDevice(0, "lazy")
+        model = Calls(*[simple] * 5)
+        with use_simulated_device(device), device.running():
+            for parameter in model.parameters():
+                parameter.data = device.put(parameter.data)
+            x = device.put(torch.randn(DIM, DIM))
+            handle = offload(model, keep_last=0)
+            if at < 0:
+                model(x).sum()
+            else:
+                fail_in_backward(model, x, at)
+            handle.remove()
+            assert device.pinned_bytes == 0
+            device.synchronize()
+
+
+def test_the_file_is_written_and_read_in_time() -> None:
+    for budget in (3_000, 8_000):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            simulated(8, host_budget_bytes=budget, disk_path=folder) as (device, model, x, expected),
+        ):
+            for _ in range(3):
+                model(x).sum().backward()
+                actual = take_gradients(model)
+                assert_gradients(device, actual, expected)
+                del actual
+
+
+def test_a_retained_graph_comes_from_the_file_twice() -> None:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        simulated(8, host_budget_bytes=6_000, disk_path=folder, prefetch=2) as (device, model, x, expected),
+    ):
+        loss = model(x).sum()
+        for _ in range(2):
+            loss.backward(retain_graph=True)
+            actual = take_gradients(model)
+            assert_gradients(device, actual, expected)
+            del actual
+        del loss
+
+
+# ---------------------------------------------------------------- mutations
+
+MODULES: tuple[ModuleType, ...] = (lane, slab, spill, streams)
+CALLS = {"wait_event", "synchronize", "record", "record_stream", "_wait"}
+
+
+def is_wait(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Call)
+        and isinstance(node.value.func, ast.Attribute)
+        and node.value.func.attr in CALLS
+    )
+
+
+def find_waits() -> list[tuple[Any, str, int]]:
+    """Every statement that only orders work: (class, method, index of the statement)."""
+    found = []
+    for module in MODULES:
+        for node in ast.parse(Path(module.__file__ or "").read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                for method in node.body:
+                    if isinstance(method, ast.FunctionDef):
+                        num_waits = len([n for n in ast.walk(method) if is_wait(n)])
+                        found += [(getattr(module, node.name), method.name, index) for index in range(num_waits)]
+    return found
+
+
+def without_wait(owner: Any, name: str, index: int) -> tuple[Any, str]:
+    """The method `owner.name` without its wait number `index`, and that wait's text."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(owner, name))))
+    wait = [node for node in ast.walk(tree) if is_wait(node)][index]
+
+    class Remove(ast.NodeTransformer):
+        def visit_Expr(self, node: ast.Expr) -> ast.AST:
+            return ast.copy_location(ast.Pass(), node) if node is wait else node
+
+    scope: dict[str, Any] = {}
+    module = inspect.getmodule(owner)
+    assert module is not None
+    exec(compile(ast.fix_missing_locations(Remove().visit(tree)), "<mutant>", "exec"), module.__dict__, scope)
+    return scope[name], ast.unparse(wait)
+
+
+WAITS = find_waits()
+
+
+def test_there_are_waits_to_remove() -> None:
+    assert len(WAITS) >= 15
+
+
+def everything() -> None:
+    test_removed_at_once()
+    test_a_graph_is_dropped_while_its_copies_are_on_their_way()
+    test_backward_on_another_stream_than_forward("lazy")
+    test_a_stream_that_only_waited_for_forward_reads_what_left_later()
+    test_blocks_of_ram_go_to_a_pass_on_another_stream()
+    test_blocks_that_compute_on_streams_of_their_own()
+    test_a_group_saves_on_two_streams()
+    test_the_file_is_written_and_read_in_time()
+    test_a_retained_graph_comes_from_the_file_twice()
+    for step in (plain, retained, two_by_two, stopped_backward):
+        check(step, "lazy")
+    for seed in range(4):
+        exercise(seed, "random")
+
+
+def test_with_all_waits_everything_is_right() -> None:
+    everything()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # errors in what weakref.finalize calls
+@pytest.mark.filterwarnings(
+    "ignore:module forward hook with ``always_call=True`` raised"
+)  # what departs then fails as well
+@pytest.mark.parametrize(("owner", "name", "index"), WAITS, ids=[f"{o.__name__}.{n}-{i}" for o, n, i in WAITS])
+def test_every_wait_is_needed(owner: Any, name: str, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant, text = without_wait(owner, name, index)
+    monkeypatch.setattr(owner, name, mutant)
+    try:
+        everything()
+    except AssertionError:
+        return
+    finally:
+        gc.collect()
+    pytest.fail(f"{owner.__name__}.{name} without `{text}` passed every scenario")

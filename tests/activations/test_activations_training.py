@@ -1,0 +1,375 @@
+"""Activation offloading with what training brings along: checkpointing, LoRA, compilers, trainers, DDP, FSDP."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+
+from group_offload import StateError, apply_activation_offloading
+from group_offload.integrations.training import ActivationOffloadCallback
+
+from ..support import distributed_training, tiny_models
+from ..support.common import same_bits
+from ..support.simulated import SimulatedDevice, use_simulated_device
+from .test_activations import Block, _small_segments, assert_same_bits, make, offload, plain, train
+
+__all__ = ["_small_segments"]
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+# ---------------------------------------------------------------- checkpointing
+
+
+@pytest.mark.parametrize("impl", list(CheckpointImpl))
+@pytest.mark.parametrize("applied", ["before", "after"])
+def test_checkpoint_wrapper(impl: CheckpointImpl, applied: str) -> None:
+    """Applied before offloading, or after: recomputation is not switched off, and not offloaded."""
+
+    def wrapped() -> nn.Module:
+        model = make()
+        apply_activation_checkpointing(
+            model,
+            checkpoint_wrapper_fn=lambda module: checkpoint_wrapper(module, checkpoint_impl=impl),
+            check_fn=lambda module: isinstance(module, Block),
+        )
+        return model
+
+    expected = train(wrapped(), plain)
+    if applied == "before":
+        model = wrapped()
+        handle = offload(model)
+    else:
+        model = make()
+        handle = offload(model, groups=Block)
+        apply_activation_checkpointing(
+            model,
+            checkpoint_wrapper_fn=lambda module: checkpoint_wrapper(module, checkpoint_impl=impl),
+            check_fn=lambda module: isinstance(module, Block),
+        )
+    num_calls = 0
+
+    def count(*args: Any) -> None:
+        nonlocal num_calls
+        num_calls += 1
+
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.register_forward_pre_hook(count)
+    assert_same_bits(train(model, plain), expected)
+    stats = handle.stats()
+    assert num_calls == 2 * 2 * 4  # two steps; forward and recomputation
+    assert 0 < stats.saved_tensors <= stats.passes * (2 * 4 + 1)
+    handle.remove()
+
+
+Inputs = Callable[[], dict[str, Any]]
+
+
+def step_of(inputs: Inputs) -> Any:
+    def step(model: nn.Module, put: Any) -> torch.Tensor:
+        given = {name: put(value) if isinstance(value, torch.Tensor) else value for name, value in inputs().items()}
+        loss = model(**given)[0].float().square().mean()
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", ["flux", "sd3", "wan", "unet", "clip", "t5"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_models_of_diffusers_and_transformers(name: str, checkpointing: bool) -> None:
+    build, inputs = tiny_models.MODELS[name]
+
+    def model() -> Any:
+        found: Any = build().cpu().train()
+        if checkpointing and hasattr(found, "enable_gradient_checkpointing"):
+            found.enable_gradient_checkpointing()
+        elif checkpointing:
+            found.gradient_checkpointing_enable()
+        return found
+
+    def on_cpu() -> dict[str, Any]:
+        return {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in inputs().items()}
+
+    expected = train(model(), step_of(on_cpu))
+    ours = model()
+    handle = offload(ours)
+    assert_same_bits(train(ours, step_of(on_cpu)), expected)
+    stats = handle.stats()
+    assert stats.offloads > 0 and stats.used_host_bytes == 0 and stats.stalls == 0
+    handle.remove()
+
+
+def test_a_model_of_diffusers_on_the_simulated_device() -> None:
+    model = tiny_models.flux_transformer(num_layers=1, num_single_layers=2).cpu().train()
+    inputs = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in tiny_models.flux_inputs().items()}
+    device = SimulatedDevice(0, "lazy")
+    with use_simulated_device(device), device.running():
+        found = []
+        for twin in (copy.deepcopy(model), model):
+            for tensor in (*twin.parameters(), *twin.buffers()):
+                tensor.data = device.put(tensor.data)
+            handle = offload(twin) if twin is model else None
+            bits = train(twin, step_of(lambda: inputs), device.put, num_steps=1)
+            found.append([device.get(tensor) for tensor in bits])
+            if handle is not None:
+                assert handle.stats().offloads > 0
+                handle.remove()
+        assert_same_bits(*found)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_lora_through_peft(checkpointing: bool) -> None:
+    from peft import LoraConfig
+
+    def model() -> Any:
+        found = tiny_models.flux_transformer().cpu().train().requires_grad_(False)
+        torch.manual_seed(0)
+        found.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_v"], init_lora_weights=False))
+        if checkpointing:
+            found.enable_gradient_checkpointing()
+        return found
+
+    inputs = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in tiny_models.flux_inputs().items()}
+
+    def lora_train(found: Any) -> list[torch.Tensor]:
+        return train(found, step_of(lambda: inputs))
+
+    expected = lora_train(model())
+    ours = model()
+    handle = offload(ours)
+    assert_same_bits(lora_train(ours), expected)
+    assert handle.stats().offloads > 0
+    handle.remove()
+
+
+# ---------------------------------------------------------------- compilers
+
+
+class NarrowBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Narrow(nn.Module):
+    def __init__(self, num_blocks: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(NarrowBlock() for _ in range(num_blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def small() -> Any:
+    torch.manual_seed(0)
+    return Narrow()
+
+
+def small_gradients(model: nn.Module, call: Any = None) -> list[torch.Tensor]:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    found = []
+    for _ in range(2):
+        (model if call is None else call)(x).square().mean().backward()
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        for parameter in model.parameters():
+            parameter.grad = None
+    return found
+
+
+@pytest.fixture
+def _fresh_dynamo() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compile_blocks(model: Any) -> None:
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_blocks_that_are_compiled(when: str) -> None:
+    expected = small()
+    compile_blocks(expected)
+    bits = small_gradients(expected)
+    torch._dynamo.reset()
+    model = small()
+    if when == "before":
+        compile_blocks(model)
+    handle = offload(model, keep_last=1)
+    if when == "after":
+        compile_blocks(model)
+    assert_same_bits(small_gradients(model), bits)
+    stats = handle.stats()
+    assert stats.passes == 2 and stats.offloads > 0 and stats.stalls == 0
+    assert stats.kept_bytes > 0  # so groups were told apart
+    handle.remove()
+    assert_same_bits(small_gradients(model), bits)
+    assert model.blocks[0]._compiled_call_impl is not None
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_model_that_is_compiled_as_a_whole(when: str) -> None:
+    """The hooks run in Python, the blocks are compiled: nothing is skipped silently."""
+    bits = small_gradients(small())
+    model = small()
+    compiled = torch.compile(model, backend="aot_eager") if when == "before" else None
+    handle = offload(model)
+    if compiled is None:
+        compiled = torch.compile(model, backend="aot_eager")
+    actual = small_gradients(model, compiled)
+    assert len(actual) == len(bits)
+    assert all(torch.allclose(one, other) for one, other in zip(actual, bits, strict=True))
+    stats = handle.stats()
+    assert stats.passes == 2 and stats.offloads > 0 and stats.kept_bytes > 0
+    handle.remove()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("_fresh_dynamo")
+def test_in_a_full_graph_the_error_says_what_to_do() -> None:
+    model = small()
+    offload(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"group_offload offloads activations: use block.compile\(\)"):
+        compiled(torch.randn(4, 8))
+
+
+# ---------------------------------------------------------------- trainers
+
+
+def test_the_callback_in_a_trainer(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    # The same option, under its newer name and its older one.
+    names = {"activation_checkpointing", "gradient_checkpointing"} & set(TrainingArguments.__dataclass_fields__)
+    checkpointing: Any = {min(names): True}
+
+    def run(*callbacks: Any) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(
+            GPT2Config(n_layer=3, n_head=2, n_embd=16, vocab_size=32, use_cache=False, bos_token_id=0, eos_token_id=1)
+        )
+        data = [{"input_ids": torch.arange(8) + i, "labels": torch.arange(8) + i} for i in range(8)]
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=3,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            **checkpointing,
+            logging_steps=1,
+            report_to=[],
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        trainer = Trainer(model, arguments, train_dataset=data, callbacks=list(callbacks))
+        trainer.train()
+        return model, trainer
+
+    resident, _ = run()
+    callback = ActivationOffloadCallback(device="cpu", min_bytes=0)
+    model, trainer = run(callback)
+    for one, other in zip(model.parameters(), resident.parameters(), strict=True):
+        assert same_bits(one, other)
+    assert callback.handle is not None and not callback.handle.is_active
+    assert callback.handle.stats().passes == 6 and callback.handle.stats().offloads > 0
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logged) == 3 and all(entry["activations_offloaded_gib"] > 0 for entry in logged)
+    assert not model._forward_pre_hooks
+
+
+def test_the_callback_follows_any_protocol() -> None:
+    callback = ActivationOffloadCallback(device="cpu")
+    assert callback.on_step_end(None, None, None) is None
+    assert callback.on_something_new(None, None, None, model=None) is None
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = callback.nothing
+    logs: dict[str, Any] = {"loss": 1.0}
+    callback.on_log(None, None, None, logs=logs)
+    callback.on_train_end(None, None, None)
+    assert logs == {"loss": 1.0}
+
+
+def test_the_callback_of_a_training_that_was_broken_off_is_no_obstacle() -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)])
+    broken = ActivationOffloadCallback(device="cpu", min_bytes=0)
+    broken.on_train_begin(None, None, None, model=model)  # and no `on_train_end`
+    wrapped = nn.Sequential(model)  # as DDP does, anew for each training
+    for again in (model, wrapped):
+        callback = ActivationOffloadCallback(device="cpu", min_bytes=0, groups=nn.Linear)
+        callback.on_train_begin(None, None, None, model=again)
+        assert broken.handle is not None and not broken.handle.is_active
+        assert callback.handle is not None and callback.handle.is_active
+        broken = callback
+    broken.on_train_end(None, None, None)
+    assert not model._forward_pre_hooks
+
+    own = apply_activation_offloading(model, device="cpu")
+    with pytest.raises(StateError, match="other options"):
+        ActivationOffloadCallback(device="cpu", min_bytes=0).on_train_begin(None, None, None, model=model)
+    own.remove()
+
+
+# ---------------------------------------------------------------- several processes
+
+
+def run_two_processes(device: str, folder: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-m", distributed_training.__name__, str(rank), str(folder / "rendezvous"), device],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            cwd=ROOT,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [worker.communicate(timeout=110)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    for worker, output in zip(workers, outputs, strict=True):
+        assert worker.returncode == 0, output
+        assert output.count("equal") == len(distributed_training.KINDS)
+
+
+def test_ddp_fsdp_and_fsdp2(tmp_path: Path) -> None:
+    run_two_processes("cpu", tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_ddp_fsdp_and_fsdp2_on_two_gpus(tmp_path: Path) -> None:
+    run_two_processes("cuda", tmp_path)

@@ -1,0 +1,737 @@
+"""The commands `plan` and `bench`, and the groups that names in a checkpoint tell of."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import math
+import os
+import random
+import re
+import socket
+import stat
+import struct
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import diffusers
+import pytest
+import safetensors
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from group_offload import ConfigError, GroupFileError, apply_group_offloading
+from group_offload.cli import main as cli
+from group_offload.cli import outline as outlines
+from group_offload.cli import plan as cli_plan
+from group_offload.cli.outline import find_checkpoint, outline
+from group_offload.plan import speeds
+
+from ..support import tiny_models
+from ..units.test_speeds import SIZES, SPEEDS
+from .test_cli import Terminal
+
+MIB, GIB = 1 << 20, 1 << 30
+ROUND = 256
+"""What a tensor in an image is rounded up to."""
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Terminal:
+    return Terminal(capsys)
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+def write(path: Path, sizes: Mapping[str, int], dtype: str = "BF16") -> Path:
+    """A safetensors file with tensors of so many bytes, which are a hole."""
+    entries, end = {}, 0
+    for name, size in sizes.items():
+        entries[name] = {"dtype": dtype, "shape": [size // 2], "data_offsets": [end, end + size]}
+        end += size
+    return write_header(path, entries, end)
+
+
+def write_header(path: Path, entries: object, num_bytes: int) -> Path:
+    text = json.dumps(entries).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    os.truncate(path, 8 + len(text) + num_bytes)
+    return path
+
+
+def blocks(name: str, num: int, num_bytes: int) -> dict[str, int]:
+    return {f"{name}.{number}.linear.weight": num_bytes for number in range(num)}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """10 GiB in 20 blocks, and 64 MiB around them."""
+    folder = tmp_path / "transformer"
+    sizes = {"proj_in.weight": 64 * MIB, **blocks("blocks", 20, GIB // 2)}
+    write(folder / "diffusion_pytorch_model.safetensors", sizes)
+    (folder / "config.json").write_text('{"_class_name": "Model", "rope": 0.5}')
+    return folder
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path, model: Path) -> Path:
+    encoder = tmp_path / "text_encoder"
+    write(encoder / "model.safetensors", {"shared.weight": 64 * MIB, **blocks("encoder.block", 8, GIB // 2)})
+    (encoder / "config.json").write_text('{"architectures": ["T5EncoderModel"]}')
+    (tmp_path / "scheduler").mkdir()
+    parts = {
+        "_class_name": "Pipeline",
+        "transformer": ["diffusers", "Model"],
+        "text_encoder": ["transformers", "T5EncoderModel"],
+        "scheduler": ["diffusers", "Scheduler"],
+        "feature_extractor": [None, None],
+        "force_zeros": True,
+    }
+    (tmp_path / "model_index.json").write_text(json.dumps(parts))
+    return tmp_path
+
+
+@pytest.mark.parametrize("where", ["[/x]", "\x1b[31mX", "[red]a[/red]", ":smile:"])
+def test_names_of_mounts_cannot_speak_to_the_terminal(
+    where: str, tmp_path: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The label of a USB drive is enough."""
+    measured = replace(SPEEDS, filesystem=where, device=where, problem=where, measured_at=where)
+    monkeypatch.setattr(cli_plan, "measure", lambda *args, **kwargs: measured)
+    said = run("bench", tmp_path)
+    assert said.count(where.replace("\x1b", "\N{REPLACEMENT CHARACTER}")) == 3
+
+
+def test_nothing_that_is_printed_can_be_markup() -> None:
+    """All that commands print goes through `terminal`, which takes it for plain text."""
+    for module in ("main", "plan"):
+        tree = ast.parse(Path(cli.__file__).with_name(f"{module}.py").read_text())
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            assert not isinstance(call.func, ast.Name) or call.func.id not in ("Console", "Table", "Text")
+            if isinstance(call.func, ast.Attribute) and call.func.attr in ("print", "add_row", "add_column", "ask"):
+                texts = [node for node in call.args if not isinstance(node, ast.Name | ast.Call)]
+                assert not texts or call.func.attr == "ask", ast.unparse(call)
+
+
+# ---------------------------------------------------------------- groups from names
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "flux": tiny_models.flux_transformer,
+    "wan": tiny_models.wan_transformer,
+    "sd3": tiny_models.sd3_transformer,
+    "unet": tiny_models.unet,
+    "autoencoder": tiny_models.kl,
+    "autoencoder of sd": tiny_models.sd_kl,
+    "autoencoder of wan": tiny_models.wan_kl,
+    "t5": tiny_models.t5,
+    "clip": tiny_models.clip,
+}
+
+
+def groups_of(model: torch.nn.Module) -> Counter[int]:
+    """The sizes of the groups that the model is really cut into."""
+    handle = apply_group_offloading(model, "cpu")
+    sizes = Counter(group.num_bytes for group in handle.groups if group.num_bytes)
+    handle.remove()
+    return sizes
+
+
+def not_saved(model: torch.nn.Module) -> int:
+    """Bytes in images of buffers that no checkpoint has."""
+    saved = model.state_dict().keys()
+    return sum(-(-buffer.nbytes // ROUND) * ROUND for name, buffer in model.named_buffers() if name not in saved)
+
+
+@pytest.mark.parametrize("shards", ["one file", "several"])
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_groups_are_those_of_the_model(make: Callable[[], Any], shards: str, tmp_path: Path) -> None:
+    model = make()
+    model.save_pretrained(tmp_path, **({"max_shard_size": "20KB"} if shards == "several" else {}))
+    (found,) = outline(tmp_path).values()
+    assert found.model_class == type(model).__name__ and found.num_cast == 0
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shards == "several")
+    actual = groups_of(model)
+    inner = Counter(group.num_bytes for group in found.groups if not group.is_outer)
+    outer = Counter(group.num_bytes for group in found.groups if group.is_outer)
+    assert inner and inner <= actual and outer.total() == (actual - inner).total()
+    assert found.num_bytes + not_saved(model) == sum(actual.elements())
+    if not not_saved(model):
+        assert inner + outer == actual
+    assert len({group.name for group in found.groups}) == len(found.groups)
+
+
+@pytest.mark.parametrize("make", [tiny_models.flux_transformer, tiny_models.t5], ids=["flux", "t5"])
+def test_groups_of_a_cast(make: Callable[[], Any], tmp_path: Path) -> None:
+    model = make()
+    model.save_pretrained(tmp_path)
+    (found,) = outline(tmp_path, torch.bfloat16).values()
+    assert found.num_cast == len(model.state_dict()) - (1 if make is tiny_models.t5 else 0)  # tied: saved once
+    assert Counter(group.num_bytes for group in found.groups) == groups_of(model.to(torch.bfloat16))
+
+
+def test_names_and_order(tmp_path: Path) -> None:
+    names = (
+        "single_blocks.0",
+        "up_blocks.0",
+        "blocks.10",
+        "blocks.9",
+        "mid_block",
+        "time",
+        "down_blocks.1",
+        "params.0",
+    )
+    path = write(tmp_path / "x.safetensors", {f"{name}.w": 512 for name in names[:-1]} | {"params.0": 512, "top": 2})
+    (found,) = outline(path).values()
+    assert [group.name for group in found.groups] == [
+        "rest", "blocks.9", "blocks.10", "down_blocks.1", "single_blocks.0", "up_blocks.0",
+    ]  # fmt: skip
+    assert [group.num_bytes for group in found.groups] == [3 * 512 + 256, *[512] * 5]
+    assert [group.is_outer for group in found.groups] == [True, *[False] * 5]
+
+
+def test_a_model_without_blocks(tmp_path: Path) -> None:
+    (found,) = outline(write(tmp_path / "x.safetensors", {"a.b.weight": 512, "c": 512})).values()
+    assert [(group.name, group.num_bytes, group.is_outer) for group in found.groups] == [("rest", 1024, False)]
+
+
+def test_blocks_lie_deeper_only_where_nobody_says_otherwise(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", {"encoder.blocks.0.w": 512, "encoder.blocks.1.w": 512, "norm.w": 512})
+    assert [group.name for group in outline(tmp_path)[""].groups] == ["rest", "encoder.blocks.0", "encoder.blocks.1"]
+    for name, num_groups in (("Anything", 1), ("AutoencoderKL", 3)):
+        (tmp_path / "config.json").write_text(json.dumps({"_class_name": name}))
+        assert len(outline(tmp_path)[""].groups) == num_groups
+
+
+def test_what_diffusers_says_of_blocks_is_known() -> None:
+    said = {}
+    for path in (Path(diffusers.__file__).parent / "models").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            for statement in node.body if isinstance(node, ast.ClassDef) else ():
+                if (
+                    isinstance(statement, ast.Assign)
+                    and ast.unparse(statement.targets[0]) == "_group_offload_block_modules"
+                ):
+                    said[node.name] = tuple(ast.literal_eval(statement.value))  # type: ignore[attr-defined]
+    said.pop("ModelMixin", None)
+    assert said == outlines._BLOCK_MODULES
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_a_pipeline(pipeline: Path) -> None:
+    found = outline(pipeline)
+    assert {name: each.model_class for name, each in found.items()} == {
+        "transformer": "Model",
+        "text_encoder": "T5EncoderModel",
+    }
+    assert [len(each.groups) for each in found.values()] == [21, 9]
+
+
+def test_variants(tmp_path: Path) -> None:
+    write(tmp_path / "model.fp16.safetensors", {"a": 512})
+    assert outline(tmp_path)[""].num_bytes == 512
+    write(tmp_path / "model.safetensors", {"a": 1024})
+    write(tmp_path / "consolidated.safetensors", {"b": 2048})
+    assert outline(tmp_path)[""].num_bytes == 1024
+    assert outline(tmp_path / "consolidated.safetensors")[""].num_bytes == 2048
+
+
+def entry(
+    start: int = 0, end: int = 4, shape: object = (2,), dtype: object = "BF16", **more: object
+) -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end], **more}
+
+
+BAD_HEADERS: dict[str, tuple[object, int, str]] = {
+    "cut off": ({"a": entry()}, 3, "cut off"),
+    "too long": ({"a": entry()}, 5, "too long"),
+    "overlap": ({"a": entry(), "b": entry(2, 6)}, 6, "overlap"),
+    "past the end": ({"a": entry(), "b": entry(1 << 40, (1 << 40) + 4)}, 8, "leave a gap"),
+    "backwards": ({"a": entry(4, 0)}, 4, "contradict"),
+    "shape": ({"a": entry(shape=[3])}, 4, "contradict"),
+    "huge": ({"a": entry(shape=[1 << 62] * 1000)}, 4, "contradict"),
+    "negative": ({"a": entry(-4, 0)}, 4, "size"),
+    "no list": ({"a": entry(shape=2)}, 4, "list of sizes"),
+    "no entry": ({"a": 5}, 4, "not that of a tensor"),
+    "too little in it": ({"a": {"dtype": "BF16", "shape": [2]}}, 4, "not that of a tensor"),
+    "no dtype": ({"a": entry(dtype=7)}, 4, "text"),
+    "an unknown dtype": ({"a": entry(dtype="F5")}, 4, "does not have"),
+    "half a character": ({"\ud800": entry()}, 4, "cannot be read"),
+    "deep": ({"a." * 100 + "b": entry()}, 4, "not the name"),
+    "deeper": ({"." * 1_000_000: entry()}, 4, "not the name"),
+    "a list": ([1], 0, "not an object"),
+}
+
+
+@pytest.mark.parametrize(("header", "num_bytes", "message"), BAD_HEADERS.values(), ids=BAD_HEADERS)
+def test_headers_that_lie(header: object, num_bytes: int, message: str, tmp_path: Path, run: Terminal) -> None:
+    path = write_header(tmp_path / "model.safetensors", header, num_bytes)
+    said = run("plan", tmp_path, status=2)
+    assert said.count("\n") == 1 and str(path) in said and message in said and len(said) < 500
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "socket", "device", "folder"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "model_index.json", "diffusion_pytorch_model.safetensors", "config.json behind a link"]
+)
+def test_what_is_no_file_is_not_waited_for(name: str, kind: str, model: Path, run: Terminal) -> None:
+    path = model / name.removesuffix(" behind a link")
+    path.unlink(missing_ok=True)
+    if path.name != name:
+        path.symlink_to("elsewhere")
+        path = model / "elsewhere"
+    with socket.socket(socket.AF_UNIX) as made:
+        if kind == "FIFO":
+            os.mkfifo(path)
+        elif kind == "folder":
+            path.mkdir()
+        elif kind == "socket":
+            here = os.getcwd()
+            os.chdir(model)  # the names of sockets are short
+            made.bind(path.name)
+            os.chdir(here)
+        else:
+            try:
+                os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 5))
+            except PermissionError:
+                pytest.skip("needs the right to make devices")
+        said = run("plan", model, status=2)
+    assert "Cannot read" in said and path.parent.name in said
+
+
+def test_a_step_that_takes_for_ever(model: Path, run: Terminal) -> None:
+    for seconds in ("1e300", "inf", "nan", "0", "-1"):
+        assert "expected a number of seconds" in run("plan", model, "--step-seconds", seconds, status=2)
+    for seconds in ("1e6", "1e-320"):
+        run("plan", model, "--step-seconds", seconds, "--chart", model / "chart.svg", "--vram", "4GiB")
+
+
+SIZES_OF_DTYPES = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("BF16", "F16", "I16", "U16"), 2),
+    **dict.fromkeys(("U8", "I8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
+}
+ODD: dict[str, list[Any]] = {
+    "dtype": [*SIZES_OF_DTYPES, "F4", "F6_E2M3", "F6_E3M2", "F128", "f32", "", "U4", 5, None, []],
+    "shape": [[], [1], [2, 3], [1 << 62, 0], [1 << 62, 1 << 62, 0], [1 << 62] * 2, [-1], [True], [1.0], 3, None],
+    "data_offsets": [[0, 0], [1, 0], [0], [0, 1, 2], [0, 1 << 62], [-1, 0], [0.0, 1], None, "ab"],
+    "more": [1, "x", "\ud800", "\ud83d\ude00", None, [1, {"a": True}]],
+}
+ODD_NAMES = ["\ud800", "\udc00", "\udc00\ud800", "\ud83d\ude00", "\\ud800", "\x00", "", "__padding_0"]
+ODD_METADATA: list[Any] = [None, {}, {"a": "b"}, {"\ud800": "b"}, {"a": None}, {"a": 1}, [], "x"]
+
+
+def nearly_right(rng: random.Random) -> tuple[dict[str, Any], int]:
+    """A header, and the size of the data."""
+    entries: dict[str, Any] = {}
+    end = 0
+    for number in range(rng.randrange(1, 4)):
+        dtype, shape = rng.choice(list(SIZES_OF_DTYPES)), [rng.choice([0, 1, 2, 3, 8]) for _ in range(rng.randrange(3))]
+        size = SIZES_OF_DTYPES[dtype] * math.prod(shape)
+        entries[f"w{number}"] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    if rng.random() < 0.2:  # less than a byte each
+        bits, count, size = rng.choice([4, 6]), rng.choice([2, 3, 4, 8]), rng.choice([1, 2, 3, 4, 6])
+        dtype = "F4" if bits == 4 else "F6_E2M3"
+        entries["more"] = {"dtype": dtype, "shape": [count], "data_offsets": [end, end + size]}
+        end += size
+    name, other = rng.choice(list(entries)), rng.choice(list(entries))
+    match rng.randrange(9):
+        case 0 | 1 | 2:
+            key = rng.choice(list(ODD))
+            entries[name][key] = rng.choice(ODD[key])
+        case 3:
+            entries[name]["data_offsets"] = [max(0, at + rng.randrange(-2, 3)) for at in entries[name]["data_offsets"]]
+        case 4:
+            entries[name]["data_offsets"] = entries[other]["data_offsets"]
+        case 5:
+            end = max(0, end + rng.choice([-1, 1, 8]))
+        case 6:
+            entries["__metadata__"] = rng.choice(ODD_METADATA)
+        case 7:
+            entries[rng.choice(ODD_NAMES)] = entries.pop(name)
+        case 8:
+            del entries[name][rng.choice(list(entries[name]))]
+    return entries, end
+
+
+def test_headers_that_safetensors_takes(tmp_path: Path) -> None:
+    """`plan` takes what `safetensors` takes, and nothing else: of a few thousand headers that are nearly right."""
+    rng, verdicts = random.Random(0), Counter[bool]()
+    for _ in range(4000):
+        content = write_header(tmp_path / "file", *nearly_right(rng)).read_bytes()
+        is_taken = is_ours = True
+        try:
+            safetensors.deserialize(content)
+        except safetensors.SafetensorError:
+            is_taken = False
+        try:
+            list(outlines._weights_in(tmp_path / "file", None))
+        except GroupFileError:
+            is_ours = False
+        assert is_ours == is_taken, content
+        verdicts[is_taken] += 1
+    assert min(verdicts.values()) > 800
+
+
+def test_folders_that_are_none(tmp_path: Path, model: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    weights = model / "diffusion_pytorch_model.safetensors"
+    for name in ("m-00001-of-00003.safetensors", "m-00003-of-00003.safetensors"):
+        write(tmp_path / "shards" / name, {"a": 512})
+    write(tmp_path / "twice" / "m-00001-of-00002.safetensors", {"a": 512})
+    write(tmp_path / "twice" / "m-00002-of-00002.safetensors", {"a": 512})
+    write(tmp_path / "two" / "a.safetensors", {"a": 512})
+    write(tmp_path / "two" / "b.safetensors", {"a": 512})
+    write(tmp_path / "none" / "model.safetensors", {})
+    (tmp_path / "text.safetensors").write_text("hello")
+    cases = (
+        (empty, "no safetensors files"),
+        (tmp_path / "shards", "2 of 3 files: number 2"),
+        (tmp_path / "twice", "'a' is in another file too"),
+        (tmp_path / "two", "several sets of weights: a, b"),
+        (tmp_path / "none", "no weights"),
+        (tmp_path / "text.safetensors", "its header does not end"),
+    )
+    for path, message in cases:
+        with pytest.raises(GroupFileError, match=message) as caught:
+            outline(path)
+        assert str(path) in str(caught.value)
+    for text in ("{", "[]", "[" * 100_000, "\xff"):
+        (model / "config.json").write_text(text, encoding="latin1")
+        with pytest.raises(GroupFileError, match=r"config\.json"):
+            outline(model)
+    assert outline(weights)[""].num_bytes == 10 * GIB + 64 * MIB  # by itself
+
+
+def test_pipelines_that_are_none(tmp_path: Path) -> None:
+    write(tmp_path / "outside" / "model.safetensors", {"a": 512})
+    folder = tmp_path / "pipeline"
+    folder.mkdir()
+    for name in ("../outside", "", "vae", "a/b"):
+        (folder / "model_index.json").write_text(json.dumps({name: ["diffusers", "X"]}))
+        with pytest.raises(GroupFileError, match="without safetensors"):
+            outline(folder)
+
+
+def test_dtypes(model: Path) -> None:
+    with pytest.raises(ConfigError, match="floating point"):
+        outline(model, torch.int8)
+    assert outline(model, torch.bfloat16)[""].num_cast == 0
+    wide = outline(model, torch.float32)[""]
+    assert wide.num_cast == 21 and wide.num_bytes == 2 * outline(model)[""].num_bytes
+
+
+def test_quantised_weights_are_not_cast(tmp_path: Path) -> None:
+    entries = {"blocks.0.w": entry(0, 512, [512], "U8"), "blocks.0.w.absmax": entry(512, 520, [2], "F32")}
+    entries["blocks.0.odd"] = entry(520, 523, [4], "F6_E2M3")
+    (found,) = outline(write_header(tmp_path / "x.safetensors", entries, 523), torch.bfloat16).values()
+    assert found.num_bytes == 512 + 256 + 256 and found.num_cast == 1
+
+
+def test_the_cache_of_the_hub(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def download(name: str, *, local_files_only: bool) -> str:
+        assert local_files_only
+        asked.append(name)
+        if name != "owner/pipeline":
+            raise huggingface_hub.errors.LocalEntryNotFoundError("not there")
+        return str(model.parent)
+
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.chdir(model)
+    assert find_checkpoint("owner/pipeline") == model.parent
+    assert find_checkpoint("owner/pipeline/transformer") == model
+    for name in ("owner/other", "owner/pipeline/vae", "owner", "/nowhere/at/all", "../x", "a/../b"):
+        with pytest.raises(GroupFileError, match="There is no"):
+            find_checkpoint(name)
+    assert set(asked) == {"owner/pipeline", "owner/other"}
+    assert find_checkpoint(str(model)) == model
+
+
+# ---------------------------------------------------------------- plan
+
+
+def plan(run: Terminal, *arguments: object) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run("plan", *arguments, "--json"))
+    return found
+
+
+KEYS = {
+    "name", "model_class", "passes", "num_bytes", "num_cast", "ram_share_bytes", "bytes_by_place", "slot_bytes", "outer_bytes",
+    "device_bytes", "ram_bytes", "is_compute_known", "step_seconds", "stall_seconds", "h2d_seconds", "drive_seconds", "bound",
+    "verdict", "gain_from_gib_of_vram", "gain_from_gib_of_ram", "groups",
+}  # fmt: skip
+
+
+def test_plan_as_json(model: Path, run: Terminal) -> None:
+    given = "--vram", "4GiB", "--ram", "6GiB", "--step-seconds", "0.2", "--h2d", "20GB", "--drive", "2 GB/s"
+    found = plan(run, model, *given)
+    assert found.keys() == {"model", "dtype", "budgets", "speeds", "components"}
+    assert found["model"] == str(model) and found["dtype"] is None
+    assert found["budgets"] == {
+        "vram_bytes": 4 * GIB,
+        "ram_bytes": 6 * GIB,
+        "activation_bytes": 0,
+        "process_ram_bytes": 3 * GIB // 2,
+    }
+    assert found["speeds"] == {"h2d": 20e9, "h2d_source": "given", "drive": 2e9, "drive_source": "given"}
+    (part,) = found["components"]
+    assert part.keys() == KEYS and part["name"] == "" and part["model_class"] == "Model" and part["passes"] == 1
+    assert part["num_bytes"] == 10 * GIB + 64 * MIB == sum(group["num_bytes"] for group in part["groups"])
+    places = part["bytes_by_place"]
+    for place in ("device", "ram", "file"):
+        assert places[place] == sum(group["num_bytes"] for group in part["groups"] if group["place"] == place) > 0
+    assert part["outer_bytes"] == 64 * MIB and part["slot_bytes"] == GIB
+    assert [group["name"] for group in part["groups"] if group["place"] is None] == ["rest"]
+    assert part["device_bytes"] == places["device"] + part["slot_bytes"] + part["outer_bytes"] <= 4 * GIB
+    assert part["ram_bytes"] == places["ram"] <= part["ram_share_bytes"] < 4.5 * GIB
+    assert part["is_compute_known"] and part["bound"] == "drive"
+    assert part["step_seconds"] >= part["drive_seconds"] == places["file"] / 2e9 > part["h2d_seconds"]
+    assert part["gain_from_gib_of_vram"] > 0 and part["gain_from_gib_of_ram"] > 0
+
+
+def test_plan_for_people(model: Path, run: Terminal) -> None:
+    said = run("plan", model, "--vram", "4GiB", "--ram", "6GiB")
+    assert "Model: 10.1 GiB in 21 groups" in said and "blocks.0 to 19" in said and "drive bounds a pass" in said
+    (line,) = [line for line in said.splitlines() if "blocks.0 to 19" in line]
+    places = line.split()[-2]
+    assert len(places) == 20 and set(places) == {"D", "R", "f"} and "20" in line and "512 MiB" in line
+    assert "1 GiB more VRAM makes a pass" in said and "1 GiB more RAM makes a pass" in said
+    assert "Compute is taken as nothing" in said and said.count("assumed") == 3 and "group-offload bench" in said
+    said = run("plan", model, "--step-seconds", "0.5", "--dtype", "float32", "--h2d", "1TB")
+    assert "21 weights are cast to float32" in said and "Compute is taken" not in said
+    assert "Without --vram" in said and "Without --ram" in said and "1 GiB more" not in said
+    assert "compute bounds a pass: it takes 0.5 s" in said
+
+
+def test_a_model_that_fits(model: Path, run: Terminal) -> None:
+    (part,) = plan(run, model, "--vram", "12GiB")["components"]
+    assert part["step_seconds"] == 0 and part["bound"] is None and part["bytes_by_place"]["ram"] == 0
+    said = run("plan", model, "--vram", "12GiB")
+    assert "D" * 20 in said and "1 GiB more" not in said
+
+
+def command(*arguments: object) -> tuple[int, str]:
+    said = io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        status = cli.main([str(argument) for argument in arguments])
+    return status, said.getvalue()
+
+
+@settings(max_examples=24, deadline=None)
+@given(vram=st.integers(1 << 30, 14 << 30), ram=st.integers(2 << 30, 14 << 30), activations=st.integers(0, 1 << 30))
+def test_budgets_are_kept(vram: int, ram: int, activations: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Or the error says the smallest that works, and that works."""
+    path = tmp_path_factory.getbasetemp() / "budgets.safetensors"
+    if not path.exists():
+        write(path, {"proj_in.weight": 64 * MIB, **blocks("blocks", 10, GIB), **blocks("more", 3, 100 * MIB)})
+    others = "--ram", ram, "--activations", activations, "--json"
+    status, said = command("plan", path, "--vram", vram, *others)
+    if status:
+        assert vram < 2 * GIB + activations + 100 * MIB
+        least = said.partition("smallest that works is ")[2].partition(":")[0]
+        status, said = command("plan", path, "--vram", least, *others)
+        assert status == 0
+        vram = json.loads(said)["budgets"]["vram_bytes"]
+    found = json.loads(said)
+    (part,) = found["components"]
+    assert part["device_bytes"] + activations <= vram
+    assert part["ram_bytes"] + found["budgets"]["process_ram_bytes"] <= ram
+
+
+def test_plan_of_a_pipeline(pipeline: Path, run: Terminal) -> None:
+    """RAM goes to what runs most often first."""
+    arguments = pipeline, "--vram", "2GiB", "--ram", "14GiB", "--step-seconds", "0.1"
+    denoiser, encoder = plan(run, *arguments)["components"]
+    assert (denoiser["name"], denoiser["passes"]) == ("transformer", 28)
+    assert (encoder["name"], encoder["passes"]) == ("text_encoder", 1)
+    assert denoiser["ram_share_bytes"] == denoiser["num_bytes"] and denoiser["bytes_by_place"]["file"] == 0
+    assert 0 < encoder["ram_share_bytes"] < encoder["num_bytes"] and encoder["bytes_by_place"]["file"] > 0
+    assert denoiser["ram_share_bytes"] + encoder["ram_share_bytes"] < 12.5 * GIB
+    assert denoiser["is_compute_known"] and not encoder["is_compute_known"]
+    assert denoiser["gain_from_gib_of_ram"] == 0 and encoder["gain_from_gib_of_ram"] > 0
+    said = run("plan", *arguments, "--steps", "7")
+    assert "transformer Model" in said and "7 passes" in said and "text_encoder T5EncoderModel" in said
+    assert "One image or video" in said and "taken as nothing for text_encoder" in said
+
+
+ERRORS: dict[str, tuple[list[str], str]] = {
+    "vram": (["--vram", "8G"], "8GiB"),
+    "vram of nothing": (["--vram", "0"], "more than 0"),
+    "a share": (["--vram", "80%"], "--vram='80%'"),
+    "too little vram": (["--vram", "512MiB"], "the smallest that works is 1.08 GiB"),
+    "too little for activations": (["--vram", "4GiB", "--activations", "3GiB"], "3 GiB of activations"),
+    "too little ram": (["--ram", "1GiB"], "--process-ram"),
+    "ram": (["--ram", "much"], "--ram='much'"),
+    "dtype": (["--dtype", "bf17"], "--dtype bf17"),
+    "no dtype": (["--dtype", "nn"], "--dtype nn"),
+    "an integer": (["--dtype", "int8"], "floating point"),
+    "seconds": (["--step-seconds", "-1"], "--step-seconds"),
+    "not a number": (["--step-seconds", "nan"], "--step-seconds"),
+    "steps": (["--steps", "0"], "--steps"),
+    "speed": (["--h2d", "fast"], "--h2d"),
+    "no speed": (["--drive", "0GB"], "--drive"),
+    "a chart": (["--chart", "/nowhere/x.svg"], "/nowhere/x.svg"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), ERRORS.values(), ids=ERRORS)
+def test_errors(arguments: list[str], message: str, model: Path, run: Terminal) -> None:
+    said = run("plan", model, *arguments, status=2)
+    assert said.startswith("group-offload: ") and said.count("\n") == 1 and message in said
+
+
+def test_too_little_vram_of_a_pipeline_is_told_for_all_of_it(pipeline: Path, run: Terminal) -> None:
+    said = run("plan", pipeline, "--vram", "1MiB", status=2)
+    least = re.search(r"smallest that works is ([0-9.]+ \w+)", said)
+    assert least is not None
+    run("plan", pipeline, "--vram", least[1].replace(" ", ""))
+
+
+def test_no_model(tmp_path: Path, run: Terminal) -> None:
+    for name in (tmp_path / "nothing", "x" * 300, "~no-such-user/model"):
+        assert "There is no" in run("plan", name, status=2)
+    with pytest.raises(SystemExit):
+        cli.main(["plan"])
+
+
+def test_names_cannot_speak_to_the_terminal(tmp_path: Path, run: Terminal) -> None:
+    evil = "\x1b[2J[red]\u202e"
+    write(tmp_path / "model.safetensors", {f"{evil}.0.w": 512, f"{evil}.1.w": 512})
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [evil]}))
+    said = run("plan", tmp_path, "--vram", "1GiB")
+    assert not any(c in said for c in "\x1b\u202e") and "[red]" in said
+    run("plan", tmp_path, "--vram", "1GiB", "--chart", tmp_path / "x.svg")
+    assert evil not in (tmp_path / "x.svg").read_text()
+
+
+def test_chart(model: Path, tmp_path: Path, run: Terminal) -> None:
+    path = tmp_path / "chart.svg"
+    run("plan", model, "--vram", "4GiB", "--ram", "8GiB", "--step-seconds", "0.2", "--chart", path)
+    root = ElementTree.parse(path).getroot()
+    tags = Counter(element.tag.rpartition("}")[2] for element in root)
+    words = " ".join(element.text or "" for element in root)
+    assert tags["circle"] == 1 and "Model" in words and "10.1 GiB" in words and "compute 0.2 s" in words
+    lines = [
+        [tuple(map(float, point.split(","))) for point in element.attrib["points"].split()]
+        for element in root
+        if element.attrib.get("stroke-width") == "2" and element.tag.endswith("polyline")
+    ]
+    drawn = [line for line in lines if len(line) == 16]
+    assert len(drawn) == 5
+    for line in drawn:
+        assert all(0 <= x <= 760 and 0 <= y <= 420 for x, y in line)
+        heights = [y for _, y in line]
+        assert all(later >= earlier - 0.5 for earlier, later in pairwise(heights))  # down: faster
+    run("plan", model, "--chart", path)  # without budgets
+    ElementTree.parse(path)
+
+
+def test_speeds_that_were_measured(model: Path, run: Terminal) -> None:
+    """The link's of any accelerator; the drive's of this file system alone."""
+    here = speeds.filesystem_of(model)
+    assert plan(run, model)["speeds"]["h2d_source"] == "assumed"
+    speeds.record(replace(SPEEDS, device="CPU x", h2d=3_000_000_000, drive=1_000_000_000, filesystem="elsewhere"))
+    assert plan(run, model)["speeds"]["drive_source"] == plan(run, model)["speeds"]["h2d_source"] == "assumed"
+    speeds.record(replace(SPEEDS, device="H200", h2d=55_000_000_000, drive=None, filesystem=""))
+    assert plan(run, model)["speeds"] == {
+        "h2d": 55e9,
+        "h2d_source": "measured",
+        "drive": 3.5e9,
+        "drive_source": "assumed",
+    }
+    speeds.record(replace(SPEEDS, device="CPU x", drive=2_000_000_000, filesystem=here))
+    assert plan(run, model)["speeds"]["drive"] == 2e9
+    said = run("plan", model)
+    assert "55 GB/s (measured), drive 2 GB/s (measured)" in said and "H200" in said and "assumed" not in said
+    assert plan(run, model, "--h2d", "10GB", "--drive", "1GB")["speeds"] == {
+        "h2d": 10e9,
+        "h2d_source": "given",
+        "drive": 1e9,
+        "drive_source": "given",
+    }
+
+
+def test_no_device_is_asked(model: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("asked")
+
+    for module, name in (
+        (torch.cuda, "_lazy_init"),
+        (torch.cuda, "is_available"),
+        (torch.accelerator, "current_accelerator"),
+        (cli_plan, "backend_for"),
+        (cli_plan, "measure"),
+    ):
+        monkeypatch.setattr(module, name, asked)
+    run("plan", model, "--vram", "4GiB", "--ram", "8GiB")
+
+
+# ---------------------------------------------------------------- bench
+
+
+@pytest.fixture
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = speeds.measure
+    monkeypatch.setattr(cli_plan, "measure", lambda *args, **options: measure(*args, **{**options, **SIZES}))
+
+
+@pytest.mark.usefixtures("_small")
+def test_bench(tmp_path: Path, run: Terminal) -> None:
+    found = json.loads(run("bench", tmp_path, "--device", "cpu", "--json"))
+    assert found.keys() == speeds.MachineSpeeds.__dataclass_fields__.keys()
+    assert found["h2d"] > 0 and found["drive"] > 0 and found["cached"] > 0
+    assert speeds.recorded() == [speeds.MachineSpeeds(**found)]
+    said = run("bench", tmp_path, "--device", "cpu")
+    assert said.count("GB/s") == 3 and "Kept in" in said and str(speeds.record_file()) in said.replace("\n", "")
+    assert len(speeds.recorded()) == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("_small")
+def test_bench_of_a_drive_that_cannot_be_measured(
+    tmp_path: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result([1, 1, 0, 0, 0, 0, 0, 0, 0, 0]))
+    said = run("bench", tmp_path, "--device", "cpu")
+    assert said.count("not measured") == 2 and "No space left" in said and "not kept" in said
+    assert speeds.recorded() == []
+
+
+@pytest.mark.usefixtures("_small")
+def test_bench_in_the_current_folder(tmp_path: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli_plan, "default_device", lambda: torch.device("cpu"))
+    assert json.loads(run("bench", "--json"))["filesystem"] == speeds.filesystem_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "nothing is not a folder"),
+        (["--device", "abacus"], "--device abacus"),
+        (["--device", "meta"], "meta"),
+        (["--device", "cpu:3"], "one CPU"),
+    ],
+)
+def test_errors_of_bench(arguments: list[str], message: str, run: Terminal) -> None:
+    said = run("bench", *arguments, status=2)
+    assert said.startswith("group-offload: ") and said.count("\n") == 1 and message in said

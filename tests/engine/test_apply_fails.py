@@ -1,0 +1,221 @@
+"""Applying that fails, or is interrupted: the module is what it was, and can be offloaded as if nothing had been."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import group_offload
+from group_offload import (
+    ConfigError,
+    GroupFileError,
+    ModuleError,
+    OffloadHandle,
+    apply_group_offloading,
+    enable_group_offload,
+    remove_group_offloading,
+)
+from group_offload.api import handle_of
+
+from ..interrupts import Strike, contained
+from ..support.common import Model, assert_at_rest, assert_same, inputs, make, named_tensors, run
+from ..support.simulated import SimulatedDevice, use_simulated_device
+
+
+def attributes(module: nn.Module) -> dict[str, set[str]]:
+    return {name: {*part.__dict__} for name, part in module.named_modules()}
+
+
+def hooks(module: nn.Module) -> list[Any]:
+    return [
+        table
+        for part in module.modules()
+        for name, table in part.__dict__.items()
+        if name.endswith(("_hooks", "_with_kwargs", "_always_called")) and table
+    ]
+
+
+def assert_as_before(module: nn.Module, reference: nn.Module) -> None:
+    assert attributes(module) == attributes(reference)
+    assert hooks(module) == hooks(reference)
+    assert handle_of(module) is None
+    for (name, tensor), (_, other) in zip(named_tensors(module), named_tensors(reference), strict=True):
+        assert type(tensor) is type(other), name
+        assert not tensor._post_accumulate_grad_hooks if hasattr(tensor, "_post_accumulate_grad_hooks") else True, name
+    assert_at_rest(module, reference)
+    assert_same(run(module, inputs()), run(reference, inputs()))
+
+
+def small() -> nn.Module:
+    model = make(Model, 2)
+    model.blocks[1].up.bias = model.blocks[0].up.bias
+    return model.requires_grad_(False)
+
+
+class Case:
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.folder = folder
+        self.is_checkpoint = kind.startswith("checkpoint")
+        self.options: dict[str, Any] = {}
+        if kind == "file":
+            self.options["offload_to_disk_path"] = folder / "groups"
+        if kind == "checkpoint, leaves":
+            self.options["offload_type"] = "leaf_level"
+        if kind == "ram, trained":
+            self.options["offload_type"] = "leaf_level"
+        self.is_trained = kind == "ram, trained"
+
+    def make(self) -> nn.Module:
+        model = small()
+        if self.is_checkpoint:
+            path = self.folder / "model.safetensors"
+            if not path.exists():
+                save_file({name: value.clone() for name, value in model.state_dict().items()}, path)
+            model.load_state_dict(load_file(path), assign=True)
+            model.blocks[1].up.bias = model.blocks[0].up.bias
+            model.requires_grad_(False)
+        if self.is_trained:
+            model.norm.requires_grad_(True)
+        return model
+
+    def apply(self, model: nn.Module) -> OffloadHandle:
+        return apply_group_offloading(model, "cpu", **self.options)
+
+
+@pytest.mark.parametrize("kind", ["ram", "ram, trained", "file", "checkpoint", "checkpoint, leaves"])
+@pytest.mark.parametrize("is_simulated", [False, True])
+def test_an_interrupt_at_any_line(kind: str, is_simulated: bool, tmp_path: Path) -> None:
+    case = Case(kind, tmp_path)
+    reference = copy.deepcopy(small())
+    device = SimulatedDevice(0) if is_simulated else None
+    at = 1
+    while True:
+        model = case.make()
+        strike = Strike(at)
+        with use_simulated_device(device) if device is not None else nullcontext():
+            try:
+                with strike:
+                    handle = contained(partial(case.apply, model))
+            except KeyboardInterrupt:
+                pass
+            else:
+                assert strike.is_lost or not strike.where, f"nobody was told of the interrupt at {strike.where}"
+                handle.remove()
+        if not strike.where:
+            break
+        try:
+            assert_as_before(model, reference)
+        except BaseException as error:
+            error.add_note(f"after an interrupt at {strike.where}")
+            raise
+        if at % 3 == 0:
+            again(case, model, reference, device)
+        at += 1 + at // 6  # the lines of loops over groups come again and again
+    assert at > 500
+
+
+def again(case: Case, model: nn.Module, reference: nn.Module, device: SimulatedDevice | None) -> None:
+    """It can be offloaded, run and brought back."""
+    with use_simulated_device(device) if device is not None else nullcontext():
+        handle = case.apply(model)
+        if device is None:
+            assert_same(run(model, inputs()), run(reference, inputs()))
+        handle.remove()
+    assert_as_before(model, reference)
+
+
+@pytest.mark.parametrize("kind", ["ram", "file", "checkpoint"])
+def test_an_interrupt_while_changes_are_taken_up(kind: str, tmp_path: Path) -> None:
+    """Groups are cut again, half of it: the next forward does the rest, or `remove()` takes back what there is."""
+    case = Case(kind, tmp_path)
+    at = 1
+    while True:
+        model, reference = case.make(), copy.deepcopy(small())
+        handle = case.apply(model)
+        run(model, inputs())
+        for each in (model, reference):
+            each.blocks[0].up.weight.data.mul_(0.5)
+            each.gain.data = each.gain.data * 2
+            each.blocks[1].extra = nn.Linear(2, 2)
+            nn.init.ones_(each.blocks[1].extra.weight)
+            nn.init.ones_(each.blocks[1].extra.bias)
+        strike = Strike(at)
+        with suppress(KeyboardInterrupt), strike:
+            contained(handle.refresh)
+        try:
+            assert_at_rest(model, reference)
+            if at % 2:
+                for _ in range(2):
+                    assert_same(run(model, inputs()), run(reference, inputs()))
+                assert_at_rest(model, reference)
+            handle.remove()
+            assert hooks(model) == []
+            assert attributes(model) == attributes(reference)
+            assert_at_rest(model, reference)
+        except BaseException as error:
+            error.add_note(f"after an interrupt at {strike.where}")
+            raise
+        if not strike.where:
+            break
+        at += 1 + at // 6
+    assert at > 500
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("when", ["in the middle", "at the end", "while it is excluded"])
+def test_a_pipeline_of_which_one_model_fails(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fails(Model):
+        def to(self, *args: Any, **options: Any) -> Any:
+            super().to(*args, **options)
+            raise MemoryError
+
+    models = {"one": make(Model, 1), "two": make(Fails, 2), "three": make(Model, 3)}
+    references = copy.deepcopy(models)
+    if when == "in the middle":
+        models["two"].empty = nn.Parameter(torch.empty(2, device="meta"))
+    elif when == "at the end":
+        models["three"].empty = nn.Parameter(torch.empty(2, device="meta"))
+    excluded = ["two"] if when == "while it is excluded" else []
+    pipeline = SimpleNamespace(components=models)
+    with pytest.raises((ModuleError, MemoryError)):
+        enable_group_offload(pipeline, "cpu", exclude_modules=excluded)
+    for name, model in models.items():
+        if "empty" in model._parameters:
+            del model.empty
+        assert_as_before(model, references[name])
+
+
+def test_a_pipeline_that_was_offloaded_in_part() -> None:
+    """What was offloaded before stays so, if the rest fails."""
+    models = {"one": make(Model, 1), "two": make(Model, 2)}
+    reference = copy.deepcopy(models["one"])
+    handle = apply_group_offloading(models["two"], "cpu")
+    with pytest.raises(group_offload.StateError):
+        enable_group_offload(SimpleNamespace(components=models), "cpu")
+    assert handle.is_active and handle_of(models["two"]) is handle
+    assert_as_before(models["one"], reference)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [({"ram_budget": "1KiB"}, ConfigError), ({"offload_to_disk_path": "/proc/nowhere"}, GroupFileError)],
+)
+def test_an_error_of_options(options: dict[str, Any], error: type[Exception]) -> None:
+    model, reference = small(), small()
+    with pytest.raises(error):
+        apply_group_offloading(model, "cpu", **options)
+    assert_as_before(model, reference)
+    remove_group_offloading(model)
+    apply_group_offloading(model, "cpu")
+    assert_same(run(model, inputs()), run(reference, inputs()))

@@ -1,0 +1,479 @@
+"""Several changes of a module between two forwards: weights and modules at once, on every tier."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from group_offload import GroupFileError, OffloadHandle, StateError, apply_group_offloading
+
+from ..support import tiny_models as tiny
+from ..support.common import LEVELS, TIERS, WIDTH, assert_at_rest, assert_same, check, inputs, make, offload_to, run
+from ..support.common import Block as PlainBlock
+from ..support.common import Model as PlainModel
+from ..support.simulated import SimulatedDevice, use_simulated_device
+
+
+class Block(PlainBlock):
+    """A block that computes with whatever was added to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.added = nn.ModuleList()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.scale * self.down(F.gelu(self.up(x)))
+        for layer in self.added:
+            x = x + layer(x)
+        for buffer in self._buffers.values():
+            x = x + buffer
+        return x / 2
+
+
+class Model(PlainModel):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+
+def values(rng: random.Random, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(rng.randrange(1 << 30)))
+
+
+def any_parameter(model: Any, rng: random.Random) -> nn.Parameter:
+    return rng.choice([*model.parameters()])
+
+
+def edit(model: Any, rng: random.Random) -> None:
+    any_parameter(model, rng).data.mul_(0.5)
+
+
+def edit_half_of_all(model: Any, rng: random.Random) -> None:
+    for parameter in model.parameters():
+        if rng.random() < 0.5:
+            parameter.data.add_(0.125)
+
+
+def replace(model: Any, rng: random.Random) -> None:
+    parameter = any_parameter(model, rng)
+    parameter.data = parameter.data * 0.5
+
+
+def recast(model: Any, rng: random.Random) -> None:
+    model.double()
+    model.float()
+
+
+def swap(model: Any, rng: random.Random) -> None:
+    one, two = rng.choice(model.blocks).up.weight, rng.choice(model.blocks).up.weight
+    one.data, two.data = two.data, one.data
+
+
+def tie(model: Any, rng: random.Random) -> None:
+    rng.choice(model.blocks).up.bias = rng.choice(model.blocks).up.bias
+
+
+def tie_values(model: Any, rng: random.Random) -> None:
+    rng.choice(model.blocks).scale.data = rng.choice(model.blocks).scale.data
+
+
+def new_parameter(model: Any, rng: random.Random) -> None:
+    rng.choice(model.blocks).scale = nn.Parameter(values(rng, WIDTH))
+
+
+def add_buffer(model: Any, rng: random.Random) -> None:
+    rng.choice(model.blocks).register_buffer(f"shift{rng.randrange(3)}", values(rng, WIDTH))
+
+
+def add_layer(model: Any, rng: random.Random) -> None:
+    layer = nn.Linear(WIDTH, WIDTH)
+    for parameter in layer.parameters():
+        parameter.data = values(rng, *parameter.shape)
+    rng.choice(model.blocks).added.append(layer)
+
+
+def remove_layers(model: Any, rng: random.Random) -> None:
+    rng.choice(model.blocks).added = nn.ModuleList()
+
+
+def add_block(model: Any, rng: random.Random) -> None:
+    block = Block()
+    for parameter in block.parameters():
+        parameter.data = values(rng, *parameter.shape) / 8
+    model.blocks.insert(rng.randrange(len(model.blocks) + 1), block)
+
+
+def move_block(model: Any, rng: random.Random) -> None:
+    model.blocks.append(model.blocks.pop(rng.randrange(len(model.blocks))))
+
+
+def remove_block(model: Any, rng: random.Random) -> None:
+    if len(model.blocks) > 1:
+        model.blocks.pop(rng.randrange(len(model.blocks)))
+
+
+def new_table(model: Any, rng: random.Random) -> None:
+    block = rng.choice(model.blocks)
+    block._parameters = {**block._parameters, "scale": nn.Parameter(values(rng, WIDTH))}
+
+
+def load(model: Any, rng: random.Random) -> None:
+    state = {name: value / 2 for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=rng.random() < 0.5)
+
+
+def share(model: Any, rng: random.Random) -> None:
+    model.share_memory()
+
+
+WEIGHTS = (edit, edit_half_of_all, replace, recast, swap, tie_values, load, share)
+MODULES = (tie, new_parameter, add_buffer, add_layer, remove_layers, add_block, move_block, remove_block, new_table)
+Change = Callable[[Any, random.Random], None]
+
+
+class Home:
+    """A tier, a level and options; on the CPU, or on a simulated device."""
+
+    def __init__(self, tier: str, folder: Path, device: SimulatedDevice | None, **options: Any) -> None:
+        self.tier, self.folder, self.device = tier, folder, device
+        self.options = options
+
+    def take(self, model: nn.Module) -> tuple[nn.Module, OffloadHandle]:
+        """The model, offloaded; from a file if that is the tier."""
+        options = dict(self.options)
+        if self.tier == "checkpoint":
+            save_file(model.state_dict(), self.folder / "model.safetensors")
+            model = copy.deepcopy(model)
+            model.load_state_dict(load_file(self.folder / "model.safetensors"), assign=True)
+        elif self.tier == "file":
+            options["offload_to_disk_path"] = self.folder
+        handle = apply_group_offloading(model, "cpu", **options)
+        if self.tier != "ram" and self.device is None:
+            assert {group.tier for group in handle.groups} == {"file"}
+        return model, handle
+
+    def run(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            if self.device is None:
+                found: torch.Tensor = model(x)
+                return found
+            with self.device.running():
+                output = model(self.device.put(x))
+            return self.device.get(output)
+
+
+HOMES: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "ram, simulated": ("ram", True, {}),
+    "ram, leaves": ("ram", False, {"offload_type": "leaf_level"}),
+    "files": ("file", False, {}),
+    "files, simulated, budgets": ("file", True, {"vram_budget": "1GiB", "ram_budget": "80%"}),
+    "checkpoint, simulated": ("checkpoint", True, {}),
+    "checkpoint, simulated, leaves": ("checkpoint", True, {"offload_type": "leaf_level"}),
+    "checkpoint, budget": ("checkpoint", False, {"ram_budget": "80%"}),
+}
+"""A tier, whether the device is simulated, and options."""
+
+
+@pytest.fixture(params=HOMES)
+def home(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Home]:
+    tier, is_simulated, options = HOMES[request.param]
+    if not is_simulated:
+        yield Home(tier, tmp_path, None, **options)
+        return
+    with use_simulated_device(SimulatedDevice(0)) as device:
+        yield Home(tier, tmp_path, device, **options)
+
+
+def change_and_check(home: Home, changes: list[list[Change]], *, refreshes: random.Random | None = None) -> None:
+    """After each list of changes a forward is right; they happen alike to a resident twin."""
+    model = make(Model)
+    reference = copy.deepcopy(model)
+    model, handle = home.take(model)
+    assert_same(home.run(model, inputs()), run(reference, inputs()))
+    for number, several in enumerate(changes):
+        for index, change in enumerate(several):
+            for each in (model, reference):
+                with torch.no_grad():
+                    change(each, random.Random(1000 * number + index))
+            if refreshes is not None and refreshes.random() < 0.3:
+                handle.refresh()
+        assert_at_rest(model, reference)
+        for _ in range(1 + number % 2):
+            assert_same(home.run(model, inputs(number)), run(reference, inputs(number)))
+            assert_at_rest(model, reference)
+    handle.remove()
+    assert_same(run(model, inputs()), run(reference, inputs()))
+
+
+@pytest.mark.parametrize("module_change", [add_buffer, add_layer, add_block, new_parameter], ids=lambda f: f.__name__)
+def test_an_edit_and_a_new_module(module_change: Change, home: Home) -> None:
+    change_and_check(home, [[edit, module_change], [module_change, edit]])
+
+
+def test_a_swap_an_edit_and_a_new_module(home: Home) -> None:
+    change_and_check(home, [[swap, edit_half_of_all, add_layer], [share, edit, add_buffer, swap]])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_changes(seed: int, home: Home) -> None:
+    rng = random.Random(seed)
+    changes = [
+        rng.choices(WEIGHTS, k=rng.randint(0, 2)) + rng.choices((*WEIGHTS, *MODULES), k=rng.randint(1, 3))
+        for _ in range(6)
+    ]
+    change_and_check(home, changes, refreshes=rng if seed % 2 else None)
+
+
+@pytest.mark.parametrize("table", ["_parameters", "_buffers", "_modules"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_another_table(table: str, level: str) -> None:
+    """Whatever table holds a module's tensors or children counts, not only the one that was there first."""
+
+    def exchange(model: Any, rng: random.Random) -> None:
+        block = model.blocks[1]
+        new: dict[str, Any] = {
+            "_parameters": {"scale": nn.Parameter(values(rng, WIDTH))},
+            "_buffers": {"shift": values(rng, WIDTH)},
+            "_modules": {"up": copy.deepcopy(model.blocks[0].up), "down": block.down, "added": block.added},
+        }
+        setattr(block, table, new[table])
+
+    model, reference = make(Model), make(Model)
+    apply_group_offloading(model, "cpu", offload_type=level)
+    check(model, reference, inputs())
+    for number in range(2):
+        for each in (model, reference):
+            exchange(each, random.Random(number))
+        check(model, reference, inputs())
+
+
+def test_somebody_who_goes_on_changing_the_module() -> None:
+    class Restless(Model):
+        is_restless = False
+
+        def named_modules(self, *args: Any, **options: Any) -> Any:
+            yield from super().named_modules(*args, **options)
+            if self.is_restless:
+                self.blocks[0].added.append(nn.Linear(WIDTH, WIDTH))
+
+    model = make(Restless)
+    reference = copy.deepcopy(model)
+    offload_to(None, model)
+    model.is_restless = True
+    edit(model, random.Random(0))
+    edit(reference, random.Random(0))
+    model.blocks[1].register_buffer("shift", torch.ones(WIDTH))
+    reference.blocks[1].register_buffer("shift", torch.ones(WIDTH))
+    with pytest.raises(StateError, match="changed by another thread"):
+        run(model, inputs())
+    model.is_restless = False
+    model.blocks[0].added = nn.ModuleList()
+    assert_same(run(model, inputs()), run(reference, inputs()))
+
+
+# ---------------------------------------------------------------- models of libraries
+
+
+def llama(folder: Path, seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    if not (folder / "config.json").exists():
+        LlamaForCausalLM(config).save_pretrained(folder)
+    found: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder).eval()
+    return found
+
+
+def offload_as(tier: str, model: nn.Module, folder: Path, level: str) -> OffloadHandle:
+    """A model from `from_pretrained`: it stays in its checkpoint, or is read from a copy in RAM or in files."""
+    if tier != "checkpoint":
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.clone()
+    return offload_to(folder / "groups" if tier == "file" else None, model, level)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # between peft and transformers
+@pytest.mark.parametrize("tier", [*TIERS, "checkpoint"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("runs_before", [True, False])
+def test_merge_and_unload(tier: str, level: str, runs_before: bool, tmp_path: Path) -> None:
+    """An adapter of peft: its modules go, and weights are edited."""
+    ids = torch.arange(1, 9)[None]
+    found = []
+    for is_offloaded in (True, False):
+        model = llama(tmp_path)
+        if is_offloaded:
+            offload_as(tier, model, tmp_path, level)
+        outputs = [run(model, ids).logits]
+        torch.manual_seed(1)
+        adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+        if runs_before:
+            outputs.append(run(adapted, ids).logits)
+        merged = adapted.merge_and_unload()
+        outputs += [run(merged, ids).logits for _ in range(2)]
+        found.append(outputs)
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("tier", [*TIERS, "checkpoint"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("refreshes", [False, True])
+def test_a_lora_that_is_loaded_and_fused_at_once(tier: str, level: str, refreshes: bool, tmp_path: Path) -> None:
+    tiny.flux_transformer().save_pretrained(tmp_path / "model")
+    made = tiny.flux_transformer()
+    made.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_v"], init_lora_weights=False), adapter_name="one")
+    made.save_lora_adapter(tmp_path / "lora", adapter_name="one")
+    saved = next((tmp_path / "lora").iterdir())
+    given = {
+        name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in tiny.flux_inputs().items()
+    }
+    found = []
+    for is_offloaded in (True, False):
+        model = FluxTransformer2DModel.from_pretrained(tmp_path / "model", torch_dtype=torch.float32).eval()
+        handle = offload_as(tier, model, tmp_path, level) if is_offloaded else None
+        outputs = [run(model, **given)[0]]
+        model.load_lora_adapter(load_file(saved), adapter_name="one", prefix=None)
+        if refreshes and handle is not None:
+            handle.refresh()
+        model.fuse_lora()
+        outputs += [run(model, **given)[0] for _ in range(2)]
+        model.unfuse_lora()
+        model.delete_adapters("one")
+        outputs.append(run(model, **given)[0])
+        found.append(outputs)
+    assert_same(*found)
+
+
+# ---------------------------------------------------------------- edits that cannot be taken up
+
+
+def fail_to_write(patch: pytest.MonkeyPatch, after: int) -> None:
+    """After so many group files there is no room for another one."""
+    original, count = os.open, 0
+
+    def failing(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        nonlocal count
+        if flags & os.O_CREAT and Path(path).name.startswith(".group_"):
+            count += 1
+            if count > after:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(path, flags, *args, **options)
+
+    patch.setattr(os, "open", failing)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("after", [0, 1, 2])
+@pytest.mark.parametrize("then", ["forward", "refresh", "remove", "another failure", "a new module"])
+def test_edits_after_one_that_could_not_be_written(
+    level: str, after: int, then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was taken up before it rests elsewhere by then: edits of that count too."""
+    model, reference = make(PlainModel), make(PlainModel)
+    handle = offload_to(tmp_path, model, level)
+    assert_same(run(model, inputs()), run(reference, inputs()))
+
+    def edit_all() -> None:
+        for each in (model, reference):
+            for block in each.blocks:
+                block.up.weight.data.mul_(0.5)
+
+    for _ in range(2 if then == "another failure" else 1):
+        edit_all()
+        with monkeypatch.context() as patch:
+            fail_to_write(patch, after)
+            with pytest.raises(GroupFileError):
+                run(model, inputs())
+        assert_at_rest(model, reference)
+    edit_all()
+    assert_at_rest(model, reference)
+    if then == "refresh":
+        handle.refresh()
+        edit_all()
+    elif then == "remove":
+        handle.remove()
+    elif then == "a new module":
+        for each in (model, reference):
+            each.blocks[1].register_buffer("shift", torch.ones(1))
+    assert_at_rest(model, reference)
+    for _ in range(2):
+        assert_same(run(model, inputs()), run(reference, inputs()))
+        assert_at_rest(model, reference)
+
+
+def test_edits_on_two_tiers_and_a_new_module(tmp_path: Path) -> None:
+    """Weights of one block come from a checkpoint, those of another one rest in a group file."""
+    model, reference = make(PlainModel), make(PlainModel)
+    save_file(model.blocks[0].state_dict(), tmp_path / "model.safetensors")
+    model.blocks[0].load_state_dict(load_file(tmp_path / "model.safetensors"), assign=True)
+    handle = offload_to(tmp_path, model)
+    assert_same(run(model, inputs()), run(reference, inputs()))
+    for number in range(3):
+        for each in (model, reference):
+            for block in each.blocks:
+                block.up.weight.data.mul_(0.5)
+            if number == 1:
+                each.blocks[2].register_buffer("shift", torch.ones(1))
+        if number != 2:
+            handle.refresh()
+            for each in (model, reference):
+                each.blocks[1].up.weight.data.mul_(0.5)
+        assert_same(run(model, inputs()), run(reference, inputs()))
+        assert_at_rest(model, reference)
+
+
+# ---------------------------------------------------------------- parameters that share memory
+
+
+class Interleaved(nn.Module):
+    """Two parameters whose elements lie between each other's. A forward replaces the value of the first."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        base = torch.arange(8.0).reshape(2, 4)
+        self.a = nn.Parameter(base[:, :2], requires_grad=False)
+        self.b = nn.Parameter(base[:, 2:], requires_grad=False)
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "strided":
+            self.a.data = torch.full((2, 4), -1.0)[:, :2].copy_(self.a.data * 2)
+        elif self.how == "dense":
+            self.a.data = self.a.data * 2
+        else:
+            self.a.data.copy_(self.a.data * 2)
+            torch.autograd.graph.increment_version(self.a)
+        return x @ self.a + x @ self.b
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("how", ["strided", "dense", "in place"])
+def test_a_forward_replaces_one_of_two_that_interleave(tier: str, how: str, tmp_path: Path) -> None:
+    model, reference = Interleaved(how), Interleaved(how)
+    handle = offload_to(tmp_path if tier == "file" else None, model)
+    x = inputs(0, 3, 2)
+    for _ in range(3):
+        assert_same(run(model, x), run(reference, x))
+        assert_at_rest(model, reference)
+    handle.remove()
+    assert_at_rest(model, reference)

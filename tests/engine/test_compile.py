@@ -1,0 +1,413 @@
+"""Compiled modules: the same bits, onloads that really happen, no graph break in a block, no recompile."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from group_offload import ActivationOffloadHandle, apply_activation_offloading
+
+from ..support.common import LEVELS, TIERS, WIDTH, Model, assert_at_rest, assert_same, inputs, make, offload_to, run
+
+every_level = pytest.mark.parametrize("level", LEVELS)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(params=TIERS)
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
+    return tmp_path if request.param == "file" else None
+
+
+@pytest.fixture
+def backend() -> CompileCounterWithBackend:
+    """Counts the graphs that are compiled."""
+    return CompileCounterWithBackend("eager")
+
+
+def num_recompiles() -> int:
+    return sum(counters["recompiles"].values()) + counters["stats"]["unique_graphs"]
+
+
+def check(
+    model: nn.Module, call: Callable[..., Any], handle: Any, expected: list[torch.Tensor], backend: Any, onloads: int
+) -> None:
+    """Four passes: bits, onloads, and nothing is compiled after the second one.
+
+    Args:
+        onloads: the groups that a pass needs. One of them, what the root itself holds, takes turns with no other one.
+    """
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    compiled = []
+    for number in range(4):
+        before = handle.stats()
+        assert_same(run(call, inputs(number)), expected[number])
+        after = handle.stats()
+        assert after.passes - before.passes == 1  # through the root's gate
+        # What came from a file stays good in its slot: the root's own is brought again only if the slots were given up.
+        kept = 1 if number and handle.groups[0].tier == "file" else 0
+        assert after.onloads - before.onloads == onloads - kept
+        compiled.append(backend.frame_count)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, weights[name])
+    assert compiled[0] > 0 and compiled[1] == compiled[3]
+
+
+def gradient(model: nn.Module, number: int) -> torch.Tensor:
+    x = inputs(number).requires_grad_()
+    model(x).square().sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def expected_of(model: nn.Module) -> list[torch.Tensor]:
+    return [run(model, inputs(number)) for number in range(4)]
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["compiled first", "offloaded first"])
+@every_level
+def test_blocks_that_are_compiled(level: str, is_first: bool, folder: Path | None, backend: Any) -> None:
+    torch.manual_seed(0)
+    model = Model(12).eval()
+    resident = copy.deepcopy(model)
+    for block in resident.blocks:
+        block.compile(fullgraph=True, backend="eager")
+    expected = expected_of(resident)
+    torch._dynamo.reset()
+
+    def compile_blocks() -> None:
+        for block in model.blocks:
+            block.compile(fullgraph=True, backend=backend)
+
+    if is_first:
+        compile_blocks()
+    handle = offload_to(folder, model, level)
+    if not is_first:
+        compile_blocks()
+    # Leaf level keeps a compiled block in one group. The rest are three layers, or one group.
+    check(model, model, handle, expected, backend, 12 + (1 if level == "block_level" else 3))
+    assert backend.frame_count == 1  # shared by all blocks
+    assert not counters["graph_break"]
+    handle.remove()
+    assert_same(run(model, inputs(0)), expected[0])
+    assert backend.frame_count <= 2
+    assert all(block._compiled_call_impl is not None for block in model.blocks)
+
+
+@every_level
+def test_blocks_compiled_between_passes(level: str, folder: Path | None, backend: Any) -> None:
+    model = make(Model)
+    expected = expected_of(make(Model))
+    handle = offload_to(folder, model, level)
+    assert_same(run(model, inputs(0)), expected[0])
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend=backend)
+    check(model, model, handle, expected, backend, 4 + (1 if level == "block_level" else 3))
+
+
+@every_level
+def test_blocks_without_weights_of_their_own_compiled_between_passes(
+    level: str, folder: Path | None, backend: Any
+) -> None:
+    """Leaf level has nothing around them until then."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(3))).eval()
+    expected = expected_of(model)
+    handle = offload_to(folder, model, level)
+    assert_same(run(model, inputs(0)), expected[0])
+    for block in model:
+        block.compile(fullgraph=True, backend=backend)
+    for number in range(4):
+        assert_same(run(model, inputs(number)), expected[number])
+    assert len([group for group in handle.groups if group.num_bytes]) == 3
+    assert backend.frame_count and not counters["graph_break"]
+
+
+@every_level
+def test_what_checkpoints_repeat_compiled_between_steps(level: str, folder: Path | None, backend: Any) -> None:
+    """The engine has to be around it again: else its weights are at rest when backward calls it."""
+
+    class Repeats(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+            self.scale = nn.Parameter(torch.randn(WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            repeated: torch.Tensor = checkpoint(self.inner, x, use_reentrant=False)
+            return x + repeated * self.scale
+
+    model = nn.Sequential(*(Repeats() for _ in range(3))).requires_grad_(False)
+    resident = copy.deepcopy(model)
+    handle = offload_to(folder, model, level)
+    for number in range(4):
+        if number == 2:
+            before = handle.stats().rebuilds
+            for block in model:
+                block.inner.compile(backend=backend)
+        gradients = []
+        for each in (model, resident):
+            x = inputs(number).requires_grad_()
+            each(x).square().sum().backward()
+            gradients.append(x.grad)
+        assert_same(gradients[0], gradients[1])
+    assert handle.stats().rebuilds == before + 1
+
+
+@pytest.mark.parametrize("how", ["wrap, apply to the wrapped", "wrap, apply to the module", "apply, wrap"])
+@every_level
+def test_whole_model_through_torch_compile(how: str, level: str, folder: Path | None, backend: Any) -> None:
+    model = make(Model)
+    resident = torch.compile(make(Model), backend="eager")
+    expected = expected_of(resident)
+    torch._dynamo.reset()
+    counters.clear()
+    if how.startswith("wrap"):
+        call = torch.compile(model, backend=backend)
+        handle = offload_to(folder, call if "wrapped" in how else model, level)
+    else:
+        handle = offload_to(folder, model, level)
+        call = torch.compile(model, backend=backend)
+    assert handle.module is model
+    # Block level: four blocks and what the root holds. Leaf level: each layer, and the weights that blocks hold.
+    check(model, call, handle, expected, backend, 5 if level == "block_level" else 15)
+    handle.remove()
+    assert_same(run(call, inputs(0)), expected[0])
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["compiled first", "offloaded first"])
+@every_level
+def test_model_that_compiles_itself(level: str, is_first: bool, folder: Path | None, backend: Any) -> None:
+    model, resident = make(Model), make(Model)
+    resident.compile(backend="eager")
+    expected = expected_of(resident)
+    torch._dynamo.reset()
+    if is_first:
+        model.compile(backend=backend)
+    handle = offload_to(folder, model, level)
+    if not is_first:
+        model.compile(backend=backend)
+    check(model, model, handle, expected, backend, 5 if level == "block_level" else 15)
+    handle.remove()
+    assert_same(run(model, inputs(0)), expected[0])
+    assert model._compiled_call_impl is not None
+
+
+@every_level
+def test_equal_blocks_of_a_compiled_model_share_their_code(level: str, folder: Path | None, backend: Any) -> None:
+    torch.manual_seed(0)
+    small, large = Model(2).eval(), Model(12).eval()
+    counts = []
+    for model in (small, large):
+        torch._dynamo.reset()
+        offload_to(folder, model, level)
+        call = torch.compile(model, backend=backend)
+        before = backend.frame_count
+        for number in range(3):
+            run(call, inputs(number))
+        counts.append(backend.frame_count - before)
+    assert counts[0] == counts[1]
+
+
+@every_level
+def test_whole_model_in_one_graph_is_refused(level: str, folder: Path | None) -> None:
+    model = make(Model)
+    reference = copy.deepcopy(model)
+    offload_to(folder, model, level)
+    with pytest.raises(Exception, match=r"(?i)graph|skip"):
+        run(torch.compile(model, fullgraph=True, backend="eager"), inputs())
+    torch._dynamo.reset()
+    assert_at_rest(model, reference)
+    assert_same(run(model, inputs()), run(reference, inputs()))
+
+
+@every_level
+def test_edits_reach_compiled_code(level: str, folder: Path | None, backend: Any) -> None:
+    model, reference = make(Model), make(Model)
+    offload_to(folder, model, level)
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend=backend)
+    run(model, inputs())
+    frames = backend.frame_count
+    for _ in range(2):
+        for twin in (model, reference):
+            twin.blocks[1].up.weight.data.mul_(2)
+            twin.blocks[2].up.bias = nn.Parameter(twin.blocks[2].up.bias.detach() + 1)
+        assert_same(run(model, inputs()), run(reference, inputs()))
+        assert_at_rest(model, reference)
+    assert backend.frame_count == frames
+
+
+def test_compiled_block_that_raises(folder: Path | None, backend: Any) -> None:
+    model, reference = make(Model), make(Model)
+    offload_to(folder, model)
+    for block in model.blocks:
+        block.compile(backend=backend)
+    expected = run(reference, inputs())
+    assert_same(run(model, inputs()), expected)
+
+    def fail(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.norm.register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, inputs())
+    assert_at_rest(model, reference)
+    hook.remove()
+    for _ in range(2):
+        assert_same(run(model, inputs()), expected)
+
+
+def test_compiled_model_that_raises_after_it_was_compiled_late(folder: Path | None) -> None:
+    """`model.compile()` after applying goes past the gate once. An interrupt in that very call leaks nothing."""
+    model, reference = make(Model), make(Model)
+    offload_to(folder, model)
+    model.compile(backend="eager")
+
+    def fail(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.blocks[1].register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, inputs())
+    assert_at_rest(model, reference)
+    hook.remove()
+    for _ in range(2):
+        assert_same(run(model, inputs()), run(reference, inputs()))
+        assert_at_rest(model, reference)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("order", ["".join(order) for order in permutations("CGA")])
+def test_blocks_that_are_compiled_with_weights_and_activations_offloaded(order: str, folder: Path | None) -> None:
+    """In any order: compiled (C), weights (G), activations (A)."""
+    torch.manual_seed(0)
+    model = Model(12).requires_grad_(False)
+    resident = copy.deepcopy(model)
+    handles: list[Any] = []
+
+    def compile_blocks() -> None:
+        for block in model.blocks:
+            block.compile(fullgraph=True, backend="aot_eager")
+
+    steps = {
+        "C": compile_blocks,
+        "G": lambda: handles.append(offload_to(folder, model)),
+        "A": lambda: handles.append(apply_activation_offloading(model, device="cpu", min_bytes=0)),
+    }
+    for name in order:
+        steps[name]()
+    for number in range(3):
+        assert torch.equal(gradient(model, number), gradient(resident, number))
+    activations = next(handle for handle in handles if isinstance(handle, ActivationOffloadHandle))
+    assert activations.stats().passes == 3 and activations.stats().offloads > 0
+    for handle in handles:
+        handle.remove()
+    for block in model.blocks:
+        assert not hasattr(block.__dict__["_compiled_call_impl"], "compiled")  # no gate is left
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_model_compiled_late_that_records_graphs(folder: Path | None) -> None:
+    """The pass in which gates are put around modules inside as well, while the root's was gone past."""
+    torch.manual_seed(0)
+    model = Model(12).requires_grad_(False)
+    resident = copy.deepcopy(model)
+    handle = offload_to(folder, model)
+    model.compile(backend="eager")
+    for number in range(3):
+        assert torch.equal(gradient(model, number), gradient(resident, number))
+        assert handle.stats().passes == handle.stats().backward_passes == number + 1
+    handle.remove()
+
+
+def test_a_model_compiled_late_that_is_cut_again(folder: Path | None) -> None:
+    torch.manual_seed(0)
+    model = Model(12).eval()
+    handle = offload_to(folder, model)
+    run(model, inputs(0))
+    model.blocks[1] = copy.deepcopy(model.blocks[2])
+    model.compile(backend="eager")
+    run(model, inputs(0))
+    run(model, inputs(1))
+    assert handle.stats().passes == 3
+    handle.remove()
+
+
+def test_aot_autograd(folder: Path | None) -> None:
+    model = make(Model)
+    expected = expected_of(make(Model))
+    handle = offload_to(folder, model)
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+    for number in range(3):
+        assert_same(run(model, inputs(number)), expected[number])
+        with torch.inference_mode():
+            assert_same(model(inputs(number)), expected[number])
+    assert handle.stats().passes == 6
+    # Four blocks in each pass. What the root holds stays good in its slot if it came from a file.
+    assert handle.stats().onloads == 6 * 4 + (6 if folder is None else 1)
+
+
+def test_forward_while_another_thread_compiles(folder: Path | None) -> None:
+    """Torch says of all threads that they are being compiled then. One with gradients, and activations offloaded, as well."""
+    model, resident = make(), make()
+    for twin in (model, resident):
+        twin.requires_grad_(False)
+    expected = run(resident, inputs()), gradient(resident, 0)
+    handle = offload_to(folder, model)
+    began, may_end = threading.Event(), threading.Event()
+
+    def slow(graph: Any, example_inputs: Any) -> Any:
+        began.set()
+        assert may_end.wait(60)
+        return graph.forward
+
+    def compile_something() -> torch.Tensor:
+        compiled = torch.compile(lambda x: x.sin() + 1, backend=slow)
+        found: torch.Tensor = compiled(torch.zeros(3))
+        return found
+
+    with ThreadPoolExecutor(1) as pool:
+        elsewhere = pool.submit(compile_something)
+        assert began.wait(60)
+        try:
+            assert torch.compiler.is_compiling()
+            assert_same(run(model, inputs()), expected[0])
+            assert handle.stats().passes == 1
+            activations = apply_activation_offloading(model, device="cpu", min_bytes=0)
+            assert_same(gradient(model, 0), expected[1])
+            assert activations.stats().offloads > 0
+        finally:
+            may_end.set()
+        assert_same(elsewhere.result(), torch.ones(3))
+    handle.remove()
+
+
+def test_export(folder: Path | None) -> None:
+    """It takes weights where they rest, and what it gives is a model of its own."""
+    model = make()
+    expected = run(model, inputs())
+    handle = offload_to(folder, model)
+    exported = torch.export.export(model, (inputs(),), strict=False).module()
+    assert handle.stats().passes == 0
+    assert_same(run(exported, inputs()), expected)
+    assert_same(run(model, inputs()), expected)
+    handle.remove()

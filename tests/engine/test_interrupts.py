@@ -1,0 +1,580 @@
+"""Whatever is raised, wherever: the pass ends, nobody writes to memory that others get, and what comes after is right."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from group_offload import GroupFileError, ModuleError, StateError, apply_group_offloading, free_slots
+from group_offload.base import publish
+from group_offload.runtime.copies import reader
+from group_offload.runtime.engine import Engine
+from group_offload.runtime.foresight.lookahead import LookAhead
+from group_offload.runtime.groups import group
+from group_offload.runtime.slots import slot as slots
+
+from .. import interrupts
+from ..files.test_files import run_python
+from ..interrupts import OPERATIONS, SCENARIOS, Place, Places, Scenario, Strike, contained
+from ..support.common import Model, assert_at_rest, assert_same, check, inputs, make, offload_to, run
+from ..support.simulated import SimulatedDevice, use_simulated_device
+
+NUM_STRUCK = 5
+"""Places in each sweep. All of them: `python -m tests.interrupts`."""
+NUM_OPERATIONS = 2
+"""Of each scenario, in one run of the tests."""
+
+
+# ---------------------------------------------------------------- everywhere
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def test_interrupts_at_a_few_places(scenario: Scenario) -> None:
+    """Others in each run: it is told which if one fails."""
+    seed = random.SystemRandom().randrange(1 << 30)
+    for operation in random.Random(seed).sample([*OPERATIONS, "apply", "remove"], NUM_OPERATIONS):
+        sweep = interrupts.sweep if operation in OPERATIONS else interrupts.sweep_life
+        result = sweep(scenario, operation, Places(most=NUM_STRUCK, seed=seed))
+        assert result.struck and not result.failures, (operation, seed, result.failures)
+
+
+@pytest.mark.parametrize("name", interrupts.ACTIVATIONS)
+def test_interrupts_of_a_step_with_activations(name: str) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    result = interrupts.sweep_activations(name, Places(most=2 * NUM_STRUCK, seed=seed))
+    assert result.struck and not result.failures, (seed, result.failures)
+
+
+@pytest.mark.parametrize("scenario", [SCENARIOS[0], SCENARIOS[3], SCENARIOS[10]], ids=str)
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
+def test_errors_at_a_few_places(error: type[BaseException], scenario: Scenario) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    result = interrupts.sweep(scenario, "forward", Places(most=NUM_STRUCK, seed=seed), error)
+    assert not result.failures, (seed, result.failures)
+
+
+def test_real_signals() -> None:
+    """In a process of its own: they strike torch and Python too, and leave there what they leave."""
+    done = run_python(
+        """
+        from tests.interrupts import SCENARIOS, strike_by_signals
+        torch.set_num_threads(1)
+        for number in (1, 2, 4):
+            result = strike_by_signals(SCENARIOS[number], 2)
+            assert result.struck.total() > 3 and not result.failures, (SCENARIOS[number], result)
+        print("right")
+        """
+    )
+    assert done.stdout.strip() == "right", done
+
+
+# ---------------------------------------------------------------- one by one
+
+
+def raises_once(owner: Any, name: str, patch: pytest.MonkeyPatch, error: BaseException | None = None) -> None:
+    """The next call raises before it has done anything."""
+    real = getattr(owner, name)
+
+    def struck(*args: Any, **kwargs: Any) -> Any:
+        patch.setattr(owner, name, real)
+        raise error or KeyboardInterrupt
+
+    patch.setattr(owner, name, struck)
+
+
+def test_a_read_that_is_late_writes_to_nobody_elses_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drive hangs, and somebody presses Ctrl-C; another model of that size runs in between."""
+    first, second = make(), make(Model, seed=1)
+    reference = make(Model, seed=1)
+    handles = [offload_to(tmp_path / str(index), model) for index, model in enumerate((first, second))]
+    for model in (first, second):
+        run(model, inputs())
+    free_slots()
+    real, go = os.preadv, threading.Event()
+
+    def slow(*args: Any) -> int:
+        assert go.wait(60)
+        return real(*args)
+
+    main = threading.main_thread().ident
+    assert main is not None
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timers = [threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)), threading.Timer(0.6, go.set)]
+    monkeypatch.setattr(os, "preadv", slow)
+    try:
+        for timer in timers:
+            timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            run(first, inputs())
+    finally:
+        signal.signal(signal.SIGINT, before)
+        go.set()
+        for timer in timers:
+            timer.join()
+    monkeypatch.setattr(os, "preadv", real)
+    for _ in range(3):
+        assert_same(run(second, inputs()), run(reference, inputs()))
+        assert_same(run(first, inputs()), run(make(), inputs()))
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize("where", ["begin_call", "end_call", "settle"])
+@pytest.mark.parametrize("num_calls", [1, 3], ids=["at once", "inside"])
+def test_an_interrupt_between_a_gate_and_the_engine(
+    where: str, num_calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What follows sees edits, and the module can be given back."""
+    for folder in (None, tmp_path):
+        model, reference = make(), make()
+        handle = offload_to(folder, model)
+        check(model, reference, inputs())
+        real, left = getattr(Engine, where), num_calls
+
+        def struck(self: Engine, *args: Any, real: Any = real) -> Any:
+            nonlocal left
+            left -= 1
+            if not left:
+                raise KeyboardInterrupt
+            return real(self, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, where, struck)
+            with pytest.raises(KeyboardInterrupt):
+                run(model, inputs())
+        for one in (model, reference):
+            one.blocks[1].up.weight.data.add_(1)
+        check(model, reference, inputs())
+        handle.remove()
+        assert_at_rest(model, reference)
+
+
+class Retrying(Model):
+    """Calls a block again if its weights could not be read."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.proj_in(x)
+        for block in self.blocks:
+            try:
+                x = block(x)
+            except GroupFileError:
+                x = block(x)
+        return self.norm(x) * self.gain
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_a_forward_that_tries_again_computes_with_what_was_read(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, reference = make(Retrying), make(Retrying)
+    handle = offload_to(tmp_path, model)
+    check(model, reference, inputs())
+    real, left = os.preadv, number + 1
+
+    def failing(*args: Any) -> int:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise OSError(5, "Input/output error")
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", failing)
+        try:
+            output = run(model, inputs())
+        except GroupFileError:
+            pass  # outside of a block: the forward's own
+        else:
+            assert_same(output, run(reference, inputs()))
+    check(model, reference, inputs())
+    handle.remove()
+
+
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"use_stream": False}], ids=str)
+def test_a_copy_that_fails_inside_of_a_block_that_is_tried_again(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slot was taken, and holds what was there before."""
+
+    class Stubborn(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.proj_in(x)
+            for block in self.blocks:
+                try:
+                    x = block(x)
+                except torch.OutOfMemoryError:
+                    x = block(x)
+            return self.norm(x) * self.gain
+
+    device = SimulatedDevice()
+    for number in range(1, 10):
+        model, reference = make(Stubborn), make(Stubborn)
+        with use_simulated_device(device):
+            handle = apply_group_offloading(model, "cpu", **options)
+            copy, left = device.copy, 0
+
+            def failing(*args: Any, copy: Callable[..., None] = copy, **kwargs: Any) -> None:
+                nonlocal left
+                left -= 1
+                if not left:
+                    raise torch.OutOfMemoryError("no room")
+                copy(*args, **kwargs)
+
+            def forward(model: nn.Module = model) -> torch.Tensor:
+                with torch.no_grad(), device.running():
+                    return device.get(model(device.put(inputs())))
+
+            expected = run(reference, inputs())
+            assert_same(forward(), expected)
+            left = number
+            with monkeypatch.context() as patch:
+                patch.setattr(device, "copy", failing)
+                with suppress(torch.OutOfMemoryError):
+                    assert_same(forward(), expected)
+            for _ in range(2):
+                assert_same(forward(), expected)
+            handle.remove()
+
+
+def test_an_interrupt_while_threads_are_hired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for a thread that was never started."""
+    model, reference = make(), make()
+    device = SimulatedDevice()
+    with use_simulated_device(device):
+        handle = apply_group_offloading(model, "cpu", offload_to_disk_path=tmp_path)
+        for _ in range(3):
+            with pytest.MonkeyPatch.context() as patch:
+                raises_once(reader, "on_pool", patch)
+                with pytest.raises(KeyboardInterrupt), torch.no_grad(), device.running():
+                    model(device.put(inputs()))
+            with torch.no_grad(), device.running():
+                assert_same(device.get(model(device.put(inputs()))), run(reference, inputs()))
+        handle.remove()
+
+
+def test_memory_that_runs_out_while_slots_are_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was to stay on the device is not held in vain, and the next forward has the room."""
+    model, reference = make(), make()
+    device = SimulatedDevice()
+
+    def forward() -> None:
+        with torch.no_grad(), device.running():
+            assert_same(device.get(model(device.put(inputs()))), run(reference, inputs()))
+
+    with use_simulated_device(device):
+        handle = apply_group_offloading(model, "cpu", vram_budget="1GiB")
+        for _ in range(4):
+            forward()
+        assert handle._engine is not None
+        memory, kept = handle._engine._memory, handle.stats().resident_bytes
+        with monkeypatch.context() as patch:
+            real = memory.take
+
+            def take() -> None:
+                memory._kept, memory._lease.loose = memory._lease.loose, []  # type: ignore[union-attr]
+                memory.release()
+                real()
+
+            patch.setattr(memory, "take", take)
+            raises_once(slots.Arena, "_new_lease", patch, torch.OutOfMemoryError("no room"))
+            with pytest.raises(torch.OutOfMemoryError):
+                forward()
+        assert kept and not handle.stats().resident_bytes and not device.allocated_bytes
+        for _ in range(4):
+            forward()
+        assert handle.stats().resident_bytes == kept
+        handle.remove()
+
+
+def test_an_interrupt_leaves_no_folder_locked(tmp_path: Path) -> None:
+    """Wherever it strikes, finalizers too: the next set-up there would wait for this process, which does not know."""
+    at, folder = 1, os.open(tmp_path, os.O_RDONLY)
+    while True:
+        strike = Strike(at)
+        with suppress(KeyboardInterrupt), strike:
+            contained(partial(_locked_for_a_moment, tmp_path))
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(folder, fcntl.LOCK_UN)
+        if not strike.where:
+            break
+        at += 1
+    os.close(folder)
+    assert at > 10
+
+
+def _locked_for_a_moment(folder: Path) -> None:
+    with publish.folder_lock(folder):
+        pass
+
+
+def test_an_interrupt_while_weights_move_to_a_new_file(tmp_path: Path) -> None:
+    """Wherever it strikes: none stays bound to the old file, where nobody would see the next edit."""
+
+    def places_of(strike: Strike) -> list[tuple[Place, int]]:
+        return [
+            (place, at)
+            for place, number in strike.places.items()
+            if Path(place[0].co_filename) == Path(group.__file__)
+            for at in sorted({1, number})
+        ]
+
+    def edit(both: tuple[nn.Module, ...]) -> None:
+        for model in both:
+            for parameter in model.parameters():
+                parameter.data.mul_(0.75)
+
+    model, reference = make(Model, 1), make(Model, 1)
+    handle = offload_to(tmp_path, model)
+    check(model, reference, inputs())
+    edit((model, reference))
+    counting = Strike()
+    with counting:
+        handle.refresh()
+    places = places_of(counting)
+    assert len(places) > 50
+    for place, at in places:
+        edit((model, reference))
+        strike = Strike(at, place=place)
+        with suppress(KeyboardInterrupt), strike:
+            contained(handle.refresh)
+        edit((model, reference))
+        assert_same(run(model, inputs()), run(reference, inputs()))
+        assert_at_rest(model, reference)
+    handle.remove()
+    assert_at_rest(model, reference)
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_an_interrupt_while_memory_is_taken_from_another_module(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one sees its edits afterwards, and holds no memory twice."""
+    device = SimulatedDevice()
+    model, other, reference = make(), make(Model, seed=1), make(Model, seed=1)
+    with use_simulated_device(device):
+        handles = [apply_group_offloading(each, "cpu", use_stream=each is other) for each in (model, other)]
+
+        def forward(each: nn.Module) -> torch.Tensor:
+            with torch.no_grad(), device.running():
+                return device.get(each(device.put(inputs())))
+
+        forward(other)
+        held, real, num_evicted = device.allocated_bytes, slots.Slot.evict, 0
+
+        def evict(slot: slots.Slot) -> None:
+            nonlocal num_evicted
+            if num_evicted == at:
+                raise KeyboardInterrupt
+            num_evicted += 1
+            real(slot)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(slots.Slot, "evict", evict)
+            with pytest.raises(KeyboardInterrupt):
+                forward(model)
+        for factor in (1.0, 0.5):
+            for each in (other, reference) if factor < 1 else ():
+                with device.running():
+                    for parameter in each.parameters():
+                        parameter.data.mul_(factor)
+            assert_same(forward(other), run(reference, inputs()))
+            device.synchronize()
+            assert device.allocated_bytes == held
+        for handle in handles:
+            handle.remove()
+
+
+def test_an_interrupt_while_memory_is_leased(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's memory is shared afterwards, as before."""
+    device = SimulatedDevice()
+    one, other = make(), make(Model, seed=1)
+    with use_simulated_device(device):
+        handles = [apply_group_offloading(model, "cpu") for model in (one, other)]
+
+        def forward(model: nn.Module) -> None:
+            with torch.no_grad(), device.running():
+                device.get(model(device.put(inputs())))
+
+        forward(one)
+        forward(other)
+        held = device.allocated_bytes
+        real = slots.Arena.lease
+
+        def lease(*args: Any) -> Any:
+            real(*args)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(slots.Arena, "lease", lease)
+            with pytest.raises(KeyboardInterrupt):
+                forward(one)
+        for _ in range(2):
+            forward(one)
+            forward(other)
+            assert device.allocated_bytes == held
+        free_slots()
+        device.synchronize()
+        assert not device.allocated_bytes
+        for handle in handles:
+            handle.remove()
+
+
+def test_a_forward_that_goes_on_after_an_interrupt_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows what it would compute with."""
+
+    class GoesOn(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                try:
+                    x = block(x)
+                except KeyboardInterrupt:
+                    x = block(x)
+            return x
+
+    model, reference = make(GoesOn), make(GoesOn)
+    handle = offload_to(None, model)
+    check(model, reference, inputs())
+    with monkeypatch.context() as patch:
+        raises_once(LookAhead, "was_let_go", patch)
+        with pytest.raises(StateError, match="goes on after it was interrupted"):
+            run(model, inputs())
+    check(model, reference, inputs())
+    handle.remove()
+
+
+# ---------------------------------------------------------------- threads
+
+
+def test_a_module_that_is_given_back_while_a_thread_waits_for_its_turn() -> None:
+    """The thread calls the module that it has become."""
+    model, reference = make(), make()
+    handle = offload_to(None, model)
+    is_inside, go = threading.Event(), threading.Event()
+    outputs: list[Any] = []
+
+    def hold(*_: Any) -> None:
+        is_inside.set()
+        assert go.wait(60)
+
+    hook = model.blocks[0].register_forward_pre_hook(hold)
+
+    def forward() -> None:
+        try:
+            outputs.append(run(model, inputs()))
+        except BaseException as error:
+            outputs.append(error)
+
+    first = threading.Thread(target=forward)
+    first.start()
+    assert is_inside.wait(60)
+    hook.remove()
+    taker = threading.Thread(target=handle.remove)
+    taker.start()
+    time.sleep(0.1)  # so that it is the first that waits
+    second = threading.Thread(target=forward)
+    second.start()
+    time.sleep(0.1)
+    go.set()
+    for thread in (first, taker, second):
+        thread.join(60)
+        assert not thread.is_alive()
+    for output in outputs:
+        assert_same(output, run(reference, inputs()))
+    assert not handle.is_active and len(outputs) == 2
+
+
+def test_another_model_begins_while_slots_are_laid_out_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets memory of its own, and takes none that the first one is looking at."""
+    device = SimulatedDevice()
+    one, other = make(), make(Model, seed=1)
+    references = make(), make(Model, seed=1)
+    with use_simulated_device(device):
+        handle = apply_group_offloading(one, "cpu", vram_budget="1GiB")
+        other_handle = apply_group_offloading(other, "cpu")
+
+        def forward(model: nn.Module, reference: nn.Module) -> None:
+            with torch.no_grad(), device.running():
+                assert_same(device.get(model(device.put(inputs()))), run(reference, inputs()))
+
+        for _ in range(4):
+            forward(one, references[0])
+        assert handle.stats().resident_bytes
+        before = handle.stats().onloads
+        engine: Any = handle._engine
+        real = engine._replan
+
+        def replan(kind: Any) -> None:
+            with monkeypatch.context() as patch:
+                patch.setattr(engine, "_replan", real)
+                thread = threading.Thread(target=forward, args=(other, references[1]))
+                thread.start()
+                thread.join(60)
+            real(kind)
+
+        engine._replan = replan
+        forward(one, references[0])
+        del engine._replan
+        assert handle.stats().onloads == before  # all that stayed there is still there
+        handle.remove()
+        other_handle.remove()
+
+
+# ---------------------------------------------------------------- CUDA graphs
+
+
+def test_a_capture_is_refused_at_once() -> None:
+    """A replay would read memory that holds other weights by then. Captures of other modules are not our business."""
+    device = SimulatedDevice()
+    model, reference = make(), make()
+    with use_simulated_device(device):
+        handle = apply_group_offloading(model, "cpu")
+        expected = run(reference, inputs())
+        for _ in range(2):
+            with torch.no_grad(), device.running():
+                assert_same(device.get(model(device.put(inputs()))), expected)
+            passes, copies = handle.stats().passes, device.num_copies
+            device.captures = True
+            for part in (model, model.blocks[0]):
+                with pytest.raises(StateError, match=r"CUDA graph is captured.*remove\(\)"):
+                    part(inputs())
+            device.captures = False
+            assert handle.stats().passes == passes and device.num_copies == copies
+            with device.running():
+                x = device.put(inputs()).requires_grad_()
+                loss = model.requires_grad_(False)(x).sum()
+                device.captures = True
+                with pytest.raises(StateError, match="CUDA graph is captured"):
+                    loss.backward()
+                device.captures = False
+        handle.remove()
+
+
+def test_a_module_that_is_a_graph_already_is_refused() -> None:
+    """Its kernels read the memory that its weights had when they were captured."""
+    model = make()
+    model.blocks[1].forward = _as_if_graphed(model.blocks[1].forward)
+    with pytest.raises(
+        ModuleError, match=r"the forward of blocks\.1 is a CUDA graph .torch\.cuda\.make_graphed_callables"
+    ):
+        offload_to(None, model)
+    del model.blocks[1].forward
+    offload_to(None, model).remove()
+
+
+def _as_if_graphed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def replay(*args: Any) -> Any:
+        return forward(*args)
+
+    replay.__module__ = torch.cuda.graphs.make_graphed_callables.__module__
+    return replay

@@ -1,0 +1,324 @@
+"""Modules that others make, share or fill in: scripted ones, lazy ones, copies of parts, weights of two models."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import diffusers.hooks  # noqa: F401 - so that modules are marked for it
+import pytest
+import torch
+from torch import nn
+
+from group_offload import ModuleError, StateError, apply_group_offloading, remove_group_offloading
+
+from ..support.common import (
+    LEVELS,
+    TIERS,
+    WIDTH,
+    Block,
+    Model,
+    assert_at_rest,
+    assert_same,
+    check,
+    inputs,
+    make,
+    offload_to,
+    run,
+)
+
+every_tier = pytest.mark.parametrize("tier", TIERS)
+every_level = pytest.mark.parametrize("level", LEVELS)
+
+
+def put(tier: str, tmp_path: Path) -> Path | None:
+    return tmp_path / "groups" if tier == "file" else None
+
+
+# ---------------------------------------------------------------- TorchScript
+
+scripts = pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning", "ignore:.*torch.jit.*:DeprecationWarning")
+
+
+def scripted(how: str) -> nn.Module:
+    model = make(Model)
+    if how == "root":
+        script: nn.Module = torch.jit.script(Block().eval())
+        return script
+    block: Any = model.blocks[1]
+    if how == "child":
+        model.blocks[1] = torch.jit.script(block)
+    elif how == "traced":
+        model.blocks[1] = torch.jit.trace(block, inputs())
+    elif how == "frozen":
+        model.blocks[1] = torch.jit.freeze(torch.jit.script(block))
+    else:
+        block.up = torch.jit.script(block.up)
+        model.proj_in = torch.jit.script(model.proj_in)
+    return model
+
+
+@scripts
+@every_tier
+@every_level
+@pytest.mark.parametrize("how", ["child", "traced", "frozen", "inside", "root"])
+def test_scripted_modules(how: str, tier: str, level: str, tmp_path: Path) -> None:
+    """One that is scripted moves as a whole, around its call."""
+    model, reference = scripted(how), scripted(how)
+    reference.load_state_dict(model.state_dict())
+    handle = offload_to(put(tier, tmp_path), model, level)
+    x = inputs()
+    for _ in range(3):
+        check(model, reference, x, passes=2)
+        for each in (model, reference):
+            for parameter in each.parameters():
+                parameter.data.mul_(0.5)
+    saved = io.BytesIO()
+    if how == "root":
+        torch.jit.save(model, saved)
+        saved.seek(0)
+        assert_same(run(torch.jit.load(saved), x), run(reference, x))
+    handle.remove()
+    assert_at_rest(model, reference)
+    for left, right in zip(model.modules(), reference.modules(), strict=True):
+        assert left.__dict__.keys() == right.__dict__.keys()
+    assert_same(run(model, x), run(reference, x))
+    remove_group_offloading(model)
+    offload_to(put(tier, tmp_path), model, level)
+    check(model, reference, x)
+
+
+@scripts
+@every_level
+def test_a_scripted_module_comes_later(level: str) -> None:
+    model, reference = make(Model), make(Model)
+    apply_group_offloading(model, "cpu", offload_type=level)
+    check(model, reference, inputs())
+    for each in (model, reference):
+        each.blocks[2] = torch.jit.script(make(Block, seed=1))
+    check(model, reference, inputs())
+
+
+# ---------------------------------------------------------------- lazy modules
+
+
+class WithLazy(Model):
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.blocks[1].down = nn.LazyLinear(WIDTH)
+        self.last = nn.Sequential(nn.LazyLinear(WIDTH), nn.LazyBatchNorm1d())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(super().forward(x))
+
+
+def seeded(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(7)  # a lazy module draws its weights when it gets a shape
+    return run(model, x)
+
+
+@every_tier
+@every_level
+@pytest.mark.parametrize("changes", [False, True])
+def test_lazy_modules(tier: str, level: str, changes: bool, tmp_path: Path) -> None:
+    """They are in no group until they have a shape, and run as they do resident."""
+    model, reference = make(WithLazy), make(WithLazy)
+    handle = offload_to(put(tier, tmp_path), model, level)
+    num_tensors = sum(group.num_tensors for group in handle.groups)
+    if changes:
+        for each in (model, reference):
+            each.gain.data.mul_(2)
+            each.blocks[0].register_buffer("shift", torch.ones(WIDTH))
+        num_tensors += 1
+        handle.refresh()
+        assert sum(group.num_tensors for group in handle.groups) == num_tensors
+    assert_same(seeded(model, inputs()), seeded(reference, inputs()))
+    check(model, reference, inputs())
+    assert sum(group.num_tensors for group in handle.groups) == num_tensors + 8
+    handle.remove()
+    assert_same(run(model, inputs()), run(reference, inputs()))
+
+
+@every_level
+def test_a_lazy_module_comes_later(level: str) -> None:
+    model, reference = make(Model), make(Model)
+    handle = apply_group_offloading(model, "cpu", offload_type=level)
+    check(model, reference, inputs())
+    for each in (model, reference):
+        each.blocks[1].down = nn.LazyLinear(WIDTH)
+    for _ in range(2):
+        assert_same(seeded(model, inputs()), seeded(reference, inputs()))
+    check(model, reference, inputs())
+    for each in (model, reference):
+        each.blocks[2].down = nn.LazyLinear(WIDTH)
+    handle.remove()
+    assert_same(seeded(model, inputs()), seeded(reference, inputs()))
+
+
+def test_a_module_that_is_all_lazy() -> None:
+    model = nn.Sequential(nn.LazyLinear(WIDTH))
+    with pytest.raises(ModuleError, match="Run it once"):
+        apply_group_offloading(model, "cpu")
+    run(model, inputs())
+    apply_group_offloading(model, "cpu")
+
+
+# ---------------------------------------------------------------- copies of hooks
+
+
+@pytest.mark.filterwarnings("ignore")  # torch has others for this by now
+@every_level
+def test_quantising_copies_our_hooks(level: str) -> None:
+    model, reference = make(Model), make(Model)
+    handle = apply_group_offloading(model, "cpu", offload_type=level)
+    check(model, reference, inputs())
+    for each in (model, reference):
+        torch.ao.quantization.quantize_dynamic(each, {nn.Linear}, inplace=True)
+    for _ in range(2):
+        assert_same(run(model, inputs()), run(reference, inputs()))
+    handle.remove()
+    assert_same(run(model, inputs()), run(reference, inputs()))
+
+
+@every_level
+def test_hooks_that_are_copied_do_nothing(level: str) -> None:
+    model, reference = make(Model), make(Model)
+    apply_group_offloading(model, "cpu", offload_type=level)
+    for module in [*model.modules()]:
+        other = nn.Linear(WIDTH, WIDTH)
+        expected = run(other, inputs())
+        for hook in module._forward_pre_hooks.values():
+            other.register_forward_pre_hook(hook)
+            other.register_forward_pre_hook(hook, with_kwargs=True)
+        for hook in module._forward_hooks.values():
+            other.register_forward_hook(hook)
+            other.register_forward_hook(hook, with_kwargs=True)
+        assert_same(run(other, inputs()), expected)
+    for each in (copy.deepcopy(model.blocks[1]), pickle.loads(pickle.dumps(model.blocks[1]))):
+        assert_same(run(each, inputs()), run(reference.blocks[1], inputs()))
+        each.requires_grad_(True)(inputs()).sum().backward()
+    check(model, reference, inputs())
+
+
+@every_level
+def test_a_copy_is_compiled_as_one(level: str) -> None:
+    """The copy of an offloaded module has its hooks, and nothing that they stand for."""
+    model, reference = make(Model), make(Model)
+    apply_group_offloading(model, "cpu", offload_type=level)
+    for part, same in ((model, reference), (model.blocks[1], reference.blocks[1])):
+        compiled = torch.compile(copy.deepcopy(part), fullgraph=True, backend="eager")
+        assert_same(run(compiled, inputs()), run(same, inputs()))
+
+
+# ---------------------------------------------------------------- weights of two models
+
+
+class Sharing(nn.Module):
+    """An embedding that two models share, which they read before and after all else."""
+
+    def __init__(self, embed: nn.Embedding) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, WIDTH)
+        self.embed.weight = embed.weight
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.inner: list[nn.Module] = []
+        self.running: list[nn.Module] = []
+        self.overlaps = 0
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.overlaps += any(each is not self for each in self.running) and not self.inner
+        self.running.append(self)
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+            time.sleep(0)
+        for inner in self.inner:
+            x = x + inner(ids).mean()
+        self.running.remove(self)
+        return x @ self.embed.weight.t()
+
+
+def two() -> tuple[Sharing, Sharing]:
+    torch.manual_seed(0)
+    embed = nn.Embedding(8, WIDTH)
+    one, other = Sharing(embed).eval(), Sharing(embed).eval()
+    other.running = one.running
+    return one, other
+
+
+@every_tier
+@every_level
+def test_two_models_with_a_weight_in_two_threads(tier: str, level: str, tmp_path: Path) -> None:
+    models, references = two(), two()
+    ids = torch.arange(8)
+    expected = [run(each, ids) for each in references]
+    for index, model in enumerate(models):
+        offload_to(put(tier, tmp_path / str(index)), model, level)
+    found: list[list[torch.Tensor]] = [[], []]
+
+    def repeat(index: int) -> None:
+        for _ in range(30):
+            found[index].append(run(models[index], ids))
+
+    threads = [threading.Thread(target=repeat, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index in range(2):
+        assert len(found[index]) == 30
+        for output in found[index]:
+            assert_same(output, expected[index])
+        assert models[index].overlaps == 0
+
+
+@every_tier
+@every_level
+def test_one_of_two_models_is_called_inside_of_the_other(tier: str, level: str, tmp_path: Path) -> None:
+    models, references = two(), two()
+    ids = torch.arange(8)
+    for one, other in (models, references):
+        one.inner.append(other)
+    handles = [offload_to(put(tier, tmp_path / str(i)), model, level) for i, model in enumerate(models)]
+    for _ in range(3):
+        for model, reference in zip(models, references, strict=True):
+            assert_same(run(model, ids), run(reference, ids))
+        for one, _ in (models, references):
+            one.embed.weight.data.mul_(0.5)
+    handles[0].remove()
+    for model, reference in zip(models, references, strict=True):
+        assert_same(run(model, ids), run(reference, ids))
+
+
+def test_weights_that_come_to_be_shared() -> None:
+    """Who takes turns with whom is settled when a model is offloaded."""
+    models, references = (make(Model), make(Model, seed=1)), (make(Model), make(Model, seed=1))
+    handles = [apply_group_offloading(model, "cpu") for model in models]
+    for one, other in (models, references):
+        other.gain = one.gain
+    with pytest.raises(StateError, match="gain of Model is a weight of Model too"):
+        run(models[1], inputs())
+    handles[1].remove()
+    apply_group_offloading(models[1], "cpu")
+    for model, reference in zip(models, references, strict=True):
+        check(model, reference, inputs(), passes=1)
+
+
+def test_a_model_that_shares_weights_with_two_others() -> None:
+    one, two, three = make(Model), make(Model, seed=1), make(Model, seed=2)
+    three.gain, three.norm.weight = one.gain, two.norm.weight
+    references = copy.deepcopy((one, two, three))
+    handles = [apply_group_offloading(model, "cpu") for model in (one, two)]
+    with pytest.raises(StateError, match="offload this one first"):
+        apply_group_offloading(three, "cpu")
+    for handle in handles:
+        handle.remove()
+    for model in (three, one, two):
+        apply_group_offloading(model, "cpu")
+    for model, reference in zip((one, two, three), references, strict=True):
+        check(model, reference, inputs(), passes=1)

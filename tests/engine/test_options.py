@@ -1,0 +1,441 @@
+"""Every option: its default, what it does, and what is said where it cannot be honoured."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from group_offload import (
+    ConfigError,
+    DeviceError,
+    GroupOffloadError,
+    ModuleError,
+    OffloadConfig,
+    OffloadType,
+    apply_group_offloading,
+    remove_group_offloading,
+)
+
+from ..support.common import (
+    LEVELS,
+    TIERS,
+    WIDTH,
+    Block,
+    Model,
+    assert_at_rest,
+    assert_same,
+    check,
+    inputs,
+    make,
+    named_tensors,
+    offload_to,
+    run,
+)
+
+needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
+
+
+def snapshot(model: nn.Module) -> list[Any]:
+    return [
+        (
+            name,
+            dict(module.__dict__),
+            {k: dict(v) for k, v in module.__dict__.items() if "hooks" in k and v is not None},
+        )
+        for name, module in model.named_modules()
+    ] + [(name, tensor.data_ptr(), tensor.device, tensor.dtype) for name, tensor in named_tensors(model)]
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 256) * 256
+
+
+def image_bytes(*modules: nn.Module | torch.Tensor) -> int:
+    tensors = [t for m in modules for t in ([m] if isinstance(m, torch.Tensor) else [t for _, t in named_tensors(m)])]
+    return sum(aligned(tensor.numel() * tensor.element_size()) for tensor in tensors)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"use_stream": True}, DeviceError, "use_stream"),
+        ({"record_stream": True}, ConfigError, "record_stream"),
+        ({"record_stream": True, "use_stream": False}, ConfigError, "record_stream"),
+        ({"offload_device": "cuda"}, ConfigError, "offload_device"),
+        ({"offload_device": "meta"}, ConfigError, "offload_device"),
+        ({"offload_device": "nonsense"}, ConfigError, "offload_device"),
+        ({"offload_device": None}, ConfigError, "offload_device"),
+        ({"onload_device": "nonsense"}, DeviceError, "onload_device"),
+        ({"onload_device": "meta"}, DeviceError, "meta"),
+        ({"onload_device": "vulkan"}, DeviceError, "vulkan"),
+        ({"onload_device": 3.5}, DeviceError, "onload_device"),
+        ({"onload_device": "cuda:99"}, DeviceError, "cuda:99"),
+        ({"onload_device": "cpu:7"}, DeviceError, "cpu:7"),
+        ({"offload_type": "nonsense"}, ConfigError, "offload_type"),
+        ({"offload_type": None}, ConfigError, "offload_type"),
+        ({"offload_type": 3}, ConfigError, "offload_type"),
+        ({"offload_type": ["block_level"]}, ConfigError, "offload_type"),
+        *(({"num_blocks_per_group": n}, ConfigError, "num_blocks_per_group") for n in (0, -1, True, "2", 1.0, 2.5)),
+        ({"num_blocks_per_group": 2, "offload_type": "leaf_level"}, ConfigError, "num_blocks_per_group"),
+        ({"num_blocks_per_group": True, "offload_type": "leaf_level"}, ConfigError, "num_blocks_per_group"),
+        ({"block_modules": ["blocks"], "offload_type": "leaf_level"}, ConfigError, "block_modules"),
+        ({"block_modules": ["nonsense"]}, ConfigError, "nonsense"),
+        ({"block_modules": ["blocks", "blocks.1"]}, ConfigError, "blocks.1"),
+        ({"block_modules": "blocks"}, ConfigError, "block_modules"),
+        ({"block_modules": [3]}, ConfigError, "block_modules"),
+        ({"block_modules": 3}, ConfigError, "block_modules"),
+        ({"exclude_kwargs": "mask"}, ConfigError, "exclude_kwargs"),
+        ({"exclude_kwargs": [None]}, ConfigError, "exclude_kwargs"),
+        ({"exclude_kwargs": 3}, ConfigError, "exclude_kwargs"),
+        ({"offload_to_disk_path": 3}, ConfigError, "offload_to_disk_path"),
+        ({"offload_to_disk_path": ["folder"]}, ConfigError, "offload_to_disk_path"),
+        ({"offload_to_disk_path": ""}, ConfigError, "offload_to_disk_path"),
+        ({"offload_to_disk_path": "a\0b"}, ConfigError, "offload_to_disk_path"),
+        *(({name: 1}, ConfigError, name) for name in ("non_blocking", "use_stream", "record_stream")),
+        *(({name: "yes"}, ConfigError, name) for name in ("non_blocking", "use_stream", "low_cpu_mem_usage")),
+        ({"low_cpu_mem_usage": None}, ConfigError, "low_cpu_mem_usage"),
+    ],
+    ids=str,
+)
+def test_option_that_cannot_be_honoured(
+    options: dict[str, Any], error: type[Exception], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = make(Model)
+    before = snapshot(model)
+    with pytest.raises(error) as caught:
+        apply_group_offloading(model, **{"onload_device": "cpu", **options})
+    assert said in str(caught.value)
+    assert isinstance(caught.value, (GroupOffloadError, ValueError))
+    assert snapshot(model) == before
+    assert not list(tmp_path.iterdir())
+    assert_same(run(model, inputs()), run(make(Model), inputs()))
+
+
+@needs_no_cuda
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda")])
+def test_device_that_is_not_there(device: Any) -> None:
+    model = make(Model)
+    before = snapshot(model)
+    with pytest.raises(DeviceError, match="cuda"):
+        apply_group_offloading(model, device)
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("module", [None, "model", [nn.Linear(2, 2)], nn.Linear, torch.ones(2)])
+def test_not_a_module(module: Any) -> None:
+    with pytest.raises(ConfigError, match=r"torch\.nn\.Module"):
+        apply_group_offloading(module, "cpu")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("model", [nn.Identity(), nn.Sequential(), nn.ModuleList([nn.ReLU()]), nn.ModuleDict()])
+def test_module_without_weights(model: nn.Module, level: str) -> None:
+    before = snapshot(model)
+    with pytest.raises(ModuleError, match=type(model).__name__):
+        apply_group_offloading(model, "cpu", offload_type=level)
+    assert snapshot(model) == before
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("kind", ["meta parameter", "meta buffer", "sparse parameter", "sparse csr buffer"])
+def test_weights_that_cannot_be_offloaded(kind: str, tier: str, level: str, tmp_path: Path) -> None:
+    model = make(Model)
+    block = model.blocks[2]
+    if kind == "meta parameter":
+        block.up.to("meta")
+    elif kind == "meta buffer":
+        block.register_buffer("mask", torch.ones(3, device="meta"))
+    elif kind == "sparse parameter":
+        block.weight = nn.Parameter(torch.eye(4).to_sparse())
+    else:
+        block.register_buffer("mask", torch.eye(4).to_sparse_csr())
+    before = snapshot_without_pointers(model)
+    with pytest.raises(ModuleError, match=r"blocks\.2\."):
+        offload_to(tmp_path / "groups" if tier == "file" else None, model, level)
+    assert snapshot_without_pointers(model) == before
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def snapshot_without_pointers(model: nn.Module) -> list[Any]:
+    return [(name, list(module.__dict__)) for name, module in model.named_modules()] + [
+        (name, id(tensor), tensor.device) for name, tensor in named_tensors(model)
+    ]
+
+
+# ---------------------------------------------------------------- defaults and signature
+
+
+def test_signature_is_that_of_diffusers() -> None:
+    hooks = pytest.importorskip("diffusers.hooks")
+    theirs = inspect.signature(hooks.apply_group_offloading).parameters
+    ours = inspect.signature(apply_group_offloading).parameters
+    assert list(ours) == [*theirs, "verify_files", "vram_budget", "ram_budget"]
+    assert [p.kind for p in ours.values()] == [
+        *(p.kind for p in theirs.values()),
+        *[inspect.Parameter.KEYWORD_ONLY] * 3,
+    ]
+    for name, parameter in theirs.items():
+        if parameter.default is not inspect.Parameter.empty and name not in ("offload_device", "use_stream"):
+            default = parameter.default.value if isinstance(parameter.default, Enum) else parameter.default
+            assert ours[name].default == default, name
+    assert torch.device(ours["offload_device"].default) == torch.device(theirs["offload_device"].default)
+
+
+def test_positional_arguments() -> None:
+    model = make(Model)
+    handle = apply_group_offloading(
+        model, torch.device("cpu"), torch.device("cpu"), "block_level", 2, True, False, False, True, None,
+        ["blocks"], ["mask"],
+    )  # fmt: skip
+    config = handle.config
+    assert config.num_blocks_per_group == 2 and config.non_blocking and not config.use_stream
+    assert config.low_cpu_mem_usage and config.block_modules == ("blocks",) and config.exclude_kwargs == ("mask",)
+    check(model, make(Model), inputs())
+
+
+def test_defaults() -> None:
+    config = apply_group_offloading(make(Model), "cpu").config
+    assert isinstance(config, OffloadConfig)
+    assert config.onload_device == torch.device("cpu") and config.offload_type is OffloadType.BLOCK_LEVEL
+    assert config.num_blocks_per_group == 1 and config.offload_to_disk_path is None
+    assert not (config.non_blocking or config.use_stream or config.record_stream or config.low_cpu_mem_usage)
+    assert config.block_modules is None and config.exclude_kwargs == ()
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
+def test_default_device_is_the_cpu() -> None:
+    assert apply_group_offloading(make(Model)).config.onload_device == torch.device("cpu")
+
+
+class Spelling(Enum):
+    LEAF = "leaf_level"
+
+
+@pytest.mark.parametrize("value", ["leaf_level", OffloadType.LEAF_LEVEL, Spelling.LEAF])
+def test_spellings_of_a_level(value: Any) -> None:
+    assert apply_group_offloading(make(Model), "cpu", offload_type=value).config.offload_type is OffloadType.LEAF_LEVEL
+
+
+def test_spellings_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for value in ("a", Path("a"), str(tmp_path / "a"), "~/a"):
+        model = make(Model)
+        handle = apply_group_offloading(model, "cpu", offload_to_disk_path=value)
+        assert handle.config.offload_to_disk_path == tmp_path / "a"
+        monkeypatch.chdir("/")
+        check(model, make(Model), inputs(), passes=1)
+        monkeypatch.chdir(tmp_path)
+    assert len(list((tmp_path / "a").glob("*.safetensors"))) == 5
+
+
+@pytest.mark.parametrize(
+    "options", [{"non_blocking": True}, {"low_cpu_mem_usage": True}, {"use_stream": False}], ids=str
+)
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_option_that_changes_no_result(options: dict[str, Any], tier: str, level: str, tmp_path: Path) -> None:
+    model = make(Model)
+    offload_to(tmp_path if tier == "file" else None, model, level, **options)
+    check(model, make(Model), inputs())
+
+
+# ---------------------------------------------------------------- groups
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        (1, ["down_0_0", "down_1_1", "down_2_2", "up_0_0", "up_1_1", "up_2_2", "up_3_3", "up_4_4"]),
+        (2, ["down_0_1", "down_2_2", "up_0_1", "up_2_3", "up_4_4"]),
+        (3, ["down_0_2", "up_0_2", "up_3_4"]),
+        (100, ["down_0_2", "up_0_4"]),
+    ],
+)
+def test_blocks_per_group(count: int, expected: list[str], tier: str, tmp_path: Path) -> None:
+    class Uneven(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down = nn.ModuleList(Block() for _ in range(3))
+            self.up = nn.ModuleList(Block() for _ in range(5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in (*self.down, *self.up):
+                x = block(x)
+            return x
+
+    model = make(Uneven)
+    reference = copy.deepcopy(model)
+    handle = offload_to(tmp_path if tier == "file" else None, model, num_blocks_per_group=count)
+    assert [group.group_id for group in handle.groups if group.num_bytes] == expected
+    check(model, reference, inputs())
+    assert handle.stats().onloads == 3 * len(expected)
+
+
+class Nested(nn.Module):
+    """Blocks below children, as an autoencoder has them."""
+
+    class Coder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Linear(WIDTH, WIDTH)
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+            self.scale = nn.Parameter(torch.rand(WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x) * self.scale
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = self.Coder(), self.Coder()
+        self.layers = nn.ModuleList([Block()])
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.layers[0](self.decoder(self.encoder(x))))
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("blocks", [None, ["encoder", "decoder"], ["decoder"], ["encoder", "blocks"], []])
+def test_block_modules(blocks: list[str] | None, tier: str, tmp_path: Path) -> None:
+    model = make(Nested)
+    reference = copy.deepcopy(model)
+    handle = offload_to(tmp_path if tier == "file" else None, model, block_modules=blocks)
+    ids = {group.group_id for group in handle.groups if group.num_bytes}
+    for name in ("encoder", "decoder"):
+        is_cut = name in (blocks or ())
+        assert (f"{name}.blocks_0_0" in ids) == is_cut or "blocks" in (blocks or ())
+    assert "layers_0_0" in ids
+    check(model, reference, inputs())
+    assert_same(run(model.decoder, inputs()), run(reference.decoder, inputs()))
+    assert_at_rest(model, reference)
+
+
+def test_block_modules_of_the_class() -> None:
+    class Named(Nested):
+        _group_offload_block_modules = ["encoder"]
+
+    model = make(Named)
+    handle = apply_group_offloading(model, "cpu")
+    assert "encoder.blocks_0_0" in {group.group_id for group in handle.groups}
+    assert "decoder.blocks_0_0" not in {group.group_id for group in handle.groups}
+    check(model, make(Named), inputs())
+
+
+# ---------------------------------------------------------------- what the handle tells
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_table_names_every_group(tier: str, level: str, tmp_path: Path) -> None:
+    model = make(Model)
+    handle = offload_to(tmp_path if tier == "file" else None, model, level)
+    lines = str(handle).splitlines()
+    assert lines[0].split() == ["group", "tensors", "size", "rests", "in"] and set(lines[1]) == {"-"}
+    assert len(lines) == 3 + len(handle.groups)
+    for line, group in zip(lines[2:-1], handle.groups, strict=True):
+        assert line.startswith(group.group_id) and line.rstrip().endswith(group.where)
+    assert "Model" in lines[-1] and "cpu" in lines[-1]
+    assert "Model" in repr(handle)
+    handle.remove()
+    assert "removed" in str(handle) and not handle.is_active
+
+
+def test_names_of_modules_do_not_reach_the_terminal_as_they_are() -> None:
+    evil = "\x1b[2J\u202e"
+    model = nn.Module()
+    model.add_module(evil, nn.ModuleList([nn.Linear(4, 4)]))
+    handle = apply_group_offloading(model, "cpu")
+    said = str(handle)
+    assert "\N{REPLACEMENT CHARACTER}[2J" in said and not any(c in said for c in evil[:1] + evil[-1:])
+    handle.remove()
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_groups_cover_the_module(tier: str, level: str, tmp_path: Path) -> None:
+    model = make(Model)
+    handle = offload_to(tmp_path if tier == "file" else None, model, level)
+    assert sum(group.num_tensors for group in handle.groups) == len(list(model.parameters()))
+    assert sum(group.num_bytes for group in handle.groups) == image_bytes(model)
+    assert len({group.group_id for group in handle.groups}) == len(handle.groups)
+    assert {group.tier for group in handle.groups} == {tier}
+    assert handle.module is model
+    assert model in handle.gated_modules
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_statistics_of_blocks(tier: str, tmp_path: Path) -> None:
+    model = make(Model)
+    handle = offload_to(tmp_path if tier == "file" else None, model)
+    block = image_bytes(model.blocks[0])
+    rest = image_bytes(model.proj_in, model.norm, model.gain)
+    empty = handle.stats()
+    assert (empty.passes, empty.onloads, empty.copies, empty.stalls, empty.peak_device_bytes) == (0, 0, 0, 0, 0)
+    for passes in range(1, 4):
+        run(model, inputs())
+        stats = handle.stats()
+        # The blocks take turns. Nothing takes the slot of what the root holds: from a file it is brought once.
+        rests = 1 if tier == "file" else passes
+        assert stats.passes == passes and stats.onloads == stats.copies == 4 * passes + rests
+        assert stats.stalls == stats.onloads  # nothing is foreseen without a stream
+        assert stats.bytes_onloaded[tier] == passes * 4 * block + rests * rest == sum(stats.bytes_onloaded.values())
+        # One slot for blocks, one for what the root holds meanwhile.
+        assert stats.peak_device_bytes == block + rest
+        assert (stats.tensors_brought_back, stats.rebuilds, stats.pinned_bytes, stats.staging_bytes) == (0, 0, 0, 0)
+        assert (stats.host_bytes, stats.file_bytes)[:: 1 if tier == "ram" else -1] == (4 * block + rest, 0)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_statistics_of_leaves(tier: str, tmp_path: Path) -> None:
+    model = make(Model)
+    handle = offload_to(tmp_path if tier == "file" else None, model, "leaf_level")
+    run(model, inputs())
+    block = model.blocks[0]
+    # The root's own, a block's own (or the norm's), and the largest layer.
+    heights = (
+        image_bytes(model.gain),
+        max(image_bytes(block.scale), image_bytes(model.norm)),
+        max(map(image_bytes, (block.up, block.down, model.proj_in))),
+    )
+    stats = handle.stats()
+    assert stats.peak_device_bytes <= sum(heights) + image_bytes(model.norm)
+    assert stats.peak_device_bytes < image_bytes(block) + image_bytes(model.proj_in, model.norm, model.gain)
+    assert stats.onloads == 1 + 1 + 4 * 3 + 1
+    assert sum(stats.bytes_onloaded.values()) == image_bytes(model)
+
+
+def test_blocks_per_group_and_peak() -> None:
+    model = make(Model)
+    peaks = []
+    for count in (1, 2, 4):
+        handle = apply_group_offloading(model, "cpu", num_blocks_per_group=count)
+        run(model, inputs())
+        peaks.append(handle.stats().peak_device_bytes)
+        handle.remove()
+    block, rest = image_bytes(model.blocks[0]), image_bytes(model.proj_in, model.norm, model.gain)
+    assert peaks == [count * block + rest for count in (1, 2, 4)]
+
+
+def test_remove_does_nothing_to_other_modules() -> None:
+    model = make(Model)
+    before = snapshot(model)
+    remove_group_offloading(model)
+    assert snapshot(model) == before

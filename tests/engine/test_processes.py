@@ -1,0 +1,338 @@
+"""What the process does to its memory: a page map that it may not read, locked memory, forks."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from group_offload import ConfigError, GroupFileError, apply_group_offloading
+from group_offload.base import pagemap
+from group_offload.base.pagemap import tells_writes
+from group_offload.stores import checkpoint
+
+from ..files.test_file_identity import as_root, loaded, place  # noqa: F401
+from ..files.test_files import flip_a_bit, pair, run_python
+from ..support.common import Model, check, inputs, make, offload_to, run
+from ..support.simulated import SimulatedDevice, use_simulated_device
+
+pytestmark = pytest.mark.skipif(not tells_writes(), reason="this system does not tell which pages were written")
+
+
+class PageMap:
+    """Lets this process open its page map, or not."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._code = 0
+        real = os.open
+
+        def open_(path: Any, *args: Any, **kwargs: Any) -> int:
+            if path == "/proc/self/pagemap" and self._code:
+                raise OSError(self._code, os.strerror(self._code), path)
+            return real(path, *args, **kwargs)
+
+        patch.setattr(os, "open", open_)
+
+    def refuse(self, code: int = errno.EACCES) -> None:
+        """As it is in a forked child that has other rights."""
+        self._code = code
+        pagemap._Known.forget()
+
+    def allow(self, *, forgets: bool = True) -> None:
+        self._code = 0
+        if forgets:
+            pagemap._Known.forget()
+
+
+@pytest.fixture
+def page_map(monkeypatch: pytest.MonkeyPatch) -> Iterator[PageMap]:
+    found = PageMap(monkeypatch)
+    yield found
+    found.allow()
+
+
+# ---------------------------------------------------------------- the page map
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR])
+def test_a_moment_in_which_it_cannot_be_opened(code: int, page_map: PageMap, tmp_path: Path) -> None:
+    """Is over, and forgotten."""
+    page_map.refuse(code)
+    model, reference = loaded(tmp_path)
+    with pytest.raises(ConfigError):
+        apply_group_offloading(model, "cpu", offload_device="disk")
+    page_map.allow(forgets=False)
+    handle = apply_group_offloading(model, "cpu", offload_device="disk")
+    assert {group.tier for group in handle.groups} == {"file"}
+    check(model, reference, inputs())
+
+
+@pytest.mark.parametrize("tier", ["groups", "checkpoint"])
+def test_damage_is_not_an_edit(tier: str, page_map: PageMap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bit flips in what is read, and nothing tells of it: neither times nor pages. Weights at rest show it too."""
+    if tier == "groups":
+        model, reference = pair()
+        handle = offload_to(tmp_path, model, verify_files=True)
+    else:
+        model, reference = loaded(tmp_path)
+        handle = apply_group_offloading(model, "cpu", offload_device="disk", verify_files=True)
+    check(model, reference, inputs(), passes=2)
+    page_map.refuse()
+    paths = sorted(tmp_path.glob("*.safetensors"))
+    before = {path: path.stat() for path in paths}
+    kept = {path: path.read_bytes() for path in paths}
+    for path in paths:
+        for position in range(path.stat().st_size // 3, path.stat().st_size, 500):
+            flip_a_bit(path, position)
+    real, stats = os.fstat, {(stat.st_dev, stat.st_ino): stat for stat in before.values()}
+    monkeypatch.setattr(os, "fstat", lambda fd: stats.get(((now := real(fd)).st_dev, now.st_ino), now))
+    for _ in range(2):
+        with pytest.raises(GroupFileError, match="XXH3"):
+            run(model, inputs())
+    for twin in (model, reference):
+        for parameter in twin.parameters():
+            parameter.data.add_(1)
+    with pytest.raises(GroupFileError, match="XXH3"):
+        run(model, inputs())
+    with pytest.raises(GroupFileError, match="XXH3"):
+        handle.refresh()
+    if tier == "groups":  # weights that stay views of a checkpoint are what they were
+        with pytest.raises(GroupFileError, match="XXH3"):
+            handle.remove()
+    assert {path for path in tmp_path.glob("*.safetensors") if path not in kept} == set()
+
+
+def test_edits_beside_weights_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that were read are given back. Somebody else edits, at that moment, what lies in the same page."""
+    from safetensors.torch import load_file, save_file
+
+    model = make(Model)
+    reference = make(Model)
+    state = model.state_dict()
+    save_file({**state, "zz": torch.zeros(100), "a": torch.zeros(100)}, tmp_path / "model.safetensors")
+    found = load_file(tmp_path / "model.safetensors")
+    model.load_state_dict({name: found[name] for name in state}, assign=True)
+    others = [found["zz"], found["a"]]
+    apply_group_offloading(model, "cpu", offload_device="disk")
+    monkeypatch.setattr(checkpoint, "SLOW_SCAN_SECONDS", -1.0)
+    scan = checkpoint.written_pages
+
+    def written_pages(address: int, num_bytes: int) -> Any:
+        pages = scan(address, num_bytes)
+        for other in others:
+            other.add_(1)
+        return pages
+
+    monkeypatch.setattr(checkpoint, "written_pages", written_pages)
+    check(model, reference, inputs(), passes=1)
+    assert all(int(other.min()) == int(other.max()) > 0 for other in others)
+
+
+# ---------------------------------------------------------------- locked memory
+
+_MADE = """
+import ctypes
+import tests.engine.test_processes as t
+from tests.support.simulated import SimulatedDevice, use_simulated_device
+import group_offload.stores.ways
+group_offload.stores.ways.LOCKED_SHARE = 0.0
+tier, root = sys.argv[1], pathlib.Path(sys.argv[2])
+os.fsync = os.fstat
+os.environ["GROUP_OFFLOAD_PROGRESS_BAR"] = "0"
+libc = ctypes.CDLL(None)
+rig = t.Rig(tier, root)
+"""
+every_tier = pytest.mark.parametrize("tier", ["ram", "groups", "checkpoint", "page cache"])
+
+
+class Rig:
+    """A model on a tier, on the simulated device where that is what makes the tier, and its resident twin."""
+
+    def __init__(self, tier: str, root: Path) -> None:
+        self.device = SimulatedDevice(0) if tier in ("ram", "page cache") else None
+        self._scope = use_simulated_device(self.device) if self.device is not None else None
+        if self._scope is not None:
+            self._scope.__enter__()
+        self.model: Any
+        if tier in ("ram", "groups"):
+            self.model, self.reference = pair()
+            self.handle = offload_to(root if tier == "groups" else None, self.model)
+        else:
+            self.model, self.reference = loaded(root)
+            options = {} if tier == "page cache" else {"offload_device": "disk"}
+            self.handle = apply_group_offloading(self.model, "cpu", **options)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self.handle.remove()
+        if self._scope is not None:
+            self._scope.__exit__(None, None, None)
+
+    def forward(self) -> torch.Tensor:
+        with torch.no_grad():
+            if self.device is None:
+                return self.model(inputs())
+            with self.device.running():
+                output = self.model(self.device.put(inputs()))
+            return self.device.get(output)
+
+    def check(self, passes: int = 2) -> None:
+        for _ in range(passes):
+            assert torch.equal(self.forward(), run(self.reference, inputs()))
+        expected = self.reference.state_dict()
+        assert all(torch.equal(value, expected[name]) for name, value in self.model.state_dict().items())
+
+    def edit(self, value: float) -> None:
+        for twin in (self.model, self.reference):
+            twin.blocks[1].up.weight.data.add_(value)
+            twin.gain.data.add_(value)
+
+
+@every_tier
+def test_a_process_that_locks_its_memory(tier: str, tmp_path: Path) -> None:
+    """Private pages of locked memory all look written, and locked memory is not simply forgotten."""
+    done = run_python(
+        _MADE
+        + """
+for flags in (1, 3):  # what is there; and what comes
+    rig.check()
+    before = sorted(root.iterdir())
+    if libc.mlockall(flags):
+        sys.exit(77)
+    rig.check()
+    assert rig.handle.stats().rebuilds <= 2 * (flags == 3) and sorted(root.iterdir()) == before
+    for number in range(2):
+        rig.edit(0.5 + number)
+        rig.check()
+rig.close()
+""",
+        tier,
+        tmp_path,
+    )
+    if done.returncode == 77:
+        pytest.skip("needs the right to lock memory")
+    assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
+
+
+# ---------------------------------------------------------------- forks
+
+_FORKS = """
+import warnings; warnings.simplefilter("ignore")
+def in_child(body):
+    child = os.fork()
+    if not child:
+        try:
+            torch.set_num_threads(1)  # OpenMP's threads are not there
+            body()
+        except BaseException:
+            import traceback; traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return child
+def wait_for(child):
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@every_tier
+def test_neither_side_of_a_fork_sees_the_edits_of_the_other(tier: str, tmp_path: Path) -> None:
+    done = run_python(
+        _MADE
+        + _FORKS
+        + """
+rig.close()
+parent = os.getpid()
+def change(how, value):
+    if how == "edit":
+        rig.edit(value)
+    elif how == "replace":
+        for twin in (rig.model, rig.reference):
+            twin.gain.data = twin.gain.data + value
+    else:  # in a forward
+        def grow(block, args):
+            with torch.no_grad():
+                block.up.bias.add_(value)
+        handles = [twin.blocks[1].register_forward_pre_hook(grow) for twin in (rig.model, rig.reference)]
+        rig.forward(), run(rig.reference, inputs())
+        for handle in handles:
+            handle.remove()
+def has(expected):
+    return all(torch.equal(value, expected[name]) for name, value in rig.model.state_dict().items())
+def take_up():
+    if os.getpid() == parent or rig.device is None:
+        rig.check()
+    else:
+        rig.handle.refresh()
+    assert has(rig.reference.state_dict())
+for how in ("edit", "replace", "write"):
+    for is_run_before in (False, True):
+        print(how, is_run_before, file=sys.stderr)
+        rig = t.Rig(tier, root / how / str(is_run_before))
+        if is_run_before:
+            rig.check()
+        at_rest = {name: value.clone() for name, value in rig.reference.state_dict().items()}
+        reads, writes = os.pipe()
+        def watch_and_edit():
+            os.close(writes)
+            os.read(reads, 1)  # the parent has taken its edits up
+            assert has(at_rest)
+            if how != "write":
+                change(how, 3.0)
+                take_up()
+        child = in_child(watch_and_edit)
+        os.close(reads)
+        change(how, 0.5)
+        take_up()
+        os.close(writes)
+        wait_for(child)
+        take_up()
+        if how != "write":
+            wait_for(in_child(lambda: (change(how, 7.0), take_up())))
+        take_up()
+        change(how, 0.25)
+        take_up()
+        rig.close()
+""",
+        tier,
+        tmp_path,
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr[-2500:])
+
+
+@as_root
+@every_tier
+def test_a_child_that_may_not_read_its_page_map(tier: str, place: Path) -> None:  # noqa: F811
+    """Forked from a process that could: a server that loads a model and gives its workers fewer rights."""
+    done = run_python(
+        _MADE
+        + _FORKS
+        + """
+import torch._dynamo
+rig.check()
+def body():
+    os.setgroups([]); os.setgid(65534); os.setuid(65534)
+    try:
+        open("/proc/self/pagemap", "rb")
+    except OSError:
+        pass
+    else:
+        sys.exit(0)
+    for number in range(3):
+        rig.edit(0.5 + number)
+        if rig.device is None:
+            rig.check()
+        else:
+            rig.handle.refresh()
+for path in (root, *root.iterdir()):
+    os.chown(path, 65534, 65534)
+wait_for(in_child(body))
+rig.check()
+""",
+        tier,
+        place,
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr[-2500:])

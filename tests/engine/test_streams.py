@@ -1,0 +1,1088 @@
+"""Stream order, on a simulated device where copies and kernels land late and every missing wait is an error.
+
+`exercise` runs one random model through the engine: random blocks, sizes, order, repeats, skips, exceptions, edits,
+streams, options. The same function, on an engine with one wait taken out, has to fail: see `test_every_wait_is_needed`.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import gc
+import os
+import random
+import tempfile
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from group_offload import GroupFileError, OffloadHandle, apply_group_offloading
+from group_offload.runtime import engine, memory
+from group_offload.runtime.copies import last as copies
+from group_offload.runtime.copies import reader, staging, transfer
+from group_offload.runtime.copies.reader import Reader
+from group_offload.runtime.copies.transfer import Transfer
+from group_offload.runtime.foresight import lookahead
+from group_offload.runtime.foresight.schedule import Schedule
+from group_offload.runtime.slots import slot as slots
+from group_offload.stores.files import SourceFile
+
+from ..support.simulated import SimulatedDevice, use_simulated_device
+
+DIM = 8
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, counts: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(DIM, width)
+        self.down = nn.Linear(width, DIM)
+        self.gain = nn.Parameter(torch.randn(DIM))
+        if counts:
+            self.register_buffer("calls", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.down(torch.relu(self.up(x))) * self.gain
+        if "calls" in self._buffers:
+            self.calls.add_(1)
+            x = x + self.calls.sum()
+        return x / 2
+
+
+class Stop(Exception):
+    pass
+
+
+def stay(position: int) -> Any:
+    return nullcontext()
+
+
+class Model(nn.Module):
+    def __init__(self, widths: list[int], counts: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList([Block(width, counts) for width in widths])
+        self.shift = nn.Parameter(torch.randn(DIM))
+        self.route = list(range(len(widths)))
+        self.stop_at = -1
+        self.on_block: Callable[[int], Any] = stay
+        self.alive: list[torch.Tensor] = []
+        """Activations that cross streams: whoever does that has to keep them until they are used."""
+
+    def forward(self, x: torch.Tensor, finish: bool = True) -> torch.Tensor:
+        x = self.embed(x) + self.shift
+        for position, index in enumerate(self.route):
+            self.alive.append(x)
+            if position == self.stop_at:
+                raise Stop
+            with self.on_block(position):
+                x = self.blocks[index](x)
+        self.alive.append(x)
+        return x * self.shift if finish else x
+
+
+@contextmanager
+def watch_file_reads(device: SimulatedDevice) -> Iterator[None]:
+    """Tell the device of what the file tier writes into host memory behind torch's back."""
+    read = SourceFile.read
+
+    def watched(self: SourceFile, area: memoryview, position: int, num_bytes: int, *, direct: bool) -> bool:
+        device.host_access(torch.frombuffer(area, dtype=torch.uint8), write=True)
+        return read(self, area, position, num_bytes, direct=direct)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SourceFile, "read", watched)
+        yield
+
+
+class HeldReads:
+    """Some reads wait from `close` on until `open`."""
+
+    def __init__(self) -> None:
+        self._is_open = threading.Event()
+
+    def open(self) -> None:
+        self._is_open.set()
+
+    def close(self) -> None:
+        self._is_open.clear()
+
+    def wait(self) -> None:
+        assert self._is_open.wait(60)
+
+
+@contextmanager
+def held_reads(*names: str) -> Iterator[HeldReads]:
+    """Reads for groups whose names begin like this can be held; there are threads enough for the others."""
+    held, read = HeldReads(), Reader._read
+    threads = ThreadPoolExecutor(16)
+
+    def reading(self: Reader, job: Any, chunk: Any) -> None:
+        if any(each.label.startswith(names) for _, reads in chunk.spans for each in reads):
+            held.wait()
+        read(self, job, chunk)
+
+    held.open()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "on_pool", threads.submit)
+        patch.setattr(reader, "num_threads", lambda: 16)
+        patch.setattr(Reader, "_read", reading)
+        try:
+            yield held
+        finally:
+            held.open()
+            threads.shutdown()
+
+
+def hold_what_the_next_pass_needs(model: Model, held: HeldReads) -> RemovableHandle:
+    """Close when the first block is there, before its memory goes to others and it can be read for the next pass."""
+    return model.blocks[0].down.register_forward_pre_hook(lambda *_: held.close())
+
+
+@contextmanager
+def many_frames() -> Iterator[None]:
+    """The staging memory has room for all that is on its way, although the model is small."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "CHUNK_BYTES", 4096)
+        yield
+
+
+@contextmanager
+def late_reads(rng: random.Random) -> Iterator[None]:
+    """Files are read late and in any order, in small pieces with room for few of them, directly or not."""
+    threads = ThreadPoolExecutor(4)
+
+    def submit(task: Callable[..., Any], *args: Any) -> Any:
+        delay = rng.choice([0, 0, 0.001, 0.004])
+
+        def later() -> Any:
+            time.sleep(delay)
+            return task(*args)
+
+        return threads.submit(later)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "on_pool", submit)
+        patch.setattr(reader, "num_threads", lambda: rng.choice([1, 2, 3]))
+        patch.setattr(reader, "NUM_FRAMES", rng.choice([1, 2, 5]))
+        patch.setattr(reader, "CHUNK_BYTES", rng.choice([2 * 4096, 3 * 4096, 16 << 20]))
+        if rng.random() < 0.5:
+            patch.setattr("group_offload.stores.ways.available_ram", lambda: 0)
+            patch.setattr(SourceFile, "is_cached", lambda *args: rng.random() < 0.2)
+        yield
+    threads.shutdown()
+
+
+def from_file(model: nn.Module, path: Path) -> nn.Module:
+    """The model as a loader leaves it that copies nothing."""
+    if not path.exists():
+        save_file(model.state_dict(), path)
+        os.utime(path, (1e9, 1e9))  # so that a change shows in the time, however soon it comes
+    loaded = copy.deepcopy(model)
+    loaded.load_state_dict(load_file(path), assign=True)
+    return loaded
+
+
+def offload(model: nn.Module, **options: Any) -> OffloadHandle:
+    return apply_group_offloading(model, "cpu", **options)  # what the simulated device stands for
+
+
+def forward(device: SimulatedDevice, model: nn.Module, x: torch.Tensor, stream: Any = None) -> torch.Tensor:
+    """Enqueue a forward; the output is on the device, and mostly not computed yet."""
+    with torch.no_grad(), device.use_stream(stream or device.current_stream()), device.running():
+        result: torch.Tensor = model(device.put(x))
+    return result
+
+
+def exercise(seed: int, laziness: Any, options: dict[str, Any], *, num_passes: int = 4) -> OffloadHandle:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    device = SimulatedDevice(seed, laziness)
+    widths = [rng.choice([4, 8, 8, 24, 40]) for _ in range(rng.randint(1, 6))]
+    model = Model(widths, counts=rng.random() < 0.3)
+    resident = copy.deepcopy(model)
+    other = Model([rng.choice([8, 32])] * 2)
+    other_resident = copy.deepcopy(other)
+    streams = [device.current_stream(), device.new_stream()]
+    with ExitStack() as stack:
+        stack.enter_context(use_simulated_device(device))
+        stack.enter_context(watch_file_reads(device))
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        if options.get("in_checkpoint"):
+            model = from_file(resident, Path(folder) / "model.safetensors")
+            options = {**options, "offload_device": "disk"}
+        if options.get("in_files"):
+            options = {**options, "offload_to_disk_path": folder}
+        if {"in_files", "in_checkpoint"} & options.keys():
+            stack.enter_context(late_reads(rng))
+        if not options.get("is_told_of_edits", True):
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            patch.setattr("group_offload.stores.pinned.tells_writes", lambda: False)
+        ours = ("in_files", "in_checkpoint", "is_told_of_edits")
+        options = {name: value for name, value in options.items() if name not in ours}
+        handle = offload(model, **options)
+        other_handle = offload(other)
+        outputs = []
+        for _ in range(num_passes):
+            route = list(range(len(widths)))
+            if rng.random() < 0.5:
+                route = [rng.randrange(len(widths)) for _ in range(rng.randint(0, 8))]
+            model.route = resident.route = route
+            model.stop_at = resident.stop_at = rng.randrange(len(route)) if route and rng.random() < 0.15 else -1
+            if rng.random() < 0.3:  # blocks that compute on streams of their own, one after another
+                model.on_block = hop_between(device, streams)
+            x = torch.randn(3, DIM)
+            stream = rng.choice(streams)
+            try:
+                outputs.append((forward(device, model, x, stream), run(resident, x)))
+            except Stop:
+                with pytest.raises(Stop):
+                    run(resident, x)
+            model.on_block = stay
+            assert_at_rest(model, resident, device)
+            if rng.random() < 0.3:
+                outputs.append((forward(device, other, x, rng.choice(streams)), run(other_resident, x)))
+            if rng.random() < 0.4:  # while kernels, and copies unless somebody waited, are on their way
+                edit(device, rng, model, resident)
+        for output, expected in outputs:
+            assert torch.equal(device.get(output), expected)
+        device.synchronize()
+        model.alive.clear()
+        other.alive.clear()
+        stats = handle.stats()
+        assert stats.passes >= 1
+        handle.remove()
+        other_handle.remove()
+        assert_at_rest(model, resident, device)
+        assert device.pinned_bytes == 0
+        assert device.allocated_bytes == 0
+    return handle
+
+
+def hop_between(device: SimulatedDevice, streams: list[Any]) -> Callable[[int], Any]:
+    @contextmanager
+    def on_block(position: int) -> Iterator[None]:
+        before, mine = device.current_stream(), streams[position % 2]
+        event = device.new_event()
+        event.record(before)
+        mine.wait_event(event)  # what a caller owes for its activations; the weights are the engine's business
+        with device.use_stream(mine):
+            yield
+        event = device.new_event()
+        event.record(mine)
+        before.wait_event(event)
+
+    return on_block
+
+
+def run(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = model(x)
+    return result
+
+
+def edit(device: SimulatedDevice, rng: random.Random, model: Model, resident: Model) -> None:
+    name = rng.choice([name for name, _ in model.named_parameters()])
+    with device.running(), torch.no_grad():
+        if rng.random() < 0.5:
+            model.get_parameter(name).data.mul_(2)
+        else:
+            model.get_parameter(name).data = model.get_parameter(name).data * 2
+    resident.get_parameter(name).data.mul_(2)
+
+
+def assert_at_rest(model: Model, resident: Model, device: SimulatedDevice) -> None:
+    with device.running():
+        for (name, value), expected in zip(model.state_dict().items(), resident.state_dict().values(), strict=True):
+            assert torch.equal(value, expected), name
+
+
+@contextmanager
+def options_for(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The options for `offload`, with a folder for `in_files`."""
+    with tempfile.TemporaryDirectory() as folder:
+        real = {name: value for name, value in options.items() if name != "in_files"}
+        yield {**real, "offload_to_disk_path": folder} if options.get("in_files") else real
+
+
+def assert_reads_have_owners(handle: OffloadHandle) -> None:
+    """What is read ahead is read for a group that waits for it: else it has its part of the staging memory for good."""
+    engine = handle._engine
+    assert engine is not None
+    engine.transfer.drain()
+    jobs = {ahead.job for ahead in engine._lookahead._ahead.values()}
+    assert set(engine.transfer._reader._announced) <= jobs and not engine.transfer._reader._submitted
+
+
+def on_their_way(device: SimulatedDevice) -> int:
+    """Copies to the device that were enqueued and have not run."""
+    return sum(work.access.label == "copy H2D" for stream in device._streams for work in stream.queue)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"num_blocks_per_group": 2},
+    {"offload_type": "leaf_level"},
+    {"record_stream": True},
+    {"record_stream": True, "offload_type": "leaf_level"},
+    {"use_stream": False},
+    {"use_stream": False, "non_blocking": True, "num_blocks_per_group": 2},
+    {"low_cpu_mem_usage": True},
+    {"in_files": True},
+    {"in_files": True, "record_stream": True},
+    {"in_files": True, "offload_type": "leaf_level"},
+    {"in_files": True, "use_stream": False},
+    {"in_checkpoint": True},
+    {"in_checkpoint": True, "offload_type": "leaf_level", "record_stream": True},
+    {"use_stream": True, "num_blocks_per_group": 3},
+    {"is_told_of_edits": False},
+    {"is_told_of_edits": False, "record_stream": True, "offload_type": "leaf_level"},
+]
+
+
+@pytest.mark.parametrize("laziness", ["random", "lazy", "eager"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_random_models_match_the_resident_one(options: dict[str, Any], laziness: str) -> None:
+    for seed in range(2):
+        exercise(seed, laziness, options)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 2**32), st.sampled_from(["random", "lazy", "eager"]), st.sampled_from(OPTIONS))
+def test_any_seed_matches_the_resident_one(seed: int, laziness: str, options: dict[str, Any]) -> None:
+    exercise(seed, laziness, options)
+
+
+def test_copies_overlap_with_compute() -> None:
+    """While a block computes the next image is already on its way: in steady state nothing is started on demand."""
+    device = SimulatedDevice(0, "lazy")
+    model = Model([16] * 6)
+    with use_simulated_device(device):
+        handle = offload(model)
+        for _ in range(3):
+            device.get(forward(device, model, torch.randn(2, DIM)))
+        stats = handle.stats()
+        assert stats.onloads == 3 * 7
+        assert stats.stalls == 0
+        handle.remove()
+
+
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)
+def test_the_host_never_waits(options: dict[str, Any]) -> None:
+    device = SimulatedDevice(0, "lazy")
+    model = Model([16] * 6)
+    with use_simulated_device(device):
+        handle = offload(model, **options)
+        for _ in range(4):
+            forward(device, model, torch.randn(2, DIM))
+        assert device.num_host_waits == 0
+        handle.remove()
+
+
+def test_the_host_waits_for_copies_from_what_can_be_edited() -> None:
+    """Where the system does not tell which weights were edited, they rest in the memory that copies read."""
+    device = SimulatedDevice(0, "lazy")
+    model = Model([16] * 6)
+    with use_simulated_device(device), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("group_offload.stores.pinned.tells_writes", lambda: False)
+        handle = offload(model)
+        for _ in range(4):
+            forward(device, model, torch.randn(2, DIM))
+        assert device.num_host_waits == 4
+        handle.remove()
+    exercise(0, "lazy", {"is_told_of_edits": False})
+
+
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"use_stream": False}], ids=str)
+def test_device_memory_is_the_formula(options: dict[str, Any]) -> None:
+    """The rest, and the largest blocks, however far the host runs ahead of the device."""
+    device = SimulatedDevice(0, "lazy")
+    model = Model([16, 16, 40, 16, 16, 16, 16, 16])
+    with use_simulated_device(device):
+        handle = offload(model, **options)
+        sizes = sorted((g.num_bytes for g in handle.groups if g.group_id.startswith("blocks")), reverse=True)
+        rest = sum(g.num_bytes for g in handle.groups) - sum(sizes)
+        num_slots = 1 if options.get("use_stream") is False else 2
+        for _ in range(3):
+            forward(device, model, torch.randn(2, DIM))
+        assert device.peak_bytes <= rest + sum(sizes[:num_slots])
+        handle.remove()
+
+
+def test_at_rest_nothing_moves() -> None:
+    device = SimulatedDevice(0, "lazy")
+    model = Model([16] * 4)
+    with use_simulated_device(device):
+        handle = offload(model)
+        forward(device, model, torch.randn(2, DIM))
+        model.route = [0]  # a pass that leaves a prefetched block unused
+        forward(device, model, torch.randn(2, DIM))
+        for parameter in model.parameters():
+            device.host_access(parameter.data, write=True)
+        handle.remove()
+
+
+class TwoAtOnce(nn.Module):
+    """Calls one block on two streams that nothing orders, then others, so that its slot is used again."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(16, counts=False) for _ in range(4)])
+        self.device = [device, device.new_stream()]
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        device, side = self.device
+        with device.use_stream(side):
+            y = self.blocks[0](y)
+        x = self.blocks[0](x)
+        for block in list(self.blocks)[1:]:
+            x = block(x)
+        return x, y
+
+
+def test_a_block_on_two_streams_that_nothing_orders() -> None:
+    device = SimulatedDevice(0, "lazy")
+    model = TwoAtOnce(device)
+    with use_simulated_device(device):
+        handle = offload(model)
+        for _ in range(3):
+            x = device.put(torch.randn(2, DIM))
+            with device.use_stream(model.device[1]):
+                y = device.put(torch.randn(2, DIM))
+            with torch.no_grad(), device.running():
+                device.get(model(x, y)[1])
+        handle.remove()
+
+
+def test_an_edit_waits_for_copies_on_all_streams() -> None:
+    """Without a copy stream, blocks on two streams that nothing orders: both carry copies, and an edit is taken up."""
+    device = SimulatedDevice(0, "lazy")
+    side = device.new_stream()
+    model = nn.ModuleDict({name: nn.Linear(DIM, DIM) for name in ("first", "second")})
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(model.values())
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+            x = self.blocks[0](x)
+            with device.use_stream(side):
+                y = self.blocks[1](y)
+            return x, y
+
+    root = Root()
+    with use_simulated_device(device):
+        handle = offload(root, use_stream=False, non_blocking=True)
+        for _ in range(3):
+            resident = copy.deepcopy(root)
+            values = torch.randn(2, 2, DIM)
+            x = device.put(values[0])
+            with device.use_stream(side):
+                y = device.put(values[1])
+            with torch.no_grad(), device.running():
+                given = root(x, y)
+            device.host_access(values, write=False)
+            with torch.no_grad():
+                for block in root.blocks:
+                    block.weight.mul_(2)
+            handle.refresh()
+            for value, block, before in zip(given, resident.blocks, values, strict=True):
+                assert torch.equal(device.get(value), run(block, before))
+            del given, value
+        handle.remove()
+
+
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}], ids=str)
+def test_what_a_forward_changed_is_fetched_after_it_was_changed(options: dict[str, Any]) -> None:
+    """The pass ends on another stream than the one on which a block, still expected again, was used last."""
+    device = SimulatedDevice(0, "lazy")
+    model = Model([16, 16], counts=True)
+    side = device.new_stream()
+
+    @contextmanager
+    def on_side(position: int) -> Iterator[None]:
+        event = device.new_event()
+        event.record(device.current_stream())
+        side.wait_event(event)
+        with device.use_stream(side):
+            yield
+
+    with use_simulated_device(device):
+        handle = offload(model, **options)
+        model.route = [0, 1, 1]
+        forward(device, model, torch.randn(2, DIM))
+        model.route = [0, 1]
+        model.on_block = on_side
+        model.stop_at = 2
+        with torch.no_grad(), device.running():
+            model(device.put(torch.randn(2, DIM)), finish=False)
+        assert model.blocks[1].calls.tolist() == [3, 3, 3]
+        device.synchronize()
+        model.alive.clear()
+        handle.remove()
+
+
+def test_files_and_pageable_ram_go_through_the_staging_buffers_in_turn() -> None:
+    for options in ({"low_cpu_mem_usage": True}, {"in_files": True}):
+        exercise(0, "lazy", options)
+
+
+def test_a_lease_goes_from_stream_to_stream() -> None:
+    device = SimulatedDevice(0, "lazy")
+    one, two = Model([16] * 3), Model([16] * 3)
+    side = device.new_stream()
+    with use_simulated_device(device):
+        handles = [offload(one), offload(two)]
+        outputs = [forward(device, one, torch.randn(2, DIM), side), forward(device, two, torch.randn(2, DIM))]
+        outputs += [forward(device, one, torch.randn(2, DIM), side), forward(device, two, torch.randn(2, DIM))]
+        for handle in handles:
+            handle.remove()
+        for output in outputs:
+            device.get(output)
+
+
+def test_slots_go_to_another_model_while_copies_to_them_are_on_their_way() -> None:
+    """Two models whose slots are of one size alternate; the first one's next pass is on its way when the other begins."""
+    device = SimulatedDevice(0, "lazy")
+    one, two = Model([16] * 4), Model([16] * 4)
+    x = torch.randn(2, DIM)
+    expected = [run(one, x), run(two, x)]
+    with use_simulated_device(device):
+        handles = [offload(one), offload(two)]
+        for _ in range(2):
+            outputs = [forward(device, one, x) for _ in range(2)]  # the second pass knows what the third begins with
+            assert on_their_way(device) > 0
+            outputs += [forward(device, two, x) for _ in range(2)]
+            for output, wanted in zip(outputs, [expected[0]] * 2 + [expected[1]] * 2, strict=True):
+                assert torch.equal(device.get(output), wanted)
+        assert device.memory.peak == max(handle.stats().peak_device_bytes for handle in handles)
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)
+def test_slots_go_to_another_model_while_files_are_being_read(options: dict[str, Any]) -> None:
+    """The first one's next pass is being read when the other one, in RAM, takes its slots; then those reads end."""
+    device = SimulatedDevice(0, "lazy")
+    one, two = Model([16] * 4), Model([16] * 4)
+    x = torch.randn(2, DIM)
+    expected = [run(one, x), run(two, x)]
+    with (
+        use_simulated_device(device),
+        watch_file_reads(device),
+        held_reads("blocks_0", "embed") as held,
+        options_for({**options, "in_files": True}) as in_files,
+    ):
+        hold_what_the_next_pass_needs(one, held)
+        handles = [offload(one, **in_files), offload(two, **options)]
+        assert handles[0]._engine is not None
+        transfer = handles[0]._engine.transfer
+        for _ in range(3):
+            held.open()
+            outputs = [forward(device, one, x)]
+            unread = [*transfer._reader._submitted]
+            outputs += [forward(device, two, x) for _ in range(2)]
+            held.open()
+            transfer.drain()
+            for output, wanted in zip(outputs, [expected[0]] + [expected[1]] * 2, strict=True):
+                assert torch.equal(device.get(output), wanted)
+        assert unread
+        one.alive.clear()
+        two.alive.clear()
+        for handle in handles:
+            handle.remove()
+
+
+def test_what_was_read_ahead_in_vain_is_given_up() -> None:
+    """Whatever the order is, it holds no frame for longer than until something else is expected sooner."""
+    device = SimulatedDevice(0, "random")
+    model = Model([16] * 8)
+    resident = copy.deepcopy(model)
+    x = torch.randn(2, DIM)
+    rng = random.Random(0)
+    with use_simulated_device(device), watch_file_reads(device), options_for({"in_files": True}) as options:
+        handle = offload(model, **options)
+        engine = handle._engine
+        assert engine is not None
+        for number in range(8):
+            model.route = resident.route = rng.sample(range(8), 5)
+            output, expected = forward(device, model, x), run(resident, x)
+            if number % 2:
+                with torch.no_grad():
+                    for twin in (model, resident):
+                        twin.shift.add_(1)
+            assert torch.equal(device.get(output), expected)
+            assert_reads_have_owners(handle)
+        model.alive.clear()
+        handle.remove()
+        assert device.pinned_bytes == 0
+
+
+@pytest.mark.parametrize("where", ["checkpoint", "folder"])
+def test_an_edit_of_what_is_read_ahead(where: str) -> None:
+    """The old bytes lie in the staging memory, for a group that has no slot yet."""
+    device = SimulatedDevice(0, "random")
+    model: Any = Model([16] * 6)
+    resident = copy.deepcopy(model)
+    x = torch.randn(2, DIM)
+    with (
+        use_simulated_device(device),
+        watch_file_reads(device),
+        many_frames(),
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        options: dict[str, Any] = {"offload_to_disk_path": folder}
+        if where == "checkpoint":
+            model, options = from_file(resident, Path(folder) / "model.safetensors"), {"offload_device": "disk"}
+        handle = offload(model, **options)
+        engine = handle._engine
+        assert engine is not None
+        for _ in range(3 if where == "folder" else 1):  # what was edited once has left the checkpoint
+            for _ in range(2):  # the first one learns the order
+                assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+            engine.transfer.drain()
+            ahead = {
+                index for index in range(6) for group in engine._lookahead._ahead if f"blocks_{index}" in group.group_id
+            }
+            assert ahead
+            with torch.no_grad():
+                for index in ahead:
+                    for twin in (model, resident):
+                        for weight in twin.blocks[index].parameters():
+                            weight.data.mul_(1.5)
+            assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+        model.alive.clear()
+        handle.remove()
+
+
+@pytest.mark.parametrize("end", ["remove", "change"])
+def test_files_are_being_read_when(end: str) -> None:
+    device = SimulatedDevice(0, "lazy")
+    model = Model([16] * 4)
+    x = torch.randn(2, DIM)
+    with (
+        use_simulated_device(device),
+        watch_file_reads(device),
+        held_reads("blocks_0") as held,
+        options_for({"in_files": True}) as options,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(reader, "CHUNK_BYTES", 4096)  # so that the staging memory has another size after the change
+        handle = offload(model, **options)
+        forward(device, model, x)
+        hook = hold_what_the_next_pass_needs(model, held)
+        forward(device, model, x)
+        hook.remove()
+        assert handle._engine is not None and handle._engine.transfer._reader._submitted
+        threading.Timer(0.2, held.open).start()
+        if end == "change":
+            model.blocks[2] = Block(400, counts=False)
+            assert device.get(forward(device, model, x)).isfinite().all()
+        handle.remove()
+        device.synchronize()
+        model.alive.clear()
+        assert device.pinned_bytes == 0
+
+
+def test_removed_after_an_interrupt_at_the_end_of_a_pass() -> None:
+    """Copies from staging buffers of pageable RAM are on their way: nobody waited for them."""
+    device = SimulatedDevice(0, "lazy")
+    model = Model([16] * 4)
+    with use_simulated_device(device), pytest.MonkeyPatch.context() as patch:
+        handle = offload(model, low_cpu_mem_usage=True)
+        forward(device, model, torch.randn(2, DIM))
+        patch.setattr(Schedule, "end", raise_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            forward(device, model, torch.randn(2, DIM))
+        handle.remove()
+        device.synchronize()
+        assert not device.pinned_bytes
+
+
+def test_removed_after_an_edit_in_the_middle_of_a_forward() -> None:
+    """What is edited then goes through staging buffers, and nobody waited for the copies."""
+    device = SimulatedDevice(0, "lazy")
+    resident = Model([16] * 4)
+    with use_simulated_device(device), tempfile.TemporaryDirectory() as folder:
+        model: Any = from_file(resident, Path(folder) / "model.safetensors")
+        handle = offload(model, offload_device="disk")
+        forward(device, model, torch.randn(2, DIM))
+
+        def edit_the_last(*_: Any) -> None:
+            with torch.no_grad():
+                model.blocks[3].up.weight.mul_(2)
+
+        model.blocks[0].register_forward_pre_hook(edit_the_last)
+        forward(device, model, torch.randn(2, DIM))
+        assert on_their_way(device) > 0
+        handle.remove()
+        device.synchronize()
+        assert not device.pinned_bytes
+
+
+def test_what_rests_in_ram_does_not_overtake_what_is_read() -> None:
+    """A large block made room for a small one, which is still read, and behind it for one that needs no reading.
+
+    That one has to wait for the large block's compute as well, although its bytes are behind the first small one's.
+    """
+    device = SimulatedDevice(0, "lazy")
+    resident = Model([400, 400, 100, 100, 100]).eval()
+    x = torch.randn(2, DIM)
+    with (
+        use_simulated_device(device),
+        watch_file_reads(device),
+        held_reads("blocks_2") as held,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        model: Any = from_file(resident, Path(folder) / "model.safetensors")
+        handle = apply_group_offloading(model, "cpu", offload_device="disk")
+        for twin in (model, resident):
+            state = {name: torch.full_like(value, 0.1) for name, value in resident.blocks[3].state_dict().items()}
+            twin.blocks[3].load_state_dict(state, assign=True)
+
+        def until_needed(position: int) -> Any:
+            if position == 2:
+                held.open()
+            return nullcontext()
+
+        model.on_block = until_needed
+        for _ in range(3):
+            held.close()
+            assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+        assert {group.tier for group in handle.groups if group.group_id == "blocks_3_3"} == {"ram"}
+        handle.remove()
+        model.alive.clear()
+        resident.alive.clear()
+
+
+def test_what_could_not_be_read_ahead_is_read_again() -> None:
+    """One read in four fails, but none of the same bytes two times in a row: so no forward does."""
+    device = SimulatedDevice(0, "lazy")
+    model = Model([16] * 6)
+    resident = copy.deepcopy(model)
+    read, num_reads = SourceFile.read, 0
+    failed: set[Any] = set()
+
+    def failing(self: SourceFile, *args: Any, **kwargs: Any) -> bool:
+        nonlocal num_reads
+        num_reads += 1
+        place = self.path, args[1]
+        if num_reads % 4 == 0 and place not in failed:
+            failed.add(place)
+            raise GroupFileError("the drive had a moment of weakness")
+        failed.discard(place)
+        time.sleep(0.01)
+        return read(self, *args, **kwargs)
+
+    x = torch.randn(2, DIM)
+    with (
+        use_simulated_device(device),
+        watch_file_reads(device),
+        options_for({"in_files": True}) as options,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        handle = offload(model, **options)
+        forward(device, model, x)
+        assert handle._engine is not None
+        handle._engine.transfer.drain()
+        patch.setattr(SourceFile, "read", failing)
+        for _ in range(4):
+            # What is needed at once is not tried again: so all is read ahead.
+            assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+            handle._engine.transfer.drain()
+        assert num_reads > 12
+        patch.undo()
+        handle.remove()
+
+
+def raise_interrupt(*args: Any, **kwargs: Any) -> None:
+    raise KeyboardInterrupt
+
+
+class Fork(nn.Module):
+    """Its last block computes on another stream, and nothing inside of the pass waits for that."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(16, counts=False) for _ in range(3)])
+        self.device = [device, device.new_stream()]
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        device, side = self.device
+        x = self.blocks[1](self.blocks[0](x))
+        with device.use_stream(side):
+            y = self.blocks[2](y)
+        return x, y
+
+
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}], ids=str)
+def test_slots_go_to_another_model_while_a_side_stream_reads_them(options: dict[str, Any]) -> None:
+    device = SimulatedDevice(0, "lazy")
+    model, other = Fork(device), Fork(device)
+    side = model.device[1]
+    other.device = model.device
+    x, y = torch.randn(2, DIM), torch.randn(2, DIM)
+    with torch.no_grad():
+        expected = [model(x, y), other(x, y)]
+    with use_simulated_device(device):
+        handles = [offload(model, **options), offload(other, **options)]
+        for _ in range(3):
+            outputs = []
+            for module in (model, other):
+                given = device.put(x)
+                with device.use_stream(side):
+                    given_to_side = device.put(y)
+                with torch.no_grad(), device.running():
+                    outputs.append(module(given, given_to_side))
+            for (one, two), wanted in zip(outputs, expected, strict=True):
+                assert torch.equal(device.get(one), wanted[0]) and torch.equal(device.get(two), wanted[1])
+        del outputs, one, two, given, given_to_side
+        for handle in handles:
+            handle.remove()
+        assert device.allocated_bytes == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"in_files": True}], ids=str)
+def test_removed_right_after_a_forward(options: dict[str, Any]) -> None:
+    """The output is not computed, and copies (through staging buffers, or the next pass's) are on their way."""
+    device = SimulatedDevice(0, "lazy")
+    model = Model([16] * 4)
+    resident = copy.deepcopy(model)
+    with use_simulated_device(device), watch_file_reads(device), many_frames(), options_for(options) as options:
+        handle = offload(model, **options)
+        x = torch.randn(2, DIM)
+        outputs = [forward(device, model, x) for _ in range(3)]
+        assert handle._engine is not None
+        handle._engine.transfer.drain()
+        assert on_their_way(device) > 0
+        handle.remove()
+        assert device.pinned_bytes == 0 and device.allocated_bytes == 0
+        with torch.no_grad():
+            model.shift.mul_(2)  # nobody reads it any more
+        for output in outputs:
+            assert torch.equal(device.get(output), run(resident, x))
+        model.alive.clear()
+
+
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"in_files": True}], ids=str)
+def test_cut_into_groups_again_right_after_a_forward(options: dict[str, Any]) -> None:
+    """What is on its way then is for images, slots and staging buffers of other sizes."""
+    device = SimulatedDevice(0, "lazy")
+    model = Model([16] * 4)
+    resident = copy.deepcopy(model)
+    with use_simulated_device(device), watch_file_reads(device), many_frames(), options_for(options) as options:
+        handle = offload(model, **options)
+        x = torch.randn(2, DIM)
+        outputs = [(forward(device, model, x), run(resident, x)) for _ in range(3)]
+        assert handle._engine is not None
+        handle._engine.transfer.drain()
+        assert on_their_way(device) > 0
+        large = Block(40, counts=False)
+        resident.blocks[2] = copy.deepcopy(large)
+        model.blocks[2] = large
+        outputs += [(forward(device, model, x), run(resident, x)) for _ in range(3)]
+        assert handle.stats().rebuilds == 1
+        for output, expected in outputs:
+            assert torch.equal(device.get(output), expected)
+        model.alive.clear()
+        handle.remove()
+        assert device.pinned_bytes == 0 and device.allocated_bytes == 0
+
+
+INTERRUPTED: list[tuple[Any, str, int]] = [
+    (Transfer, "send", 0),
+    (Transfer, "send", 2),
+    (Schedule, "observe", 1),
+    (Schedule, "end", 0),
+]
+"""Where Ctrl-C comes: in which method, and in which of its calls in a pass."""
+
+
+@pytest.mark.parametrize("where", INTERRUPTED, ids=lambda where: f"{where[1]}-{where[2]}")
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"in_files": True}], ids=str)
+def test_an_interrupt_in_the_middle_of_the_engine(options: dict[str, Any], where: tuple[Any, str, int]) -> None:
+    """Ctrl-C comes while copies are being enqueued, or as the pass ends; then another model takes the slots."""
+    device = SimulatedDevice(0, "lazy")
+    model, other = Model([16] * 4), Model([16] * 4)
+    x = torch.randn(2, DIM)
+    expected = [run(model, x), run(other, x)]
+    owner, name, at = where
+    with (
+        use_simulated_device(device),
+        watch_file_reads(device),
+        many_frames(),
+        options_for(options) as options,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        handles = [offload(model, **options), offload(other, **options)]
+        outputs = [(forward(device, model, x), expected[0]) for _ in range(2)]
+        real = getattr(owner, name)
+        num_calls = 0
+
+        def interrupted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == at + 1:
+                raise KeyboardInterrupt
+            return real(self, *args, **kwargs)
+
+        patch.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            forward(device, model, x)
+        patch.setattr(owner, name, real)
+        outputs.append((forward(device, other, x), expected[1]))
+        outputs += [(forward(device, model, x), expected[0]) for _ in range(2)]
+        outputs.append((forward(device, other, x), expected[1]))
+        for output, wanted in outputs:
+            assert torch.equal(device.get(output), wanted)
+        for handle in handles:
+            assert_reads_have_owners(handle)
+        del outputs, output
+        model.alive.clear()
+        other.alive.clear()
+        for handle in handles:
+            handle.remove()
+        assert device.pinned_bytes == 0 and device.allocated_bytes == 0
+
+
+def test_memory_of_the_allocator_is_freed_after_another_stream_used_it() -> None:
+    """With record_stream: the group before took the memory on one stream, the block computes on another one."""
+    device = SimulatedDevice(0, "lazy")
+    model = Model([16] * 4)
+    x = torch.randn(2, DIM)
+    expected = run(model, x)
+    with use_simulated_device(device):
+        handle = offload(model, record_stream=True)
+        model.on_block = hop_between(device, [device.current_stream(), device.new_stream()])
+        for _ in range(3):
+            assert torch.equal(device.get(forward(device, model, x)), expected)
+        model.alive.clear()
+        handle.remove()
+        assert device.allocated_bytes == 0
+
+
+# ---------------------------------------------------------------- mutations
+
+CALLS = {"wait_event", "synchronize", "record", "record_stream", "finish", "abandon", "begin_all"}
+WAITS_FOR_THREADS = {"slot.job.wait()"}
+NO_ORDER = {("Reader", "_next")}
+"""Waits that only keep a thread from going round in circles."""
+
+
+def find_waits() -> list[tuple[Any, str, int]]:
+    """Every statement of the engine that only orders work: (class, method, index of the statement)."""
+    found = []
+    for module in (copies, engine, lookahead, memory, slots, transfer, reader, staging):
+        for node in ast.parse(Path(module.__file__ or "").read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                for method in node.body:
+                    if isinstance(method, ast.FunctionDef) and (node.name, method.name) not in NO_ORDER:
+                        waits = [n for n in ast.walk(method) if is_wait(n)]
+                        found += [(getattr(module, node.name), method.name, index) for index in range(len(waits))]
+    return found
+
+
+def is_wait(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Call)
+        and isinstance(node.value.func, ast.Attribute)
+        and (node.value.func.attr in CALLS or ast.unparse(node.value) in WAITS_FOR_THREADS)
+    )
+
+
+def without_wait(owner: Any, name: str, index: int) -> tuple[Any, str]:
+    """The method `owner.name` without its wait number `index`, and that wait's text."""
+    import inspect
+
+    tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(owner, name))))
+    wait = [node for node in ast.walk(tree) if is_wait(node)][index]
+    text = ast.unparse(wait)
+
+    class Remove(ast.NodeTransformer):
+        def visit_Expr(self, node: ast.Expr) -> ast.AST:
+            return ast.copy_location(ast.Pass(), node) if node is wait else node
+
+    scope: dict[str, Any] = {}
+    module = inspect.getmodule(owner)
+    assert module is not None
+    exec(compile(ast.fix_missing_locations(Remove().visit(tree)), "<mutant>", "exec"), module.__dict__, scope)
+    return scope[name], text
+
+
+WAITS = find_waits()
+
+
+def test_there_are_waits_to_remove() -> None:
+    assert len(WAITS) >= 12
+
+
+def everything() -> None:
+    """Every scenario; quick ones, and those that alone find some missing wait, come first."""
+    test_a_block_on_two_streams_that_nothing_orders()
+    test_what_a_forward_changed_is_fetched_after_it_was_changed({})
+    test_what_a_forward_changed_is_fetched_after_it_was_changed({"record_stream": True})
+    test_an_edit_waits_for_copies_on_all_streams()
+    test_at_rest_nothing_moves()
+    test_a_lease_goes_from_stream_to_stream()
+    test_memory_of_the_allocator_is_freed_after_another_stream_used_it()
+    test_removed_after_an_interrupt_at_the_end_of_a_pass()
+    test_removed_after_an_edit_in_the_middle_of_a_forward()
+    for options in FIRST:
+        exercise(0, "random", options)
+    test_what_was_read_ahead_in_vain_is_given_up()
+    test_slots_go_to_another_model_while_files_are_being_read({})
+    for end in ("remove", "change"):
+        test_files_are_being_read_when(end)
+    for options in ({}, {"record_stream": True}):
+        test_device_memory_is_the_formula(options)
+        test_slots_go_to_another_model_while_a_side_stream_reads_them(options)
+    for options in ({}, {"record_stream": True}, {"in_files": True}):
+        for where in INTERRUPTED:
+            test_an_interrupt_in_the_middle_of_the_engine(options, where)
+    test_what_rests_in_ram_does_not_overtake_what_is_read()
+    test_what_could_not_be_read_ahead_is_read_again()
+    test_slots_go_to_another_model_while_copies_to_them_are_on_their_way()
+    test_files_and_pageable_ram_go_through_the_staging_buffers_in_turn()
+    for options in ({}, {"record_stream": True}, {"in_files": True}):
+        test_removed_right_after_a_forward(options)
+        test_cut_into_groups_again_right_after_a_forward(options)
+    for seed in range(2):
+        for options in OPTIONS:
+            if (seed, options) not in [(0, first) for first in FIRST]:
+                exercise(seed, "random", options)
+
+
+FIRST: list[dict[str, Any]] = [
+    {"is_told_of_edits": False},
+    {"offload_type": "leaf_level"},
+    {"in_files": True, "use_stream": False},
+]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # errors in what weakref.finalize calls
+@pytest.mark.parametrize(("owner", "name", "index"), WAITS, ids=[f"{o.__name__}.{n}-{i}" for o, n, i in WAITS])
+def test_every_wait_is_needed(owner: Any, name: str, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant, text = without_wait(owner, name, index)
+    monkeypatch.setattr(owner, name, mutant)
+    try:
+        everything()
+    except AssertionError:
+        return
+    finally:
+        gc.collect()  # what the mutant left behind is in no state to be used by `free_slots` of later tests
+    pytest.fail(f"{owner.__name__}.{name} without `{text}` passed every scenario")

@@ -1,0 +1,409 @@
+"""How long steps take where copies and compute take the times of a real machine: bars, and what was predicted.
+
+The model has the proportions of FLUX.1 (19 blocks, then 38 that are less than half as large), at a thousandth of its bytes;
+the link and the blocks take what they take on one H200.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from group_offload import OffloadHandle, StateError, apply_activation_offloading, apply_group_offloading
+from group_offload.plan.planner import Place
+
+from ..conftest import SPEEDS
+from ..support.simulated import use_simulated_device
+from ..support.timed import TimedDevice
+
+SCALE = 1024
+LINK = 55.2e9 / SCALE
+DOUBLE, SINGLE, REST = (num_bytes // SCALE for num_bytes in (679_600_000, 283_200_000, 110_000_000))
+DOUBLE_SECONDS, SINGLE_SECONDS, REST_SECONDS = 0.00334, 0.00289, 0.0005
+COMPUTE = 19 * DOUBLE_SECONDS + 38 * SINGLE_SECONDS + REST_SECONDS
+
+
+class Timed(nn.Module):
+    def __init__(self, num_bytes: int, seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(num_bytes // 4), requires_grad=False)
+        self.seconds = seconds
+        self.device: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.device.compute(self.seconds)
+        return x
+
+
+class Flux(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rest = Timed(REST, REST_SECONDS)
+        self.doubles = nn.ModuleList(Timed(DOUBLE, DOUBLE_SECONDS) for _ in range(19))
+        self.singles = nn.ModuleList(Timed(SINGLE, SINGLE_SECONDS) for _ in range(38))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.rest(x)
+        for block in (*self.doubles, *self.singles):
+            x = block(x)
+        return x
+
+
+@pytest.fixture(autouse=True)
+def _sizes_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("foresight.lookahead.MAX_RUN_BYTES", "memory.RESIDENT_BYTES", "budget.budgeter.MARGIN_BYTES"):
+        path = f"group_offload.runtime.{name}"
+        monkeypatch.setattr(path, _value_of(path) // SCALE)
+
+
+def _value_of(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+@contextmanager
+def offloaded(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[tuple[TimedDevice, Flux, OffloadHandle]]:
+    device = TimedDevice(LINK)
+    speeds = replace(SPEEDS, h2d=LINK)
+    monkeypatch.setattr("group_offload.runtime.engine.known_speeds", lambda *args, **kwargs: speeds)
+    model = Flux()
+    for module in model.modules():
+        if isinstance(module, Timed):
+            module.device = device
+    with use_simulated_device(device):  # type: ignore[arg-type]
+        handle = apply_group_offloading(model, "cpu", **options)
+        yield device, model, handle
+        handle.remove()
+
+
+def steps(device: TimedDevice, model: nn.Module, num_steps: int, x: torch.Tensor | None = None) -> list[float]:
+    times = []
+    x = torch.zeros(1) if x is None else x
+    with torch.no_grad():
+        for _ in range(num_steps):
+            begun = device.now
+            model(x)
+            times.append(device.now - begun)
+    return times
+
+
+def limit(copied_bytes: float, compute_seconds: float) -> float:
+    return max(compute_seconds, copied_bytes / LINK)
+
+
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)
+def test_streaming_everything_takes_what_the_link_takes(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with offloaded(monkeypatch, **options) as (device, model, handle):
+        steps(device, model, 4)
+        before = device.copied_bytes
+        times = steps(device, model, 3)
+        assert max(times) <= 1.01 * limit((device.copied_bytes - before) / 3, COMPUTE)
+        assert handle.plan.details is not None
+        assert max(times) == pytest.approx(handle.plan.details.prediction.step_seconds, rel=0.02)
+
+
+@pytest.mark.parametrize("percent", [10, 12, 20, 25, 33, 40, 50, 55, 60, 64, 66, 70, 72, 75, 80, 90, 100])
+def test_budgets_reach_their_limit(percent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any budget a step takes at most 1.002 of the longer of compute and copies, and what was predicted."""
+    total = sum(parameter.nbytes for parameter in Flux().parameters())
+    budget = total * percent // 100
+    with offloaded(monkeypatch, vram_budget=budget) as (device, model, handle):
+        steps(device, model, 8)  # they measure, and then the plan is made again
+        device.reset_peak()
+        before = device.copied_bytes
+        times = steps(device, model, 3)
+        sent = (device.copied_bytes - before) / 3
+        assert max(times) <= 1.002 * limit(sent, COMPUTE)
+        assert device.peak_bytes_in_use() <= budget
+        assert sent <= total - budget + 2 * DOUBLE + REST + total // 32  # what has no slot stays
+        assert handle.plan.details is not None
+        assert max(times) == pytest.approx(handle.plan.details.prediction.step_seconds, rel=0.005)
+
+
+def test_the_plan_and_the_trace_agree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Stalls, copies and compute of a traced step take what the plan's simulation said."""
+    total = sum(parameter.nbytes for parameter in Flux().parameters())
+    for share in (0.1, 0.5, 0.75):
+        with offloaded(monkeypatch, vram_budget=int(total * share)) as (device, model, handle):
+            steps(device, model, 8)
+            with handle.trace(tmp_path / "trace.json"):
+                (seconds,) = steps(device, model, 1)
+            details = handle.plan.details
+            assert details is not None
+            slices = slices_of(tmp_path / "trace.json")
+            took = {lane: sum(duration for _, duration in mine) for lane, mine in slices.items()}
+            predicted = details.prediction
+            assert seconds == pytest.approx(predicted.step_seconds, rel=0.03)
+            assert took.get("stalls", 0.0) == pytest.approx(predicted.step_seconds - COMPUTE, abs=0.03 * seconds)
+            sent = sum(
+                group.num_bytes
+                for group, place in zip(details.problem.groups, details.places, strict=True)
+                if place is not Place.DEVICE
+            )
+            assert took["H2D"] == pytest.approx(sent / LINK, rel=0.03)
+
+
+@pytest.mark.parametrize("factor", [1.15, 0.7, 3.0])
+def test_the_plan_follows_compute(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device becomes slower or faster: the 16th and the 32nd pass show that, and then the plan is for it."""
+    total = sum(parameter.nbytes for parameter in Flux().parameters())
+    with offloaded(monkeypatch, vram_budget=total * 6 // 10) as (device, model, handle):
+        steps(device, model, 8)
+        device.scale = factor
+        steps(device, model, 26)
+        before = device.copied_bytes
+        (seconds,) = steps(device, model, 1)
+        assert handle.plan.details is not None
+        prediction = handle.plan.details.prediction
+        assert prediction.compute_seconds == pytest.approx(COMPUTE * factor, rel=0.001)
+        assert prediction.step_seconds == pytest.approx(seconds, rel=0.01)
+        assert seconds <= 1.01 * limit(device.copied_bytes - before, COMPUTE * factor)
+
+
+def test_one_slow_pass_changes_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    total = sum(parameter.nbytes for parameter in Flux().parameters())
+    with offloaded(monkeypatch, vram_budget=total * 6 // 10) as (device, model, handle):
+        steps(device, model, 15)
+        before = handle.plan.details
+        device.scale = 5.0
+        steps(device, model, 1)  # the 16th is measured
+        device.scale = 1.0
+        steps(device, model, 4)
+        assert before is not None and handle.plan.details == before
+
+
+@pytest.mark.parametrize("is_first_larger", [False, True])
+def test_the_plan_is_for_inputs_as_they_are(is_first_larger: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs of another size compute for another time: what the others took does not count."""
+    total = sum(parameter.nbytes for parameter in Flux().parameters())
+    sizes = (4, 1) if is_first_larger else (1, 4)
+    with offloaded(monkeypatch, vram_budget=total * 6 // 10) as (device, model, handle):
+        for size in sizes:
+            device.scale = float(size)
+            steps(device, model, 6, torch.zeros(size))
+            details = handle.plan.details
+            assert details is not None
+            assert details.prediction.compute_seconds == pytest.approx(COMPUTE * size, rel=0.001)
+        (seconds,) = steps(device, model, 1, torch.zeros(size))
+        assert details.prediction.step_seconds == pytest.approx(seconds, rel=0.01)
+
+
+# ---------------------------------------------------------------- training
+
+
+class Product(torch.autograd.Function):
+    """A kernel that needs its weight in forward and in backward."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, weight: torch.Tensor, owner: Timed) -> torch.Tensor:
+        context.save_for_backward(weight)
+        context.owner = owner
+        owner.device.compute(owner.seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        (weight,) = context.saved_tensors
+        assert weight.numel()
+        context.owner.device.compute(context.owner.seconds)
+        return gradient.clone(), None, None
+
+
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)
+@pytest.mark.parametrize("slowness", [0.5, 1, 2, 4])
+@pytest.mark.parametrize("is_checkpointing", [False, True])
+def test_training_takes_what_the_link_or_compute_takes(
+    is_checkpointing: bool, slowness: float, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups come in time in both directions, and those that are there at the turns do not come again."""
+
+    def forward(self: Timed, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = Product.apply(x, self.weight, self)
+        return result
+
+    def run(self: Flux, x: torch.Tensor) -> torch.Tensor:
+        x = self.rest(x)
+        for block in (*self.doubles, *self.singles):
+            x = checkpoint(block, x, use_reentrant=False) if is_checkpointing else block(x)
+        return x
+
+    monkeypatch.setattr(Timed, "forward", forward)
+    monkeypatch.setattr(Flux, "forward", run)
+    with offloaded(monkeypatch, **options) as (device, model, handle):
+        for module in model.modules():
+            if isinstance(module, Timed):
+                module.seconds *= slowness
+        times = []
+        x = torch.zeros(1, requires_grad=True)
+        for number in range(8):
+            begun, before = device.now, device.copied_bytes
+            model(x).sum().backward()
+            if number >= 4:
+                times.append(device.now - begun)
+                sent = device.copied_bytes - before
+        # Two slots do not even out that large blocks wait for the link and small ones for compute: each kind takes the
+        # longer of both, in forward and in backward (which computes twice as long for a checkpoint).
+        total = sum(parameter.nbytes for parameter in model.parameters())
+        least = sum(
+            number * max(num_bytes / LINK, factor * slowness * seconds)
+            for number, num_bytes, seconds in ((19, DOUBLE, DOUBLE_SECONDS), (38, SINGLE, SINGLE_SECONDS))
+            for factor in (1, 2 if is_checkpointing else 1)
+        )
+        assert max(times) <= 1.03 * max(least, limit(max(sent, 2 * total), 0.0))
+        if not options:
+            weights = sum(parameter.nbytes for parameter in model.parameters()) - REST
+            assert sent <= 2 * weights - 4 * SINGLE  # two at each turn, at least
+        assert handle.stats().backward_passes == 8
+
+
+class Saver(torch.autograd.Function):
+    """A kernel that saves activations, which its backward needs."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, owner: Saving) -> torch.Tensor:
+        context.owner = owner
+        owner.device.compute(owner.seconds)
+        context.save_for_backward(*(torch.empty(owner.saved_bytes // 4, dtype=torch.uint8) for _ in range(4)))
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        assert len(context.saved_tensors) == 4
+        context.owner.device.compute(2 * context.owner.seconds)
+        return gradient.clone(), None
+
+
+class Saving(nn.Module):
+    def __init__(self, device: TimedDevice, seconds: float, saved_bytes: int) -> None:
+        super().__init__()
+        self.device, self.seconds, self.saved_bytes = device, seconds, saved_bytes
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = Saver.apply(x, self)
+        return result
+
+
+class Savers(nn.Module):
+    def __init__(self, *blocks: Saving) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("copy_seconds", [0.0005, 0.0020, 0.0023, 0.0030, 0.0046, 0.0090])
+def test_activations_take_what_the_link_or_compute_takes(copy_seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a block saves takes from a fifth to four times of its forward on the link: each phase takes the longer of both.
+
+    A step as a whole cannot take the longer of compute and of one direction: out is all in forward, back all in backward.
+    """
+    monkeypatch.setattr("group_offload.activations.slab.SEGMENT_BYTES", 1 << 20)
+    num_blocks, seconds = 24, 0.0023
+    device = TimedDevice(LINK)
+    saved_bytes = int(copy_seconds * LINK) // 4096 * 4096
+    model = Savers(*(Saving(device, seconds, saved_bytes) for _ in range(num_blocks)))
+    with use_simulated_device(device):  # type: ignore[arg-type]
+        handle = apply_activation_offloading(model, device="cpu", min_bytes=0)
+        x = torch.zeros(1, requires_grad=True)
+        times = []
+        for _ in range(4):
+            begun = device.now
+            model(x).sum().backward()
+            times.append(device.now - begun)
+        stats = handle.stats()
+        handle.remove()
+    moved = (num_blocks - 1) * saved_bytes / LINK  # the last one stays
+    assert stats.offloaded_bytes == 4 * (num_blocks - 1) * saved_bytes
+    assert stats.peak_inflight_bytes <= 3 * saved_bytes
+    phases = max(num_blocks * seconds, moved), max(2 * num_blocks * seconds, moved)
+    assert max(times) <= 1.03 * sum(phases)
+
+
+def test_a_trace_of_activations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two steps: what leaves and comes back, compute by group and direction, and where it waited."""
+    monkeypatch.setattr("group_offload.activations.slab.SEGMENT_BYTES", 1 << 20)
+    device = TimedDevice(LINK)
+    copy_seconds, seconds = 0.008, 0.002
+    saved_bytes = int(copy_seconds * LINK) // 4096 * 4096
+    model = Savers(*(Saving(device, seconds, saved_bytes) for _ in range(5)))
+    with use_simulated_device(device):  # type: ignore[arg-type]
+        handle = apply_activation_offloading(model, device="cpu", min_bytes=0)
+        x = torch.zeros(1, requires_grad=True)
+        model(x).sum().backward()
+        begun = device.now
+        with handle.trace(tmp_path / "trace.json"):
+            for _ in range(2):
+                model(x).sum().backward()
+            with pytest.raises(StateError, match="already"), handle.trace(tmp_path / "other.json"):
+                pass
+        took = device.now - begun
+        model(x).sum().backward()  # which nobody traces
+        handle.remove()
+    with pytest.raises(StateError, match="removed"), handle.trace(tmp_path / "other.json"):
+        pass
+    slices = slices_of(tmp_path / "trace.json")
+    assert set(slices) == {"D2H", "H2D", "compute", "stalls"}
+    assert sum(duration for _, duration in slices["D2H"]) == pytest.approx(2 * 4 * saved_bytes / LINK)
+    assert sum(duration for _, duration in slices["H2D"]) <= 2 * 4 * saved_bytes / LINK
+    names = [f"blocks.{index}" for index in range(5)]
+    assert {name for name, _ in slices["compute"]} == {*names, *(f"{name} (backward)" for name in names)}
+    assert {name for name, _ in slices["D2H"]} == set(names[:-1])
+    # What compute did not take, it waited for copies: in backward that is told as a stall, within the group's slice.
+    assert sum(duration for _, duration in slices["compute"]) == pytest.approx(took)
+    assert 0 < sum(duration for _, duration in slices["stalls"]) <= took - 2 * 5 * 3 * seconds
+
+
+def slices_of(path: Path) -> dict[str, list[tuple[str, float]]]:
+    """By lane: names and seconds."""
+    events = json.loads(path.read_text())["traceEvents"]
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    found: dict[str, list[tuple[str, float]]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            found[lanes[event["tid"]]].append((event["name"], event["dur"] / 1e6))
+    return found
+
+
+def test_switching_models_costs_the_stalls_of_one_streamed_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two transformers of one class share the device, used in different steps, as in Wan 2.2."""
+    total = sum(parameter.nbytes for parameter in Flux().parameters())
+    device = TimedDevice(LINK)
+    speeds = replace(SPEEDS, h2d=LINK)
+    monkeypatch.setattr("group_offload.runtime.engine.known_speeds", lambda *args, **kwargs: speeds)
+    budget = total * 6 // 10
+    with use_simulated_device(device):  # type: ignore[arg-type]
+        models = [Flux(), Flux()]
+        for model in models:
+            for module in model.modules():
+                if isinstance(module, Timed):
+                    module.device = device
+        handles = [apply_group_offloading(model, "cpu", vram_budget=budget) for model in models]
+        for model in models * 2:
+            steady = steps(device, model, 8)[-1]
+        device.reset_peak()
+        for model in models * 2:
+            first, *others = steps(device, model, 4)
+            assert max(others[1:]) <= 1.01 * steady
+            # What is to stay comes in the first pass: that waits no longer than one in which nothing stays. (The link
+            # also carries what the other model would have needed next.)
+            assert first - steady <= total / LINK - COMPUTE
+        assert device.peak_bytes_in_use() <= budget
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,202 @@
+"""What people see of time: the timeline of passes, stalls in seconds, ranges in a profile."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from group_offload import OffloadHandle, StateError, apply_group_offloading
+
+from ..support import common
+from ..support.simulated import SimulatedDevice, use_simulated_device
+from .test_streams import DIM, Model, Stop, forward, offload, options_for, run
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"record_stream": True},
+    {"offload_type": "leaf_level"},
+    {"in_files": True},
+    {"low_cpu_mem_usage": True, "offload_type": "leaf_level"},
+    {"use_stream": False},
+]
+LANES = ["file reads", "H2D", "compute", "stalls"]
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedDevice]:
+    with use_simulated_device(SimulatedDevice(0, "lazy")) as device:
+        yield device
+
+
+def lanes_of(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """The slices of each lane, in order of time. What several threads read is in one here."""
+    trace = json.loads(path.read_text())
+    names = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M" and e["name"] == "thread_name"}
+    lanes: dict[str, list[dict[str, Any]]] = {name: [] for name in names.values()}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            lanes[names[event["tid"]]].append(event)
+        else:
+            assert event["ph"] == "M"
+    for name in [name for name in lanes if name.startswith("file reads ")]:
+        slices = lanes.pop(name)
+        assert_no_overlap(sorted(slices, key=lambda each: each["ts"]))
+        lanes["file reads"] += slices
+    return {name: sorted(slices, key=lambda each: each["ts"]) for name, slices in lanes.items()}
+
+
+def assert_no_overlap(slices: list[dict[str, Any]]) -> None:
+    for before, after in pairwise(slices):
+        assert before["ts"] + before["dur"] <= after["ts"] + 1e-3
+
+
+def group_of(name: str) -> tuple[str, int]:
+    """The first group that a slice names, and how many there are."""
+    first, _, others = name.partition(" and ")
+    return first, 1 + int(others.removesuffix(" more") or 0)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_timeline(options: dict[str, Any], tmp_path: Path, device: SimulatedDevice) -> None:
+    model = Model([16, 24, 16, 16])
+    resident = copy.deepcopy(model)
+    x = torch.randn(2, DIM)
+    with options_for(options) as options:
+        handle = offload(model, **options)
+        outputs = [forward(device, model, x)]
+        before = handle.stats()
+        with handle.trace(tmp_path / "trace.json"):
+            outputs += [forward(device, model, x) for _ in range(2)]
+        after = handle.stats()
+        lanes = lanes_of(tmp_path / "trace.json")
+        assert list(lanes) == LANES
+        sizes = {group.group_id: group.num_bytes for group in handle.groups}
+        for name, slices in lanes.items():
+            assert {group_of(each["name"])[0] for each in slices} <= sizes.keys(), name
+        # Each copy of the two passes is there, and all compute.
+        assert sum(group_of(each["name"])[1] for each in lanes["H2D"]) == after.onloads - before.onloads
+        sent = sum(after.bytes_onloaded.values()) - sum(before.bytes_onloaded.values())
+        assert sum(each["args"]["bytes"] for each in lanes["H2D"]) == sent
+        computed = Counter(each["name"] for each in lanes["compute"])
+        assert computed.keys() == {name for name, size in sizes.items() if size} and min(computed.values()) >= 2
+        assert all(each["args"]["bytes"] == sizes[each["name"]] for each in lanes["compute"])
+        assert_no_overlap(lanes["H2D"])
+        read = sum(each["args"]["bytes"] for each in lanes["file reads"])  # ahead of slots, too
+        assert sent <= read <= sent + after.staging_bytes if handle.config.rests_in_files else read == 0
+        if "use_stream" not in options:
+            assert lanes["stalls"]  # on this device copies are as late as they can be
+        # The module goes on, untraced.
+        written = (tmp_path / "trace.json").read_bytes()
+        outputs.append(forward(device, model, x))
+        assert (tmp_path / "trace.json").read_bytes() == written
+        for output in outputs:
+            assert torch.equal(device.get(output), run(resident, x))
+        model.alive.clear()
+        handle.remove()
+
+
+def test_one_trace_at_a_time(tmp_path: Path, device: SimulatedDevice) -> None:
+    model = Model([16] * 3)
+    handle = offload(model)
+    with handle.trace(tmp_path / "one.json"):
+        with pytest.raises(StateError, match="already"), handle.trace(tmp_path / "two.json"):
+            pass
+        forward(device, model, torch.randn(2, DIM))
+    assert lanes_of(tmp_path / "one.json")["compute"] and not (tmp_path / "two.json").exists()
+    with handle.trace(tmp_path / "two.json"):
+        pass
+    assert not any(lanes_of(tmp_path / "two.json").values())
+    handle.remove()
+    with pytest.raises(StateError, match="no longer offloaded"), handle.trace(tmp_path / "three.json"):
+        pass
+
+
+def test_trace_of_a_forward_that_raises(tmp_path: Path, device: SimulatedDevice) -> None:
+    """The error comes through, and the next trace works."""
+    model = Model([16] * 3)
+    resident = copy.deepcopy(model)
+    handle = offload(model)
+    x = torch.randn(2, DIM)
+    model.stop_at = 1
+    with pytest.raises(Stop), handle.trace(tmp_path / "one.json"):
+        forward(device, model, x)
+    model.stop_at = -1
+    with handle.trace(tmp_path / "two.json"):
+        output = forward(device, model, x)
+    assert torch.equal(device.get(output), run(resident, x))
+    assert len(lanes_of(tmp_path / "two.json")["compute"]) == 4
+    with pytest.raises(OSError, match="nowhere"), handle.trace(tmp_path / "nowhere" / "trace.json"):
+        forward(device, model, x)
+    forward(device, model, x)
+    handle.remove()
+
+
+@pytest.mark.parametrize("tier", common.TIERS)
+def test_timeline_on_the_cpu(tier: str, tmp_path: Path) -> None:
+    model = common.make()
+    handle = common.offload_to(tmp_path / "groups" if tier == "file" else None, model)
+    with handle.trace(tmp_path / "trace.json"):
+        common.run(model, common.inputs())
+    lanes = lanes_of(tmp_path / "trace.json")
+    names = [group.group_id for group in handle.groups]
+    assert list(lanes) == LANES
+    assert sorted(each["name"] for each in lanes["H2D"]) == sorted(names)
+    assert {each["name"] for each in lanes["compute"]} == set(names)
+
+
+def stalled(handle: OffloadHandle) -> dict[str, float]:
+    assert handle._engine is not None
+    return handle._engine.stalls.by_group()
+
+
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)
+def test_stalls_in_seconds(options: dict[str, Any], device: SimulatedDevice) -> None:
+    """Copies that are late: how long compute waited is told once the device has got there, and nobody waits for that."""
+    model = Model([16] * 4)
+    handle = offload(model, **options)
+    assert (handle.stats().stalled_seconds, handle.stats().worst_stall) == (0, None)
+    for _ in range(3):
+        output = forward(device, model, torch.randn(2, DIM))
+    assert (handle.stats().stalled_seconds, handle.stats().worst_stall) == (0, None)  # nothing has run yet
+    assert device.num_host_waits == 0
+    device.get(output)
+    stats = handle.stats()
+    assert stats.worst_stall is not None
+    name, seconds = stats.worst_stall
+    assert name in {group.group_id for group in handle.groups} and 0 < seconds <= stats.stalled_seconds
+    assert stats.worst_stall == max(stalled(handle).items(), key=lambda item: item[1])
+    assert handle.stats() == stats  # each wait counts once
+    model.alive.clear()
+    handle.remove()
+
+
+def test_copies_that_are_in_time_stall_nobody() -> None:
+    with use_simulated_device(SimulatedDevice(0, "eager")) as device:
+        model = Model([16] * 4)
+        handle = offload(model)
+        for _ in range(2):
+            forward(device, model, torch.randn(2, DIM))
+        before = handle.stats().stalled_seconds
+        for _ in range(3):
+            forward(device, model, torch.randn(2, DIM))
+        assert handle.stats().stalled_seconds == before
+        handle.remove()
+
+
+@pytest.mark.parametrize("tier", common.TIERS)
+def test_a_profile_names_the_groups(tier: str, tmp_path: Path) -> None:
+    model = common.make()
+    handle = apply_group_offloading(model, "cpu", offload_to_disk_path=tmp_path if tier == "file" else None)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        common.run(model, common.inputs())
+    names = {event.name for event in profile.events() if event.name.startswith("group_offload.onload")}
+    assert names == {f"group_offload.onload {group.group_id}" for group in handle.groups}

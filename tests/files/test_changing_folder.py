@@ -1,0 +1,403 @@
+"""A folder of group files while others have its locks, change it, or have died in it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from group_offload import GroupFileError
+from group_offload.base import publish as publish_module
+from group_offload.base.publish import boot, open_to_read
+from group_offload.cli.main import main
+from group_offload.stores import survey as survey_module
+from group_offload.stores.folder import Folder, ProvenFile, file_name
+from group_offload.stores.manifest import Manifest, publish_manifest, read_manifest
+from group_offload.stores.survey import Kind
+
+from ..support.common import Model, assert_at_rest, make, offload_to
+from .test_folder import (
+    GROUPS,
+    assert_holds,
+    assert_whole,
+    edit,
+    fork,
+    in_new_process,
+    look,
+    manifests,
+    names,
+    prune,
+    put,
+    set_up,
+    status_of,
+    weights,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publish_module, "_SECONDS_UNTIL_SAID", 0.05)
+    monkeypatch.setattr(publish_module, "FILE_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(publish_module, "SETUP_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(publish_module, "PRUNE_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(survey_module, "_SECONDS_BETWEEN_LOOKS", 0.01)
+
+
+# ---------------------------------------------------------------- locks that others keep
+
+
+NAME = b"a\x1b[31m[/b]"
+"""Of the process: anybody may call himself anything."""
+
+
+@contextmanager
+def held_by_another(path: Path, how: int = fcntl.LOCK_EX) -> Iterator[int]:
+    """Another process has the lock, for as long as it likes. Gives its number."""
+    code = f"""
+import ctypes, fcntl, os, sys
+ctypes.CDLL(None).prctl(15, {NAME!r})  # PR_SET_NAME
+fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), {how})
+print("x", flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen([sys.executable, "-c", code, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1) == b"x"
+        try:
+            yield process.pid
+        finally:
+            process.kill()
+
+
+def test_a_group_file_that_somebody_keeps_locked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is said who does; the next name is used."""
+    first = put(Folder(tmp_path), weights())
+    with held_by_another(first.path) as pid:
+        second = put(Folder(tmp_path), weights())
+    assert second.path.name == file_name("blocks_0@1")
+    assert f"Process {pid}" in caplog.text and str(first.path) in caplog.text
+    assert "a\\x1b[31m[/b]" in caplog.text and "\x1b" not in caplog.text
+    assert put(Folder(tmp_path), weights()).path == first.path
+
+
+def test_a_folder_that_somebody_keeps_locked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A set-up goes on without the lock, and prune says who has it."""
+    with held_by_another(tmp_path) as pid:
+        assert_holds(set_up(tmp_path))
+        waiting, going_on = (record.getMessage() for record in caplog.records)
+        assert waiting.startswith(f"Waiting for Process {pid} (") and "Going on without" in going_on
+        manifests(tmp_path)[0].unlink()
+        assert main(["prune", str(tmp_path), "--yes"]) == 2
+        assert f"Process {pid}" in capsys.readouterr().err and len(names(tmp_path)) == 2
+    assert main(["prune", str(tmp_path), "--yes"]) == 0
+    assert not names(tmp_path)
+
+
+def stopped_writer(path: str) -> None:
+    """A writer is stopped at every step, and another process sets the same model up all the same."""
+    publish_module.FILE_PATIENCE_SECONDS = publish_module.SETUP_PATIENCE_SECONDS = 0.2
+    for step in itertools.count(1):
+        folder = Path(path) / str(step)
+        pid = fork(lambda folder=folder, step=step: (stop_at(step), set_up(folder)))
+        _, status = os.waitpid(pid, os.WUNTRACED)
+        assert_holds(set_up(folder))
+        if not os.WIFSTOPPED(status):
+            assert status == 0
+            break
+        os.kill(pid, signal.SIGCONT)
+        assert status_of(pid) == 0, step
+        assert_holds(set_up(folder))
+        assert_whole(folder)
+        assert not [name for name in names(folder) if name.endswith(".tmp")]
+    print(f"{step - 1} steps")
+
+
+def stop_at(step: int) -> None:
+    counter = itertools.count(1)
+
+    def stopping(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(counter) == step:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in ("write", "fsync", "link", "replace", "unlink"):
+        setattr(os, name, stopping(getattr(os, name)))
+
+
+def test_stopped_at_every_step(tmp_path: Path) -> None:
+    said = in_new_process(stopped_writer, tmp_path)
+    assert int(said.split()[0]) > 10, said
+
+
+# ---------------------------------------------------------------- files that go while they are looked at
+
+
+def vanishing(monkeypatch: pytest.MonkeyPatch, step: int, victims: list[Path]) -> Callable[[], bool]:
+    """Before the n-th call that looks at the folder, files go. Tells whether there was such a call."""
+    counter, was_reached = itertools.count(1), []
+
+    def watch(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(counter) == step:
+                was_reached.append(step)
+                for path in victims:
+                    path.unlink(missing_ok=True)
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in ("open", "stat", "lstat", "fstat", "listdir", "scandir"):
+        monkeypatch.setattr(os, name, watch(getattr(os, name)))
+    monkeypatch.setattr(Path, "lstat", watch(Path.lstat))
+    return lambda: bool(was_reached)
+
+
+@pytest.mark.parametrize("goes", ["all", "manifest", "group", "temporary", "foreign"])
+@pytest.mark.parametrize("command", ["inspect", "verify", "prune", "set-up"])
+def test_files_that_go_meanwhile(
+    command: str, goes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At any step: they are not there, and neither damaged nor an error."""
+    patterns = {"all": "*", "manifest": "manifest_*", "temporary": ".probe*", "foreign": "for*"}
+    for step in itertools.count(1):
+        folder = tmp_path / str(step)
+        set_up(folder)
+        put(Folder(folder, "Other"), weights(3), "unneeded")
+        (folder / "foreign").write_bytes(b"")
+        (folder / f".probe.1.{boot()}00000000.tmp").write_bytes(b"")
+        # A group file alone goes only if no model needs it: else it is missed, and rightly.
+        going = [folder / file_name("unneeded")] if goes == "group" else list(folder.glob(patterns[goes]))
+        with monkeypatch.context() as patch:
+            was_reached = vanishing(patch, step, going)
+            if command == "set-up":
+                assert_folder = set_up(folder, seed=2)
+            else:
+                assert main([command, str(folder), *(["--yes"] if command == "prune" else [])]) == 0
+        said = capsys.readouterr()
+        assert "damaged file" not in said.out and not said.err, said
+        if command == "set-up":
+            assert_holds(assert_folder, seed=2)
+        if not was_reached():
+            break
+    assert step > 8
+
+
+def test_a_half_done_change_is_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An edit replaces a file, and then the manifest: who looks in between sees no damage."""
+    view = Folder(tmp_path, "Model")
+    files = [put(view, weights(0, group), group) for group in GROUPS]
+    first = view.publish_manifest([file.entry for file in files])
+    new = put(view, weights(1, GROUPS[1]), GROUPS[1], outdated=files[1].path)
+    files[1].path.unlink()
+
+    def finish(seconds: float) -> None:
+        view.publish_manifest([files[0].entry, new.entry], replaces=first)
+
+    assert look(tmp_path).damaged
+    monkeypatch.setattr(survey_module.time, "sleep", finish)
+    assert_whole(tmp_path)
+
+
+def test_another_file_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came while others were verified: it is held against its own header."""
+    file = put(Folder(tmp_path), weights())
+    survey_once = survey_module.survey
+
+    def then_replaced(fd: int) -> Any:
+        found = survey_once(fd)
+        file.path.unlink()
+        assert put(Folder(tmp_path), weights(1)).path == file.path
+        return found
+
+    monkeypatch.setattr("tests.files.test_folder.survey", then_replaced)
+    assert_whole(tmp_path)
+
+
+# ---------------------------------------------------------------- what the dead leave
+
+
+def killed(path: str, when: str, num_kills: str) -> None:
+    """One model is set up by processes that die one after the other. How much is there after each of them?"""
+    torch.set_num_threads(1)
+    folder = Path(path)
+    for number in range(int(num_kills)):
+        assert status_of(fork(lambda number=number: die(folder, when, number))) == -signal.SIGKILL
+        print(sum(file.stat().st_size for file in folder.iterdir()))
+    handle = offload_to(folder, make(Model))
+    (manifest,) = manifests(folder)
+    assert names(folder) == {manifest.name, *(entry.file for entry in read_manifest(manifest).entries)}
+    assert_whole(folder)
+    handle.remove()
+
+
+def die(folder: Path, when: str, number: int) -> None:
+    def kill(*args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if when == "first fsync":
+        os.fsync = kill  # type: ignore[assignment]
+    model = make(Model)
+    handle = offload_to(folder, model)
+    assert_at_rest(model, make(Model))
+    for block in model.blocks[: 1 + number % 2]:
+        block.up.weight.data.add_(1 + number)
+        handle.refresh()
+    kill()
+
+
+@pytest.mark.parametrize("when", ["first fsync", "after an edit"])
+def test_kills_do_not_fill_the_drive(when: str, tmp_path: Path) -> None:
+    sizes = [*map(int, in_new_process(killed, tmp_path / "groups", when, 12).split())]
+    assert max(sizes) == max(sizes[:2])
+
+
+def edited(path: Path) -> tuple[Folder, list[ProvenFile], Path]:
+    """What the engine does if the second group is edited."""
+    view = Folder(path, "Model")
+    files = [put(view, weights(0, group), group) for group in GROUPS]
+    first = view.publish_manifest([file.entry for file in files])
+    second, files = edit(view, first, files, 1)
+    assert second is not None
+    return view, files, second
+
+
+def test_an_edited_model_that_lives_keeps_its_manifest(tmp_path: Path) -> None:
+    """Until it goes: then the next set-up of its class, and no other one, removes what it needed alone."""
+    view, files, manifest = edited(tmp_path)
+    assert read_manifest(manifest).edited_in == boot()
+    set_up(tmp_path)
+    prune(tmp_path)
+    assert manifest.exists() and files[1].path.exists()
+    del view
+    set_up(tmp_path, model_class="Other")
+    assert manifest.exists()
+    assert {finding.name: finding.kind for finding in look(tmp_path).findings}[manifest.name] is Kind.ABANDONED
+    before = files[0].path.stat().st_ino
+    assert_holds(set_up(tmp_path))
+    assert not manifest.exists() and not files[1].path.exists()
+    assert files[0].path.stat().st_ino == before, "what both need was written anew"
+    assert_whole(tmp_path)
+
+
+def test_prune_removes_abandoned_manifests(tmp_path: Path) -> None:
+    view, *_ = edited(tmp_path)
+    del view
+    prune(tmp_path)
+    assert not names(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "of", ["another boot", "a set-up", "an unknown process", "a user of the file", "another program"]
+)
+def test_what_a_set_up_does_not_remove(of: str, tmp_path: Path) -> None:
+    view, files, manifest = edited(tmp_path)
+    del view
+    used, kept = None, {manifest.name, files[1].path.name}
+    found = read_manifest(manifest)
+    if of in ("another boot", "a set-up"):
+        manifest.write_bytes(Manifest(found.model_class, found.entries, "00000000" if "boot" in of else "").encode())
+    elif of == "an unknown process":
+        (tmp_path / "manifest_Model_0000000000000000.json").write_bytes(b"{}")  # who knows what that needs
+    elif of == "a user of the file":
+        used = open_to_read(files[1].path)
+        fcntl.flock(used, fcntl.LOCK_SH)
+        kept = {files[1].path.name}
+    else:
+        files[1].path.write_bytes(b"precious")
+        kept = {files[1].path.name}
+    temporary = tmp_path / ".probe.1.00000000.tmp"
+    temporary.write_bytes(b"")  # of another boot, or another machine
+    set_up(tmp_path)
+    assert kept | {temporary.name} <= names(tmp_path)
+    if used is not None:
+        os.close(used)
+
+
+def test_without_locks_nothing_counts_as_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*args: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    _, files, manifest = edited(tmp_path)
+    temporary = tmp_path / publish_module.temporary_name("probe")
+    temporary.write_bytes(b"")
+    set_up(tmp_path)
+    assert manifest.exists() and files[1].path.exists() and temporary.exists()
+
+
+def test_a_set_up_of_edited_weights_keeps_them(tmp_path: Path) -> None:
+    """Whoever sets up what another one came to by an edit: its manifest stays for whoever comes next."""
+    view, _, manifest = edited(tmp_path)
+    found = read_manifest(manifest)
+    assert publish_manifest(tmp_path, Manifest(found.model_class, found.entries)) is not None
+    assert not read_manifest(manifest).edited_in
+    del view
+    set_up(tmp_path)
+    assert manifest.exists()
+
+
+def test_a_full_drive_says_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Folder(tmp_path)
+    with pytest.raises(GroupFileError, match="group-offload prune"):
+        folder.prepare(1 << 60)
+
+    def full(*args: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(GroupFileError, match="group-offload prune"):
+        put(folder, weights())
+
+
+# ---------------------------------------------------------------- names
+
+
+def test_parameters_with_names_of_the_format(tmp_path: Path) -> None:
+    """A model may call its weights and modules as it likes: files are whole all the same, and found again."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name in ("__metadata__", "__padding_1", "__tensor_0", "half\ud800"):
+                self.register_parameter(name, nn.Parameter(torch.randn(3)))
+            self.add_module("module\udfff", nn.Linear(3, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for parameter in self.parameters(recurse=False):
+                x = x + parameter
+            return self._modules["module\udfff"](x)  # type: ignore[misc]
+
+    before: set[str] = set()
+    for level in ("leaf_level", "leaf_level", "block_level"):
+        model, reference = make(Odd), make(Odd)
+        handle = offload_to(tmp_path, model, level)
+        with torch.no_grad():
+            x = torch.randn(2, 3)
+            assert torch.equal(model(x), reference(x))
+        assert_whole(tmp_path)
+        assert before in (set(), names(tmp_path)) or level == "block_level"
+        before = names(tmp_path)
+        handle.remove()
+        assert_at_rest(model, reference)
+    for path in tmp_path.glob("group_*"):
+        load_file(path)

@@ -1,0 +1,627 @@
+"""Checkpoints as the tier that weights rest on: `from_pretrained`, then `offload_device="disk"`, and nothing is written."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import json
+import os
+import pickle
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLWan,
+    FluxTransformer2DModel,
+    UNet2DConditionModel,
+    WanTransformer3DModel,
+)
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import T5EncoderModel
+
+from group_offload import ConfigError, GroupFileError, OffloadHandle, apply_group_offloading
+
+from ..engine.test_residence import NormedModel
+from ..engine.test_streams import DIM, Model, from_file
+from ..support import tiny_models as tiny
+from ..support.common import LEVELS, inputs, named_tensors, same_bits
+from ..support.common import Model as PlainModel
+from ..support.simulated import SimulatedDevice, use_simulated_device
+from .test_files import run_python
+
+CLASSES: dict[str, Any] = {
+    "flux": FluxTransformer2DModel,
+    "wan": WanTransformer3DModel,
+    "unet": UNet2DConditionModel,
+    "kl": AutoencoderKL,
+    "wan_kl": AutoencoderKLWan,
+    "t5": T5EncoderModel,
+}
+
+
+every_level = pytest.mark.parametrize("level", LEVELS)
+
+
+class Where:
+    """The CPU, or a simulated device that stands for it."""
+
+    def __init__(self, device: SimulatedDevice | None) -> None:
+        self.device = device
+
+    def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The first output, on the host."""
+        for each in module.modules():
+            getattr(each, "alive", []).clear()
+        with torch.no_grad():
+            if self.device is None:
+                output = module(*args, **kwargs)
+                return output[0] if isinstance(output, tuple) else output
+            args = tuple(self._put(value) for value in args)
+            kwargs = {name: self._put(value) for name, value in kwargs.items()}
+            with self.device.running():
+                output = module(*args, **kwargs)
+            return self.device.get(output[0] if isinstance(output, tuple) else output)
+
+    def _put(self, value: Any) -> Any:
+        assert self.device is not None
+        return self.device.put(value) if isinstance(value, torch.Tensor) else value
+
+
+@pytest.fixture(params=["cpu", "simulated"])
+def where(request: pytest.FixtureRequest) -> Iterator[Where]:
+    if request.param == "cpu":
+        yield Where(None)
+        return
+    with use_simulated_device(SimulatedDevice(0)) as device:
+        yield Where(device)
+
+
+def offload(module: nn.Module, level: str = "block_level", **options: Any) -> OffloadHandle:
+    return apply_group_offloading(module, "cpu", offload_device="disk", offload_type=level, **options)
+
+
+def aligned(module: nn.Module) -> Any:
+    """A resident twin. Kernels of the CPU may round by how weights are aligned, and views of files lie as they lie."""
+    twin = copy.deepcopy(module)
+    for tensor in (*twin.parameters(), *twin.buffers()):
+        tensor.data = tensor.data.clone()
+    return twin
+
+
+def assert_at_rest(module: nn.Module, resident: nn.Module) -> None:
+    expected = dict(named_tensors(resident))
+    for name, tensor in named_tensors(module):
+        assert same_bits(tensor, expected[name]), name
+
+
+def tree(folder: Path) -> dict[str, tuple[int, int, int]]:
+    return {str(path): (path.stat().st_ino, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
+
+
+def anonymous_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+
+@pytest.fixture(autouse=True)
+def _inputs_are_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny, "device", lambda: torch.device("cpu"))
+
+
+# ---------------------------------------------------------------- models of libraries
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize(("shards", "level"), [(1, "leaf_level"), (4, "block_level")])
+def test_models(name: str, shards: int, level: str, where: Where, tmp_path: Path) -> None:
+    """Bit by bit what the resident model gives, from one file or several; the folder stays what it is."""
+    if name == "wan_kl" and where.device is not None:
+        pytest.skip("takes long, and the other VAE is enough there")
+    make, make_inputs = tiny.MODELS[name]
+    saved = make()
+    num_bytes = sum(parameter.nbytes for parameter in saved.parameters())
+    saved.save_pretrained(tmp_path, max_shard_size=num_bytes // 3 if shards > 1 else "10GB")
+    assert (len([*tmp_path.glob("*.safetensors")]) > 1) == (shards > 1)
+    before = tree(tmp_path)
+    model = CLASSES[name].from_pretrained(tmp_path, torch_dtype=torch.float32).eval()
+    resident = aligned(model)
+    names = {path.name for path in tmp_path.glob("*.safetensors")}
+    handle = offload(model, level)
+    wheres = {each for group in handle.groups if group.num_bytes for each in group.where.split(", ")}
+    assert wheres & names == names
+    given = make_inputs()
+    expected = Where(None).call(resident, **given)
+    for _ in range(3):
+        assert torch.equal(where.call(model, **copy.deepcopy(given)), expected)
+    assert_at_rest(model, resident)
+    stats = handle.stats()
+    buffers = sum(buffer.nbytes for _, buffer in model.named_buffers())  # those that are in no file rest in RAM
+    assert stats.bytes_onloaded["file"] > 0 and stats.bytes_read["locked"] == 0
+    assert stats.pinned_bytes <= stats.host_bytes <= 2 * buffers
+    handle.remove()
+    assert torch.equal(Where(None).call(aligned(model), **given), expected)
+    assert tree(tmp_path) == before
+
+
+def test_no_memory_is_taken(tmp_path: Path) -> None:
+    done = run_python(
+        """
+        from tests.files.test_checkpoint import *
+        import group_offload.stores.ways
+        group_offload.stores.ways.LOCKED_SHARE = 0.0
+        torch.set_num_threads(1)
+        path = pathlib.Path(sys.argv[1]) / "model.safetensors"
+        save_file({f"{i}.weight": torch.randn(1024, 1024) for i in range(32)}, path)  # 128 MiB
+        with torch.device("meta"):
+            model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(32)))
+        gc.collect()
+        model.load_state_dict(load_file(path), assign=True)
+        handle = offload(model)
+        x = torch.randn(1, 1024)
+        before = anonymous_bytes()
+        for _ in range(3):
+            run(model, x)
+        most = anonymous_bytes() - before
+        handle.remove()
+        print(most >> 20, (anonymous_bytes() - before) >> 20)
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    running, removed = map(int, done.stdout.split())
+    assert running < 48 and removed < 48
+
+
+# ---------------------------------------------------------------- files made by hand
+
+
+def write_by_hand(path: Path, tensors: dict[str, torch.Tensor], *, shift: int, gap_first: bool = False) -> None:
+    """A valid safetensors file whose data section begins `shift` bytes behind a multiple of 64: the header is not padded."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        header[name] = {
+            "dtype": {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.uint8: "U8"}[
+                tensor.dtype
+            ],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        end += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * ((shift - 8 - len(text)) % 64)
+    data = b"".join(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors.values())
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    os.utime(path, (1e9, 1e9))
+
+
+def loaded_by_hand(resident: nn.Module, path: Path, *, shift: int) -> nn.Module:
+    write_by_hand(path, resident.state_dict(), shift=shift)
+    model = copy.deepcopy(resident)
+    model.load_state_dict(load_file(path), assign=True)
+    return model
+
+
+@every_level
+@pytest.mark.parametrize("shift", [0, 2, 4, 6, 8, 12, 14])
+def test_tensors_that_lie_anywhere(shift: int, level: str, where: Where, tmp_path: Path) -> None:
+    resident = nn.Module.to(Model([24, 40, 8]), torch.bfloat16).eval()
+    path = tmp_path / "model.safetensors"
+    model = loaded_by_hand(resident, path, shift=shift)
+    assert {parameter.data_ptr() % 16 for parameter in model.parameters()} >= {shift % 16}
+    before = tree(tmp_path)
+    handle = offload(model, level)
+    assert {group.tier for group in handle.groups if group.num_bytes} == {"file"}
+    x = torch.randn(2, DIM, dtype=torch.bfloat16)
+    expected = Where(None).call(resident, x)
+    for _ in range(3):
+        assert torch.equal(where.call(model, x), expected)
+    handle.remove()
+    assert_at_rest(model, resident)
+    assert tree(tmp_path) == before
+
+
+@every_level
+@pytest.mark.parametrize("shift", [1, 3, 9])
+def test_data_at_odd_places(shift: int, level: str, where: Where, tmp_path: Path) -> None:
+    """Where no dtype may lie. Whatever a loader makes of it, the weights stay right."""
+    resident = nn.Module.to(Model([24, 40, 8]), torch.bfloat16).eval()
+    model = loaded_by_hand(resident, tmp_path / "model.safetensors", shift=shift)
+    (tmp_path / "groups").mkdir()
+    handle = offload(model, level, offload_to_disk_path=tmp_path / "groups")
+    x = torch.randn(2, DIM, dtype=torch.bfloat16)
+    expected = Where(None).call(resident, x)
+    for _ in range(3):
+        assert torch.equal(where.call(model, x), expected)
+    assert_at_rest(model, resident)
+    handle.remove()
+    assert_at_rest(model, resident)
+
+
+class Odd(nn.Module):
+    """Scalars, weights without elements, several dtypes, a buffer that is in no file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+        self.scalar = nn.Parameter(torch.tensor(1.5))
+        self.small = nn.Parameter(torch.randn(3).bfloat16())
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("bytes", torch.arange(5, dtype=torch.uint8))
+        self.register_buffer("table", torch.randn(DIM), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x) * self.scalar + self.table
+        return x + self.small.float().sum() + self.count + self.bytes.float().sum() + self.empty.sum()
+
+
+@every_level
+@pytest.mark.parametrize("shift", [0, 8])
+def test_odd_tensors(shift: int, level: str, where: Where, tmp_path: Path) -> None:
+    resident = Odd().eval()
+    path = tmp_path / "model.safetensors"
+    state = dict(sorted(resident.state_dict().items(), key=lambda item: -item[1].dtype.itemsize))
+    write_by_hand(path, state, shift=shift)
+    model = Odd().eval()
+    model.load_state_dict(load_file(path), assign=True)
+    model.table = resident.table.clone()
+    handle = offload(model, level)
+    assert {name for group in handle.groups if group.num_bytes for name in group.where.split(", ")} >= {path.name}
+    x = torch.randn(2, DIM)
+    for number in range(3):
+        assert torch.equal(where.call(model, x), Where(None).call(resident, x)), number
+        assert_at_rest(model, resident)
+    handle.remove()
+    assert_at_rest(model, resident)
+
+
+def test_tensors_of_a_group_in_several_files(where: Where, tmp_path: Path) -> None:
+    resident = Model([16] * 3).eval()
+    state = resident.state_dict()
+    model = copy.deepcopy(resident)
+    parts: dict[str, torch.Tensor] = {}
+    for number in range(4):
+        path = tmp_path / f"{number}.safetensors"
+        save_file({name: state[name] for name in [*state][number::4]}, path)
+        parts |= load_file(path)
+    model.load_state_dict(parts, assign=True)
+    handle = offload(model)
+    assert max(len(group.where.split(", ")) for group in handle.groups) > 1
+    x = torch.randn(2, DIM)
+    for number in range(4):
+        if number == 2:
+            for twin in (model, resident):
+                twin.blocks[1].up.weight.data.mul_(2)
+        assert torch.equal(where.call(model, x), Where(None).call(resident, x))
+        assert_at_rest(model, resident)
+    handle.remove()
+    assert_at_rest(model, resident)
+
+
+@every_level
+@pytest.mark.parametrize("with_folder", [False, True], ids=["", "with a folder"])
+def test_a_parameter_that_is_in_no_file(with_folder: bool, level: str, where: Where, tmp_path: Path) -> None:
+    resident = Model([16] * 3).eval()
+    model: Any = from_file(resident, tmp_path / "model.safetensors")
+    for twin in (model, resident):
+        twin.blocks[1].up.weight = nn.Parameter(torch.ones_like(twin.blocks[1].up.weight))
+    before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    if not with_folder:
+        with pytest.raises(ConfigError, match="offload_to_disk_path") as caught:
+            offload(model, level)
+        assert "'blocks.1.up.weight'" in str(caught.value) and "1 parameter" in str(caught.value)
+        assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
+        assert torch.equal(Where(None).call(model, x := torch.randn(2, DIM)), Where(None).call(resident, x))
+        return
+    folder = tmp_path / "groups"
+    handle = offload(model, level, offload_to_disk_path=folder)
+    assert len([*folder.glob("*.safetensors")]) == 1
+    x = torch.randn(2, DIM)
+    for _ in range(3):
+        assert torch.equal(where.call(model, x), Where(None).call(resident, x))
+    handle.remove()
+    assert_at_rest(model, resident)
+
+
+# ---------------------------------------------------------------- edits
+
+
+def edit_in_place(model: Any) -> None:
+    with torch.no_grad():
+        model.blocks[1].up.weight[2:4] *= 2
+
+
+def edit_through_data(model: Any) -> None:
+    model.blocks[1].up.weight.data.mul_(2)
+
+
+def edit_by_new_data(model: Any) -> None:
+    model.shift.data = model.shift.data * 3
+
+
+def replace_a_parameter(model: Any) -> None:
+    model.blocks[2].down.weight = nn.Parameter(torch.ones_like(model.blocks[2].down.weight))
+
+
+def tie(model: Any) -> None:
+    model.blocks[2].up.weight = model.blocks[0].up.weight
+
+
+def add_a_module(model: Any) -> None:
+    model.blocks[1].extra = nn.Linear(2, 2)
+    nn.init.ones_(model.blocks[1].extra.weight)
+    nn.init.ones_(model.blocks[1].extra.bias)
+
+
+def load_others(model: Any) -> None:
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+
+
+def transpose(model: Any) -> None:
+    """Not contiguous any more."""
+    weight = model.blocks[0].up.weight
+    weight.data = weight.data.t().contiguous().t()
+
+
+EDITS = [
+    edit_in_place,
+    edit_through_data,
+    edit_by_new_data,
+    replace_a_parameter,
+    tie,
+    add_a_module,
+    load_others,
+    transpose,
+]
+
+
+@pytest.mark.parametrize(
+    ("level", "with_folder"), [("block_level", False), ("leaf_level", True)], ids=["", "with a folder"]
+)
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+def test_edits(edit: Callable[[Any], None], level: str, with_folder: bool, where: Where, tmp_path: Path) -> None:
+    """Right in the next pass, in state_dict() and after remove(); the file never changes."""
+    resident = Model([16] * 3).eval()
+    path = tmp_path / "model.safetensors"
+    model = from_file(resident, path)
+    content = path.read_bytes()
+    handle = offload(model, level, **({"offload_to_disk_path": tmp_path / "groups"} if with_folder else {}))
+    x = torch.randn(2, DIM)
+    for number in range(4):
+        if number in (1, 3):
+            for twin in (model, resident):
+                edit(twin)
+        assert torch.equal(where.call(model, x), Where(None).call(resident, x)), number
+        assert_at_rest(model, resident)
+        state = resident.state_dict()
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    handle.remove()
+    assert_at_rest(model, resident)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("with_folder", [False, True], ids=["", "with a folder"])
+def test_buffers_that_a_forward_changes(with_folder: bool, where: Where, tmp_path: Path) -> None:
+    resident = NormedModel().train()
+    model = from_file(resident, tmp_path / "model.safetensors")
+    handle = offload(model, **({"offload_to_disk_path": tmp_path / "groups"} if with_folder else {}))
+    for number in range(4):
+        x = torch.randn(3, DIM)
+        assert torch.equal(where.call(model, x), Where(None).call(resident, x)), number
+        assert_at_rest(model, resident)
+    handle.remove()
+    assert_at_rest(model, resident)
+
+
+@pytest.mark.parametrize(
+    ("level", "with_folder"), [("block_level", False), ("leaf_level", True)], ids=["", "with a folder"]
+)
+def test_a_lora_that_is_fused(level: str, with_folder: bool, where: Where, tmp_path: Path) -> None:
+    tiny.flux_transformer().save_pretrained(tmp_path)
+    model: Any = FluxTransformer2DModel.from_pretrained(tmp_path).eval()
+    resident = aligned(model)
+    handle = offload(model, level, **({"offload_to_disk_path": tmp_path / "groups"} if with_folder else {}))
+    config = LoraConfig(r=2, lora_alpha=4, target_modules=["to_q", "to_k"], init_lora_weights=False)
+    given = tiny.flux_inputs()
+    steps: list[Callable[[Any], Any]] = [
+        lambda model: None,
+        lambda model: (torch.manual_seed(7), model.add_adapter(config)),
+        lambda model: model.fuse_lora(),
+        lambda model: model.unfuse_lora(),
+        lambda model: model.fuse_lora(lora_scale=0.5),
+    ]
+    for number, step in enumerate(steps):
+        for twin in (model, resident):
+            step(twin)
+        expected = Where(None).call(resident, **copy.deepcopy(given))
+        for _ in range(2):
+            assert torch.equal(where.call(model, **copy.deepcopy(given)), expected), number
+    state = resident.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    handle.remove()
+    assert_at_rest(model, resident)
+
+
+def test_what_is_saved(where: Where, tmp_path: Path) -> None:
+    """Also over the checkpoint's own name, which `save_pretrained` writes to."""
+    tiny.flux_transformer().save_pretrained(tmp_path / "model")
+    model: Any = FluxTransformer2DModel.from_pretrained(tmp_path / "model").eval()
+    resident = aligned(model)
+    handle = offload(model)
+    given = tiny.flux_inputs()
+    assert torch.equal(where.call(model, **given), Where(None).call(resident, **given))
+    for twin in (model, resident):
+        twin.proj_out.weight.data.mul_(2)
+    model.save_pretrained(tmp_path / "other")
+    again: Any = FluxTransformer2DModel.from_pretrained(tmp_path / "other").eval()
+    assert_at_rest(again, resident)
+    for _ in range(2):
+        assert torch.equal(where.call(model, **given), Where(None).call(resident, **given))
+    handle.remove()
+    assert_at_rest(model, resident)
+
+
+# ---------------------------------------------------------------- several models, copies
+
+
+def test_two_models_of_one_file(where: Where, tmp_path: Path) -> None:
+    resident = Model([16] * 3).eval()
+    models = [from_file(resident, tmp_path / "model.safetensors") for _ in range(2)]
+    handles = [offload(model) for model in models]
+    edited = aligned(resident)
+    for twin in (models[0], edited):
+        edit_through_data(twin)
+    x = torch.randn(2, DIM)
+    for _ in range(2):
+        assert torch.equal(where.call(models[0], x), Where(None).call(edited, x))
+        assert torch.equal(where.call(models[1], x), Where(None).call(resident, x))
+    handles[0].remove()
+    assert torch.equal(where.call(models[1], x), Where(None).call(resident, x))
+    handles[1].remove()
+    assert_at_rest(models[0], edited)
+    assert_at_rest(models[1], resident)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies(how: str, where: Where, tmp_path: Path) -> None:
+    """A copy is a resident model of its own: it neither needs the file nor shares memory with the first."""
+    torch.manual_seed(0)
+    resident = PlainModel(3).eval()
+    model: Any = from_file(resident, path := tmp_path / "model.safetensors")
+    handle = offload(model)
+    x = inputs()
+    assert torch.equal(where.call(model, x), Where(None).call(resident, x))
+    if how == "deepcopy":
+        twin = copy.deepcopy(model)
+    elif how == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        assert len(file.getvalue()) < 3 * path.stat().st_size  # its own bytes, and no others
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    with torch.no_grad():
+        twin.gain.mul_(2)
+    assert_at_rest(model, resident)
+    handle.remove()
+    path.unlink()
+    del model, handle
+    gc.collect()
+    edited = aligned(resident)
+    edited.gain.data.mul_(2)
+    assert torch.equal(Where(None).call(aligned(twin), x), Where(None).call(edited, x))
+
+
+# ---------------------------------------------------------------- what happens to the file
+
+
+@every_level
+@pytest.mark.parametrize("what", ["deleted", "replaced"])
+def test_a_checkpoint_that_goes(what: str, level: str, where: Where, tmp_path: Path) -> None:
+    resident = Model([16] * 3).eval()
+    path = tmp_path / "model.safetensors"
+    model = from_file(resident, path)
+    handle = offload(model, level)
+    x = torch.randn(2, DIM)
+    assert torch.equal(where.call(model, x), Where(None).call(resident, x))
+    if what == "deleted":
+        path.unlink()
+    else:  # as an updater does
+        save_file({name: value + 1 for name, value in resident.state_dict().items()}, tmp_path / "new")
+        os.replace(tmp_path / "new", path)
+    for number in range(4):
+        if number == 2:
+            for twin in (model, resident):
+                edit_through_data(twin)
+        assert torch.equal(where.call(model, x), Where(None).call(resident, x))
+        assert_at_rest(model, resident)
+    handle.remove()
+    assert_at_rest(model, resident)
+
+
+@pytest.mark.parametrize(("level", "verifies"), [("block_level", True), ("leaf_level", True), ("block_level", False)])
+@pytest.mark.parametrize("what", ["overwritten", "truncated", "appended to", "touched"])
+def test_a_checkpoint_that_is_changed_in_place(
+    what: str, level: str, verifies: bool, where: Where, tmp_path: Path
+) -> None:
+    """Every forward says so, until it is what it was if that can be told: by the hash of what was read before."""
+    resident = Model([300] * 3).eval()
+    path = tmp_path / "model.safetensors"
+    model = from_file(resident, path)
+    content, stat = path.read_bytes(), path.stat()
+    handle = offload(model, level, verify_files=verifies)
+    x = torch.randn(2, DIM)
+    for _ in range(2):
+        assert torch.equal(where.call(model, x), Where(None).call(resident, x))
+        if what == "truncated":
+            os.truncate(path, len(content) - 4)
+        elif what == "appended to":
+            with path.open("ab") as file:
+                file.write(b"x")
+        elif what == "touched":
+            os.utime(path)
+        else:
+            with path.open("r+b") as file:
+                file.seek(len(content) - 64)
+                file.write(b"\1" * 64)
+        for _ in range(2):
+            with pytest.raises(GroupFileError) as caught:
+                where.call(model, x)
+            assert str(path) in str(caught.value) and "load the model again" in str(caught.value)
+        with pytest.raises(GroupFileError):
+            handle.refresh()
+        if what == "touched":
+            with pytest.raises(GroupFileError):
+                handle.remove()
+        path.write_bytes(content)
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        if not verifies:
+            with pytest.raises(GroupFileError, match="verify_files"):
+                where.call(model, x)
+            return
+        for _ in range(2):
+            assert torch.equal(where.call(model, x), Where(None).call(resident, x))
+        assert_at_rest(model, resident)
+    handle.remove()
+    assert_at_rest(model, resident)
+
+
+@pytest.mark.parametrize("then", ["", "link replaced", "blob replaced"])
+def test_a_checkpoint_behind_a_link(then: str, where: Where, tmp_path: Path) -> None:
+    """As in the cache of huggingface_hub: snapshots/ has links to blobs/."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    saved = tiny.flux_transformer()
+    saved.save_pretrained(snapshot)
+    (link,) = snapshot.glob("*.safetensors")
+    link.rename(blobs / "0123")
+    link.symlink_to("../../blobs/0123")
+    model: Any = FluxTransformer2DModel.from_pretrained(snapshot).eval()
+    resident = aligned(model)
+    handle = offload(model)
+    given = tiny.flux_inputs()
+    expected = Where(None).call(resident, **given)
+    assert torch.equal(where.call(model, **given), expected)
+    if then:
+        (blobs / "4567").write_bytes(bytes((blobs / "0123").stat().st_size))
+    if then == "link replaced":
+        link.unlink()
+        link.symlink_to("../../blobs/4567")
+    elif then == "blob replaced":
+        os.replace(blobs / "4567", blobs / "0123")
+    for _ in range(2):
+        assert torch.equal(where.call(model, **given), expected)
+    handle.remove()
+    assert_at_rest(model, resident)

@@ -1,0 +1,479 @@
+"""Which file it is that weights rest in: what other programs may do to it, and what must be noticed.
+
+What may end in a SIGBUS runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import mmap
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from group_offload import ConfigError, GroupFileError, apply_group_offloading
+from group_offload.stores import folder as folders
+
+from ..support.common import Model, assert_at_rest, assert_same, check, inputs, make, offload_to, run
+from .test_files import pair, run_python
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs to be root")
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder that any user may write to: pytest's own are for its user alone."""
+    path = Path(tempfile.mkdtemp(prefix="group_offload-test-"))
+    path.chmod(0o777)
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def loaded(path: Path, seed: int = 0, num_files: int = 1, num_blocks: int = 4) -> tuple[Any, Any]:
+    """A model whose weights are views of checkpoints in `path`, and its resident twin."""
+    reference = make(Model, num_blocks, seed=seed)
+    names = [*reference.state_dict()]
+    path.mkdir(parents=True, exist_ok=True)
+    model, state = copy.deepcopy(reference), {}
+    for number in range(num_files):
+        mine = {name: reference.state_dict()[name] for name in names[number::num_files]}
+        if mine:
+            save_file(mine, path / f"{number}.safetensors")
+            state |= load_file(path / f"{number}.safetensors")
+    model.load_state_dict(state, assign=True)
+    return model, reference
+
+
+def offloaded(tier: str, path: Path, *, many: bool, **options: Any) -> tuple[Any, Any, Any, list[Path]]:
+    """A model in files that has run once, its resident twin, its handle, and the files."""
+    num_blocks = 6 if many else 3
+    if tier == "groups":
+        model: Any = make(Model, num_blocks)
+        reference: Any = copy.deepcopy(model)
+        handle = offload_to(path, model, "leaf_level" if many else "block_level", **options)
+    else:
+        model, reference = loaded(path, num_files=30 if many else 2, num_blocks=num_blocks)
+        handle = apply_group_offloading(model, "cpu", offload_device="disk", **options)
+    assert_same(run(model, inputs()), run(reference, inputs()))
+    return model, reference, handle, sorted(path.glob("*.safetensors"))
+
+
+def change(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-64, 2)
+        file.write(b"\1" * 64)
+
+
+def change_and_put_the_time_back(path: Path) -> None:
+    before = path.stat()
+    change(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def replace(path: Path) -> None:
+    other = path.with_name("other")
+    other.write_bytes(b"x" * path.stat().st_size)
+    other.rename(path)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def shred(path: Path) -> None:
+    subprocess.run(["shred", "-u", path], check=True)
+
+
+def link(path: Path) -> None:
+    os.link(path, path.with_name(f"linked-{path.name}"))
+
+
+def rename(path: Path) -> None:
+    path.rename(path.with_name(f"renamed-{path.name}"))
+
+
+def put_a_link(path: Path) -> None:
+    """To what blocks whoever opens it to read."""
+    fifo = path.with_name("fifo")
+    if not fifo.exists():
+        os.mkfifo(fifo)
+    path.unlink()
+    path.symlink_to(fifo)
+
+
+def move_the_folder(path: Path) -> None:
+    if path.parent.exists():
+        path.parent.rename(path.parent.with_name("moved"))
+
+
+def mount_over(path: Path) -> None:
+    if not path.parent.is_mount():
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", path.parent], check=True)
+
+
+HARMFUL = {
+    "change": [change],
+    "change+rm": [change, Path.unlink],
+    "change+mv": [change, replace],
+    "cut": [cut],
+    "cut+rm": [cut, Path.unlink],
+    "cut+mv": [cut, replace],
+    "shred": [shred],
+    "change, time put back": [change_and_put_the_time_back],
+}
+HARMLESS = {
+    "rm": [Path.unlink],
+    "mv": [replace],
+    "symlink": [put_a_link],
+    "link": [link],
+    "rename": [rename],
+    "chmod": [lambda path: path.chmod(0o640)],
+    "folder moved": [move_the_folder],
+    "mounted over": [mount_over],
+}
+LOSES_THE_NAME = {"rm", "mv", "symlink"}
+
+
+def outcome(step: Any) -> str:
+    try:
+        step()
+    except (GroupFileError, ConfigError) as error:
+        return "told" if ".safetensors" in str(error) else str(error)
+    return "right"
+
+
+def go_through(tier: str, root: Path, *, many: bool, verifies: bool, may_lose: bool = False, with_mounts: bool) -> None:
+    """Every case, in this process. `may_lose`: where nobody knows whether the file is what it was, that is told."""
+    cases: dict[str, list[Any]] = {**HARMFUL, **HARMLESS}
+    for number, (name, steps) in enumerate(cases.items()):
+        if name == "mounted over" and not with_mounts:
+            continue
+        print(name, flush=True)
+        model, reference, handle, paths = offloaded(tier, root / f"{number}", many=many, verify_files=verifies)
+        for step in steps:
+            for path in paths:
+                step(path)
+        forward = lambda: assert_same(run(model, inputs()), run(reference, inputs()))  # noqa: B023, E731
+        found = {outcome(step) for step in (forward, forward, handle.refresh)}
+        if name == "rename":
+            for path in paths:
+                rename(path.with_name(f"renamed-{path.name}"))
+            found |= {outcome(forward)}
+        found |= {outcome(handle.remove)}
+        if name in HARMFUL:
+            assert found == {"told"}, (name, found)
+        elif may_lose and name in LOSES_THE_NAME:
+            assert found <= {"right", "told"}
+        else:
+            assert found == {"right"}, (name, found)
+            assert_at_rest(model, reference)
+    print("done", flush=True)
+
+
+_CASES = """
+import ctypes, resource
+import tests.files.test_file_identity as t
+tier, root, verifies, limit, user = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3] == "True", *map(int, sys.argv[4:])
+import torch._dynamo
+os.fsync = os.fstat
+libc = ctypes.CDLL(None)
+with_mounts = user == 0 and libc.unshare(0x20000) == 0 and not os.system("mount --make-rprivate / 2> /dev/null")
+if limit:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+if user:
+    os.setgroups([]); os.setgid(user); os.setuid(user)
+    libc.prctl(4, 1)  # PR_SET_DUMPABLE: may look into its own /proc, as if it had been started so
+"""
+
+
+@pytest.mark.parametrize("verifies", [False, True], ids=["", "verify_files"])
+@pytest.mark.parametrize("tier", ["groups", "checkpoint"])
+def test_files_that_are_held(tier: str, verifies: bool, place: Path) -> None:
+    """What changed is told, also of files that have no name any more; nothing else is, and no case is a SIGBUS."""
+    code = "t.go_through(tier, root, many=False, verifies=verifies, with_mounts=with_mounts)"
+    done = run_python(_CASES + code, tier, place, verifies, 0, 0)
+    assert done.returncode == 0 and done.stdout.endswith("done\n"), (done.returncode, done.stdout, done.stderr[-1500:])
+
+
+@as_root
+@pytest.mark.parametrize("user", [0, 65534], ids=["root", "nobody"])
+@pytest.mark.parametrize(("tier", "verifies"), [("groups", False), ("checkpoint", False), ("checkpoint", True)])
+def test_more_files_than_descriptors(tier: str, verifies: bool, user: int, place: Path) -> None:
+    """The same. Of checkpoints whose content nobody knows what lost its name is lost, if a user may not ask the kernel."""
+    code = """
+t.go_through(tier, root, many=True, verifies=verifies, with_mounts=with_mounts,
+    may_lose=tier == "checkpoint" and user and not verifies)
+"""
+    done = run_python(_CASES + code, tier, place, verifies, 64, user)
+    assert done.returncode == 0 and done.stdout.endswith("done\n"), (done.returncode, done.stdout, done.stderr[-1500:])
+
+
+# ---------------------------------------------------------------- set-up
+
+_WAYS: dict[str, dict[str, Any]] = {
+    "ram": {},
+    "disk": {"offload_device": "disk"},
+    "folder": {"offload_to_disk_path": "groups"},
+}
+
+
+def test_set_up_with_files_that_were_cut_off(place: Path) -> None:
+    """After the weights were loaded from them, and before they are offloaded; also if they have no name any more."""
+    done = run_python(
+        """
+        import tests.files.test_file_identity as t
+        for way, options in t._WAYS.items():
+            for case in ("cut", "cut+rm", "cut+mv"):
+                print(way, case, flush=True)
+                folder = pathlib.Path(sys.argv[1]) / way / case
+                folder.mkdir(parents=True)
+                model, reference = t.loaded(folder, num_files=2)
+                for path in sorted(folder.glob("*.safetensors")):
+                    for step in t.HARMFUL[case]:
+                        step(path)
+                options = {name: folder / value if value == "groups" else value for name, value in options.items()}
+                found = t.outcome(lambda: apply_group_offloading(model, "cpu", **options))
+                assert found == "told", found
+        print("done")
+        """,
+        place,
+    )
+    assert done.returncode == 0 and done.stdout.endswith("done\n"), (done.returncode, done.stdout, done.stderr[-1500:])
+
+
+def test_a_file_that_is_cut_off_while_a_forward_changes_weights(place: Path) -> None:
+    """The new values of a batch norm would be written to pages that are not there any more."""
+    done = run_python(
+        """
+        import tests.files.test_file_identity as t
+        from tests.engine.test_residence import NormedModel, DIM
+        os.fsync = os.fstat
+        root = pathlib.Path(sys.argv[1])
+        for tier in ("groups", "checkpoint"):
+            torch.manual_seed(0)
+            model = NormedModel().train()
+            folder = root / tier
+            folder.mkdir()
+            options = {"offload_to_disk_path": folder}
+            if tier == "checkpoint":
+                t.save_file(model.state_dict(), folder / "model.safetensors")
+                model.load_state_dict(t.load_file(folder / "model.safetensors"), assign=True)
+                options = {"offload_device": "disk"}
+            handle = apply_group_offloading(model, "cpu", **options)
+            def cut(module, args, output):
+                for path in folder.glob("*.safetensors"):
+                    os.truncate(path, 0)
+            model.blocks[1].norm.register_forward_hook(cut)
+            x = torch.randn(3, DIM)
+            for step in (lambda: model(x), lambda: model(x), handle.refresh, handle.remove):
+                with torch.no_grad():
+                    print(tier, t.outcome(step), flush=True)
+        """,
+        place,
+    )
+    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr[-1500:])
+    assert done.stdout.split() == [word for tier in ("groups", "checkpoint") for word in [tier, "told"] * 4]
+
+
+@pytest.mark.parametrize("what", ["deleted", "replaced"])
+def test_the_disk_is_a_promise(what: str, tmp_path: Path) -> None:
+    """What cannot rest in its file is not silently taken to RAM."""
+    model, reference = loaded(tmp_path, num_files=2)
+    HARMLESS["rm" if what == "deleted" else "mv"][0](tmp_path / "1.safetensors")
+    with pytest.raises(ConfigError, match=r"offload_to_disk_path") as caught:
+        apply_group_offloading(model, "cpu", offload_device="disk")
+    assert "1.safetensors" in str(caught.value) and any(name in str(caught.value) for name in model.state_dict())
+    assert_same(run(model, inputs()), run(reference, inputs()))
+    handle = apply_group_offloading(model, "cpu", offload_device="disk", offload_to_disk_path=tmp_path / "groups")
+    check(model, reference, inputs())
+    assert {group.tier for group in handle.groups} == {"file"}
+
+
+@pytest.mark.parametrize("name", ["line\nbreak", "back\\012slash", "gone (deleted)", " spaces ", b"\xff\xfe"], ids=repr)
+def test_names_that_few_files_have(name: str | bytes, tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(name)
+    model, reference = loaded(tmp_path / "first")
+    folder.mkdir()
+    (tmp_path / "first" / "0.safetensors").rename(folder / "0.safetensors")
+    handle = apply_group_offloading(model, "cpu", offload_device="disk")
+    assert {group.where for group in handle.groups} == {"0.safetensors"}
+    check(model, reference, inputs())
+    rename(folder / "0.safetensors")
+    check(model, reference, inputs())
+
+
+def test_a_mapped_file_with_a_name_in_no_encoding(tmp_path: Path) -> None:
+    """Any file of the process: it need not be the model's."""
+    path = tmp_path / os.fsdecode(b"\xff.bin")
+    path.write_bytes(b"x" * 100)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+        for options in ({}, {"offload_to_disk_path": tmp_path}):
+            model, reference = pair()
+            apply_group_offloading(model, "cpu", **options)  # type: ignore[arg-type]
+            check(model, reference, inputs())
+
+
+@as_root
+def test_another_file_system_with_equal_numbers(tmp_path: Path) -> None:
+    """The name leads to a file with the inode number of the one that was loaded, on another device."""
+    done = run_python(
+        _CASES
+        + """
+if not with_mounts:
+    sys.exit()
+def mounted(seed):
+    assert not os.system(f"mount -t tmpfs tmpfs '{root}'")
+    found = t.loaded(root, seed=seed)
+    return *found, (root / "0.safetensors").stat()
+model, reference, first = mounted(0)
+_, _, second = mounted(1)
+assert first.st_ino == second.st_ino and first.st_dev != second.st_dev
+for options in ({"offload_device": "disk"}, {}):
+    try:
+        apply_group_offloading(model, "cpu", **options)
+    except ConfigError as error:
+        assert options and "0.safetensors" in str(error)
+    else:
+        assert not options
+    assert_same(run(model, inputs()), run(reference, inputs()))
+""",
+        "",
+        tmp_path,
+        False,
+        0,
+        0,
+    )
+    assert done.returncode == 0, done.stderr[-1500:]
+
+
+def test_a_file_that_changes_while_it_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last byte is compared, the file changes, and only then weights come to rest in it."""
+    offload_to(tmp_path, make(Model)).remove()
+    real = folders.holds
+
+    def holds(fd: int, *args: Any) -> bool:
+        found = real(fd, *args)
+        change(Path(os.readlink(f"/proc/self/fd/{fd}")))
+        return found
+
+    monkeypatch.setattr(folders, "holds", holds)
+    model, _ = pair()
+    offload_to(tmp_path, model)
+    with pytest.raises(GroupFileError):
+        run(model, inputs())
+
+
+# ---------------------------------------------------------------- other users, limits
+
+
+@as_root
+@pytest.mark.parametrize("verifies", [False, True], ids=["", "verify_files"])
+def test_files_of_another_user(verifies: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Could be changed by that user at any time, and are equal now."""
+    offload_to(tmp_path, make(Model)).remove()
+    theirs = sorted(tmp_path.glob("*.safetensors"))
+    for path in theirs:
+        os.chown(path, 12345, 12345)
+    model, reference = pair()
+    handle = offload_to(tmp_path, model, verify_files=verifies)
+    names = {group.where for group in handle.groups}
+    assert names == {path.name for path in theirs} if verifies else not names & {path.name for path in theirs}
+    said = [record.getMessage() for record in caplog.records if "belong to other users" in record.getMessage()]
+    assert len(said) == (not verifies)
+    check(model, reference, inputs())
+    assert all(path.exists() for path in theirs)
+    for path in theirs:
+        change_and_put_the_time_back(path)
+    if verifies:
+        with pytest.raises(GroupFileError):
+            run(model, inputs())
+    else:
+        check(model, reference, inputs())
+
+
+@pytest.mark.parametrize("tier", ["groups", "disk"])
+def test_an_error_at_every_look(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a drive that fails. Right or told; the module stays what it is."""
+    real, num_left = os.fstat, 0
+
+    def fstat(fd: int) -> os.stat_result:
+        nonlocal num_left
+        num_left -= 1
+        if num_left == 0:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd)
+
+    monkeypatch.setattr(os, "fstat", fstat)
+    told: set[str] = set()
+    for number in range(1, 40):
+        if tier == "groups":
+            model, reference = pair()
+            options: dict[str, Any] = {"offload_to_disk_path": tmp_path / f"{number}"}
+        else:
+            model, reference = loaded(tmp_path / f"{number}")
+            options = {"offload_device": "disk"}
+        num_left = number
+        handle = None
+        try:
+            handle = apply_group_offloading(model, "cpu", **options)
+            run(model, inputs())
+        except (GroupFileError, ConfigError) as error:
+            told.add(str(error))
+        num_left = 0
+        assert_same(run(model, inputs()), run(reference, inputs()))
+        if handle is not None:
+            handle.remove()
+            assert_at_rest(model, reference)
+    assert told
+
+
+@pytest.mark.parametrize("tier", ["groups", "disk", "ram"])
+def test_a_limit_of_address_space(tier: str, tmp_path: Path) -> None:
+    """Set-up says what to do, and the module is what it was."""
+    done = run_python(
+        """
+        import resource
+        import tests.files.test_file_identity as t
+        from tests.support.simulated import SimulatedDevice, use_simulated_device
+        tier, root = sys.argv[1], pathlib.Path(sys.argv[2])
+        def made():
+            torch.manual_seed(0)
+            return nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).eval()  # 128 MiB
+        model = made()
+        options = {"groups": {"offload_to_disk_path": root}, "disk": {"offload_device": "disk"}, "ram": {}}[tier]
+        if tier == "disk":
+            t.save_file(model.state_dict(), root / "model.safetensors")
+            model.load_state_dict(t.load_file(root / "model.safetensors"), assign=True)
+        x = torch.randn(1, 2048)
+        expected = run(model, x)
+        apply_group_offloading(made(), "cpu").remove()
+        with use_simulated_device(SimulatedDevice(0)) if tier == "ram" else t.nothing():
+            size = int(open("/proc/self/statm").read().split()[0]) * 4096
+            soft = size + (40 << 20)
+            resource.setrlimit(resource.RLIMIT_AS, (soft, resource.RLIM_INFINITY))
+            try:
+                apply_group_offloading(model, "cpu", **options)
+            except (GroupFileError, ConfigError, MemoryError) as error:
+                print(type(error).__name__, error)
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert torch.equal(run(model, x), expected)
+        """,
+        tier,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr[-1500:]
+    expected = {"groups": "GroupFileError", "disk": "ConfigError", "ram": "MemoryError"}[tier]
+    assert done.stdout.startswith(expected), done.stdout
+    assert "offload_to_disk_path" in done.stdout or "ulimit -v" in done.stdout
+
+
+nothing = nullcontext

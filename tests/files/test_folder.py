@@ -1,0 +1,743 @@
+"""A folder of group files under kills, other processes, links, masks and disks that say no."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import errno
+import fcntl
+import gc
+import itertools
+import logging
+import os
+import resource
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from group_offload import GroupFileError, apply_group_offloading
+from group_offload.base import publish as publish_module
+from group_offload.base.layout import ImageLayout, lay_out
+from group_offload.base.mapping import map_file
+from group_offload.base.publish import boot
+from group_offload.stores.folder import Folder, ProvenFile, delete_if_unused, file_name, keep, leave, use
+from group_offload.stores.manifest import read_manifest
+from group_offload.stores.survey import Kind, Survey, open_folder, removable, remove, survey, verify
+
+from ..support.common import Model, assert_at_rest, make, offload_to
+from ..support.new_process import ROOT, run_code
+
+GROUPS = ("blocks_0", "blocks_1")
+
+
+def weights(seed: int = 0, group: str = "blocks_0") -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"{group}.{name}": torch.randn(3, 5, generator=generator) for name in ("up", "down")}
+
+
+def layout_of(named: dict[str, torch.Tensor]) -> ImageLayout:
+    return lay_out(list(named), list(named.values()))
+
+
+def put(folder: Folder, named: dict[str, torch.Tensor], group: str = "blocks_0", **options: Any) -> ProvenFile:
+    """Find or write the file of a group, and close it."""
+    found = folder.find_or_write(group, layout_of(named), list(named.values()), lambda num_bytes: None, **options)
+    os.close(found.fd)
+    return found
+
+
+def set_up(path: Path, seed: int = 0, model_class: str = "Model") -> list[ProvenFile]:
+    """What the engine does for a model of two groups."""
+    folder = Folder(path, model_class)
+    with folder.locked():
+        folder.prepare(1000)
+        files = [put(folder, weights(seed, group), group) for group in GROUPS]
+        folder.publish_manifest([file.entry for file in files])
+    return files
+
+
+def assert_holds(files: Sequence[ProvenFile], seed: int = 0) -> None:
+    for file, group in zip(files, GROUPS, strict=True):
+        loaded = load_file(file.path)
+        for name, value in weights(seed, group).items():
+            assert torch.equal(loaded[name], value)
+
+
+def look(path: Path) -> Survey:
+    with open_folder(path) as fd:
+        return verify(fd, survey(fd), lambda num_bytes: None)
+
+
+def assert_whole(path: Path) -> None:
+    found = look(path)
+    assert not found.damaged and not found.broken_manifests
+
+
+def prune(path: Path) -> None:
+    with open_folder(path) as fd:
+        for finding in removable(survey(fd)):
+            remove(finding, fd)
+
+
+def names(path: Path) -> set[str]:
+    return {file.name for file in path.iterdir()}
+
+
+def manifests(path: Path) -> list[Path]:
+    return sorted(path.glob("manifest_*"))
+
+
+def in_new_process(function: Callable[..., None], *args: object, under: Sequence[str] = (), **options: Any) -> str:
+    """Run a function of a test in a process of its own, which may fork: pytest's has threads. Returns what it says."""
+    code = f"import sys; from {function.__module__} import {function.__name__} as f; f(*sys.argv[1:])"
+    if under or options:
+        command = [*under, sys.executable, "-c", code, *map(str, args)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=100, env=environment, **options
+        )
+    else:
+        done = run_code(code, args)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def fork(body: Callable[[], object]) -> int:
+    """Run `body` in a child; returns its pid."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            body()
+            status = 0
+        finally:
+            os._exit(status)
+    return pid
+
+
+def status_of(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+# ---------------------------------------------------------------- what a file says, and when it is used
+
+
+def test_metadata(tmp_path: Path) -> None:
+    file = put(Folder(tmp_path, "Model"), weights())
+    (finding,) = look(tmp_path).findings
+    assert finding.kind is Kind.GROUP and finding.version == "2" and finding.name == file_name("blocks_0")
+    assert finding.group is not None and finding.group.layout == layout_of(weights())
+    assert (finding.group.model_class, finding.group.group_id) == ("Model", "blocks_0")
+    assert finding.group.content == file.entry.content and finding.num_bytes == file.entry.num_bytes
+
+
+def test_a_folder_that_is_deleted_under_a_running_model(tmp_path: Path) -> None:
+    """What is in use stays open; what is written later makes it again."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    resident = copy.deepcopy(model)
+    handle = apply_group_offloading(model, "cpu", offload_to_disk_path=tmp_path / "offload", offload_type="leaf_level")
+    x = torch.randn(2, 4)
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.equal(model(x), resident(x))
+            for twin in (model, resident):
+                twin[0].weight.mul_(2)  # type: ignore[operator]
+        shutil.rmtree(tmp_path / "offload")
+    with torch.no_grad():
+        assert torch.equal(model(x), resident(x))
+    handle.remove()
+    assert torch.equal(model[0].weight, resident[0].weight)  # type: ignore[arg-type]
+
+
+def test_other_weights_are_told_by_the_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their data is not read."""
+    first = put(Folder(tmp_path), weights(0))
+    positions = []
+    preadv = os.preadv
+
+    def watched(fd: int, buffers: Any, position: int) -> int:
+        positions.append(position)
+        return preadv(fd, buffers, position)
+
+    monkeypatch.setattr(os, "preadv", watched)
+    second = put(Folder(tmp_path), weights(1))
+    assert second.path != first.path and set(positions) == {0}
+    positions.clear()
+    assert put(Folder(tmp_path), weights(1)).path == second.path
+    assert max(positions) >= 4096
+
+
+def test_another_class_gets_files_of_its_own(tmp_path: Path) -> None:
+    assert put(Folder(tmp_path, "A"), weights()).path != put(Folder(tmp_path, "B"), weights()).path
+
+
+# ---------------------------------------------------------------- manifests
+
+
+def test_equal_models_share_a_manifest(tmp_path: Path) -> None:
+    files = set_up(tmp_path)
+    before = names(tmp_path)
+    assert [file.entry for file in set_up(tmp_path)] == [file.entry for file in files]
+    assert names(tmp_path) == before
+    (path,) = manifests(tmp_path)
+    manifest = read_manifest(path)
+    assert manifest.model_class == "Model" and manifest.entries == tuple(file.entry for file in files)
+    set_up(tmp_path, seed=1)
+    assert len(manifests(tmp_path)) == 2 and len(names(tmp_path)) == 6
+    assert_whole(tmp_path)
+
+
+@pytest.mark.parametrize("model_class", ["", "../../etc", "Ünï/code\n", "x" * 500, "a_0123456789abcdef.json"])
+def test_manifest_name_of_any_class(model_class: str, tmp_path: Path) -> None:
+    folder = tmp_path / "groups"
+    set_up(folder, model_class=model_class)
+    assert names(tmp_path) == {"groups"}
+    assert read_manifest(manifests(folder)[0]).model_class == model_class
+    assert_whole(folder)
+
+
+def edit(folder: Folder, old: Path | None, before: list[ProvenFile], seed: int) -> tuple[Path | None, list[ProvenFile]]:
+    """The second group changes."""
+    new = put(folder, weights(seed, GROUPS[1]), GROUPS[1], outdated=before[1].path)
+    files = [before[0], new]
+    return folder.publish_manifest([file.entry for file in files], replaces=old), files
+
+
+def test_manifest_moves_with_an_edit(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "Model")
+    files = [put(folder, weights(0, group), group) for group in GROUPS]
+    first = folder.publish_manifest([file.entry for file in files])
+    second, files = edit(folder, first, files, 1)
+    assert manifests(tmp_path) == [second] and second != first
+    assert folder.publish_manifest([file.entry for file in files], replaces=second) == second
+    assert manifests(tmp_path) == [second]
+    third = folder.publish_manifest([], replaces=second)  # nothing rests here any more
+    assert third is None and not manifests(tmp_path)
+
+
+def test_manifest_that_others_need_stays(tmp_path: Path) -> None:
+    folder, other = Folder(tmp_path, "Model"), Folder(tmp_path, "Model")
+    files = [put(folder, weights(0, group), group) for group in GROUPS]
+    first = folder.publish_manifest([file.entry for file in files])
+    assert first is not None
+    assert other.publish_manifest([file.entry for file in files]) == first
+    second, _ = edit(folder, first, files, 1)
+    assert set(manifests(tmp_path)) == {first, second}  # the other model's
+    leave(first)
+    keep(first)  # as if an earlier run had written it
+    use(first)
+    leave(first)
+    delete_if_unused(first)
+    assert set(manifests(tmp_path)) == {first, second}
+
+
+def test_manifest_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model works all the same, and keeps the one that it had."""
+    folder = Folder(tmp_path, "Model")
+    files = [put(folder, weights(0, group), group) for group in GROUPS]
+    first = folder.publish_manifest([file.entry for file in files])
+    for call in ("write", "fsync", "replace"):
+        new = put(folder, weights(1, GROUPS[1]), GROUPS[1], outdated=files[1].path)
+
+        def fails(*args: Any, **kwargs: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, fails)
+            assert folder.publish_manifest([files[0].entry, new.entry], replaces=first) == first
+        assert "No space left" in caplog.text and manifests(tmp_path) == [first]
+        assert not [name for name in names(tmp_path) if name.endswith(".tmp")]
+        caplog.clear()
+
+
+def test_manifest_of_a_file_that_was_damaged(tmp_path: Path) -> None:
+    """The weights get another file, and the manifest of the same name leads there."""
+    files = set_up(tmp_path)
+    os.truncate(files[0].path, 4100)
+    again = set_up(tmp_path)
+    assert again[0].path != files[0].path and len(manifests(tmp_path)) == 1
+    assert_holds(again)
+    assert read_manifest(manifests(tmp_path)[0]).entries[0].file == again[0].path.name
+    prune(tmp_path)
+    assert not files[0].path.exists()
+    assert_whole(tmp_path)
+
+
+# ---------------------------------------------------------------- names that somebody planted
+
+
+def victim(tmp_path: Path) -> Path:
+    path = tmp_path / "victim"
+    path.write_bytes(b"precious")
+    return path
+
+
+@pytest.mark.parametrize("target", ["victim", "nothing"])
+@pytest.mark.parametrize("what", ["group file", "temporary file", "manifest", "temporary manifest", "probe", "lock"])
+def test_planted_links_are_not_followed(
+    what: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    precious, folder = victim(tmp_path), tmp_path / "groups"
+    set_up(folder)
+    (manifest,), group = manifests(folder), folder / file_name(GROUPS[0])
+    suffix = f".{os.getpid()}.{boot()}{b'1234'.hex()}.tmp"
+    planted = {
+        "group file": group,
+        "temporary file": folder / f".{group.name}{suffix}",
+        "manifest": manifest,
+        "temporary manifest": folder / f".{manifest.name}{suffix}",
+        "probe": folder / f".probe{suffix}",
+        "lock": folder / ".lock",
+    }[what]
+    for path in folder.iterdir():
+        path.unlink()
+    planted.symlink_to(precious if target == "victim" else tmp_path / "nothing")
+    monkeypatch.setattr(os, "urandom", lambda n: b"1234")
+    fails = what in ("temporary file", "probe")
+    if fails:
+        with pytest.raises(GroupFileError, match="File exists"):
+            set_up(folder)
+    else:
+        assert_holds(set_up(folder))
+        assert ("manifest" in caplog.text) == ("manifest" in what)
+    assert names(tmp_path) == {"groups", "victim"} and precious.read_bytes() == b"precious"
+    assert planted.is_symlink()
+    assert "tmp" not in what or not names(folder) - {planted.name}
+
+
+def test_group_file_behind_a_link_is_not_used(tmp_path: Path) -> None:
+    """Whoever owns the link can lead it elsewhere."""
+    (tmp_path / "elsewhere").mkdir()
+    file = put(Folder(tmp_path / "elsewhere"), weights())
+    (tmp_path / "groups").mkdir()
+    (tmp_path / "groups" / file.path.name).symlink_to(file.path)
+    found = put(Folder(tmp_path / "groups"), weights())
+    assert found.path.name == file_name("blocks_0@1") and not found.path.is_symlink()
+
+
+@pytest.mark.parametrize("group", ["../../x", "/etc/passwd", "a\0b", "", "x" * 5000, "\N{SNOWMAN}", "@1"])
+def test_group_ids_do_not_lead_out_of_the_folder(group: str, tmp_path: Path) -> None:
+    folder = tmp_path / "groups"
+    folder.mkdir()
+    file = put(Folder(folder), weights(), group)
+    assert file.path.parent == folder and names(tmp_path) == {"groups"} and names(folder) == {file.path.name}
+    (finding,) = look(folder).findings
+    assert finding.group is not None and finding.group.group_id == group
+
+
+@pytest.mark.parametrize("mask", [0o077, 0o022, 0o002])
+def test_mode_follows_the_umask(mask: int, tmp_path: Path) -> None:
+    before = os.umask(mask)
+    try:
+        set_up(tmp_path / "groups")
+    finally:
+        os.umask(before)
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "groups").iterdir()}
+    assert modes == {0o666 & ~mask}
+
+
+def test_name_is_given_to_durable_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def watch(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            is_folder = name == "fsync" and stat.S_ISDIR(os.fstat(args[0]).st_mode)
+            calls.append("fsync folder" if is_folder else name)
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in ("write", "fsync", "link", "replace", "unlink"):
+        monkeypatch.setattr(os, name, watch(name, getattr(os, name)))
+    folder = Folder(tmp_path)
+    file = put(folder, weights())
+    ends = ["link", "fsync folder", "unlink"]
+    assert calls[-4:] == ["fsync", *ends] and set(calls[:-4]) == {"write"}
+    calls.clear()
+    folder.publish_manifest([file.entry])
+    assert calls == ["write", "fsync", "replace", "fsync folder", "unlink"]
+
+
+@pytest.mark.parametrize("planted", ["nothing", "a dangling link"])
+def test_file_system_without_hard_links(planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*args: Any) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    link = tmp_path / file_name(GROUPS[0])
+    if planted != "nothing":
+        link.symlink_to(tmp_path / "nowhere")
+    monkeypatch.setattr(os, "link", refuses)
+    assert_holds(set_up(tmp_path))
+    assert link.is_symlink() == (planted != "nothing")
+    if link.is_symlink():  # planted after it was looked for
+        assert publish_module.publish(link, b"header", [], lambda num_bytes: None) is None and link.is_symlink()
+    assert not [name for name in names(tmp_path) if name.endswith(".tmp")]
+
+
+@pytest.mark.parametrize("code", ["EINVAL", "ENOTSUP", "EACCES", "EROFS", "ENOSYS", "EBADF", "EIO"])
+@pytest.mark.parametrize("call", ["open", "fsync"])
+def test_file_system_that_does_not_sync_folders(
+    call: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SMB and 9p refuse it; a folder that may be written to and not be read cannot even be opened."""
+    original = getattr(os, call)
+
+    def refuses(what: Any, *args: Any, **kwargs: Any) -> Any:
+        if (call == "open" and what == tmp_path) or (call == "fsync" and stat.S_ISDIR(os.fstat(what).st_mode)):
+            number = getattr(errno, code)
+            raise OSError(number, os.strerror(number))
+        return original(what, *args, **kwargs)
+
+    monkeypatch.setattr(os, call, refuses)
+    assert_holds(set_up(tmp_path))
+    monkeypatch.undo()
+    assert len(names(tmp_path)) == 3
+    assert_whole(tmp_path)
+
+
+@pytest.mark.parametrize("call", ["fstat", "write", "fsync", "link"])
+def test_a_file_that_cannot_be_written_leaves_nothing(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a file nor a descriptor, whatever fails."""
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fails)
+        if call == "link":
+            patch.setattr(os, "replace", fails)
+        with pytest.raises(OSError, match="Input/output"):
+            publish_module.publish(tmp_path / "new", b"header", [], lambda num_bytes: None)
+    assert not names(tmp_path) and len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling link"])
+def test_a_folder_that_is_none(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "groups"
+    if kind == "file":
+        path.write_bytes(b"precious")
+    else:
+        path.symlink_to(tmp_path / "nowhere")
+    said = "it is not a folder" if kind == "file" else "it is a link that leads nowhere"
+    with pytest.raises(GroupFileError, match=said):
+        set_up(path)
+    assert names(tmp_path) == {"groups"}
+
+
+# ---------------------------------------------------------------- kills
+
+_CALLS = ("open", "write", "fsync", "link", "replace", "unlink")
+
+
+def die_at(step: int) -> None:
+    """From now on, the `step`th of these system calls of this process kills it; a write is half done."""
+    counter = itertools.count(1)
+
+    def deadly(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(counter) == step:
+                if name == "write":
+                    original(args[0], bytes(args[1])[: len(args[1]) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in _CALLS:
+        setattr(os, name, deadly(name, getattr(os, name)))
+
+
+def kill_at_every_step(path: str) -> None:
+    """A set-up, and then an edit that replaces the manifest, that die at every step."""
+
+    def work(folder: Path, step: int) -> None:
+        die_at(step)
+        files = set_up(folder)
+        view = Folder(folder, "Model")
+        first = view.publish_manifest([file.entry for file in files])
+        edit(view, first, files, 1)
+
+    for step in itertools.count(1):
+        folder = Path(path) / str(step)
+        status = status_of(fork(lambda folder=folder, step=step: work(folder, step)))
+        assert status in (0, -signal.SIGKILL), f"step {step}: {status}"
+        if folder.exists():
+            assert_whole(folder)
+            leftovers = {name for name in names(folder) if name.endswith(".tmp")}
+            assert len(leftovers) <= 1 and (status or not leftovers), leftovers
+        whole = {file_name(group) for group in GROUPS if (folder / file_name(group)).exists()}
+        assert_holds(set_up(folder))
+        assert whole <= names(folder)
+        assert not [name for name in names(folder) if name.startswith(".")]
+        prune(folder)
+        assert_whole(folder)
+        assert not [name for name in names(folder) if name.startswith(".")]
+        assert_holds(set_up(folder))
+        if status == 0:
+            print(f"{step - 1} steps")
+            return
+
+
+def test_killed_at_every_step(tmp_path: Path) -> None:
+    said = in_new_process(kill_at_every_step, tmp_path)
+    assert 40 < int(said.split()[0]) < 80, said
+
+
+# ---------------------------------------------------------------- two processes
+
+
+def slow_set_up(path: Path, log: int) -> None:
+    link = os.link
+
+    def slow(source: Any, target: Any) -> None:
+        time.sleep(0.2)
+        link(source, target)
+        os.write(log, f"{os.fspath(target)}\n".encode())
+
+    os.link = slow  # type: ignore[assignment]
+    publish_module._SECONDS_UNTIL_SAID = 0.1
+    logging.basicConfig()
+    assert_holds(set_up(path))
+
+
+def set_up_in_two(path: str, locks: str) -> None:
+    if locks == "without":
+
+        def refuses(*args: Any) -> None:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+        fcntl.flock = refuses  # type: ignore[assignment]
+    reader, writer = os.pipe()
+    pids = [fork(lambda: slow_set_up(Path(path), writer)) for _ in range(2)]
+    os.close(writer)
+    assert [status_of(pid) for pid in pids] == [0, 0]
+    with open(reader) as log:
+        print(log.read(), end="")
+    assert_whole(Path(path))
+    assert_holds(set_up(Path(path)))
+
+
+@pytest.mark.parametrize("locks", ["with", "without"])
+def test_two_processes_set_up_at_once(locks: str, tmp_path: Path) -> None:
+    said = in_new_process(set_up_in_two, tmp_path / "groups", locks)
+    expected = {file_name(group) for group in GROUPS}
+    written = [Path(line).name for line in said.splitlines() if line.endswith(".safetensors")]
+    assert sorted(written) == sorted(expected)
+    assert {name for name in names(tmp_path / "groups") if name.endswith(".safetensors")} == expected
+    assert said.count("Waiting for Process") == (locks == "with")
+
+
+def hold_the_lock(path: str) -> None:
+    def hold() -> None:
+        with Folder(Path(path)).locked():
+            os.write(writer, b"x")
+            time.sleep(100)
+
+    reader, writer = os.pipe()
+    pid = fork(hold)
+    os.read(reader, 1)
+    got = threading.Event()
+
+    def wait() -> None:
+        with Folder(Path(path)).locked():
+            got.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert not got.wait(0.3)
+    os.kill(pid, signal.SIGKILL)
+    assert got.wait(60)
+    thread.join()
+    assert status_of(pid) == -signal.SIGKILL
+
+
+def test_a_killed_process_holds_no_lock(tmp_path: Path) -> None:
+    in_new_process(hold_the_lock, tmp_path)
+    assert not names(tmp_path)  # the lock takes no file
+
+
+# ---------------------------------------------------------------- in use
+
+
+def test_file_in_use_is_not_pruned(tmp_path: Path) -> None:
+    """For as long as a mapping is there, without a descriptor."""
+    folder, named = Folder(tmp_path), weights()
+    for _ in ("written", "found"):
+        file = folder.find_or_write("blocks_0", layout_of(named), list(named.values()), lambda num_bytes: None)
+        prune(tmp_path)
+        assert file.path.exists()
+        mapping = map_file(file.fd, os.fstat(file.fd).st_size)
+        os.close(file.fd)
+        prune(tmp_path)
+        assert file.path.exists()
+        del mapping
+        gc.collect()
+    prune(tmp_path)
+    assert not file.path.exists()
+
+
+def test_files_are_shared(tmp_path: Path) -> None:
+    folder, named = Folder(tmp_path), weights()
+    files = [folder.find_or_write("blocks_0", layout_of(named), list(named.values()), lambda num_bytes: None)]
+    thread = threading.Thread(target=lambda: files.append(put(folder, named)), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert [file.path for file in files] == [files[0].path] * 2
+    os.close(files[0].fd)
+
+
+def test_file_is_used_once_its_writer_is_done_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the temporary name goes, the file's time of change does too, by which the engine tells changed files."""
+    unlink, folder, named, found = os.unlink, Folder(tmp_path), weights(), threading.Event()
+
+    def find() -> None:
+        put(folder, named)
+        found.set()
+
+    thread = threading.Thread(target=find)
+
+    def slow(*args: Any, **kwargs: Any) -> None:
+        thread.start()
+        assert not found.wait(0.3)
+        unlink(*args, **kwargs)
+
+    monkeypatch.setattr(os, "unlink", slow)
+    put(folder, named)
+    assert found.wait(60)
+    thread.join()
+    assert len(names(tmp_path)) == 1
+
+
+def test_file_that_is_being_written_is_not_pruned(tmp_path: Path) -> None:
+    def look_on(num_bytes: int) -> None:
+        prune(tmp_path)
+        assert len(names(tmp_path)) == 1
+
+    named = weights()
+    file = Folder(tmp_path).find_or_write("blocks_0", layout_of(named), list(named.values()), look_on)
+    os.close(file.fd)
+    assert names(tmp_path) == {file.path.name}
+
+
+def test_running_model_is_not_pruned(tmp_path: Path) -> None:
+    """Whatever became of its manifest."""
+    model = make(Model)
+    handle = offload_to(tmp_path, model)
+    for path in manifests(tmp_path):
+        path.unlink()
+    before = names(tmp_path)
+    prune(tmp_path)
+    assert names(tmp_path) == before
+    assert_at_rest(model, make(Model))
+    handle.remove()
+    gc.collect()
+    prune(tmp_path)
+    assert not names(tmp_path)
+
+
+# ---------------------------------------------------------------- disks that say no
+
+
+def without_rights() -> None:
+    """The process started next has root's powers over files no more: modes hold for it."""
+    for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+        ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+
+
+def set_up_read_only(path: str) -> None:
+    assert_holds(set_up(Path(path)))
+    with pytest.raises(GroupFileError, match=r"Cannot write group .* to .*(Permission denied|Read-only file system)"):
+        set_up(Path(path), seed=1)
+    with pytest.raises(GroupFileError, match="Cannot write group files"):
+        Folder(Path(path)).prepare(1 << 20)  # more than there is
+    print("right")
+
+
+@pytest.mark.parametrize("manifest", ["there", "not there"])
+def test_read_only_folder(manifest: str, tmp_path: Path) -> None:
+    """Works if all its files are there."""
+    folder = tmp_path / "groups"
+    set_up(folder)
+    if manifest == "not there":
+        manifests(folder)[0].unlink()
+    before = names(folder)
+    folder.chmod(0o555)
+    try:
+        assert "right" in in_new_process(set_up_read_only, folder, preexec_fn=without_rights)
+    finally:
+        folder.chmod(0o755)
+    assert names(folder) == before
+
+
+def mounted(path: str) -> None:
+    """In a mount namespace of its own: a disk that is full, and one that is read-only."""
+    disk = Path(path)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", path], capture_output=True).returncode:
+        print("no mount")
+        return
+    files = set_up(disk)
+    large = {"large": torch.randn(40, 1000)}
+    with pytest.raises(GroupFileError, match="No space left on device"):
+        put(Folder(disk), large)
+    assert len(names(disk)) == 3
+    filler = os.open(disk / "filler", os.O_WRONLY | os.O_CREAT)
+    with suppress(OSError):
+        while os.write(filler, b"x" * 512):
+            pass
+    os.close(filler)
+    view = Folder(disk, "Model")
+    first = view.publish_manifest([file.entry for file in files])
+    assert view.publish_manifest([files[0].entry], replaces=first) == first
+    assert_whole(disk)
+    (disk / "filler").unlink()
+    subprocess.run(["mount", "-o", "remount,ro", path], check=True)
+    set_up_read_only(path)
+
+
+def test_real_disks_that_are_full_or_read_only(tmp_path: Path) -> None:
+    unshare = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-rm"]
+    try:
+        if subprocess.run([*unshare, "true"], capture_output=True).returncode:
+            pytest.skip("needs a mount namespace")
+    except FileNotFoundError:
+        pytest.skip("needs unshare(1)")
+    if "no mount" in in_new_process(mounted, tmp_path, under=unshare):
+        pytest.skip("needs the right to mount")
+
+
+def limited(path: str) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
+    model = make(Model)
+    with pytest.raises(GroupFileError, match=r"File too large.*The weights are still in RAM"):
+        offload_to(Path(path), model)
+    assert_at_rest(model, make(Model))
+    assert not [name for name in names(Path(path)) if name.endswith(".tmp")]
+    assert_whole(Path(path))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    handle = offload_to(Path(path), model)
+    assert_at_rest(model, make(Model))
+    handle.remove()
+
+
+def test_limit_of_file_size(tmp_path: Path) -> None:
+    """A real fault of the system in the middle of a write."""
+    in_new_process(limited, tmp_path)

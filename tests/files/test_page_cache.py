@@ -1,0 +1,483 @@
+"""Weights that are views of a mapped file: they rest in the page cache, whatever happens to them and to the file."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from group_offload import GroupFileError, OffloadHandle
+from group_offload.stores import files, folder
+from group_offload.stores.checkpoint import FileMap
+
+from ..engine.test_residence import EditsItsBlocks, NormedModel
+from ..engine.test_streams import DIM, Model, assert_at_rest, forward, from_file, offload, on_their_way, run
+from ..support import tiny_models as tiny
+from ..support.simulated import SimulatedDevice, use_simulated_device
+
+MODES: list[dict[str, Any]] = [{}, {"offload_type": "leaf_level", "record_stream": True}]
+any_mode = pytest.mark.parametrize("options", MODES, ids=str)
+
+WIDE = [512] * 4
+"""Blocks of many pages each."""
+NARROW = [16] * 4
+"""Blocks that are all in one or two pages."""
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedDevice]:
+    with use_simulated_device(SimulatedDevice(0, "lazy")) as device:
+        yield device
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "model.safetensors"
+
+
+def mappings_of(path: Path) -> list[str]:
+    """How the file is mapped by this process: "rw-p", "r--s"."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sorted(line.split()[1] for line in lines if line.endswith(str(path)))
+
+
+def in_page_cache(handle: OffloadHandle) -> list[bool]:
+    """For each group, whether all of it is there."""
+    wheres = [group.where for group in handle.groups if group.num_bytes]
+    return [where.startswith("page cache") and "RAM" not in where for where in wheres]
+
+
+def end(handle: OffloadHandle, device: SimulatedDevice, model: nn.Module, resident: nn.Module, path: Path) -> None:
+    """Remove: the values are there, and nothing is left of the rest."""
+    handle.remove()
+    getattr(model, "alive", []).clear()
+    device.synchronize()
+    assert device.pinned_bytes == 0 and device.allocated_bytes == 0
+    for (name, value), expected in zip(model.state_dict().items(), resident.state_dict().values(), strict=True):
+        assert torch.equal(value, expected), name
+    deadline = time.monotonic() + 60
+    while "r--s" in mappings_of(path) and time.monotonic() < deadline:
+        time.sleep(0.001)  # a thread that read the file may still be on its way out
+    assert mappings_of(path) in ([], ["rw-p"])  # what the loader made, for what still is a view of it
+
+
+def no_segment(*args: Any, **kwargs: Any) -> None:
+    raise AssertionError("RAM was taken for weights")
+
+
+# ---------------------------------------------------------------- in the page cache
+
+
+def call_flux(device: SimulatedDevice, model: nn.Module) -> torch.Tensor:
+    inputs = {name: device.put(v) if isinstance(v, torch.Tensor) else v for name, v in tiny.flux_inputs().items()}
+    with torch.no_grad(), device.running():
+        return device.get(model(**inputs)[0])
+
+
+def test_a_diffusers_model(tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = tiny.flux_transformer()
+    with torch.no_grad():
+        expected = saved(**tiny.flux_inputs())[0]
+    saved.save_pretrained(tmp_path)
+    (path,) = tmp_path.glob("*.safetensors")
+    model = FluxTransformer2DModel.from_pretrained(tmp_path, torch_dtype=torch.float32)
+    assert mappings_of(path) == ["rw-p"]
+    with monkeypatch.context() as patch:
+        patch.setattr("group_offload.runtime.groups.build.Segment", no_segment)
+        handle = offload(model)
+        assert all(in_page_cache(handle)) and {group.tier for group in handle.groups} == {"ram"}
+        assert all(group.where.endswith(path.name) for group in handle.groups)
+        assert mappings_of(path) == ["r--s", "rw-p"]
+        stats = handle.stats()
+        assert stats.pinned_bytes == stats.host_bytes == sum(group.num_bytes for group in handle.groups)
+        for _ in range(3):
+            assert torch.equal(call_flux(device, model), expected)
+        assert handle.stats().rebuilds == 0 and handle.stats().staging_bytes == 0
+    end(handle, device, model, saved, path)
+    assert torch.equal(call_flux(device, model), expected)
+
+
+def test_weights_that_were_cast_rest_in_ram(tmp_path: Path, device: SimulatedDevice) -> None:
+    tiny.flux_transformer().save_pretrained(tmp_path)
+    (path,) = tmp_path.glob("*.safetensors")
+    model = FluxTransformer2DModel.from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
+    handle = offload(model)
+    assert {group.where for group in handle.groups} == {"RAM, page-locked"}
+    assert mappings_of(path) == []
+    handle.remove()
+
+
+@any_mode
+@pytest.mark.parametrize("widths", [WIDE, NARROW], ids=["wide", "narrow"])
+def test_outputs_and_memory(
+    options: dict[str, Any], widths: list[int], path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host waits for nothing; what is locked is the file, read-only, and once."""
+    locked: list[tuple[int, bool]] = []
+    pin = device.pin
+
+    def spy(memory: torch.Tensor, *, read_only: bool = False) -> Any:
+        locked.append((memory.numel(), read_only))
+        return pin(memory, read_only=read_only)
+
+    monkeypatch.setattr(device, "pin", spy)
+    monkeypatch.setattr("group_offload.runtime.groups.build.Segment", no_segment)
+    resident = Model(widths)
+    model = from_file(resident, path)
+    handle = offload(model, **options)
+    assert all(in_page_cache(handle))
+    x = torch.randn(2, DIM)
+    outputs = [forward(device, model, x) for _ in range(3)]
+    assert device.num_host_waits == 0 and on_their_way(device) > 0
+    assert_at_rest(model, resident, device)
+    for output in outputs:
+        assert torch.equal(device.get(output), run(resident, x))
+    del outputs, output
+    assert [read_only for _, read_only in locked] == [True] and locked[0][0] <= path.stat().st_size
+    assert handle.stats().stalls == 0 or options
+    end(handle, device, model, resident, path)
+
+
+def test_two_models_of_one_file(path: Path, device: SimulatedDevice) -> None:
+    resident = Model(NARROW)
+    models = [from_file(resident, path) for _ in range(2)]
+    handles = [offload(model) for model in models]
+    assert all(in_page_cache(handles[0]) + in_page_cache(handles[1]))
+    x = torch.randn(2, DIM)
+    with torch.no_grad():
+        models[0].shift.add_(1)  # the other one's, and the file, stay what they were
+    for _ in range(2):
+        assert torch.equal(device.get(forward(device, models[1], x)), run(resident, x))
+        assert not torch.equal(device.get(forward(device, models[0], x)), run(resident, x))
+    handles[0].remove()
+    assert torch.equal(device.get(forward(device, models[1], x)), run(resident, x))
+    handles[1].remove()
+    assert load_file(path).keys() == resident.state_dict().keys()
+    assert all(torch.equal(value, resident.state_dict()[name]) for name, value in load_file(path).items())
+
+
+def test_tied_weights(path: Path, device: SimulatedDevice) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    resident = Tied()
+    model = from_file(resident, path)
+    for each in (model, resident):
+        each.blocks[2].weight = each.blocks[0].weight
+        each.blocks[3].weight = nn.Parameter(each.blocks[1].weight.detach().t())  # the same memory in another form
+    handle = offload(model)
+    assert all(in_page_cache(handle))
+    x = torch.randn(2, DIM)
+    for number in range(4):
+        if number:
+            for each in (model, resident):
+                each.blocks[number % 2].weight.data.mul_(1.5)
+        assert torch.equal(device.get(forward(device, model, x)), run(resident, x)), number
+        assert model.blocks[2].weight is model.blocks[0].weight
+        assert model.blocks[3].weight.data_ptr() == model.blocks[1].weight.data_ptr()
+        assert_at_rest(model, resident, device)
+    end(handle, device, model, resident, path)
+
+
+# ---------------------------------------------------------------- not in the page cache
+
+
+@pytest.mark.parametrize("options", [{"low_cpu_mem_usage": True}, {"offload_device": "disk"}], ids=str)
+def test_what_is_read_from_the_checkpoint(options: Any, path: Path, device: SimulatedDevice) -> None:
+    """RAM that is not to be locked; files that were asked for."""
+    resident = Model(NARROW)
+    model = from_file(resident, path)
+    handle = offload(model, **options)
+    assert {(group.tier, group.where) for group in handle.groups} == {("file", path.name)}
+    assert device.pinned_bytes == 0
+    x = torch.randn(2, DIM)
+    for _ in range(2):
+        assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+    end(handle, device, model, resident, path)
+
+
+def test_what_does_not_rest_in_the_page_cache(path: Path, device: SimulatedDevice) -> None:
+    """Weights that are no longer what the file has."""
+    resident = Model(NARROW)
+    model = from_file(resident, path)
+    for each in (model, resident):
+        for parameter in each.parameters():
+            parameter.data.mul_(2)
+    handle = offload(model)
+    assert not any(in_page_cache(handle))
+    assert "r--s" not in mappings_of(path)
+    x = torch.randn(2, DIM)
+    for _ in range(2):
+        assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+    end(handle, device, model, resident, path)
+
+
+def test_a_device_that_locks_no_files(path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    pin = device.pin
+    monkeypatch.setattr(device, "pin", lambda memory, *, read_only=False: None if read_only else pin(memory))
+    resident = Model(NARROW)
+    model = from_file(resident, path)
+    messages: list[str] = []  # not caplog, which would hold the error, and with it the mapping
+    logger = logging.getLogger("group_offload")
+    monkeypatch.setattr(logger, "info", lambda message, *args: messages.append(message % args))
+    handle = offload(model)
+    assert len(messages) == 1 and str(path) in messages[0]
+    assert {group.where for group in handle.groups} == {"RAM, page-locked"}
+    assert mappings_of(path) == []
+    x = torch.randn(2, DIM)
+    for _ in range(3):
+        assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+    end(handle, device, model, resident, path)
+
+
+# ---------------------------------------------------------------- edits
+
+
+def edit_in_place(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight[3:5] *= 2
+
+
+def edit_through_data(weight: nn.Parameter) -> None:
+    weight.data[3:5] *= 2
+
+
+def edit_by_new_data(weight: nn.Parameter) -> None:
+    weight.data = torch.cat([weight.data[:3], weight.data[3:5] * 2, weight.data[5:]])
+
+
+EDITS = [edit_in_place, edit_through_data, edit_by_new_data]
+
+
+@any_mode
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize("widths", [WIDE, NARROW], ids=["wide", "narrow"])
+def test_edits(
+    edit: Callable[[nn.Parameter], None],
+    widths: list[int],
+    options: dict[str, Any],
+    path: Path,
+    device: SimulatedDevice,
+) -> None:
+    """What was edited rests in RAM from then on. What shares no page with it stays in the page cache."""
+    resident = Model(widths)
+    model = from_file(resident, path)
+    handle = offload(model, **options)
+    num_groups = len(in_page_cache(handle))
+    x = torch.randn(2, DIM)
+    pending = [(forward(device, model, x), run(resident, x)) for _ in range(2)]
+    for number, index in enumerate((0, 2, 0)):
+        assert on_their_way(device) > 0
+        with device.running():
+            edit(model.blocks[index].down.weight)
+        edit(resident.blocks[index].down.weight)
+        assert_at_rest(model, resident, device)
+        pending.append((forward(device, model, x), run(resident, x)))
+        assert_at_rest(model, resident, device)
+        num_left = sum(in_page_cache(handle))
+        if widths is WIDE and edit is not edit_by_new_data:
+            assert num_left == num_groups - min(number + 1, 2)
+            assert handle.stats().rebuilds == min(number + 1, 2)
+        else:  # groups lie in the same page, or the whole weight was written and its first page is another one's last
+            assert 0 <= num_left < num_groups
+    for output, expected in pending:
+        assert torch.equal(device.get(output), expected)
+    del pending, output
+    assert sum(group.num_bytes for group in handle.groups) == handle.stats().host_bytes
+    end(handle, device, model, resident, path)
+
+
+@any_mode
+@pytest.mark.parametrize("edit_between", [False, True], ids=["", "and the user edits"])
+def test_forwards_that_change_their_weights(
+    options: dict[str, Any], edit_between: bool, path: Path, device: SimulatedDevice
+) -> None:
+    """A batch norm in training, counters. Each group is laid out anew in RAM once, not in each pass."""
+    resident = NormedModel().train()
+    model = from_file(resident, path)
+    handle = offload(model, **options)
+    assert all(in_page_cache(handle))
+    for number in range(5):
+        x = torch.randn(3, DIM)
+        assert torch.equal(device.get(forward(device, model, x)), run(resident, x)), number
+        assert_at_rest(model, resident, device)
+        if edit_between:
+            for each in (model, resident):
+                with device.running():
+                    each.blocks[number % 4].proj.weight.data.mul_(0.5)
+                    each.blocks[(number + 1) % 4].norm.running_mean.add_(1)
+    num_edited_alone = 3 if edit_between and options.get("offload_type") == "leaf_level" else 0
+    assert handle.stats().rebuilds == 1 + num_edited_alone
+    end(handle, device, model, resident, path)
+
+
+@any_mode
+def test_an_edit_in_the_middle_of_a_forward(options: dict[str, Any], path: Path, device: SimulatedDevice) -> None:
+    resident = EditsItsBlocks()
+    model = from_file(resident, path)
+    handle = offload(model, **options)
+    x = torch.randn(2, DIM)
+    for number in range(5):
+        model.edits = resident.edits = number in (1, 3, 4)
+        assert torch.equal(device.get(forward(device, model, x)), run(resident, x)), number
+        assert_at_rest(model, resident, device)
+    end(handle, device, model, resident, path)
+
+
+# ---------------------------------------------------------------- what happens to the file
+
+
+@any_mode
+@pytest.mark.parametrize("edits", [False, True], ids=["", "then edited"])
+@pytest.mark.parametrize("what", ["deleted", "replaced"])
+def test_a_file_that_goes(what: str, edits: bool, options: dict[str, Any], path: Path, device: SimulatedDevice) -> None:
+    """What was mapped is still there, however often the groups are made again."""
+    resident = Model(WIDE)
+    model = from_file(resident, path)
+    handle = offload(model, **options)
+    x = torch.randn(2, DIM)
+    assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+    if what == "deleted":
+        path.unlink()
+    else:
+        save_file({name: value + 1 for name, value in resident.state_dict().items()}, path.with_name("other"))
+        path.with_name("other").replace(path)
+    for _ in range(2):
+        if edits:
+            for each in (model, resident):
+                edit_through_data(each.blocks[1].down.weight)
+        assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+        assert_at_rest(model, resident, device)
+    handle.remove()
+    assert_at_rest(model, resident, device)
+    model.alive.clear()
+
+
+def test_a_file_that_was_replaced_before(path: Path, device: SimulatedDevice) -> None:
+    """Between loading and offloading: the weights are what was loaded, and not what is under that name now."""
+    resident = Model(NARROW)
+    model = from_file(resident, path)
+    save_file({name: value + 1 for name, value in resident.state_dict().items()}, path.with_name("other"))
+    path.with_name("other").replace(path)
+    handle = offload(model)
+    assert not any(in_page_cache(handle))
+    x = torch.randn(2, DIM)
+    assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+    end(handle, device, model, resident, path)
+
+
+@any_mode
+@pytest.mark.parametrize("what", ["written to", "cut off"])
+def test_a_file_that_is_changed(what: str, options: dict[str, Any], path: Path, device: SimulatedDevice) -> None:
+    """By another program, in place: the next forward says so, and none is silently wrong."""
+    resident = Model(NARROW)
+    model = from_file(resident, path)
+    handle = offload(model, **options)
+    x = torch.randn(2, DIM)
+    output = forward(device, model, x)
+    assert torch.equal(device.get(output), run(resident, x))
+    device.synchronize()
+    whole = path.read_bytes()
+    # Through the file, so that all mappings see it. (The last page stays: what reads beyond the end is killed.)
+    with path.open("r+b") as file:
+        if what == "cut off":
+            file.truncate(len(whole) - 4)
+        else:
+            file.seek(len(whole) - 64)
+            file.write(b"\1" * 64)
+    for _ in range(2):
+        with pytest.raises(GroupFileError, match=path.name):
+            forward(device, model, x)
+    with pytest.raises(GroupFileError, match=path.name):
+        handle.refresh()
+    path.write_bytes(whole)
+    os.utime(path, (1e9, 1e9))
+    with pytest.raises(GroupFileError, match=path.name):  # nobody can tell that this is what it was
+        forward(device, model, x)
+    model.alive.clear()
+
+
+def test_weights_given_back_are_the_views_that_they_were(path: Path, device: SimulatedDevice) -> None:
+    """A model that does not fit in RAM can be given back too."""
+    resident = Model(NARROW)
+    model = from_file(resident, path)
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    offload(model).remove()
+    assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
+    assert all(FileMap().find(parameter.detach()) is not None for parameter in model.parameters())
+    path.unlink()
+    assert_at_rest(model, resident, device)
+
+
+def test_a_module_that_is_dropped(path: Path, device: SimulatedDevice) -> None:
+    """The pages of the file are unlocked once the copies from them are done."""
+    resident = Model(NARROW)
+    model = from_file(resident, path)
+    handle = offload(model)
+    x = torch.randn(2, DIM)
+    outputs = [forward(device, model, x) for _ in range(3)]
+    assert on_their_way(device) > 0 and device.pinned_bytes > 0
+    alive, model.alive = model.alive, []
+    del model, handle
+    gc.collect()
+    for output in outputs:
+        assert torch.equal(device.get(output), run(resident, x))
+    del outputs, output
+    alive.clear()
+    device.synchronize()
+    assert device.pinned_bytes == 0 and device.allocated_bytes == 0
+    assert mappings_of(path) == []
+
+
+# ---------------------------------------------------------------- garbage
+
+
+@pytest.mark.parametrize("lock", [folder._lock, files._Kept._lock], ids=["folder", "open"])
+def test_a_model_is_collected_by_a_thread_that_has_a_lock(
+    lock: Any, path: Path, tmp_path: Path, device: SimulatedDevice
+) -> None:
+    """Garbage is collected wherever memory is allocated, and finalizers run there."""
+    gc.collect()
+    locked_before, open_before = files.locked.num_bytes, files._Kept.num_open()
+    for options in ({}, {"offload_to_disk_path": tmp_path / "groups"}):
+        model: nn.Module = Model(WIDE)
+        if not options:
+            model = from_file(model, path)
+        offload(model, **options)
+        forward(device, model, torch.randn(3, DIM))
+        device.synchronize()
+        assert options or (files.locked.num_bytes > locked_before and files._Kept.num_open() > open_before)
+        model.itself = [model]  # a cycle: only the collector takes it
+        del model
+
+    def collect() -> None:
+        with lock:
+            gc.collect()
+
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert (files.locked.num_bytes, files._Kept.num_open()) == (locked_before, open_before)
+    with folder._lock:
+        folder._count_left()
+    written = [file for file in folder._written_here if file.is_relative_to(tmp_path)]
+    assert written and not any(folder._num_users[file] for file in written)

@@ -1,0 +1,66 @@
+"""The tests of edits at rest once more, where the kernel does not tell which pages were written: ever, or any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from group_offload import apply_group_offloading
+from group_offload.base.pagemap import tells_writes
+
+from ..engine import test_weights
+from ..engine.test_processes import PageMap
+from ..engine.test_weights import folder, level, offload, offload_either, tier  # noqa: F401
+from ..support import common
+from . import test_checkpoint, test_files
+from .test_checkpoint import _inputs_are_on_the_cpu, where  # noqa: F401
+
+pytestmark = pytest.mark.skipif(not tells_writes(), reason="this system does not tell which pages were written")
+
+_EDITS: dict[Any, list[str]] = {
+    test_weights: [
+        "test_edit_after_a_forward",
+        "test_edit_is_kept_by_remove",
+        "test_edits_do_not_reach_a_forward_that_is_over",
+        "test_edit_breaks_no_tie_and_a_broken_tie_stays_broken",
+        "test_tie_made_after_applying_holds",
+        "test_load_state_dict",
+        "test_forward_changes_its_own_tensors",
+    ],
+    test_files: [
+        "test_edit_writes_a_new_file_and_removes_the_old_one",
+        "test_edit_leaves_files_of_earlier_runs",
+        "test_edit_of_one_model_leaves_the_other",
+        "test_verification_finds_flipped_bits",
+    ],
+    test_checkpoint: ["test_edits", "test_buffers_that_a_forward_changes", "test_a_lora_that_is_fused"],
+}
+for _module, _names in _EDITS.items():
+    for _name in _names:
+        globals()[_name] = getattr(_module, _name)
+
+
+@pytest.fixture(params=["never", "after set-up"], autouse=True)
+def _writes_are_not_told(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    page_map = PageMap(monkeypatch)
+    arguments = request.node.callspec.params
+    if arguments.get("tier") == "checkpoint":
+        pytest.skip("asks the page map where a weight lies")
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        page_map.allow()
+        handle = apply_group_offloading(*args, **kwargs)
+        page_map.refuse()
+        return handle
+
+    if request.param == "never":
+        if arguments.get("with_folder") is False:
+            pytest.skip("offload_device='disk' alone is refused then")
+        page_map.refuse()
+    else:
+        for module in (common, test_checkpoint, test_files):
+            monkeypatch.setattr(module, "apply_group_offloading", apply)
+    yield
+    page_map.allow()

@@ -1,0 +1,646 @@
+"""What only a real accelerator can show: real streams, real page-locked memory, real peaks."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+import group_offload
+from group_offload import ModuleError, OffloadHandle, StateError, apply_group_offloading
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),  # importing torch's compiler
+]
+
+DIM = 1024
+BLOCK_BYTES = 2 * (4 * DIM * DIM + 4 * DIM + 4 * DIM * DIM + DIM)  # two Linears in bf16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(DIM, 4 * DIM)
+        self.down = nn.Linear(4 * DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, num_blocks: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList([Block() for _ in range(num_blocks)])
+        self.scale = nn.Parameter(torch.randn(DIM))
+        self.out = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    found = torch.accelerator.current_accelerator()
+    assert found is not None
+    return torch.device(found.type, torch.accelerator.current_device_index())
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model().to(torch.bfloat16).eval()
+
+
+@pytest.fixture
+def x(device: torch.device) -> torch.Tensor:
+    return torch.randn(256, DIM, dtype=torch.bfloat16, device=device, generator=torch.Generator(device).manual_seed(1))
+
+
+def run(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = model(x)
+    return result
+
+
+MODES: list[dict[str, Any]] = [
+    {},
+    {"num_blocks_per_group": 3},
+    {"offload_type": "leaf_level"},
+    {"record_stream": True},
+    {"offload_type": "leaf_level", "record_stream": True},
+    {"use_stream": False},
+    {"use_stream": False, "non_blocking": True},
+    {"low_cpu_mem_usage": True},
+]
+
+
+@pytest.mark.parametrize("in_files", [False, True], ids=["ram", "files"])
+@pytest.mark.parametrize("options", MODES, ids=str)
+def test_outputs_are_bit_identical(
+    model: Model, x: torch.Tensor, device: torch.device, options: dict[str, Any], in_files: bool, tmp_path: Path
+) -> None:
+    resident = copy.deepcopy(model).to(device)
+    expected = run(resident, x)
+    handle = apply_group_offloading(model, offload_to_disk_path=tmp_path if in_files else None, **options)
+    for _ in range(4):
+        assert torch.equal(run(model, x), expected)
+    assert torch.equal(run(model, x.cpu()), expected)
+    for name, weight in model.state_dict().items():
+        assert weight.device.type == "cpu"
+        assert torch.equal(weight, resident.state_dict()[name].cpu())
+    handle.remove()
+    assert torch.equal(run(model.to(device), x), expected)
+
+
+@pytest.mark.parametrize("slow", ["copies", "compute"])
+@pytest.mark.parametrize("options", MODES, ids=str)
+def test_slow_streams_change_nothing(
+    model: Model, x: torch.Tensor, device: torch.device, options: dict[str, Any], slow: str
+) -> None:
+    expected = run(copy.deepcopy(model).to(device), x)
+    handle = apply_group_offloading(model, **options)
+    transfer = handle._live.transfer
+    send, sleep = transfer.send, 20_000_000  # about 10 ms
+
+    def slow_send(*args: Any, **kwargs: Any) -> None:
+        with transfer.stream:  # type: ignore[attr-defined]
+            torch.cuda._sleep(sleep)
+        send(*args, **kwargs)
+
+    if slow == "copies":
+        transfer.send = slow_send  # type: ignore[method-assign]
+    else:
+        for block in model.blocks:
+            block.register_forward_hook(lambda *_: torch.cuda._sleep(sleep))
+    for _ in range(2):
+        assert torch.equal(run(model, x), expected)
+
+
+def test_an_edit_right_after_a_forward_does_not_reach_back(model: Model, x: torch.Tensor, device: torch.device) -> None:
+    expected = run(copy.deepcopy(model).to(device), x)
+    apply_group_offloading(model)
+    run(model, x)
+    for block in model.blocks:
+        block.register_forward_hook(lambda *_: torch.cuda._sleep(10_000_000))
+    output = run(model, x)
+    for parameter in model.parameters():
+        parameter.data.zero_()  # copies of this pass may still be waiting for their turn
+    assert torch.equal(output, expected)
+    assert not run(model, x).any()
+
+
+def test_weights_are_page_locked_in_their_exact_size(model: Model) -> None:
+    handle = apply_group_offloading(model)
+    stats = handle.stats()
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert stats.pinned_bytes == stats.host_bytes
+    assert weights <= stats.host_bytes <= weights * 1.01
+    run(model, torch.zeros(1, DIM, dtype=torch.bfloat16))
+    assert handle.stats().bytes_onloaded["pageable ram"] == 0
+    # What is page-locked is the other mapping of the same pages: a weight at rest can be edited while it is copied.
+    assert not any(parameter.is_pinned() for parameter in model.parameters())
+    handle.remove()
+
+
+def peak_of(model: nn.Module, x: torch.Tensor, device: torch.device) -> int:
+    gc.collect()
+    torch.accelerator.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run(model, x)
+    torch.accelerator.synchronize()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+@pytest.mark.parametrize(
+    ("options", "num_slots"), [({}, 2), ({"use_stream": False}, 1), ({"record_stream": True}, 2)], ids=str
+)
+def test_the_peak_is_the_formula(
+    model: Model, x: torch.Tensor, device: torch.device, options: dict[str, Any], num_slots: int
+) -> None:
+    resident = copy.deepcopy(model).to(device)
+    torch.accelerator.synchronize()
+    run(resident, x)
+    activations = peak_of(resident, x, device)
+    del resident
+    handle = apply_group_offloading(model, **options)
+    rest = next(group.num_bytes for group in handle.groups if group.group_id == "Model_unmatched_group")
+    block = max(group.num_bytes for group in handle.groups if group.group_id.startswith("blocks"))
+    assert BLOCK_BYTES <= block <= BLOCK_BYTES + 1024
+    peak = peak_of(model, x, device)
+    assert peak <= rest + num_slots * block + activations + (1 << 20)
+    assert handle.stats().peak_device_bytes <= rest + num_slots * block
+    handle.remove()
+    del model
+    gc.collect()
+
+
+def test_memory_goes_back(model: Model, x: torch.Tensor, device: torch.device, tmp_path: Path) -> None:
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    for _ in range(3):
+        handle = apply_group_offloading(model, offload_to_disk_path=tmp_path)
+        run(model, x)
+        handle.remove()
+    gc.collect()
+    assert torch.cuda.memory_allocated(device) == before
+
+
+def test_an_exception_leaves_nothing_behind(model: Model, x: torch.Tensor, device: torch.device) -> None:
+    expected = run(copy.deepcopy(model).to(device), x)
+    handle = apply_group_offloading(model)
+    run(model, x)
+    idle = torch.cuda.memory_allocated(device)
+    hook = model.blocks[3].register_forward_hook(_raise)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, x)
+    hook.remove()
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+    assert torch.cuda.memory_allocated(device) < idle  # all of it is given up
+    assert torch.equal(run(model, x), expected)
+    handle.remove()
+
+
+def _raise(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_module_on_the_device_goes_back_to_it(model: Model, x: torch.Tensor, device: torch.device) -> None:
+    model.to(device)
+    expected = run(model, x)
+    handle = apply_group_offloading(model)
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    assert torch.equal(run(model, x), expected)
+    handle.remove()
+    assert {parameter.device for parameter in model.parameters()} == {device}
+    assert torch.equal(run(model, x), expected)
+
+
+def test_two_models_share_one_arena(model: Model, x: torch.Tensor, device: torch.device) -> None:
+    torch.manual_seed(2)
+    other = Model(4).to(torch.bfloat16).eval()
+    expected = run(copy.deepcopy(model).to(device), x), run(copy.deepcopy(other).to(device), x)
+    handles: list[OffloadHandle] = [apply_group_offloading(model), apply_group_offloading(other)]
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    for _ in range(3):
+        assert torch.equal(run(model, x), expected[0])
+        assert torch.equal(run(other, x), expected[1])
+    held = torch.cuda.memory_allocated(device) - before
+    assert held <= max(handle.stats().peak_device_bytes for handle in handles) + (1 << 20)
+    for handle in handles:
+        handle.remove()
+
+
+def test_compute_on_another_stream(model: Model, x: torch.Tensor, device: torch.device) -> None:
+    expected = run(copy.deepcopy(model).to(device), x)
+    apply_group_offloading(model)
+    torch.accelerator.synchronize()
+    side = torch.Stream(device=device)
+    for _ in range(3):
+        with side:
+            output = run(model, x)
+        assert torch.equal(run(model, x), expected)
+        side.synchronize()
+        assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}], ids=str)
+@pytest.mark.parametrize("how", ["blocks before", "blocks after", "whole"])
+def test_compiled(model: Model, x: torch.Tensor, device: torch.device, how: str, options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    resident = copy.deepcopy(model).to(device)
+    for block in resident.blocks:
+        block.compile(fullgraph=True)
+    expected = run(resident, x)
+    if how == "blocks before":
+        for block in model.blocks:
+            block.compile(fullgraph=True)
+    handle = apply_group_offloading(model, **options)
+    if how == "blocks after":
+        for block in model.blocks:
+            block.compile(fullgraph=True)
+    called: Any = torch.compile(model) if how == "whole" else model
+    for passes in range(1, 4):
+        onloads = handle.stats().onloads
+        assert (
+            torch.allclose(run(called, x), expected, atol=2e-2, rtol=2e-2)
+            if how == "whole"
+            else torch.equal(run(called, x), expected)
+        )
+        assert handle.stats().onloads >= onloads + len(model.blocks), passes
+    torch._dynamo.reset()
+
+
+def test_an_unknown_device_index_is_refused(model: Model, device: torch.device) -> None:
+    with pytest.raises(group_offload.DeviceError, match="99"):
+        apply_group_offloading(model, f"{device.type}:99")
+
+
+def test_a_failing_driver_is_refused(model: Model, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(getattr(torch, device.type), "is_available", lambda: False)
+    with pytest.raises(ValueError, match="sees no"):
+        apply_group_offloading(model, device, use_stream=True)
+
+
+@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two accelerators")
+@pytest.mark.parametrize("in_files", [False, True], ids=["ram", "files"])
+@pytest.mark.parametrize("options", MODES, ids=str)
+def test_the_second_device_is_the_second_device(
+    model: Model, x: torch.Tensor, device: torch.device, options: dict[str, Any], in_files: bool, tmp_path: Path
+) -> None:
+    second = torch.device(device.type, 1)
+    first_before = torch.cuda.memory_allocated(0)
+    expected = run(copy.deepcopy(model).to(second), x.to(second))
+    handle = apply_group_offloading(model, "cuda:1", offload_to_disk_path=tmp_path if in_files else None, **options)
+    assert torch.cuda.current_device() == 0
+    for _ in range(3):
+        output = run(model, x)  # the input is on the first device
+        assert output.device == second
+        assert torch.equal(output, expected)
+    assert torch.cuda.memory_allocated(0) == first_before
+    assert torch.cuda.current_device() == 0
+    handle.remove()
+
+
+@pytest.mark.parametrize("has_own_memory", [True, False])
+def test_weights_that_cannot_be_page_locked_in_place(
+    model: Model,
+    x: torch.Tensor,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    has_own_memory: bool,
+) -> None:
+    """A refused registration is said, changes nothing, and leaves no error behind for the next kernel."""
+    expected = run(copy.deepcopy(model).to(device), x)
+    register = torch.cuda.cudart().cudaHostRegister
+    monkeypatch.setattr("group_offload.runtime.copies.transfer.MAX_STAGING_BYTES", 1 << 20)
+
+    class Refusing:
+        """Passes flags on that no driver knows, so that it is the driver itself that refuses."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch._C._cudart, name)
+
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> Any:
+            is_staging = size <= 1 << 20
+            return register(address, size, flags if is_staging else 0xFFFF)
+
+    monkeypatch.setattr(torch.cuda, "cudart", Refusing)
+    if not has_own_memory:
+        monkeypatch.setattr("group_offload.base.device.AcceleratorBackend.empty_pinned", lambda *_: None)
+    handle = apply_group_offloading(model)
+    monkeypatch.undo()
+    assert "page-lock" in caplog.text
+    assert (handle.stats().pinned_bytes > 0) == has_own_memory
+    for _ in range(2):
+        assert torch.equal(run(model, x), expected)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    assert not run(model, x).any()
+    handle.remove()
+
+
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)
+def test_a_steady_step_neither_waits_nor_allocates(
+    model: Model, x: torch.Tensor, device: torch.device, options: dict[str, Any]
+) -> None:
+    gc.collect()  # models of other tests, whose memory is unlocked after a wait
+    apply_group_offloading(model, **options)
+    for _ in range(4):
+        run(model, x)
+    torch.accelerator.synchronize()
+    before = torch.cuda.memory_stats(device)
+    with torch.profiler.profile(acc_events=True) as profiler:
+        run(model, x)  # the profiler's own start
+        with torch.profiler.record_function("steady"):
+            run(model, x)
+            run(model, x)
+    events = list(profiler.events() or ())
+    steady = next(e.time_range for e in events if e.name == "steady")
+    names = [e.name for e in events if steady.start <= e.time_range.start <= steady.end]
+    assert any(name.startswith("cudaLaunchKernel") for name in names)
+    assert [n for n in names if "Synchronize" in n or n.startswith(("cudaMalloc", "cudaFree", "cudaHost"))] == []
+    after = torch.cuda.memory_stats(device)
+    assert after["num_device_alloc"] == before["num_device_alloc"]
+    assert any(name.startswith("group_offload.onload blocks") for name in names)
+
+
+def test_stalls_and_trace(model: Model, x: torch.Tensor, device: torch.device, tmp_path: Path) -> None:
+    handle = apply_group_offloading(model)
+    run(model, x)
+    torch.accelerator.synchronize()
+    before = handle.stats().stalled_seconds
+    transfer = handle._live.transfer
+    send = transfer.send
+
+    def slow_send(*args: Any, **kwargs: Any) -> None:
+        with transfer.stream:  # type: ignore[attr-defined]
+            torch.cuda._sleep(20_000_000)  # about 10 ms
+        send(*args, **kwargs)
+
+    transfer.send = slow_send  # type: ignore[method-assign]
+    with handle.trace(tmp_path / "trace.json"):
+        run(model, x)
+    slices = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert {e["name"] for e in slices} <= {g.group_id for g in handle.groups}
+    copies = sorted((e["ts"], e["ts"] + e["dur"]) for e in slices if e["tid"] == 1)
+    assert all(one[1] <= two[0] + 1 for one, two in itertools.pairwise(copies))
+    stats = handle.stats()
+    assert stats.stalled_seconds > before + 0.01
+    assert stats.worst_stall is not None and stats.worst_stall[0] in {g.group_id for g in handle.groups}
+
+
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)
+def test_the_next_pass_is_on_its_way_before_it_begins(
+    model: Model, x: torch.Tensor, device: torch.device, options: dict[str, Any]
+) -> None:
+    expected = run(copy.deepcopy(model).to(device), x)
+    apply_group_offloading(model, **options)
+    run(model, x)
+    for _ in range(3):
+        output = run(model, x)
+        for parameter in model.parameters():
+            parameter.data.mul_(2)  # what was prefetched is out of date
+        assert torch.equal(output, expected)
+        resident = copy.deepcopy(model).to(device)
+        expected = run(resident, x)
+
+
+def test_weights_of_a_mapped_file_stay_in_the_page_cache(
+    model: Model, x: torch.Tensor, device: torch.device, tmp_path: Path
+) -> None:
+    expected = run(copy.deepcopy(model).to(device), x)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        for name, parameter in model.named_parameters():
+            parameter.data = file.get_tensor(name)
+    handle = apply_group_offloading(model)
+    assert {group.where for group in handle.groups} == {"page cache, model.safetensors"}
+    for _ in range(3):
+        assert torch.equal(run(model, x), expected)
+    model.blocks[0].up.weight.data.mul_(2)
+    resident = copy.deepcopy(model).to(device)
+    assert torch.equal(run(model, x), run(resident, x))
+    stayed = sum(group.where == "page cache, model.safetensors" for group in handle.groups)
+    assert len(handle.groups) - 2 <= stayed < len(handle.groups)  # one of them may share a page with the one edited
+    handle.remove()
+    assert torch.equal(run(model.to(device), x), run(resident, x))
+
+
+def test_slots_are_given_back_when_asked(model: Model, x: torch.Tensor, device: torch.device) -> None:
+    gc.collect()
+    torch.accelerator.synchronize()
+    before = torch.cuda.memory_allocated(device)
+    apply_group_offloading(model)
+    expected = run(model, x)
+    assert torch.cuda.memory_allocated(device) > before + BLOCK_BYTES
+    group_offload.free_slots()
+    assert torch.cuda.memory_allocated(device) <= before + expected.nbytes + 4096
+    assert torch.equal(run(model, x), expected)
+
+
+# ---------------------------------------------------------------- budgets
+
+
+def forget_peak(device: torch.device) -> None:
+    torch.accelerator.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+
+
+@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}, {"record_stream": True}], ids=str)
+@pytest.mark.parametrize("share", [0.3, 0.6, 1.1])
+@pytest.mark.parametrize("tier", ["ram", "folder", "checkpoint"])
+def test_budgets(
+    tier: str, share: float, options: dict[str, Any], x: torch.Tensor, device: torch.device, tmp_path: Path
+) -> None:
+    """The measured peak stays within the budget, what stays on the device is not sent, and the bits are the same."""
+    torch.manual_seed(0)
+    model = Model(24).to(torch.bfloat16).eval()
+    resident = copy.deepcopy(model).to(device)
+    expected = run(resident, x).cpu()
+    del resident
+    if tier == "folder":
+        options = {**options, "offload_to_disk_path": tmp_path, "ram_budget": "auto"}
+    elif tier == "checkpoint":
+        save_file(model.state_dict(), tmp_path / "model.safetensors")
+        model.load_state_dict(group_offload_load(tmp_path / "model.safetensors"), assign=True)
+        options = {**options, "offload_device": "disk", "ram_budget": "auto"}
+    forget_peak(device)
+    others = torch.cuda.memory_allocated(device)
+    budget = others + int(share * 24 * BLOCK_BYTES) + (64 << 20)
+    handle = apply_group_offloading(model, vram_budget=budget, **options)
+    sent = []
+    for _ in range(8):
+        before = sum(handle.stats().bytes_onloaded.values())
+        assert torch.equal(run(model, x).cpu(), expected)
+        sent.append(sum(handle.stats().bytes_onloaded.values()) - before)
+    assert torch.cuda.max_memory_allocated(device) <= budget
+    stats = handle.stats()
+    assert stats.resident_bytes > 0 and sent[-1] < sent[0]
+    assert "bounds a pass" in str(handle.plan)
+    handle.remove()
+    assert torch.equal(run(model.to(device), x).cpu(), expected)
+
+
+def group_offload_load(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors as a loader leaves them that copies nothing."""
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def test_device_memory_runs_out(x: torch.Tensor, device: torch.device) -> None:
+    """For real: the process gets no more memory. Groups that stayed on the device are given up, and the next call has room."""
+    torch.manual_seed(0)
+    model = Model(24).to(torch.bfloat16).eval()
+    resident = copy.deepcopy(model).to(device)
+    large = x.repeat(64, 1)
+    expected, expected_large = run(resident, x).cpu(), run(resident, large).cpu()
+    del resident
+    forget_peak(device)
+    handle = apply_group_offloading(model, vram_budget="80%")
+    for _ in range(4):
+        assert torch.equal(run(model, x).cpu(), expected)
+    assert handle.stats().resident_bytes > 0
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.empty_cache()
+    # Room for the larger activations only without what stays: nobody told the budget.
+    limit = torch.cuda.memory_reserved(device) + (32 << 20)
+    torch.cuda.set_per_process_memory_fraction(limit / total, device)
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match="given up: call it again"):
+            run(model, large)
+        assert not handle.stats().resident_bytes
+        assert torch.equal(run(model, large).cpu(), expected_large)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    for _ in range(3):
+        assert torch.equal(run(model, x).cpu(), expected)
+    handle.remove()
+
+
+def test_two_models_share_a_budget(x: torch.Tensor, device: torch.device) -> None:
+    """As two transformers of one pipeline: the device goes to whoever runs."""
+    torch.manual_seed(0)
+    models = [Model(24).to(torch.bfloat16).eval() for _ in range(2)]
+    expected = []
+    for model in models:
+        expected.append(run(copy.deepcopy(model).to(device), x).cpu())
+    forget_peak(device)
+    budget = torch.cuda.memory_allocated(device) + 16 * BLOCK_BYTES + (64 << 20)
+    handles = [apply_group_offloading(model, vram_budget=budget) for model in models]
+    for number in range(16):
+        which = number // 4 % 2
+        assert torch.equal(run(models[which], x).cpu(), expected[which])
+        assert torch.cuda.max_memory_allocated(device) <= budget
+    assert handles[1].stats().resident_bytes > 0
+    for handle in handles:
+        handle.remove()
+
+
+# ---------------------------------------------------------------- inputs
+
+
+@pytest.mark.parametrize("pinned", [True, False], ids=["page-locked", "pageable"])
+@pytest.mark.parametrize("options", [*MODES[:6], {"vram_budget": "80%"}], ids=str)
+def test_an_input_that_is_filled_again(device: torch.device, options: dict[str, Any], pinned: bool) -> None:
+    """A loop that uses its buffers again, and never waits for the device: each output is of what was in them then."""
+    torch.manual_seed(0)
+    model = Model(12).to(torch.bfloat16).eval()
+    resident = copy.deepcopy(model).to(device)
+    data = [torch.randn(8192, DIM, dtype=torch.bfloat16) for _ in range(6)]
+    expected = [run(resident, each.to(device)) for each in data]
+    handle = apply_group_offloading(model, **options)
+    buffer = torch.empty(8192, DIM, dtype=torch.bfloat16, pin_memory=pinned)
+    for _ in range(3):
+        outputs = []
+        for each in data:
+            buffer.copy_(each)
+            outputs.append(run(model, buffer))
+        buffer.zero_()
+        for output, wanted in zip(outputs, expected, strict=True):
+            assert torch.equal(output, wanted)
+    handle.remove()
+
+
+@pytest.mark.parametrize("pinned", [True, False], ids=["page-locked", "pageable"])
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_no_forward_waits_for_compute(device: torch.device, non_blocking: bool, pinned: bool) -> None:
+    """Whatever its inputs: compute that was enqueued before is still at work when all forwards are."""
+    if non_blocking and not pinned:
+        pytest.skip("the driver waits for compute where it copies from pageable memory")
+    torch.manual_seed(0)
+    model = Model(4).to(torch.bfloat16).eval()
+    handle = apply_group_offloading(model, non_blocking=non_blocking)
+    buffer = torch.randn(4096, DIM, dtype=torch.bfloat16)
+    buffer = buffer.pin_memory() if pinned else buffer
+    for _ in range(4):
+        run(model, buffer)
+    torch.accelerator.synchronize()
+    torch.cuda._sleep(4_000_000_000)  # about two seconds
+    before = torch.cuda.Event()
+    before.record()
+    for _ in range(3):
+        run(model, buffer)
+    assert not before.query()
+    torch.accelerator.synchronize()
+    handle.remove()
+
+
+# ---------------------------------------------------------------- CUDA graphs
+
+
+@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}, {"vram_budget": "80%"}], ids=str)
+def test_a_capture_is_refused(model: Model, x: torch.Tensor, device: torch.device, options: dict[str, Any]) -> None:
+    """At once, with the remedy; what was captured beside it works, and the module too."""
+    model.requires_grad_(False)
+    expected = run(copy.deepcopy(model).to(device), x)
+    handle = apply_group_offloading(model, **options)
+    for _ in range(5):
+        assert torch.equal(run(model, x), expected)
+    other = nn.Linear(DIM, DIM).to(device, torch.bfloat16).requires_grad_(False)
+    wanted = run(other, x)
+
+    def capture(part: nn.Module) -> None:
+        with torch.no_grad(), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            other(x)
+            part(x)
+
+    for part in (model, model.blocks[0]):
+        with pytest.raises(StateError, match=r"CUDA graph is captured.*remove\(\)"):
+            capture(part)
+        with pytest.raises(StateError, match=r"CUDA graph is captured.*remove\(\)"):
+            torch.cuda.make_graphed_callables(lambda each, part=part: part(other(each)), (x.clone(),))
+        assert torch.equal(run(model, x), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        captured = other(x)
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(run(model, x), expected)
+        assert torch.equal(captured, wanted)
+    handle.remove()
+    graphed = torch.cuda.make_graphed_callables(model.to(device), (x,))
+    assert torch.equal(run(graphed, x), expected)
+    with pytest.raises(ModuleError, match="make_graphed_callables"):
+        apply_group_offloading(model)

@@ -1,0 +1,323 @@
+"""Training on a real accelerator: autograd's own threads, real streams, real peaks."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from group_offload import OffloadHandle, apply_activation_offloading, apply_group_offloading
+from group_offload.activations.slab import Slab
+from group_offload.activations.streams import CopyStreams
+
+from ..activations.test_activations import CHECKPOINTS
+from ..support.common import same_bits
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
+]
+
+DIM = 1024
+RANK = 8
+NUM_BLOCKS = 6
+MIB = 1 << 20
+
+
+class Lora(nn.Module):
+    def __init__(self, num_in: int, num_out: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(num_in, num_out).requires_grad_(False)
+        self.down = nn.Linear(num_in, RANK, bias=False)
+        self.up = nn.Linear(RANK, num_out, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.base(x) + self.up(self.down(x))
+        return result
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM).requires_grad_(False)
+        self.up = Lora(DIM, 4 * DIM)
+        self.down = nn.Linear(4 * DIM, DIM).requires_grad_(False)
+        self.gate = nn.Parameter(torch.randn(DIM), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1, self.training) * self.gate
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(DIM, DIM).requires_grad_(False)
+        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        self.head = nn.Linear(DIM, DIM).requires_grad_(False)
+        self.run_block: Callable[..., torch.Tensor] = lambda block, *args: block(*args)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        if torch.is_grad_enabled() and not x.requires_grad:
+            x.requires_grad_()
+        for block in self.blocks:
+            x = self.run_block(block, x)
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+@pytest.fixture
+def device() -> torch.device:
+    found = torch.accelerator.current_accelerator()
+    assert found is not None
+    return torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def make(run_block: Any = None) -> Model:
+    torch.manual_seed(0)
+    model = Model().to(torch.bfloat16).train()
+    if run_block is not None:
+        model.run_block = run_block
+    return model
+
+
+def train(model: nn.Module, device: torch.device, num_steps: int, num_tokens: int = 512) -> list[torch.Tensor]:
+    """Losses and gradients of each step, and the trained parameters after them, on the CPU."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, foreach=True)
+    x = torch.randn(num_tokens, DIM, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
+    torch.manual_seed(2)
+    bits = []
+    for _ in range(num_steps):
+        loss = model(x).float().square().mean()
+        loss.backward()
+        bits += [loss.detach().cpu(), *(parameter.grad.cpu() for parameter in trained if parameter.grad is not None)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return bits + [parameter.detach().cpu() for parameter in trained]
+
+
+def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(actual) == len(expected) > 0
+    assert all(same_bits(one, other) for one, other in zip(actual, expected, strict=True))
+
+
+def slowed_down(handle: OffloadHandle) -> None:
+    """Each copy to the device begins 5 ms late."""
+    transfer = handle._live.transfer
+    send = transfer.send
+
+    def slow_send(*args: Any, **kwargs: Any) -> None:
+        with transfer.stream:  # type: ignore[attr-defined]
+            torch.cuda._sleep(10_000_000)
+        send(*args, **kwargs)
+
+    transfer.send = slow_send  # type: ignore[method-assign]
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "block": {},
+    "leaf": {"offload_type": "leaf_level"},
+    "record_stream": {"record_stream": True},
+    "no stream": {"use_stream": False},
+    "low_cpu_mem_usage": {"low_cpu_mem_usage": True},
+    "files": {"in_files": True},
+    "budget": {"vram_budget": "1GiB"},
+}
+
+
+@pytest.mark.parametrize("run_block", [None, *CHECKPOINTS[:2]])
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+def test_lora_over_offloaded_weights(
+    options: dict[str, Any], run_block: Any, device: torch.device, tmp_path: Path
+) -> None:
+    expected = train(make(run_block).to(device), device, 4)
+    model = make(run_block)
+    options = dict(options)
+    if options.pop("in_files", False):
+        options["offload_to_disk_path"] = tmp_path
+    handle = apply_group_offloading(model, device, **options)
+    assert_same(train(model, device, 4), expected)
+    assert handle.stats().backward_passes == 4
+    handle.remove()
+
+
+@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}, {"record_stream": True}], ids=str)
+def test_late_copies_change_nothing(options: dict[str, Any], device: torch.device) -> None:
+    expected = train(make(CHECKPOINTS[1]).to(device), device, 3)
+    model = make(CHECKPOINTS[1])
+    handle = apply_group_offloading(model, device, **options)
+    slowed_down(handle)
+    assert_same(train(model, device, 3), expected)
+    handle.remove()
+
+
+def test_twenty_steps(device: torch.device) -> None:
+    expected = train(make().to(device), device, 20)
+    assert_same(train(make().to(device), device, 20), expected)  # it repeats itself
+    model = make()
+    handle = apply_group_offloading(model, device)
+    assert_same(train(model, device, 20), expected)
+    stats = handle.stats()
+    assert stats.stalls <= 2
+    handle.remove()
+    model = make().to(device)
+    activations = apply_activation_offloading(model, min_bytes=1 << 16)
+    assert_same(train(model, device, 20), expected)
+    assert activations.stats().offloads > 0
+    activations.remove()
+
+
+class Hostile:
+    """Late copies in one direction, NaN in memory that is free on the device, and in blocks of RAM that are given back."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, late: str) -> None:
+        name, stream = {"out": ("send", "_out"), "back": ("bring", "_back")}[late]
+        copy, give = getattr(CopyStreams, name), Slab.give
+
+        def copy_late(streams: CopyStreams, *args: Any) -> Any:
+            with getattr(streams, stream):
+                torch.cuda._sleep(2_000_000)  # about 1 ms
+            return copy(streams, *args)
+
+        def give_poisoned(slab: Slab, block: Any, *last_uses: Any) -> None:
+            for use in last_uses:
+                if use is not None:
+                    use.synchronize()
+            block.memory.fill_(0xFF)
+            give(slab, block, *last_uses)
+
+        monkeypatch.setattr(CopyStreams, name, copy_late)
+        monkeypatch.setattr(Slab, "give", give_poisoned)
+
+    def poison(self, model: Model) -> None:
+        """Whatever the allocator has free for compute is written after each block, forward and backward."""
+
+        def overwrite(*args: Any) -> None:
+            free = [
+                torch.full((512 * DIM * size,), torch.nan, device="cuda") for size in (1, 2, 4, 8) for _ in range(4)
+            ]
+            del free
+
+        for block in model.blocks:
+            block.register_forward_hook(overwrite)
+            block.register_full_backward_hook(overwrite)
+
+
+@pytest.mark.parametrize("late", ["out", "back"])
+@pytest.mark.parametrize("options", [{}, {"keep_last": 0, "prefetch": 3}, {"in_files": True}], ids=str)
+@pytest.mark.parametrize("run_block", [None, CHECKPOINTS[1]])
+def test_late_activations_in_poisoned_memory(
+    run_block: Any,
+    options: dict[str, Any],
+    late: str,
+    device: torch.device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = train(make(run_block).to(device), device, 20)
+    hostile = Hostile(monkeypatch, late)
+    options = dict(options)
+    if options.pop("in_files", False):
+        options |= {"host_budget_bytes": 8 * MIB, "disk_path": tmp_path}
+    model = make(run_block).to(device)
+    hostile.poison(model)
+    handle = apply_activation_offloading(model, min_bytes=1 << 16, **options)
+    assert_same(train(model, device, 20), expected)
+    stats = handle.stats()
+    assert stats.offloads > 0
+    assert run_block is not None or ("disk_path" in options) == (stats.written_bytes > 0)
+    handle.remove()
+
+
+def test_weights_and_activations_together(device: torch.device) -> None:
+    for run_block in (None, CHECKPOINTS[1]):
+        expected = train(make(run_block).to(device), device, 4)
+        model = make(run_block)
+        handle = apply_group_offloading(model, device)
+        activations = apply_activation_offloading(model, min_bytes=1 << 16)
+        slowed_down(handle)
+        assert_same(train(model, device, 4), expected)
+        assert activations.stats().offloads > 0
+        activations.remove()
+        handle.remove()
+
+
+def test_the_peak_is_slots_and_what_is_trained(device: torch.device) -> None:
+    """Of the frozen weights the device holds the slots, in backward too, and nothing when all is over."""
+
+    def peak(model: nn.Module) -> int:
+        train(model, device, 2)
+        gc.collect()
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats(device)
+        train(model, device, 2)
+        return int(torch.accelerator.max_memory_allocated(device))
+
+    gc.collect()
+    before = int(torch.accelerator.memory_allocated(device))
+    resident = make(CHECKPOINTS[1]).to(device)
+    frozen = sum(parameter.nbytes for parameter in resident.parameters() if not parameter.requires_grad)
+    with_all = peak(resident)
+    del resident
+    model = make(CHECKPOINTS[1])
+    handle = apply_group_offloading(model, device)
+    with_slots = peak(model)
+    slots = handle.stats().peak_device_bytes
+    assert slots < frozen // 2
+    assert with_slots - before <= with_all - before - frozen + slots + 8 * MIB
+    handle.remove()
+    model.cpu()
+    model.zero_grad()
+    del model, handle
+    gc.collect()
+    assert torch.accelerator.memory_allocated(device) <= before + 8 * MIB
+
+
+def test_a_steady_step_waits_for_no_copy(device: torch.device) -> None:
+    """The launching threads never wait: a step with copies that begin late is launched in the time of one without."""
+    model = make()
+    handle = apply_group_offloading(model, device)
+    train(model, device, 3)
+    before = handle.stats()
+    train(model, device, 3)
+    after = handle.stats()
+    assert after.stalls == before.stalls
+    assert after.onloads - before.onloads == 3 * (2 * NUM_BLOCKS - 4)
+    handle.remove()
+
+
+def test_a_backward_that_breaks_off(device: torch.device) -> None:
+    expected = train(make().to(device), device, 2)
+    model = make()
+    handle = apply_group_offloading(model, device)
+
+    def stop(*args: Any) -> None:
+        raise KeyError("stop")
+
+    for _ in range(3):
+        hook = model.blocks[2].register_full_backward_hook(stop)
+        with pytest.raises(KeyError):
+            train(model, device, 1)
+        hook.remove()
+        model.zero_grad()
+    state = {name: value.clone() for name, value in make().state_dict().items()}
+    model.load_state_dict(state)
+    assert_same(train(model, device, 2), expected)
+    handle.remove()
+
+
+def test_everything_requires_gradients(device: torch.device) -> None:
+    model = make().requires_grad_(True)
+    handle = apply_group_offloading(model, device)
+    with pytest.raises(RuntimeError, match="would leave a gradient in"):
+        train(model, device, 1)
+    with torch.no_grad():
+        model(torch.randn(4, DIM, device=device, dtype=torch.bfloat16))
+    handle.remove()

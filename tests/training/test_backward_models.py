@@ -1,0 +1,181 @@
+"""LoRA training of real models whose base weights are offloaded: the bits of training with all on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from group_offload import OffloadHandle, apply_group_offloading, enable_group_offload, from_pretrained
+
+from ..support import tiny_models as tiny
+from ..support.common import same_bits
+
+DENOISERS = ["flux", "sd3", "wan", "unet"]
+LEVELS = ["block_level", "leaf_level"]
+
+
+def with_lora(name: str, *, checkpointing: bool = False) -> nn.Module:
+    model: Any = tiny.MODELS[name][0]().requires_grad_(False).train()
+    torch.manual_seed(0)
+    model.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_v", "to_out.0"], init_lora_weights=False))
+    if checkpointing:
+        model.enable_gradient_checkpointing()
+    found: nn.Module = model
+    return found
+
+
+def train(model: nn.Module, name: str, num_steps: int = 3) -> list[torch.Tensor]:
+    """Losses, gradients of each step, and the trained parameters, on the CPU."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, foreach=True)
+    torch.manual_seed(1)
+    bits = []
+    for _ in range(num_steps):
+        loss = model(**tiny.MODELS[name][1]())[0].square().mean()
+        loss.backward()
+        bits += [loss.detach().cpu(), *(parameter.grad.cpu() for parameter in trained if parameter.grad is not None)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return bits + [parameter.detach().cpu() for parameter in trained]
+
+
+def assert_same_training(ours: nn.Module, resident: nn.Module, name: str) -> None:
+    device = tiny.device()
+    expected = train(resident.to(device), name)
+    actual = train(ours, name)
+    assert len(actual) == len(expected) > 10
+    assert all(same_bits(one, other) for one, other in zip(actual, expected, strict=True))
+
+
+def assert_ahead(handle: OffloadHandle, run: Callable[[], object]) -> None:
+    before = handle.stats()
+    run()
+    after = handle.stats()
+    assert after.stalls == before.stalls
+    assert after.rebuilds == before.rebuilds
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", DENOISERS)
+def test_lora_on_diffusers_models(name: str, level: str, checkpointing: bool) -> None:
+    ours = with_lora(name, checkpointing=checkpointing)
+    handle = apply_group_offloading(ours, tiny.device(), offload_type=level)
+    assert_same_training(ours, with_lora(name, checkpointing=checkpointing), name)
+    stats = handle.stats()
+    assert stats.backward_passes == 3 and stats.trainable_bytes > 0
+    if handle.config.use_stream and level == "block_level":
+        assert_ahead(handle, lambda: train(ours, name))
+    handle.remove()
+
+
+def test_lora_that_comes_and_goes_after_offloading(tmp_path: Path) -> None:
+    """Base weights in files; adapters are added, trained, saved, deleted, and added again."""
+    ours: Any = tiny.flux_transformer().requires_grad_(False).train()
+    handle = apply_group_offloading(ours, tiny.device(), offload_to_disk_path=tmp_path)
+    for _ in range(2):
+        torch.manual_seed(0)
+        ours.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_v", "to_out.0"], init_lora_weights=False))
+        assert_same_training(ours, with_lora("flux"), "flux")
+        ours.delete_adapters("default")
+        with torch.no_grad():
+            found = tiny.call(ours, tiny.flux_inputs())
+            assert same_bits(found, tiny.call(tiny.flux_transformer().train().to(tiny.device()), tiny.flux_inputs()))
+    handle.remove()
+
+
+def test_lora_over_a_checkpoint_that_was_never_loaded(tmp_path: Path) -> None:
+    tiny.flux_transformer().save_pretrained(tmp_path)
+    ours: Any = from_pretrained(type(tiny.flux_transformer()), tmp_path, onload_device=tiny.device())
+    ours.requires_grad_(False).train()
+    torch.manual_seed(0)
+    ours.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_v", "to_out.0"], init_lora_weights=False))
+    ours.enable_gradient_checkpointing()
+    assert_same_training(ours, with_lora("flux", checkpointing=True), "flux")
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", ["clip", "t5"])
+def test_lora_on_transformers_models(name: str, level: str, use_reentrant: bool) -> None:
+    def model() -> Any:
+        targets = ["q_proj", "v_proj"] if name == "clip" else ["q", "v"]
+        base: Any = tiny.MODELS[name][0]().train()
+        torch.manual_seed(0)
+        found = get_peft_model(base, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+        base.enable_input_require_grads()
+        return found
+
+    ours = model()
+    handle = apply_group_offloading(ours, tiny.device(), offload_type=level)
+    assert_same_training(ours, model(), name)
+    assert handle.stats().backward_passes == 3
+    handle.remove()
+
+
+def test_dora_reads_the_weight_of_the_layer_it_wraps() -> None:
+    """It takes the norm of a frozen weight, and saves that weight in ways no layer does."""
+
+    def model() -> nn.Module:
+        found: Any = tiny.flux_transformer().requires_grad_(False).train()
+        torch.manual_seed(0)
+        found.add_adapter(LoraConfig(r=4, target_modules=["to_q"], use_dora=True))
+        result: nn.Module = found
+        return result
+
+    for level in LEVELS:
+        ours = model()
+        handle = apply_group_offloading(ours, tiny.device(), offload_type=level)
+        assert_same_training(ours, model(), "flux")
+        handle.remove()
+
+
+def test_a_head_is_trained_on_an_encoder_of_a_pipeline() -> None:
+    """The pipeline call: all components are offloaded, one of them is trained through."""
+    results = []
+    for is_offloaded in (False, True):
+        pipe = tiny.sd_pipeline()
+        if is_offloaded:
+            enable_group_offload(pipe, onload_device=tiny.device())
+        else:
+            pipe.to(tiny.device())
+        for component in (pipe.text_encoder, pipe.unet, pipe.vae):
+            component.requires_grad_(False)
+        torch.manual_seed(0)
+        soft_prompt = torch.randn(1, 7, pipe.unet.config.cross_attention_dim, device=tiny.device()).requires_grad_()
+        for _ in range(2):
+            latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0)).to(tiny.device())
+            pipe.unet(latents, torch.tensor([3]), encoder_hidden_states=soft_prompt)[0].square().mean().backward()
+        assert soft_prompt.grad is not None
+        results.append(soft_prompt.grad.cpu())
+    assert same_bits(*results)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("is_compiled_first", [False, True])
+def test_blocks_that_compile_themselves(is_compiled_first: bool) -> None:
+    """Compiled code hands autograd all of a block's weights at once."""
+    results = []
+    for is_offloaded in (False, True):
+        model: Any = with_lora("flux")
+        blocks = [*model.transformer_blocks, *model.single_transformer_blocks]
+        if is_compiled_first:
+            for block in blocks:
+                block.compile(backend="aot_eager")
+        if is_offloaded:
+            apply_group_offloading(model, tiny.device())
+        else:
+            model.to(tiny.device())
+        if not is_compiled_first:
+            for block in blocks:
+                block.compile(backend="aot_eager")
+        results.append(train(model, "flux"))
+    assert all(same_bits(one, other) for one, other in zip(*results, strict=True))

@@ -1,0 +1,198 @@
+"""Budgets as users write them, and what the machine has."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from group_offload import ConfigError
+from group_offload.plan import budgets
+from group_offload.plan.budgets import AUTO, auto_ram, describe_bytes, parse_budget, parse_bytes, total_ram
+
+from .test_ram import Cgroups, stat
+
+GIB = 1 << 30
+LARGE = 1 << 60
+UNITS = {"": 1, "B": 1, **{f"{x}B": 1000**n for n, x in enumerate("kMGT", 1)}}
+UNITS |= {f"{x}iB": 1024**n for n, x in enumerate("KMGT", 1)}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (1, 1),
+        (8 * GIB, 8 * GIB),
+        (8e9, 8_000_000_000),
+        (numpy.float32(2.0**33), 8 * GIB),
+        ("8589934592", 8 * GIB),
+        ("8GiB", 8 * GIB),
+        ("8 GB", 8_000_000_000),
+        (" 8gib ", 8 * GIB),
+        ("512MiB", 512 << 20),
+        ("1.5GiB", 3 * GIB // 2),
+        (".5 kB", 500),
+        ("80%", int(24 * GIB * 0.8)),
+        ("12.5 %", 3 * GIB),
+        ("100%", 24 * GIB),
+        ("0.0000000001%", 1),
+    ],
+)
+def test_what_is_understood(value: Any, expected: int) -> None:
+    assert parse_budget(value, "vram_budget", 24 * GIB) == expected
+
+
+def test_none_and_auto() -> None:
+    assert parse_budget(None, "vram_budget", GIB) is None
+    for value in ("auto", " Auto ", AUTO):
+        assert parse_budget(value, "vram_budget", GIB) is AUTO
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (0, "more than 0"),
+        (-1, "more than 0"),
+        ("0GiB", "more than 0"),
+        ("0.1B", "more than 0"),
+        ("-3GiB", "no amount"),
+        (1.5, "whole number"),
+        (0.8, "'80%'"),
+        (float("nan"), "whole number"),
+        (float("inf"), "whole number"),
+        ("nan", "no amount"),
+        ("inf GiB", "no amount"),
+        ("", "no amount"),
+        ("1e9", "no amount"),
+        ("1,5GiB", "no amount"),
+        ("\u0661GiB", "no amount"),
+        ("8GiB 8GiB", "no amount"),
+        ("9" * 5000, "no amount"),
+        ("0%", "at most 100%"),
+        ("120%", "at most 100%"),
+        ("8 apples", "no unit"),
+        ("8G", "'8GiB' (powers of 1024) or '8GB' (powers of 1000)"),
+        ("1.5m", "'1.5MiB'"),
+        (True, "bool"),
+        (b"8GiB", "bytes"),
+        ([8], "list"),
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+def test_what_is_refused(value: Any, why: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_budget(value, "ram_budget", GIB)
+    said = str(caught.value)
+    assert said.startswith(f"ram_budget={repr(value)[:80]}") and why in said
+    assert "'8GiB'" in said and "'80%'" in said and "'auto'" in said and len(said) < 350
+
+
+@pytest.mark.parametrize("value", [9 * GIB, "9GiB", 1e30, 10**30])
+def test_more_than_there_is(value: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "group_offload"):
+        assert parse_budget(value, "vram_budget", 8 * GIB) == 8 * GIB
+    assert len(caplog.messages) == 1 and "vram_budget" in caplog.text and "8 GiB" in caplog.text
+    caplog.clear()
+    assert parse_budget("8GiB", "vram_budget", 8 * GIB) == 8 * GIB and not caplog.messages
+
+
+@settings(deadline=None)
+@given(st.integers(1, 10**6), st.sampled_from(sorted(UNITS)), st.booleans(), st.sampled_from(["", " "]))
+def test_whole_numbers_of_units(number: int, unit: str, is_lower: bool, space: str) -> None:
+    text = f"{number}{space}{unit}"
+    assert parse_budget(text.lower() if is_lower else text, "x", LARGE) == number * UNITS[unit]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 1 << 50))
+def test_what_is_described_is_understood(num_bytes: int) -> None:
+    found = parse_budget(describe_bytes(num_bytes), "x", LARGE)
+    assert isinstance(found, int) and abs(found - num_bytes) <= num_bytes * 0.005 + 1
+    enough = parse_budget(describe_bytes(num_bytes, round_up=True), "x", LARGE)
+    assert isinstance(enough, int) and num_bytes <= enough <= num_bytes * 1.01 + 1
+
+
+@settings(deadline=None)
+@given(st.integers(1, 1 << 50), st.decimals("0.001", "100", places=3))
+def test_shares(total: int, percent: Any) -> None:
+    found = parse_budget(f"{percent}%", "x", total)
+    assert isinstance(found, int) and max(1, int(total * percent / 100) - 1) <= found <= total
+
+
+@settings(deadline=None)
+@given(st.text(max_size=12))
+def test_any_text_is_an_amount_or_an_error(text: str) -> None:
+    try:
+        found = parse_budget(text, "x", GIB)
+    except ConfigError:
+        return
+    assert found is AUTO or (isinstance(found, int) and 1 <= found <= GIB)
+
+
+def test_amounts_that_are_no_budgets() -> None:
+    assert parse_bytes("0", "--activations") == 0 and parse_bytes("1.5GiB", "x") == 3 * GIB // 2
+    for text in ("80%", "auto", "-1", "2G"):
+        with pytest.raises(ConfigError, match=r"^--activations=") as caught:
+            parse_bytes(text, "--activations")
+        assert "80% of" not in str(caught.value) and "'auto'." not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (8 * GIB, "8 GiB"),
+        (3 * GIB // 2, "1.5 GiB"),
+        (12345678, "11.8 MiB"),
+    ],
+)
+def test_descriptions(num_bytes: int, text: str) -> None:
+    assert describe_bytes(num_bytes) == text
+
+
+# ---------------------------------------------------------------- what there is
+
+
+@pytest.fixture
+def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cgroups:
+    found = Cgroups(tmp_path, monkeypatch)
+    memory = SimpleNamespace(total=100 * GIB, available=60 * GIB)
+    monkeypatch.setattr(budgets.psutil, "virtual_memory", lambda: memory)
+    return found
+
+
+def test_the_system_itself() -> None:
+    assert 0 < auto_ram() < total_ram() < 1 << 50
+
+
+def test_total_ram(cgroups: Cgroups) -> None:
+    assert total_ram() == 100 * GIB
+    cgroups.say("0::/a/b", "nonsense", "5:memory:/c", "4:cpu:/d")
+    assert total_ram() == 100 * GIB
+    cgroups.write("a/b", memory__max="max")
+    cgroups.write("a", memory__max=20 * GIB)
+    assert total_ram() == 20 * GIB
+    cgroups.write("a/b", memory__max=12 * GIB)
+    assert total_ram() == 12 * GIB
+    cgroups.write("c", 1, memory__limit_in_bytes=5 * GIB)
+    cgroups.write("d", 1, memory__limit_in_bytes=GIB)
+    assert total_ram() == 5 * GIB
+    cgroups.write("c", 1, memory__limit_in_bytes="3 4")
+    assert total_ram() == 12 * GIB
+
+
+def test_auto_ram_leaves_some(cgroups: Cgroups) -> None:
+    assert auto_ram() == 54 * GIB
+    cgroups.say("0::/a")
+    cgroups.write("a", memory__max=5 * GIB, memory__current=2 * GIB, memory__stat=stat(GIB, 0))
+    assert auto_ram() == 3 * GIB  # 1 GiB of the 4 that are available
+    cgroups.write("a", memory__max=2 * GIB)
+    assert auto_ram() == 0

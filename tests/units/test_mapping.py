@@ -1,0 +1,68 @@
+"""Memory that is mapped twice."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+import pytest
+
+from group_offload.base import mapping
+from group_offload.base.mapping import TwiceMapped, forget_writes
+from group_offload.base.pagemap import _MAX_REGIONS, PAGE, PageScan, tells_writes, written_pages
+
+pytestmark = pytest.mark.skipif(not tells_writes(), reason="this system does not tell which pages were written")
+
+
+def num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.parametrize("num_bytes", [1, PAGE, 3 * PAGE + 5, 200 * PAGE + 7])
+def test_bytes_of_any_number_in_pieces(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large it is, it takes few descriptors, and those only until it is filled."""
+    monkeypatch.setattr(mapping, "_MIN_PIECE_BYTES", PAGE)
+    content = os.urandom(num_bytes)
+    before = num_descriptors()
+    memory = TwiceMapped(num_bytes)
+    assert num_descriptors() - before <= mapping._MAX_PIECES
+    middle = num_bytes // 3
+    memory.write([(middle, memoryview(content)[middle:]), (0, memoryview(content)[:middle])])
+    memory.seal()
+    assert num_descriptors() == before
+    assert bytes(memory.shared) == bytes(memory.private) == content
+
+
+def test_one_scan_tells_again_and_again_of_more_pages_than_the_kernel_tells_at_once() -> None:
+    num_pages = 4 * _MAX_REGIONS + 3
+    memory = TwiceMapped(num_pages * PAGE)
+    memory.write([(0, memoryview(bytes(num_pages * PAGE)))])
+    memory.seal()
+    address = ctypes.addressof(memory.private)
+    scan = PageScan(address, num_pages * PAGE)
+    for step in (2, 1, 3):
+        assert scan.written() == []
+        for page in range(0, num_pages, step):
+            memory.private[page * PAGE] = b"b"
+        ranges = [(page * PAGE, (page + 1) * PAGE) for page in range(0, num_pages, step)]
+        wanted = [(0, num_pages * PAGE)] if step == 1 else ranges
+        assert scan.written() == scan.written() == wanted
+        forget_writes(address, num_pages * PAGE)
+
+
+def test_what_is_written_to_the_private_mapping_is_told_and_can_be_forgotten() -> None:
+    memory = TwiceMapped(4 * PAGE)
+    memory.write([(0, memoryview(b"a" * 4 * PAGE))])
+    memory.seal()
+    address = ctypes.addressof(memory.private)
+    assert bytes(memory.private) == b"a" * 4 * PAGE
+    assert written_pages(address, 4 * PAGE) == []
+    memory.private[2 * PAGE] = b"b"
+    assert written_pages(address, 4 * PAGE) == [(2 * PAGE, 3 * PAGE)]
+    assert memory.shared[2 * PAGE] == b"a"
+    memory.shared[0] = b"c"
+    assert memory.private[0] == b"c"
+    forget_writes(address + 2 * PAGE, PAGE)
+    assert memory.private[2 * PAGE] == b"a"
+    assert written_pages(address, 4 * PAGE) == []

@@ -1,0 +1,325 @@
+"""The threads that read and fill memory: whatever interrupts their callers, work is done once or never, and waited for."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from group_offload.activations.spill import SpillFile
+from group_offload.base import pool
+from group_offload.base.layout import memory_of
+from group_offload.base.mapping import TwiceMapped
+from group_offload.base.pool import begin_all, finish_all, num_threads, on_pool, run_all
+from group_offload.base.reading import read_into
+
+from ..interrupts import Strike, contained
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def fresh_pool() -> Iterator[None]:
+    """Without any threads. Those of this test end with it."""
+    pool._forget()
+    yield
+    pool._pool.close()
+    pool._forget()
+
+
+def io_threads() -> int:
+    """Of the pool that there is: those of one that a test has struck, or forgotten, may wait for ever."""
+    return sum(getattr(thread, "_pool", None) is pool._pool for thread in threading.enumerate())
+
+
+class Work:
+    """Work that can be held up, and tells what was done."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self.ended: list[int] = []
+        self.go = threading.Event()
+        self.has_begun = threading.Event()
+
+    def do(self, number: int) -> int:
+        self.begun.append(number)
+        self.has_begun.set()
+        assert self.go.wait(60)
+        self.ended.append(number)
+        return number
+
+    def all(self, count: int) -> list[Callable[[], int]]:
+        return [partial(self.do, number) for number in range(count)]
+
+
+def test_results_come_in_order_and_errors_after_all_are_done() -> None:
+    assert run_all(partial(int, number) for number in range(100)) == list(range(100))
+    done: list[int] = []
+
+    def work(number: int) -> None:
+        done.append(number)
+        if number % 3 == 1:
+            raise OSError(number, "no")
+
+    with pytest.raises(OSError, match="no") as error:
+        run_all(partial(work, number) for number in range(30))
+    assert error.value.errno == 1 and sorted(done) == list(range(30))
+    assert io_threads() <= num_threads()
+
+
+@contextmanager
+def refusing_starts(refused: Callable[[int], bool]) -> Iterator[None]:
+    """`Thread.start` fails whenever `refused` says so of its number."""
+    start, numbers = threading.Thread.start, itertools.count()
+
+    def refuse(thread: threading.Thread) -> None:
+        if refused(next(numbers)):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        yield
+
+
+def read(path: Path) -> None:
+    """A file, by as many threads as there are."""
+    target = torch.zeros(8 * MIB, dtype=torch.uint8)
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        assert read_into(fd, memory_of(target), 5) == target.numel()
+    finally:
+        os.close(fd)
+    assert bytes(target.numpy()) == path.read_bytes()[5 : 5 + target.numel()]
+
+
+def fill(path: Path) -> None:
+    """Memory that is mapped twice."""
+    content = path.read_bytes()
+    memory = TwiceMapped(len(content))
+    memory.write([(0, memoryview(content))])
+    memory.seal()
+    assert bytes(memory.private) == content
+
+
+class Reached:
+    def synchronize(self) -> None:
+        pass
+
+
+def spill(path: Path) -> None:
+    """Activations, to a file and back."""
+    file = SpillFile(path.parent)
+    source = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    spot = file.take(source.numel())
+    file.write(source, spot, Reached(), "").wait()  # type: ignore[arg-type]
+    file.read(target, spot, [], "").wait()
+    assert torch.equal(source, target)
+
+
+every_use = pytest.mark.parametrize("use", [read, fill, spill])
+
+
+@pytest.fixture
+def content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("group_offload.base.mapping._MIN_PIECE_BYTES", MIB)
+    monkeypatch.setattr("group_offload.activations.spill.PIECE_BYTES", MIB)
+    path = tmp_path / "content"
+    path.write_bytes(os.urandom(8 * MIB + 77))
+    return path
+
+
+@every_use
+@pytest.mark.parametrize("first", range(4))
+def test_a_thread_that_cannot_be_started(use: Callable[[Path], None], first: int, content: Path) -> None:
+    """From the n-th on, or only the n-th: the work is done by those that are there, or by the caller."""
+    for refused in (lambda number: number >= first, lambda number: number == first):
+        with refusing_starts(refused):
+            use(content)
+        assert io_threads() <= num_threads()
+        pool._pool.close()
+        pool._forget()
+
+
+@pytest.mark.parametrize("can_start", [True, False])
+@every_use
+def test_an_interrupt_at_any_line(use: Callable[[Path], None], can_start: bool, content: Path) -> None:
+    """Afterwards no thread is at the work, and the next one is done."""
+    num_interrupts, line = 0, 1
+    while True:
+        with refusing_starts(lambda number: not can_start):
+            running: list[int] = []
+            preadv, pwrite = os.preadv, os.pwrite
+
+            def counted(call: Callable[..., int], *args: Any, running: list[int] = running) -> int:
+                running.append(1)
+                try:
+                    return call(*args)
+                finally:
+                    running.pop()
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(os, "preadv", partial(counted, preadv))
+                patch.setattr(os, "pwrite", partial(counted, pwrite))
+                strike = Strike(line, path=pool.__file__)
+                try:
+                    with strike:
+                        contained(partial(use, content))
+                except KeyboardInterrupt:
+                    num_interrupts += 1
+                # Whoever begins a spill and is interrupted before it has the job has nothing to wait for.
+                assert not running or use is spill
+            assert io_threads() <= num_threads() + 1
+            if not strike.where:
+                break
+        if num_interrupts % 10 == 0:
+            use(content)
+        if num_interrupts % 50 == 0:  # threads are started anew
+            pool._pool.close()
+            pool._forget()
+        line += 1 + line // 80  # the loop over the parts comes again and again
+    assert num_interrupts > 80
+    use(content)
+
+
+def test_signals_at_any_moment() -> None:
+    """What a real Ctrl-C does, many times, to one pool."""
+    is_armed = False
+
+    def interrupt(number: int, frame: object) -> None:
+        if is_armed:  # a signal may come later than it was sent
+            raise KeyboardInterrupt
+
+    def work() -> None:
+        sum(range(50))
+
+    done: list[int] = []
+    num_interrupts = 0
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for number in range(1500):
+            if number % 100 == 0:
+                pool._pool.close()
+                pool._forget()
+            try:
+                is_armed = True
+                signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + number * 7 % 900))
+                try:
+                    run_all([work] * 5)
+                    on_pool(work).wait()
+                finally:
+                    is_armed = False
+            except KeyboardInterrupt:
+                is_armed = False
+                num_interrupts += 1
+            assert run_all([partial(done.append, number)] * 2) == [None, None]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert num_interrupts > 20 and len(done) == 3000
+
+
+def test_an_interrupt_of_the_wait() -> None:
+    """What has begun is waited for, and the rest never begins."""
+    work = Work()
+
+    def interrupt() -> None:
+        assert work.has_begun.wait(60)
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait(0.1)
+        work.go.set()
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread = threading.Thread(target=interrupt)
+    try:
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            run_all(work.all(100))
+        thread.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert 0 < len(work.begun) <= num_threads()
+    assert sorted(work.ended) == sorted(work.begun)
+    run_all([lambda: None] * 100)  # after all that was in the queue
+    assert len(work.begun) <= num_threads()
+
+
+def test_memory_is_nobody_elses_while_it_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two interrupts: the caller is gone, and so is its tensor, but its memory is not free before the last read ends."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(8 * MIB))
+    go, preadv = threading.Event(), os.preadv
+    num_waits = 0
+
+    def slow(*args: Any) -> int:
+        assert go.wait(60)
+        return preadv(*args)
+
+    def interrupted(task: Any) -> None:
+        nonlocal num_waits
+        num_waits += 1
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "preadv", slow)
+    target = torch.zeros(8 * MIB, dtype=torch.uint8)
+    is_alive = weakref.ref(target)
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(pool.Task, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                read_into(fd, memory_of(target), 0)
+        assert num_waits == 2
+        del target
+        assert is_alive() is not None
+        go.set()
+        pool._pool.close()
+        assert is_alive() is None
+    finally:
+        go.set()
+        os.close(fd)
+
+
+def test_what_is_begun_can_be_waited_for_by_several() -> None:
+    work = Work()
+    tasks = begin_all(work.all(3))
+    found: list[list[int]] = []
+    threads = [threading.Thread(target=lambda: found.append(finish_all(tasks))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    assert not any(task.is_done for task in tasks)
+    work.go.set()
+    for thread in threads:
+        thread.join(60)
+    assert found == [[0, 1, 2]] * 4 and all(task.is_done for task in tasks)
+
+
+def test_work_that_comes_when_the_interpreter_exits() -> None:
+    """Whoever comes before the pool ends has threads; whoever comes later does the work alone. None of it hangs."""
+    script = """
+import atexit, threading, time
+def late():
+    from group_offload.base.pool import on_pool
+    print("late", on_pool(lambda: threading.current_thread() is threading.main_thread()).result(), flush=True)
+atexit.register(late)
+from group_offload.base.pool import on_pool, run_all
+atexit.register(lambda: print("sum", sum(run_all([lambda: 1] * 20)), flush=True))
+slow = on_pool(time.sleep, 0.2)
+on_pool(lambda: print("ended", flush=True))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert sorted(done.stdout.splitlines()) == ["ended", "late True", "sum 20"]

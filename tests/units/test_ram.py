@@ -1,0 +1,382 @@
+"""How much RAM there is to take, and how files are read for that."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from group_offload import apply_group_offloading
+from group_offload.base import control_groups, ram
+from group_offload.base.ram import available_ram
+from group_offload.stores import ways
+from group_offload.stores.ways import choose_ways
+
+from ..engine.test_streams import DIM, Model, forward, from_file, run
+from ..support.simulated import SimulatedDevice, use_simulated_device
+
+GIB = 1 << 30
+
+
+class Cgroups:
+    """A tree of control groups in files of its own, and what /proc/self/cgroup says."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.root = folder / "cgroup"
+        self._said = folder / "self"
+        self.root.mkdir()
+        patch.setattr(control_groups, "_ROOT", self.root)
+        real = Path.read_text
+
+        def read_text(path: Path, *args: Any, **kwargs: Any) -> str:
+            return real(self._said if str(path) == "/proc/self/cgroup" else path, *args, **kwargs)
+
+        patch.setattr(Path, "read_text", read_text)
+        patch.setattr(ram.psutil, "virtual_memory", lambda: SimpleNamespace(available=100 * GIB))
+
+    def say(self, *lines: str) -> None:
+        self._said.write_text("".join(f"{line}\n" for line in lines))
+
+    def write(self, name: str, version: int = 2, **files: object) -> None:
+        folder = self.root / ("memory" if version == 1 else "") / name.lstrip("/")
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, value in files.items():
+            (folder / file.replace("__", ".")).write_text(f"{value}\n")
+
+
+@pytest.fixture
+def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cgroups:
+    return Cgroups(tmp_path, monkeypatch)
+
+
+def stat(inactive: int, active: int) -> str:
+    return f"anon 5\nfile {inactive + active}\ninactive_anon 0\ninactive_file {inactive}\nactive_file {active}"
+
+
+def test_the_system_itself() -> None:
+    assert 0 < available_ram() < 1 << 50
+
+
+def test_no_control_groups(cgroups: Cgroups) -> None:
+    assert available_ram() == 100 * GIB  # no /proc/self/cgroup
+    cgroups.say("0::/")
+    assert available_ram() == 100 * GIB  # the root has no limit, nor files
+
+
+@pytest.mark.parametrize("name", ["/", "/user/app"])
+def test_version_2(name: str, cgroups: Cgroups) -> None:
+    """What the page cache can give up counts."""
+    cgroups.say(f"0::{name}")
+    cgroups.write(name, memory__max=10 * GIB, memory__current=7 * GIB, memory__stat=stat(2 * GIB, GIB))
+    assert available_ram() == 6 * GIB
+
+
+def test_version_1(cgroups: Cgroups) -> None:
+    cgroups.say("12:cpu,cpuacct:/a", "5:memory:/docker/abc", "1:name=systemd:/x", "0::/y")
+    cgroups.write(
+        "docker/abc",
+        1,
+        memory__limit_in_bytes=8 * GIB,
+        memory__usage_in_bytes=5 * GIB,
+        memory__stat=stat(GIB, 0),
+    )
+    assert available_ram() == 4 * GIB
+
+
+def test_the_nearest_limit_counts(cgroups: Cgroups) -> None:
+    """Of all groups around the process's own."""
+    cgroups.say("0::/a/b/c")
+    cgroups.write("a/b/c", memory__max="max", memory__current=GIB, memory__stat=stat(0, 0))
+    cgroups.write("a/b", memory__max=20 * GIB, memory__current=GIB, memory__stat=stat(0, 0))
+    cgroups.write("a", memory__max=10 * GIB, memory__current=8 * GIB, memory__stat=stat(GIB, 0))
+    assert available_ram() == 3 * GIB
+    cgroups.write("a", memory__max=1000 * GIB)
+    assert available_ram() == 19 * GIB
+    cgroups.write("a/b", memory__max=1000 * GIB)
+    assert available_ram() == 100 * GIB
+
+
+def test_no_limit(cgroups: Cgroups) -> None:
+    cgroups.say("5:memory:/a", "0::/a")
+    cgroups.write("a", memory__max="max", memory__current=GIB, memory__stat=stat(0, 0))
+    unlimited = 0x7FFFFFFFFFFFF000  # what version 1 says then
+    cgroups.write("a", 1, memory__limit_in_bytes=unlimited, memory__usage_in_bytes=GIB, memory__stat=stat(0, 0))
+    assert available_ram() == 100 * GIB
+
+
+def test_a_group_over_its_limit(cgroups: Cgroups) -> None:
+    cgroups.say("0::/a")
+    cgroups.write("a", memory__max=GIB, memory__current=3 * GIB, memory__stat=stat(GIB, 0))
+    assert available_ram() == 0
+
+
+@pytest.mark.parametrize("broken", ["", "nonsense", "3 4", "-"])
+@pytest.mark.parametrize("file", ["memory__max", "memory__current", "memory__stat"])
+def test_files_that_nobody_understands(file: str, broken: str, cgroups: Cgroups) -> None:
+    cgroups.say("0::/a")
+    cgroups.write("a", memory__max=GIB, memory__current=0, memory__stat=stat(0, 0))
+    cgroups.write("a", **{file: broken})
+    assert available_ram() == 100 * GIB
+
+
+@pytest.mark.parametrize("line", ["", "nonsense"])
+def test_a_list_that_nobody_understands(line: str, cgroups: Cgroups) -> None:
+    """Sandboxes have such; the system's own estimate is left."""
+    cgroups.say(line)
+    assert available_ram() == 100 * GIB
+
+
+def test_a_group_outside_of_what_is_mounted(cgroups: Cgroups) -> None:
+    """In a container the name may be that of the host: then the limit of the root that is mounted counts."""
+    cgroups.say("0::/../../other")
+    cgroups.write("/", memory__max=2 * GIB, memory__current=GIB, memory__stat=stat(0, 0))
+    assert available_ram() == GIB
+    cgroups.say("0::/kubepods/pod1/not-here")
+    assert available_ram() == GIB
+
+
+# ---------------------------------------------------------------- how files are read
+
+
+class Source:
+    def avoid_readahead(self) -> None: ...
+
+
+def images(*sizes: int) -> list[Any]:
+    return [SimpleNamespace(layout=SimpleNamespace(num_bytes=size), is_direct=None, source=Source()) for size in sizes]
+
+
+@pytest.fixture
+def _may_lock_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ways, "LOCKED_SHARE", 0.5)
+
+
+def set_ram(patch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    patch.setattr(ways, "available_ram", lambda: num_bytes)
+
+
+@pytest.mark.usefixtures("_may_lock_half")
+def test_plenty_of_ram(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_ram(monkeypatch, 2000)
+    found = images(*[100] * 10)
+    assert choose_ways(found, may_lock=True) == found
+    assert not any(image.is_direct for image in found)
+    assert choose_ways(found, may_lock=False) == []
+    assert not any(image.is_direct for image in found)  # half of the RAM is enough for the page cache too
+    set_ram(monkeypatch, 1998)
+    assert choose_ways(found, may_lock=True) == []
+
+
+def test_nothing_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_ram(monkeypatch, 0)
+    assert choose_ways([], may_lock=True) == []
+    assert choose_ways(images(0, 0), may_lock=True) == []
+    found = images(0, 100, 0)
+    assert choose_ways(found, may_lock=True) == []
+    assert found[1].is_direct
+
+
+@pytest.mark.parametrize("percent", [0, 1, 10, 25, 33, 50, 60, 75, 90, 99, 100])
+def test_the_share_that_is_cached(percent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the RAM is full of images, and they lie evenly among the others."""
+    num = 200
+    set_ram(monkeypatch, 2 * percent * num)  # images of 100 bytes each
+    found = images(*[100] * num)
+    choose_ways(found, may_lock=False)
+    cached = [not image.is_direct for image in found]
+    assert abs(sum(cached) - num * percent / 100) <= 1
+    for end in range(num):
+        assert abs(sum(cached[:end]) - end * percent / 100) <= 1
+
+
+def test_images_of_several_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By bytes, not by number; a large one is cached once there is enough for it."""
+    sizes = [10, 500, 30, 70, 1000, 1, 400, 20] * 20
+    found = images(*sizes)
+    for share in (0.1, 0.4, 0.8):
+        set_ram(monkeypatch, int(2 * share * sum(sizes)))
+        choose_ways(found, may_lock=False)
+        cached = sum(image.layout.num_bytes for image in found if not image.is_direct)
+        assert share * sum(sizes) - 1000 <= cached <= share * sum(sizes) + 1
+
+
+def test_ways_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resident = Model([64] * 8).eval()
+    x = torch.randn(2, DIM)
+    num_bytes = sum(parameter.nbytes for parameter in resident.parameters())
+    device = SimulatedDevice(0)
+    with use_simulated_device(device):
+        for available, expected in ((0, {"direct"}), (num_bytes, {"direct", "page cache"}), (GIB, {"page cache"})):
+            set_ram(monkeypatch, available)
+            model = from_file(resident, tmp_path / "model.safetensors")
+            handle = apply_group_offloading(model, "cpu", offload_device="disk", low_cpu_mem_usage=True)
+            ways = [group.way for group in handle.groups if group.num_bytes]
+            assert set(ways) == expected
+            if len(expected) == 2:
+                assert 3 <= ways.count("direct") <= 6
+                blocks = [group.way for group in handle.groups if group.group_id.startswith("blocks")]
+                assert all(left != right for left, right in zip(blocks[1:-1:2], blocks[2:-1:2], strict=True))
+            for _ in range(2):
+                assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+            handle.remove()
+            model.alive.clear()
+            resident.alive.clear()
+
+
+# ---------------------------------------------------------------- locked in the page cache
+
+
+@pytest.fixture
+def device() -> Any:
+    with use_simulated_device(SimulatedDevice(0)) as device:
+        yield device
+
+
+def offloaded(resident: Model, tier: str, folder: Path, **options: Any) -> tuple[Any, Any]:
+    if tier == "checkpoint":
+        model = from_file(resident, folder / "model.safetensors")
+        return model, apply_group_offloading(model, "cpu", offload_device="disk", **options)
+    model = copy.deepcopy(resident)
+    return model, apply_group_offloading(model, "cpu", offload_to_disk_path=folder, **options)
+
+
+def check(device: SimulatedDevice, model: Any, resident: Any) -> None:
+    x = torch.randn(2, DIM)
+    assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+    model.alive.clear()
+    resident.alive.clear()
+
+
+def mappings_of(folder: Path) -> list[str]:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in lines if str(folder) in line]
+
+
+@pytest.mark.usefixtures("_may_lock_half")
+@pytest.mark.parametrize("tier", ["checkpoint", "folder"])
+@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}, {"record_stream": True}], ids=str)
+def test_files_are_locked_once_they_are_cached(
+    options: dict[str, Any], tier: str, tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read first, locked as a pass begins once all of it was read; then copied from there."""
+    monkeypatch.setattr(
+        "group_offload.stores.files.SourceFile.seems_cached", lambda source, pieces: source.bytes_cached > 0
+    )
+    resident = Model([64] * 4).eval()
+    model, handle = offloaded(resident, tier, tmp_path, **options)
+    assert device.pinned_bytes == 0 and "locked" not in {group.way for group in handle.groups}
+    for _ in range(4):
+        check(device, model, resident)
+    groups = [group for group in handle.groups if group.num_bytes]
+    assert {group.way for group in groups} == {"locked"} and {group.tier for group in groups} == {"file"}
+    stats = handle.stats()
+    assert stats.pinned_bytes == stats.host_bytes == sum(group.num_bytes for group in groups)
+    # The files' pages, and the staging memory of before.
+    assert device.pinned_bytes >= sum(parameter.nbytes for parameter in model.parameters())
+    before = handle.stats().bytes_read
+    for _ in range(3):
+        check(device, model, resident)
+    after = handle.stats().bytes_read
+    assert after["page cache"] == before["page cache"] and after["direct"] == 0
+    assert after["locked"] > before["locked"]
+    for twin in (model, resident):
+        with torch.no_grad():
+            twin.blocks[1].up.weight.data.mul_(2)
+            twin.shift[2:] += 1
+    for _ in range(4):
+        check(device, model, resident)
+    handle.remove()
+    device.synchronize()
+    assert device.pinned_bytes == 0
+    state = resident.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.usefixtures("_may_lock_half")
+@pytest.mark.parametrize("tier", ["checkpoint", "folder"])
+def test_files_that_are_cached_already_are_locked_at_once(tier: str, tmp_path: Path, device: SimulatedDevice) -> None:
+    resident = Model([64] * 4).eval()
+    if tier == "checkpoint":
+        from_file(resident, tmp_path / "model.safetensors")
+        (tmp_path / "model.safetensors").read_bytes()
+    model, handle = offloaded(resident, tier, tmp_path)
+    assert {group.way for group in handle.groups if group.num_bytes} == {"locked"}
+    check(device, model, resident)
+    assert handle.stats().bytes_read["page cache"] == 0 and handle.stats().staging_bytes == 0
+    handle.remove()
+    device.synchronize()
+    assert device.pinned_bytes == 0
+
+
+@pytest.mark.usefixtures("_may_lock_half")
+@pytest.mark.parametrize("tier", ["checkpoint", "folder"])
+def test_locked_files_of_a_model_that_is_dropped(tier: str, tmp_path: Path, device: SimulatedDevice) -> None:
+    import gc
+
+    resident = Model([64] * 4).eval()
+    model, handle = offloaded(resident, tier, tmp_path)
+    check(device, model, resident)
+    check(device, model, resident)
+    assert device.pinned_bytes > 0
+    del model, handle
+    gc.collect()
+    device.synchronize()
+    assert device.pinned_bytes == 0 and device.allocated_bytes == 0
+    assert mappings_of(tmp_path) == []
+
+
+@pytest.mark.usefixtures("_may_lock_half")
+@pytest.mark.parametrize("tier", ["checkpoint", "folder"])
+def test_never_locked(tier: str, tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither with low_cpu_mem_usage, nor where RAM is scarce, nor by a device that refuses."""
+    resident = Model([64] * 4).eval()
+    pin = device.pin
+    for number, case in enumerate(("low_cpu_mem_usage", "scarce", "refused")):
+        with monkeypatch.context() as patch:
+            if case == "scarce":
+                set_ram(patch, 100)
+            if case == "refused":
+                patch.setattr(device, "pin", lambda memory, *, read_only=False: None if read_only else pin(memory))
+            (tmp_path / str(number)).mkdir()
+            options = {"low_cpu_mem_usage": True} if case == "low_cpu_mem_usage" else {}
+            model, handle = offloaded(resident, tier, tmp_path / str(number), **options)
+            for _ in range(4):
+                check(device, model, resident)
+            assert "locked" not in {group.way for group in handle.groups}
+            assert handle.stats().pinned_bytes == handle.stats().bytes_read["locked"] == 0
+            assert device.pinned_bytes == handle.stats().staging_bytes
+            handle.remove()
+            device.synchronize()
+            assert device.pinned_bytes == 0
+
+
+@pytest.mark.usefixtures("_may_lock_half")
+def test_two_models_lock_one_file(tmp_path: Path, device: SimulatedDevice) -> None:
+    resident = Model([64] * 4).eval()
+    models = [offloaded(resident, "checkpoint", tmp_path) for _ in range(2)]
+    for _ in range(3):
+        for model, _ in models:
+            check(device, model, resident)
+    models[0][1].remove()
+    for _ in range(2):
+        check(device, models[1][0], resident)
+    models[1][1].remove()
+    device.synchronize()
+    assert device.pinned_bytes == 0
+
+
+def test_the_cpu_locks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ways, "LOCKED_SHARE", 0.5)
+    resident: nn.Module = Model([64] * 4).eval()
+    for tier in ("checkpoint", "folder"):
+        model, handle = offloaded(resident, tier, tmp_path)  # type: ignore[arg-type]
+        x = torch.randn(2, DIM)
+        for _ in range(3):
+            assert torch.equal(run(model, x), run(resident, x))
+        assert {group.way for group in handle.groups if group.num_bytes} == {"page cache"}
+        handle.remove()

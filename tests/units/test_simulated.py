@@ -1,0 +1,434 @@
+"""The simulated device itself: right programs give right bytes, and every missing wait is found with every seed."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import threading
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from group_offload.base.device import backend_for
+
+from ..support.simulated import Laziness, RaceError, SimulatedDevice, UninitialisedRead, use_simulated_device
+
+WIDTH = 8
+SLOT_BYTES = WIDTH * WIDTH * 4
+SCHEDULES = [(seed, laziness) for laziness in get_args(Laziness) for seed in range(8)]
+
+any_schedule = pytest.mark.parametrize(("seed", "laziness"), SCHEDULES)
+any_laziness = pytest.mark.parametrize("laziness", get_args(Laziness))
+
+
+def make_layers() -> tuple[list[torch.Tensor], torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(WIDTH, WIDTH) for _ in range(6)], torch.randn(4, WIDTH)
+
+
+def resident(weights: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    for weight in weights:
+        x = torch.relu(F.linear(x, weight))
+    return x
+
+
+def streamed(device: SimulatedDevice, weights: list[torch.Tensor], x: torch.Tensor, omit: str = "") -> torch.Tensor:
+    """Six layers through one pinned staging buffer and two slots, prefetching one layer; without the wait `omit`."""
+    compute, copies = device.current_stream(), device.new_stream()
+    staging = torch.empty(SLOT_BYTES, dtype=torch.uint8)
+    unpin = device.pin(staging)
+    assert unpin is not None
+    arena = device.empty(2 * SLOT_BYTES, copies)
+    slots = arena.view(2, SLOT_BYTES).unbind()
+    staged, allocated = device.new_event(), device.new_event()
+    ready = [device.new_event() for _ in slots]
+    last_use = [device.new_event() for _ in slots]
+    allocated.record(copies)
+
+    def load(index: int) -> None:
+        if omit != "staging":
+            staged.synchronize()
+        staging.copy_(weights[index].view(torch.uint8).flatten())
+        if omit != "last use":
+            copies.wait_event(last_use[index % 2])
+        device.copy(slots[index % 2], staging, copies)
+        staged.record(copies)
+        ready[index % 2].record(copies)
+
+    with device.running():
+        x = device.put(x)
+        load(0)
+        for index in range(len(weights)):
+            if index + 1 < len(weights):
+                load(index + 1)
+            if omit != "ready":
+                compute.wait_event(ready[index % 2])
+            x = torch.relu(F.linear(x, slots[index % 2].view(torch.float32).view(WIDTH, WIDTH)))
+            last_use[index % 2].record(compute)
+    if omit != "free":
+        for event in last_use:
+            copies.wait_event(event)
+    device.free(arena)
+    if omit != "unpin":
+        staged.synchronize()
+    unpin()
+    return device.get(x)
+
+
+@any_schedule
+def test_streaming_gives_the_bytes_of_the_resident_model(seed: int, laziness: Laziness) -> None:
+    weights, x = make_layers()
+    device = SimulatedDevice(seed, laziness)
+    assert torch.equal(streamed(device, weights, x), resident(weights, x))
+    assert (device.num_copies, device.num_copies_back, device.copied_bytes) == (6, 0, 6 * SLOT_BYTES)
+    assert (device.peak_bytes, device.allocated_bytes, device.pinned_bytes) == (2 * SLOT_BYTES, 0, 0)
+    assert device.log.count(("compute", "aten.mm.default")) == 6
+
+
+@pytest.mark.parametrize("omit", ["staging", "last use", "ready", "free", "unpin"])
+@any_schedule
+def test_each_missing_wait_is_found(seed: int, laziness: Laziness, omit: str) -> None:
+    weights, x = make_layers()
+    with pytest.raises(RaceError, match=r"test_simulated\.py:\d+\).*test_simulated\.py:\d+\)"):
+        streamed(SimulatedDevice(seed, laziness), weights, x, omit)
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@any_schedule
+def test_record_stream_keeps_memory_until_the_other_stream_is_done(seed: int, laziness: Laziness, marked: bool) -> None:
+    device = SimulatedDevice(seed, laziness)
+    side, written = device.new_stream(), device.new_event()
+    source, target = device.empty(1024), torch.zeros(1024, dtype=torch.uint8)
+    device.pin(target)
+    with device.running():
+        source.fill_(7)
+        written.record(device.current_stream())
+        side.wait_event(written)
+        device.copy(target, source, side)
+        if not marked:
+            with pytest.raises(RaceError, match=r"'free' on compute .* writes what was read by 'copy D2H' on stream 1"):
+                device.free(source)
+            return
+        device.record_stream(source, side)
+        device.free(source)
+        device.empty(1024).fill_(9)
+    device.synchronize()
+    assert target.eq(7).all()
+
+
+@any_laziness
+def test_dropping_an_activation_that_another_stream_reads_is_a_race(laziness: Laziness) -> None:
+    device = SimulatedDevice(0, laziness)
+    side, written = device.new_stream(), device.new_event()
+    target = torch.zeros(256, dtype=torch.uint8)
+    device.pin(target)
+    with device.running():
+        activation = device.put(target) + 1
+        written.record(device.current_stream())
+        side.wait_event(written)
+        device.copy(target, activation, side)
+        del activation
+        gc.collect()
+    with pytest.raises(RaceError, match="'free' on compute"):
+        device.synchronize()
+
+
+def test_work_lands_late() -> None:
+    device = SimulatedDevice(0, "lazy")
+    host = torch.ones(64)
+    device.pin(host)
+    memory, event = device.empty(256).view(torch.float32), device.new_event()
+    device.copy(memory, host, device.current_stream())
+    event.record(device.current_stream())
+    assert memory.isnan().all() and not event.query()
+    host.fill_(2)
+    with pytest.raises(RaceError, match="The host changed"):
+        event.synchronize()
+    assert memory.eq(2).all() and event.query() and device.num_host_waits == 1
+    event.synchronize()
+    assert device.num_host_waits == 1
+
+
+def test_waits_keep_the_point_that_was_recorded_when_they_were_enqueued() -> None:
+    device = SimulatedDevice(0, "lazy")
+    first, second, third = device.new_stream(), device.new_stream(), device.new_stream()
+    event, never = device.new_event(), device.new_event()
+    never.synchronize()
+    first.wait_event(never)
+    assert never.query() and device.num_host_waits == 0
+    source, memory = torch.ones(256, dtype=torch.uint8), device.empty(512, first)
+    device.copy(memory[:256], source, first)
+    event.record(first)
+    second.wait_event(event)
+    device.copy(memory[256:], source, first)
+    event.record(first)
+    third.wait_event(event)
+    with device.running():
+        with device.use_stream(second):
+            assert device.get(memory[:256] + 1).eq(2).all()
+            # The host has waited for everything in get(), so only work from here on is unordered.
+            device.copy(memory[256:], source, first)
+            with pytest.raises(RaceError, match="stream 2"):
+                memory[256:] + 1
+        with device.use_stream(third), pytest.raises(RaceError, match="stream 3"):
+            memory[256:] + 1
+        third.wait_event(event)  # recorded before that copy
+        with device.use_stream(third), pytest.raises(RaceError, match="stream 3"):
+            memory[256:] + 1
+        event.record(first)
+        third.wait_event(event)
+        with device.use_stream(third):
+            assert device.get(memory[256:] + 1).eq(2).all()
+
+
+@any_laziness
+def test_uninitialised_memory_cannot_be_read(laziness: Laziness) -> None:
+    device = SimulatedDevice(0, laziness)
+    memory = device.empty(512)
+    assert memory.data_ptr() % 256 == 0
+    with device.running():
+        memory[:256].zero_()
+        memory[:256].add_(1)
+        with pytest.raises(UninitialisedRead, match="bytes 256 to 512"):
+            memory + 1
+        with pytest.raises(UninitialisedRead):
+            torch.empty_like(memory).add_(1)
+
+
+@any_laziness
+def test_freed_memory_is_reused_at_once_and_cannot_be_used(laziness: Laziness) -> None:
+    device = SimulatedDevice(0, laziness)
+    host, side, event = torch.ones(512, dtype=torch.uint8), device.new_stream(), device.new_event()
+    memory = device.empty(512)
+    device.copy(memory, host, device.current_stream())
+    device.free(memory)
+    with pytest.raises(RaceError, match="after 'free'"):
+        device.copy(memory, host, device.current_stream())
+    with pytest.raises(ValueError, match="was freed"):
+        device.free(memory)
+    again = device.empty(256)
+    assert again.data_ptr() == memory.data_ptr() and device.allocated_bytes == 256
+    with pytest.raises(RaceError, match="'empty' on compute"):  # compute may still be using it
+        device.copy(again, host[:256], side)
+    event.record(device.current_stream())
+    side.wait_event(event)
+    device.copy(again, host[:256], side)
+    assert device.get(again).eq(1).all()
+
+
+@any_laziness
+def test_host_memory_in_flight_cannot_be_changed(laziness: Laziness) -> None:
+    device = SimulatedDevice(0, laziness)
+    stream = device.current_stream()
+    image = torch.ones(512, dtype=torch.uint8)
+    memory, unpin = device.empty(512), device.pin(image)
+    assert unpin is not None and device.pin(image[:8]) is None and device.pinned_bytes == 512
+    device.label(image, "the image")
+    device.copy(memory, image, stream)
+    with device.running():
+        assert image[0] == 1
+        with pytest.raises(RaceError, match=r"writes what was read by 'copy H2D' on compute .* the image"):
+            image[256:].add_(1)
+    with pytest.raises(RaceError):
+        device.host_access(image, write=True)
+    with pytest.raises(RaceError):
+        unpin()
+    device.synchronize()
+    device.host_access(image, write=True)
+    device.copy(image, memory, stream)
+    with pytest.raises(RaceError):
+        device.host_access(image, write=False)
+    device.synchronize()
+    unpin()
+    unpin()
+    assert device.pinned_bytes == 0
+
+
+@any_laziness
+@pytest.mark.parametrize("wait", [True, False])
+def test_host_writes_that_no_op_shows_are_noticed(laziness: Laziness, wait: bool) -> None:
+    device = SimulatedDevice(0, laziness)
+    staging, memory, event = torch.zeros(256, dtype=torch.uint8), device.empty(512), device.new_event()
+    device.pin(staging)
+    device.copy(memory[:256], staging, device.current_stream())
+    event.record(device.current_stream())
+    if wait:
+        event.synchronize()
+    staging.numpy()[:] = 1
+    if wait:
+        device.copy(memory[256:], staging, device.current_stream())
+        device.copy(staging, memory[:256], device.current_stream())  # written by the device: that is seen
+        device.copy(memory[256:], staging, device.current_stream())
+        device.synchronize()
+        assert memory.eq(0).all() and staging.eq(0).all()
+        return
+    with pytest.raises(RaceError, match="The host changed what 'copy H2D' on compute"):
+        device.copy(memory[256:], staging, device.current_stream())
+    with pytest.raises(RaceError, match="The host changed what 'copy H2D' on compute"):
+        event.synchronize()
+
+
+def test_pageable_copies_stage_the_source_and_wait_for_the_target() -> None:
+    device = SimulatedDevice(0, "lazy")
+    host, memory = torch.ones(256, dtype=torch.uint8), device.empty(256)
+    device.copy(memory, host, device.current_stream())
+    host.zero_()
+    device.copy(host, memory, device.current_stream())
+    assert host.eq(1).all() and (device.num_host_waits, device.num_copies_back) == (1, 1)
+    device.pin(host)
+    device.copy(memory, host, device.current_stream(), blocking=True)
+    device.host_access(host, write=True)
+    assert device.num_host_waits == 2
+
+
+def test_values_that_the_host_needs_order_only_their_own_stream() -> None:
+    device = SimulatedDevice(0, "lazy")
+    side, image = device.new_stream(), torch.ones(256, dtype=torch.uint8)
+    device.pin(image)
+    device.copy(device.empty(256, side), image, side)
+    with device.running():
+        x = device.put(torch.arange(4.0))
+        assert (x * 2).sum().item() == 12 and x.max() > 2 and x.nonzero().shape == (3, 1) and torch.equal(x, x)
+        some = x[x > 1]
+        with pytest.raises(RaceError):
+            image.zero_()
+        assert device.get(some).tolist() == [2, 3]
+
+
+class Zoo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.groups = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GroupNorm(2, 8)
+        self.words, self.layer_norm = nn.Embedding(10, 8), nn.LayerNorm(8)
+        self.attention, self.lstm = nn.MultiheadAttention(8, 2, batch_first=True), nn.LSTM(8, 8, batch_first=True)
+        self.dropout, self.out = nn.Dropout(0.5), nn.Linear(8, 8)
+
+    def forward(self, pixels: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        x = F.avg_pool2d(F.gelu(self.groups(torch.relu(self.norm(self.conv(pixels))))), 2)
+        x = torch.cat([x.flatten(2).transpose(1, 2), self.words(words)], 1)
+        x = self.layer_norm(x)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        heads = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        x = x + F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).reshape(x.shape)
+        half = x.new_zeros(x.shape)
+        half[:, ::2] = self.dropout(x)[:, ::2]
+        x = (x + half.softmax(-1)).masked_fill(x > 2, 0.0) * torch.arange(8)
+        rotation = torch.polar(torch.ones(4), torch.arange(4.0))
+        x = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (4, 2))) * rotation.conj()).flatten(-2)
+        out: torch.Tensor = self.out(self.lstm(x)[0])
+        return out
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("train", [True, False])
+@any_laziness
+def test_deferred_ops_compute_what_the_cpu_computes(laziness: Laziness, train: bool, mode: Any) -> None:
+    torch.manual_seed(0)
+    host = Zoo().train(train)
+    pixels, words = torch.randn(2, 3, 8, 8), torch.randint(10, (2, 5))
+    device = SimulatedDevice(1, laziness)
+    onloaded = copy.deepcopy(host)
+    for tensor in [*onloaded.parameters(), *onloaded.buffers()]:
+        tensor.data = device.put(tensor.data)
+    outputs = []
+    with mode(), device.running():  # both, because torch takes other kernels for some ops when a dispatch mode is on
+        for module, inputs in ((host, (pixels, words)), (onloaded, (device.put(pixels), device.put(words)))):
+            torch.manual_seed(1)
+            outputs.append(module(*inputs))
+            if outputs[-1].requires_grad:
+                outputs[-1].square().sum().backward()
+    expected, found = outputs
+    assert torch.equal(device.get(found), expected)
+    for ours, theirs in zip(onloaded.buffers(), host.buffers(), strict=True):
+        assert torch.equal(device.get(ours), theirs)
+    for ours, theirs in zip(onloaded.parameters(), host.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        assert ours.grad is None or theirs.grad is None or torch.equal(device.get(ours.grad), theirs.grad)
+    assert device.num_host_waits == 0 and device.memory.peak == 0 and device.activations.peak > 0
+
+
+def test_batch_norm_buffers_change_when_the_work_runs() -> None:
+    device, norm = SimulatedDevice(0, "lazy"), nn.BatchNorm1d(4)
+    for tensor in [*norm.parameters(), *norm.buffers()]:
+        tensor.data = device.put(tensor.data)
+    device.synchronize()
+    with device.running():
+        norm(device.put(torch.ones(2, 4)))
+    assert norm.running_mean is not None and norm.running_mean.eq(0).all()
+    device.synchronize()
+    assert norm.running_mean.eq(0.1).all() and norm.num_batches_tracked == 1
+
+
+def test_ops_keep_promotion_lists_and_out_arguments() -> None:
+    device = SimulatedDevice(0, "lazy")
+    with device.running():
+        x = device.put(torch.tensor(1.5, dtype=torch.bfloat16))
+        assert (x * 2.0).dtype == torch.bfloat16
+        y = [device.put(torch.ones(3)), device.put(torch.ones(2))]
+        torch._foreach_add_(y, 1)
+        out = torch.empty_like(y[0])
+        assert torch.add(y[0], 1, out=out) is out
+        host = torch.zeros(3)
+        host.add_(out)  # the host's memory changes, so the host waits
+    assert host.tolist() == [3, 3, 3] and device.get(y[1]).tolist() == [2, 2]
+
+
+def test_a_weight_that_was_not_onloaded_is_an_error() -> None:
+    device, weight = SimulatedDevice(), torch.ones(4)
+    with device.running():
+        x = device.put(weight)
+        assert device.get(x + weight).eq(2).all()
+        device.pin(weight)
+        with pytest.raises(RuntimeError, match="on the device"):
+            x + weight
+    with device.running(strict=True), pytest.raises(RuntimeError, match="on the device"):
+        x + torch.ones(4)
+
+
+@any_laziness
+def test_what_host_threads_hand_each_other_is_no_race(laziness: Laziness) -> None:
+    device, errors = SimulatedDevice(0, laziness), []
+    staging, memory, event = torch.zeros(256, dtype=torch.uint8), device.empty(256), device.new_event()
+    device.pin(staging)
+
+    def read(value: int) -> None:
+        try:
+            with device.running():
+                staging.fill_(value)
+        except AssertionError as error:
+            errors.append(error)
+
+    for value in range(8):
+        event.synchronize()
+        reader = threading.Thread(target=read, args=(value,))
+        reader.start()
+        reader.join()
+        device.copy(memory, staging, device.current_stream())
+        event.record(device.current_stream())
+    assert not errors and device.get(memory).eq(7).all()
+
+
+def test_it_takes_the_place_of_the_cpu() -> None:
+    before = backend_for(torch.device("cpu"))
+    with use_simulated_device(SimulatedDevice()) as device:
+        assert backend_for(torch.device("cpu")) is device
+    assert backend_for(torch.device("cpu")) is before
+
+
+def test_swallowed_errors_are_raised_at_the_end() -> None:
+    memory = torch.zeros(256, dtype=torch.uint8)
+
+    def program() -> None:
+        with use_simulated_device(SimulatedDevice(0, "lazy")) as device:
+            unpin = device.pin(memory)
+            assert unpin is not None
+            device.copy(device.empty(256), memory, device.current_stream())
+            with contextlib.suppress(RaceError):
+                unpin()
+
+    with pytest.raises(RaceError, match="'unpin' on the host"):
+        program()

@@ -1,0 +1,398 @@
+"""What is measured, what is left behind, and what is kept for the next time. No speed itself is asserted."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from group_offload import ConfigError, GroupFileError, apply_group_offloading
+from group_offload.base.device import Backend, HostBackend
+from group_offload.base.mapping import cached_bytes, flat_view, map_page_cache
+from group_offload.cli.outline import find_checkpoint
+from group_offload.plan import speeds
+from group_offload.plan.speeds import (
+    MachineSpeeds,
+    filesystem_of,
+    known_speeds,
+    measure,
+    record,
+    record_file,
+    recorded,
+)
+
+from ..support.simulated import SimulatedDevice, use_simulated_device
+
+MIB = 1 << 20
+SIZES: dict[str, Any] = {"link_bytes": 2 * MIB, "max_drive_bytes": 4 * MIB, "min_drive_bytes": 1 * MIB}
+SPEEDS = MachineSpeeds(
+    h2d=10,
+    drive=5,
+    cached=7,
+    is_direct=True,
+    problem="",
+    device="Device",
+    driver="1.0",
+    filesystem="/ (1:2)",
+    measured_at="2026-01-01T00:00:00+00:00",
+)
+
+
+@pytest.fixture(autouse=True)
+def kept_in(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speeds, "_CACHED_SECONDS", 0.0)
+
+
+def check(found: MachineSpeeds, path: Path) -> None:
+    assert found.h2d > 0 and found.drive is not None and found.drive > 0
+    assert found.cached is not None and found.cached > 0
+    assert found.device and found.driver and found.filesystem == filesystem_of(path) and "T" in found.measured_at
+
+
+def write(path: Path, num_bytes: int = 3 * MIB) -> Path:
+    path.write_bytes(os.urandom(num_bytes))
+    with path.open("rb") as file:
+        os.fdatasync(file.fileno())
+    return path
+
+
+def in_page_cache(path: Path) -> int:
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        mapped = flat_view(map_page_cache(file.fileno(), 0, size), 0, size)
+        return cached_bytes(mapped.data_ptr(), size)
+
+
+def drop(path: Path) -> bool:
+    """Whether that is possible on this file system."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return not in_page_cache(path)
+
+
+# ---------------------------------------------------------------- the link
+
+
+def test_the_cpu(tmp_path: Path) -> None:
+    said: list[str] = []
+    check(measure(HostBackend(), tmp_path, on_step=said.append, **SIZES), tmp_path)
+    assert said == ["copies to the device", "reads of files"] and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("pins", ["in place", "its own", "not at all"])
+def test_a_device_with_streams(pins: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All copies are ordered, and nothing stays allocated or page-locked."""
+    device = SimulatedDevice(0, laziness="eager")
+    if pins != "in place":
+        real = device.pin
+        monkeypatch.setattr(device, "pin", lambda memory, *, read_only=False: None)
+        monkeypatch.setattr(
+            device,
+            "empty_pinned",
+            lambda n: (
+                None if pins == "not at all" or real(memory := torch.empty(n, dtype=torch.uint8)) is None else memory
+            ),
+        )
+    with use_simulated_device(device):
+        found = measure(device, None, **SIZES)
+    assert found.h2d > 0 and found.drive is None and found.filesystem == found.problem == ""
+    assert device.copied_bytes == 4 * SIZES["link_bytes"] and device.allocated_bytes == 0
+    assert device.peak_bytes == SIZES["link_bytes"]
+    assert device.pinned_bytes == (SIZES["link_bytes"] if pins == "its own" else 0)  # it goes with the memory
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_copies_that_land_late(seed: int) -> None:
+    device = SimulatedDevice(seed)
+    with use_simulated_device(device):
+        assert measure(device, None, link_bytes=4096).h2d > 0
+
+
+def test_a_device_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimulatedDevice(0)
+
+    def full(num_bytes: int, stream: Any = None) -> torch.Tensor:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(device, "empty", full)
+    with pytest.raises(speeds.DeviceError, match="no room for the 2 MiB"):
+        measure(device, None, **SIZES)
+    assert device.pinned_bytes == 0
+
+
+# ---------------------------------------------------------------- the drive
+
+
+def test_nothing_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So nothing is left, however the process ends."""
+    real, seen = os.fsync, []
+
+    def fsync(fd: int) -> None:
+        seen.append((os.fstat(fd).st_nlink, os.fstat(fd).st_size, list(tmp_path.iterdir())))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    measure(HostBackend(), tmp_path, **SIZES)
+    ((num_links, num_bytes, files),) = seen
+    assert num_links == 0 and MIB <= num_bytes <= 4 * MIB and files == []
+
+
+def test_no_more_is_written_than_there_is_time_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: written.append(len(data)) or real(fd, data))
+    monkeypatch.setattr(speeds, "_WRITE_SECONDS", 0.0)
+    measure(HostBackend(), tmp_path, **SIZES)
+    assert sum(written) == SIZES["min_drive_bytes"]
+
+
+@pytest.mark.parametrize("where", ["the file", "its folder"])
+def test_a_file_of_the_model(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read, nothing is written, and the page cache is as it was."""
+    monkeypatch.setattr(tempfile, "TemporaryFile", None)
+    path = write(tmp_path / "model.safetensors")
+    content, can_drop = path.read_bytes(), drop(path)
+    check(measure(HostBackend(), path if where == "the file" else tmp_path, **SIZES), path)
+    if can_drop:
+        assert in_page_cache(path) < MIB  # but for what the kernel reads ahead
+    assert path.read_bytes() == content
+    check(measure(HostBackend(), path, **SIZES), path)
+    assert in_page_cache(path) == 3 * MIB
+
+
+@pytest.mark.parametrize("kind", ["small", "sparse", "a FIFO"])
+def test_files_that_tell_nothing(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    if kind == "a FIFO":
+        os.mkfifo(path)
+    else:
+        path.touch()
+        os.truncate(path, 1000 if kind == "small" else 64 * MIB)
+    found = measure(HostBackend(), path, **SIZES)
+    check(found, path)
+    assert not found.problem and list(tmp_path.iterdir()) == [path]
+
+
+def refuse(code: int) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    return call
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EDQUOT])
+def test_a_folder_that_cannot_be_written(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse(code))
+    found = measure(HostBackend(), tmp_path, **SIZES)
+    assert found.drive is None and found.cached is None and found.h2d > 0
+    assert str(tmp_path) in found.problem and os.strerror(code) in found.problem and "1 MiB" in found.problem
+    (tmp_path / "deeper").mkdir()
+    write(tmp_path / "deeper" / "anything")
+    found = measure(HostBackend(), tmp_path, **SIZES)
+    check(found, tmp_path)
+    assert not found.problem
+
+
+def test_a_full_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written is a small part of what is free."""
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=3, f_frsize=MIB))
+    found = measure(HostBackend(), tmp_path, **SIZES)
+    assert found.drive is None and "No space left" in found.problem
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=4, f_frsize=MIB))
+    check(measure(HostBackend(), tmp_path, **SIZES), tmp_path)
+    monkeypatch.setattr(os, "write", refuse(errno.ENOSPC))
+    assert "No space left" in measure(HostBackend(), tmp_path, **SIZES).problem
+
+
+@pytest.mark.parametrize("when", ["opened", "read"])
+def test_without_direct_reads(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = speeds.read_part
+    if when == "opened":
+        monkeypatch.setattr(speeds, "open_direct", lambda fd: None)
+    else:
+        direct: set[int] = set()
+        open_direct = speeds.open_direct
+        monkeypatch.setattr(
+            speeds, "open_direct", lambda fd: direct.add(found := open_direct(fd) or os.dup(fd)) or found
+        )
+        monkeypatch.setattr(
+            speeds, "read_part", lambda fd, *rest: refuse(errno.EINVAL)() if fd in direct else real(fd, *rest)
+        )
+    found = measure(HostBackend(), tmp_path, **SIZES)
+    check(found, tmp_path)
+    assert not found.is_direct and found.problem
+    path = write(tmp_path / "model.safetensors")
+    if drop(path):
+        found = measure(HostBackend(), path, **SIZES)
+        check(found, path)
+        assert not found.is_direct and "not possible" in found.problem and in_page_cache(path) < MIB
+
+
+def test_a_drive_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speeds, "read_part", refuse(errno.EIO))
+    found = measure(HostBackend(), tmp_path, **SIZES)
+    assert found.drive is None and "Input/output error" in found.problem
+
+
+def test_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+    path = tmp_path / "later" / "groups"
+    check(measure(HostBackend(), path, **SIZES), tmp_path)
+    assert not list(tmp_path.iterdir()) and filesystem_of(path) == filesystem_of(tmp_path)
+
+
+def test_file_systems_are_told_apart(tmp_path: Path) -> None:
+    assert filesystem_of(Path("/proc")).startswith("/proc (") and filesystem_of(tmp_path) != filesystem_of(
+        Path("/proc")
+    )
+    assert Path(filesystem_of(tmp_path).rpartition(" ")[0]).is_mount()
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+class Counted:
+    """Counts measurements, and makes them small."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.num = 0
+        self._measure = speeds.measure
+        patch.setattr(speeds, "measure", self)
+
+    def __call__(self, backend: Backend, path: Path | None, **options: Any) -> MachineSpeeds:
+        self.num += 1
+        return self._measure(backend, path, **{**options, **SIZES})
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
+    return Counted(monkeypatch)  # type: ignore[return-value]
+
+
+def test_measured_once(counted: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = known_speeds(HostBackend(), tmp_path)
+    check(first, tmp_path)
+    (tmp_path / "folder").mkdir()
+    assert known_speeds(HostBackend(), tmp_path / "folder") == first and counted.num == 1
+    assert [path.name for path in record_file().parent.iterdir()] == ["speeds.json"]
+    assert known_speeds(HostBackend(), None).drive is None and counted.num == 2
+    assert known_speeds(HostBackend(), None).drive is None and counted.num == 2
+    monkeypatch.setattr(speeds, "_device_and_driver", lambda backend: ("CPU", "another"))
+    assert known_speeds(HostBackend(), tmp_path).driver == "another" and counted.num == 3
+    monkeypatch.undo()
+
+
+def test_what_could_not_be_measured_is_tried_again(
+    counted: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "TemporaryFile", refuse(errno.EROFS))
+        assert known_speeds(HostBackend(), tmp_path).drive is None
+    check(known_speeds(HostBackend(), tmp_path), tmp_path)
+    assert counted.num == 2
+
+
+def test_records() -> None:
+    assert recorded() == []
+    others = [replace(SPEEDS, filesystem="/home (3:4)"), replace(SPEEDS, device="Other", drive=None, cached=None)]
+    for number, each in enumerate((SPEEDS, *others)):
+        assert record(replace(each, measured_at=f"2026-01-0{number + 1}T00:00:00+00:00"))
+    assert [found.device for found in recorded()] == ["Other", "Device", "Device"]  # the newest first
+    newer = replace(SPEEDS, h2d=11, measured_at="2026-02-01T00:00:00+00:00")
+    assert record(newer)
+    assert recorded()[0] == newer and len(recorded()) == 3
+
+
+def changed(**values: object) -> bytes:
+    return json.dumps({"version": 1, "speeds": [{**asdict(SPEEDS), **values}]}).encode()
+
+
+DAMAGES = {
+    "empty": b"",
+    "cut off": changed()[:-5],
+    "no JSON": b"\xff\x00",
+    "a list": b"[]",
+    "another program's": b'{"hello": 1}',
+    "a later version": changed().replace(b'"version": 1', b'"version": 2'),
+    "no speeds": b'{"version": 1}',
+    "a missing field": changed().replace(b'"h2d"', b'"d2h"'),
+    "a speed of 0": changed(drive=0),
+    "a negative speed": changed(h2d=-5),
+    "a fraction": changed(h2d=1.5),
+    "no number": changed(h2d=None),
+    "no text": changed(device=5),
+    "very long": b" " * (2 << 20) + changed(),
+    "deep": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("content", DAMAGES.values(), ids=DAMAGES)
+def test_a_record_that_is_damaged(content: bytes, counted: Counted, tmp_path: Path) -> None:
+    record_file().parent.mkdir(parents=True)
+    record_file().write_bytes(content)
+    assert recorded() == []
+    first = known_speeds(HostBackend(), tmp_path)
+    assert recorded() == [first] and known_speeds(HostBackend(), tmp_path) == first and counted.num == 1
+
+
+@pytest.mark.parametrize("kind", ["no folder", "a folder in its place", "a FIFO", "read-only"])
+def test_a_place_that_nothing_can_be_kept_in(
+    kind: str, counted: Counted, kept_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no error."""
+    if kind == "no folder":
+        (kept_in / "group_offload").touch()
+    elif kind == "a folder in its place":
+        record_file().mkdir(parents=True)
+    elif kind == "a FIFO":
+        record_file().parent.mkdir()
+        os.mkfifo(record_file())
+    else:
+        monkeypatch.setattr(speeds, "publish_anew", refuse(errno.EROFS))
+    check(known_speeds(HostBackend(), tmp_path), tmp_path)
+    check(known_speeds(HostBackend(), tmp_path), tmp_path)
+    assert counted.num == (1 if kind == "a FIFO" else 2)  # which is replaced
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In a container: nothing is made or believed in the current folder, whatever is called `~` there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "relative")
+    assert record_file() is None
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # neither HOME nor an account
+    assert record_file() is None and not record(SPEEDS)
+    planted = tmp_path / "~" / ".cache" / "group_offload"
+    planted.mkdir(parents=True)
+    (planted / "speeds.json").write_text(json.dumps({"version": 1, "speeds": [asdict(SPEEDS)]}))
+    (tmp_path / "~" / "model.safetensors").write_bytes(b"")
+    assert recorded() == []
+    with pytest.raises(GroupFileError, match="There is no"):
+        find_checkpoint("~/model.safetensors")
+    with pytest.raises(ConfigError, match="no home"):
+        apply_group_offloading(torch.nn.Linear(2, 2), "cpu", offload_to_disk_path="~/groups")
+    assert [path.name for path in tmp_path.iterdir()] == ["~"]
+
+
+def test_where_it_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for value in ("", "relative/path"):
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+        assert record_file() == tmp_path / ".cache" / "group_offload" / "speeds.json"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
+    assert record_file() == tmp_path / "x" / "group_offload" / "speeds.json"

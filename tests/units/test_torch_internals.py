@@ -1,0 +1,118 @@
+"""The private names of torch that the package uses: which of them this torch has, and that all stand in one module."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from functools import cache, reduce
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import group_offload
+from group_offload.base import torch_internals
+
+from ..support.new_process import run_code
+
+PACKAGE = Path(group_offload.__file__).parent
+MODULE = "base/torch_internals.py"
+OWNERS = {"Tensor": torch.ones(1), "UntypedStorage": torch.ones(1).untyped_storage(), "Module": nn.Linear(1, 1)}
+OPTIONAL = "torch._C._dynamo.guards.TensorGuards"
+"""There is a way without it."""
+OF_THE_FRAME = "torch._dynamo.skip_frame"
+"""Works on the frame that calls it."""
+OURS = {"_indices"}
+"""Attributes of our own objects that torch's have by the same name."""
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return {"checkpoint": "torch.utils.checkpoint"}.get(node.id, node.id) if isinstance(node, ast.Name) else "?"
+
+
+def private_names(path: Path) -> Iterator[str]:
+    """Those of torch that a file imports, or reaches through torch's modules."""
+    tree = tree_of(path)
+    inner = {node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute) and node not in inner:
+            names = [dotted(node)]
+        yield from (name for name in names if re.match(r"torch\b", name) and is_private(name))
+
+
+def resolve(name: str) -> object:
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:length]))
+        except ImportError:
+            continue
+        return reduce(getattr, parts[length:], found)
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize("name", sorted({*private_names(PACKAGE / MODULE), OF_THE_FRAME}))
+def test_torch_has_the_name(name: str) -> None:
+    """If this fails, a release of torch has moved it: see the reason beside it for what has to take its place."""
+    if name == OPTIONAL:
+        pytest.importorskip("torch._C._dynamo.guards")
+    assert resolve(name) is not None
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(owner, name) for owner, names in torch_internals.ATTRIBUTES.items() for name in names]
+)
+def test_torch_has_the_attribute(owner: str, name: str) -> None:
+    assert hasattr(OWNERS[owner], name)
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_private_names_stand_in_one_module(path: Path) -> None:
+    if path != PACKAGE / MODULE:
+        assert {*private_names(path)} <= {OF_THE_FRAME}
+
+
+def test_private_attributes_are_listed() -> None:
+    """All that are used, and no others."""
+    paths = [path for path in PACKAGE.rglob("*.py") if path != PACKAGE / MODULE]
+    nodes = [node for path in paths for node in ast.walk(tree_of(path))]
+    used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    used |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    used |= {torch_internals.COMPILED_CALL}
+    names = {name for name in used if name.startswith("_") and name.isidentifier() and not name.startswith("__")}
+    for owner, listed in torch_internals.ATTRIBUTES.items():
+        known = {name for name in names if hasattr(OWNERS[owner], name)}
+        others = {name for others in torch_internals.ATTRIBUTES.values() for name in others}
+        assert {*listed} <= known and known - others - OURS == set(), owner
+
+
+def test_a_torch_without_one_of_them_is_refused_by_name() -> None:
+    code = """
+        import torch
+        del torch._C._storage_Use_Count
+        try:
+            import group_offload
+        except ImportError as error:
+            print(error)
+    """
+    said = run_code(code).stdout
+    assert f"torch {torch.__version__} " in said and "_storage_Use_Count" in said and "torch 2.11" in said
