@@ -20,9 +20,8 @@ from .config import OffloadConfig
 from .errors import ConfigError, ModuleError, StateError
 from .plan.budgets import describe_bytes
 from .plan.report import OffloadPlan
-from .runtime import turns
-from .runtime.engine import Engine, is_offloaded
-from .runtime.gates import HANDLE, Gate
+from .runtime.engine import Engine
+from .runtime.gates import HANDLE, Gate, is_offloaded
 from .runtime.groups.group import Group
 from .runtime.measure.trace import Tracer
 from .runtime.slots.slot import arenas
@@ -129,7 +128,7 @@ class OffloadHandle:
         engine = self._live
         counters, transfer = engine.counters, engine.transfer
         images = [part.image for group in engine.groups for part in group.parts]
-        waits = engine.stalls.by_group()
+        waits = engine.seconds_stalled
         in_files = sum(image.layout.num_bytes for image in images if image.tier is Tier.FILE)
         return OffloadStats(
             passes=counters.passes,
@@ -188,13 +187,13 @@ class OffloadHandle:
         with engine.lock:
             if engine.tracer is not None:
                 raise StateError("A trace of this module is being recorded already. End that one first.")
-            tracer = engine.tracer = engine.transfer.tracer = Tracer(engine.config.backend, type(self.module).__name__)
+            tracer = engine.tracer = Tracer(engine.config.backend, type(self.module).__name__)
         try:
             yield
         finally:
             with engine.lock:
                 engine.transfer.drain()
-                engine.tracer = engine.transfer.tracer = None
+                engine.tracer = None
         timeline.write(Path(path), tracer)
 
     def refresh(self) -> None:
@@ -213,7 +212,6 @@ class OffloadHandle:
         if self._engine is None:
             return
         self._engine.remove()
-        turns.leave(self._engine)
         self._engine = None
         self.module.__dict__.pop(HANDLE, None)
         for listener in _listeners:

@@ -53,7 +53,7 @@ def _nothing_has_to_outlast_a_power_cut(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.fixture(autouse=True)
 def _tiny_groups_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models of most tests are smaller than what is worth taking in turns: here it is worth it all the same."""
-    monkeypatch.setattr("group_offload.runtime.engine.MIN_WINDOW_BYTES", 0)
+    monkeypatch.setattr("group_offload.runtime.placer.MIN_WINDOW_BYTES", 0)
 
 
 SPEEDS = MachineSpeeds(
@@ -72,7 +72,7 @@ SPEEDS = MachineSpeeds(
 @pytest.fixture(autouse=True)
 def _speeds_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is measured behind a test's back, and nothing written to the user's folders."""
-    monkeypatch.setattr("group_offload.runtime.engine.known_speeds", lambda *args, **options: SPEEDS)
+    monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: SPEEDS)
 
 
 @pytest.fixture(autouse=True)

@@ -179,7 +179,7 @@ def test_imports_have_no_cycle() -> None:
 
 def test_the_reader_of_imports_reads_imports() -> None:
     known = modules()
-    assert {"config", "base.layout", "runtime.gates", "stores.files"} <= imports_of(
+    assert {"config", "runtime.gates", "stores.group_file"} <= imports_of(
         "runtime.engine", known["runtime.engine"], set(known)
     )
     assert "errors" in imports_of("api", known["api"], set(known))

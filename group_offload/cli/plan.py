@@ -43,7 +43,7 @@ from ..plan.speeds import (
     recorded,
 )
 from ..runtime.budget.budgeter import MARGIN_BYTES, MARGIN_RAM_BYTES
-from ..runtime.engine import STAGING_BYTES
+from ..runtime.copies.reader import STAGING_BYTES
 from .outline import Outline, find_checkpoint, outline
 
 _GIB = 1 << 30

@@ -40,7 +40,7 @@ from ..api import (
 )
 from ..config import OffloadConfig, OffloadType
 from ..errors import ConfigError, GroupOffloadError, ModuleError, StateError
-from ..runtime.engine import is_offloaded
+from ..runtime.gates import is_offloaded
 from ..runtime.memory import bytes_in_turn
 from .sharing import shares_of
 

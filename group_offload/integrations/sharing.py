@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from ..plan.budgets import Budget, parse_budget, total_ram
 from ..plan.planner import ComponentLoad, share_ram
 from ..runtime.budget.budgeter import ram_for_weights
-from ..runtime.engine import STAGING_BYTES
+from ..runtime.copies.reader import STAGING_BYTES
 from ..stores.checkpoint import FileMap
 from ..stores.safetensors_file import DATA_ALIGNMENT
 

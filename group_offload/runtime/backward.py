@@ -24,13 +24,13 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..base.device import Stream
+from ..base.device import Backend, Stream
 from ..base.layout import span_of
 from ..base.saved import Pack, Unpack, check_version, hooks_in_force, keep, unwatched, view_of
 from ..base.torch_internals import (
@@ -42,9 +42,7 @@ from ..base.torch_internals import (
 )
 from ..errors import StateError
 from .groups.group import Group, Part
-
-if TYPE_CHECKING:
-    from .engine import Engine
+from .passes import Passes
 
 PATIENCE_SECONDS = 3600.0
 """How long a pass waits for one of another thread: one that waits for this one would never end."""
@@ -147,19 +145,20 @@ class _End:
 class Backward:
     """What an engine does for autograd. Used from any thread; all but the hooks is done under the engine's lock."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._owner: Engine | None = engine
-        self._over = threading.Condition(engine.lock)
-        self._tasks: dict[int, _Task] = {}
+    def __init__(self, passes: Passes, backend: Backend) -> None:
+        self._owner: Passes | None = passes
+        self._backend = backend
+        self._over = threading.Condition(passes.lock)
+        self._tasks: dict[int, _Task] = passes.tasks
         """The runs of autograd that make up the pass in progress: more than one if a checkpoint runs autograd inside."""
         self._thread = 0
         self._has_failed = False
 
     @property
-    def _engine(self) -> Engine:
+    def _passes(self) -> Passes:
         """
         Raises:
-            StateError: it was removed.
+            StateError: the module is not offloaded any more.
         """
         if self._owner is None:
             raise StateError(
@@ -169,16 +168,13 @@ class Backward:
         return self._owner
 
     def close(self) -> None:
-        """The engine gives the module back. Graphs that still ask for weights are told so."""
+        """The module is not offloaded any more. Graphs that still ask for weights are told so."""
         self._owner = None
 
     @property
-    def is_open(self) -> bool:
-        return bool(self._tasks)
-
-    @property
     def pass_number(self) -> int:
-        return self._engine.counters.passes
+        """The number of the forward in progress."""
+        return self._passes.number
 
     # ---------------------------------------------------------------- saving
 
@@ -200,8 +196,8 @@ class Backward:
         if type(tensor) in _PLAIN:
             if tensor.layout is not torch.strided:
                 return None
-            found = self._engine.find_weight(tensor)
-            if found is None or tensor.device != self._engine.device:
+            found = self._passes.find_weight(tensor)
+            if found is None or tensor.device != self._passes.device:
                 return None
             return SavedWeight(self, tensor, *found)
         if not is_traceable_wrapper_subclass(tensor):
@@ -220,29 +216,36 @@ class Backward:
         Raises:
             StateError: the engine was removed, or has given the part up.
         """
-        self._engine.group_of(part)
+        self._passes.group_of(part)
 
     def bring(self, saved: SavedWeight) -> torch.Tensor:
         """The bytes of a weight, on the device, for the node that autograd is at."""
-        engine = self._engine
+        passes = self._passes
         task = current_graph_task_id()
-        if task == -1 or engine.is_in_forward(saved.pass_number):
+        if task == -1 or passes.is_in_forward(saved.pass_number):
             # For whoever looks at a graph, or runs it inside of the forward that records it.
-            return engine.copy_of(saved)
+            return self.copy_of(saved)
         with self._locked():
             if not self.join(task):
-                return engine.copy_of(saved)
-            group = engine.group_of(saved.part)  # a forward that the lock had to wait for may have cut them again
+                return self.copy_of(saved)
+            group = passes.group_of(saved.part)  # a forward that the lock had to wait for may have cut them again
             now = self._tasks[task]
             self._advance(now, (group,))
             self._use(now, group, is_call=False)
             if torch.is_grad_enabled():
-                return engine.copy_of(saved)  # the graph of this backward may keep it for longer than the slot
+                return self.copy_of(saved)  # the graph of this backward may keep it for longer than the slot
             assert group.slot is not None
             start = group.offset + saved.part.offset + saved.offset
             return view_of(group.slot.memory, start, saved.dtype, saved.size, saved.stride)
 
-    def come_in(self, groups: Sequence[Group]) -> None:
+    def copy_of(self, saved: SavedWeight) -> torch.Tensor:
+        """A saved weight in memory of its own, on the device."""
+        source = _bytes_at_rest(saved)
+        memory = self._backend.empty(source.numel())
+        self._backend.copy(memory, source, self._backend.current_stream(), blocking=True)
+        return view_of(memory, 0, saved.dtype, saved.size, saved.stride)
+
+    def begin_call(self, groups: Sequence[Group]) -> None:
         """A gate's call begins. In a run of autograd it is part of the backward pass; else it comes after that."""
         task = current_graph_task_id()
         if task == -1:
@@ -251,7 +254,7 @@ class Backward:
         elif self.join(task):
             now = self._tasks[task]
             self._advance(now, groups)
-            self._let_go(now, groups, of_calls_only=True)
+            self._release(now, groups, of_calls_only=True)
             for group in groups:
                 self._use(now, group, is_call=True)
 
@@ -270,7 +273,7 @@ class Backward:
             return True
         if self._thread != threading.get_ident():
             self._wait_until_over()
-        if not self._tasks and self._engine.is_running:
+        if not self._tasks and self._passes.is_running:
             return False
         is_first = not self._tasks
         end = _End(self, task)
@@ -279,22 +282,22 @@ class Backward:
         if is_first:
             self._thread = threading.get_ident()
             self._has_failed = False
-            self._engine.begin_backward()
+            self._passes.begin_backward()
         return True
 
     def leave(self, task: int, *, completed: bool) -> None:
         """A run of autograd is over."""
         if task not in self._tasks:
             return
-        with self._engine.lock:
+        with self._passes.lock:
             found = self._tasks.get(task)
             if found is None:
                 return
             self._has_failed |= not completed
             if completed:
-                self._let_go(found, ())
+                self._release(found, ())
             if len(self._tasks) == 1:
-                self._engine.end_backward(completed=not self._has_failed)
+                self._passes.end_backward(completed=not self._has_failed)
                 self._thread = 0
             del self._tasks[task]
             self._over.notify_all()
@@ -304,27 +307,27 @@ class Backward:
         node = current_autograd_node()
         if node is not now.node:
             now.node = node
-            self._let_go(now, groups)
+            self._release(now, groups)
 
     def _use(self, now: _Task, group: Group, *, is_call: bool) -> None:
-        """Onload a group, and hold it until `_let_go`."""
+        """Onload a group, and hold it until `_release`."""
         if not group.num_bytes:
             return
-        engine = self._engine
-        stream = engine.current_stream
+        passes = self._passes
+        stream = passes.current_stream
         for use in now.uses:
             if use.group is group and use.stream == stream:
                 use.is_call &= is_call
                 return
-        engine.hold(group, binds=False)
+        passes.acquire(group, binds=False)
         now.uses.append(_Use(group, stream, is_call))
-        engine.look_ahead()
+        passes.look_ahead()
 
-    def _let_go(self, now: _Task, needed: Sequence[Group], *, of_calls_only: bool = False) -> None:
+    def _release(self, now: _Task, needed: Sequence[Group], *, of_calls_only: bool = False) -> None:
         ended = [use for use in now.uses if use.group not in needed and (use.is_call or not of_calls_only)]
         now.uses = [use for use in now.uses if use not in ended]
         for use in ended:
-            self._engine.let_go(use.group, use.stream)
+            self._passes.release(use.group, use.stream)
 
     def _wait_until_over(self) -> None:
         """Let another thread's backward end. One that broke off is ended here."""
@@ -335,7 +338,7 @@ class Backward:
                     self.leave(task, completed=False)
             if self._tasks and time.monotonic() > deadline:
                 raise StateError(
-                    f"A pass of {type(self._engine.root).__name__} has waited {PATIENCE_SECONDS:.0f} s for a backward of it in "
+                    f"A pass of {type(self._passes.root).__name__} has waited {PATIENCE_SECONDS:.0f} s for a backward of it in "
                     f"another thread. Let no backward wait for a thread that calls the module."
                 )
             if self._tasks:
@@ -343,18 +346,18 @@ class Backward:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        if not self._engine.lock.acquire(timeout=PATIENCE_SECONDS):
+        if not self._passes.lock.acquire(timeout=PATIENCE_SECONDS):
             raise StateError(
-                f"backward() waited {PATIENCE_SECONDS:.0f} s for a forward of {type(self._engine.root).__name__} in another "
+                f"backward() waited {PATIENCE_SECONDS:.0f} s for a forward of {type(self._passes.root).__name__} in another "
                 f"thread. If that forward waits for this backward, call torch.autograd.grad() after it instead."
             )
         try:
             yield
         finally:
-            self._engine.lock.release()
+            self._passes.lock.release()
 
 
-def bytes_at_rest(saved: SavedWeight) -> torch.Tensor:
+def _bytes_at_rest(saved: SavedWeight) -> torch.Tensor:
     """What a saved view spans, as it is at rest (flat uint8)."""
     image = saved.part.image
     rest = image.rest[saved.index]

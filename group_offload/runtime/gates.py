@@ -18,13 +18,12 @@ runs). An export (`torch.export`) runs Python, with fake tensors, which no gate 
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import sys
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,8 +31,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import record_function
 
 from ..base import selective
-from ..base.compiled import Around
+from ..base.compiled import Around, is_compiled
 from ..base.saved import hooks_in_force, pop_hooks
+from ..base.tensors import map_tensors
 from ..base.torch_internals import (
     COMPILED_CALL,
     TorchDispatchMode,
@@ -42,11 +42,13 @@ from ..base.torch_internals import (
     not_compiled,
     set_eval_frame,
 )
+from ..config import OffloadConfig
+from ..partition import NEVER_CALLED, holds_tensors
+from .backward import Backward
 from .calls import Call
-
-if TYPE_CHECKING:
-    from .engine import Engine
-    from .groups.group import Group
+from .groups.group import Group
+from .passes import Passes
+from .placer import Placer
 
 HANDLE = "_group_offload_handle"
 """The attribute of an offloaded module that leads to its handle."""
@@ -55,12 +57,12 @@ HANDLE = "_group_offload_handle"
 class Gate(Around):
     """Stands around one module's call: onloads the groups that it needs before, lets go of them after."""
 
-    def __init__(self, engine: Engine, module: nn.Module, *, is_root: bool) -> None:
+    def __init__(self, gates: Gates, module: nn.Module, *, is_root: bool) -> None:
         self.module = module
         self.is_root = is_root
         self.groups: tuple[Group, ...] = ()
         """What the call needs; what is needed longest comes first."""
-        self._engine = engine
+        self._gates = gates
         self.compiled = module.__dict__.get(COMPILED_CALL)
         self.was_bypassed = False
         """A call is in progress that went past the gate: a forward hook will end it."""
@@ -103,18 +105,18 @@ class Gate(Around):
             torch._dynamo.skip_frame("group_offload onloads weights between the calls in this frame")
             return self.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         # Whatever compiler watches this thread has no business in the engine's own Python, and no selective checkpoint.
-        engine = self._engine
+        passes = self._gates.passes
         compiler = set_eval_frame(None)
         modes = selective.hide()
         try:
-            if engine.runs_elsewhere:
-                engine.wait_for_turn(self.module)
-            with engine.lock:  # and not by acquire() and release(): Ctrl-C may come between the two
-                if not engine.is_removed:
+            if passes.runs_elsewhere:
+                passes.wait_for_turn(self.module)
+            with passes.lock:  # and not by acquire() and release(): Ctrl-C may come between the two
+                if not passes.is_removed:
                     try:
                         return self._run(compiler, modes, args, kwargs)
                     finally:
-                        engine.settle(self.module)
+                        passes.settle(self.module)
         finally:
             selective.show(modes)
             set_eval_frame(compiler)
@@ -123,18 +125,18 @@ class Gate(Around):
         return (self.compiled or self.module._call_impl)(*args, **kwargs) if is_left else self.module(*args, **kwargs)
 
     def _run(self, compiler: Any, modes: Sequence[TorchDispatchMode], args: Any, kwargs: Any) -> Any:
-        engine = self._engine
+        gates, backward, passes = self._gates, self._gates.backward, self._gates.passes
         this = Call(self.module, sys._getframe())
         try:
             if self.was_bypassed:  # by this thread, and then interrupted
                 self.leave_bypassed()
-            engine.backward.come_in(self.groups)
-            engine.begin_call(this, args, kwargs)
+            backward.begin_call(self.groups)
+            passes.begin_call(this, args, kwargs)
             args, kwargs = self._inputs(args, kwargs)
             call: Callable[..., Any] = self.module._call_impl if self.compiled is None else self.compiled
             if self.groups and is_profiler_enabled():
                 call = partial(_call_in_range, call, self.groups[-1].group_id)
-            with engine.backward.hooks() or nullcontext():
+            with backward.hooks() or nullcontext():
                 selective.show(modes)
                 set_eval_frame(compiler)
                 try:
@@ -142,18 +144,18 @@ class Gate(Around):
                 finally:
                     set_eval_frame(None)
                     selective.hide()
-            output = engine.own(output, self) if self.groups else output
+            output = gates.detach_from_slots(output, self.groups) if self.groups else output
             this.is_complete = True
             return output
         except torch.OutOfMemoryError as error:
-            if engine.has_budget and not engine.is_inside_a_call:
-                raise engine.too_little(error) from error
+            if gates.placer.has_budget and not passes.is_inside_a_call:
+                raise gates.placer.too_little(error) from error
             raise
         finally:
-            engine.end_call(this)
+            passes.end_call(this)
 
     def _inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return self._engine.move_inputs(args, kwargs)
+        return self._gates.move_inputs(args, kwargs)
 
     def __bool__(self) -> bool:
         """Whether the module is compiled: that is what others (peft) look for where the gate is."""
@@ -179,20 +181,21 @@ class Gate(Around):
             if module is self.module:
                 self.compiled = module.__dict__.get(COMPILED_CALL)
                 module._compiled_call_impl = self  # from the next call on the gate is around it again
-            self._engine.lock.acquire()
-            self._engine.backward.come_in(self.groups)
+            passes, backward = self._gates.passes, self._gates.backward
+            passes.lock.acquire()
+            backward.begin_call(self.groups)
             self._bypassing = this = Call(self.module, sys._getframe(2))  # that of the call, two above a hook of it
             self.was_bypassed = True
             try:
-                self._engine.begin_call(this, args, kwargs)
+                passes.begin_call(this, args, kwargs)
             finally:
                 self.was_bypassed = False
-                gate = self._engine.root_gate  # another one, if gates were put around all modules again
+                gate = self._gates.root  # another one, if gates were put around all modules again
                 gate.was_bypassed, gate._bypassing = True, this
-            gate._pushed = self._engine.backward.hooks()
+            gate._pushed = backward.hooks()
             if gate._pushed is not None:
                 gate._pushed.__enter__()
-            return self._engine.move_inputs(args, kwargs)
+            return self._gates.move_inputs(args, kwargs)
         finally:
             selective.show(modes)
             set_eval_frame(compiler)
@@ -210,9 +213,9 @@ class Gate(Around):
                     self._pushed = None
                 if self._bypassing is not None:
                     self._bypassing.is_complete = True
-                    self._engine.end_call(self._bypassing)
+                    self._gates.passes.end_call(self._bypassing)
             finally:
-                self._engine.lock.release()
+                self._gates.passes.lock.release()
         finally:
             selective.show(modes)
             set_eval_frame(compiler)
@@ -232,17 +235,17 @@ class InnerGate(Gate):
         call = self.module._call_impl
         if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors()):
             return call(*args, **kwargs)  # type: ignore[no-untyped-call]
-        engine = self._engine
-        if engine.records_graphs and torch.is_grad_enabled():
-            is_inside = engine.backward.is_ours(hooks_in_force())
+        gates = self._gates
+        if gates.records_graphs and torch.is_grad_enabled():
+            is_inside = gates.backward.is_ours(hooks_in_force())
         else:
-            is_inside = engine.runs_here
+            is_inside = gates.passes.runs_here
         if is_inside and all(group.is_ready for group in self.groups):
             return call(*args, **kwargs)  # type: ignore[no-untyped-call]
         return super().__call__(*args, **kwargs)
 
     def _inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return (args, kwargs) if self._engine.is_inside_a_call else super()._inputs(args, kwargs)
+        return (args, kwargs) if self._gates.passes.is_inside_a_call else super()._inputs(args, kwargs)
 
 
 @not_compiled
@@ -294,41 +297,155 @@ def _leave_bypassed(module: nn.Module, *args: Any) -> None:
 _OURS = (_allow_trace, _refuse_trace, _leave_bypassed)
 
 
-def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor], *, enters_dataclasses: bool = False) -> Any:
-    """`value` with other tensors in it, in lists, tuples and mappings too; the same object if all stay the same.
+_offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-    Args:
-        enters_dataclasses: in these as well. (Of inputs no copies are made: a forward may keep its state in one.)
-    """
-    if isinstance(value, torch.Tensor):
-        return change(value)
 
-    def mapped(item: Any) -> Any:
-        return map_tensors(item, change, enters_dataclasses=enters_dataclasses)
+def is_offloaded(module: nn.Module) -> bool:
+    """Whether the module is, or is a part of, an offloaded module."""
+    return module in _offloaded
 
-    if isinstance(value, (list, tuple)):
-        items = [mapped(item) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, Mapping):
-        entries = {key: mapped(item) for key, item in value.items()}
-        changed = {key: new for key, new in entries.items() if new is not value[key]}
-        if not changed:
-            return value
-        if not isinstance(value, MutableMapping):
-            return type(value)(entries)  # type: ignore[call-arg]
-        mapping = copy.copy(value)  # outputs of models are made from their fields, not from a mapping
-        for key, new in changed.items():
-            mapping[key] = new
-        return mapping
-    if enters_dataclasses and dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-        changed = {name: new for name, item in fields.items() if (new := mapped(item)) is not item}
-        if not changed:
-            return value
-        other = copy.copy(value)
-        for name, new in changed.items():
-            object.__setattr__(other, name, new)  # a frozen one as well
-        return other
-    return value
+
+class Gates:
+    """All gates of one offloaded module, and what its calls have in common. Owned by an engine."""
+
+    def __init__(
+        self, top: nn.Module, config: OffloadConfig, passes: Passes, backward: Backward, placer: Placer
+    ) -> None:
+        self._top = top
+        self._backend = config.backend
+        self._non_blocking = config.non_blocking
+        self._skip_inputs = frozenset(config.exclude_kwargs)
+        self.passes = passes
+        self.backward = backward
+        self.placer = placer
+        self.records_graphs = False
+        """Whether a forward has recorded a graph, so that a checkpoint may call modules inside of groups alone."""
+        self._gates: dict[nn.Module, Gate] = {}
+        self._inner: dict[nn.Module, InnerGate] = {}
+        self._modules: set[nn.Module] = set()
+
+    @property
+    def root(self) -> Gate:
+        return self._gates[self._top]
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules with a gate, but for those inside of groups."""
+        return tuple(self._gates)
+
+    @property
+    def groups_of(self) -> dict[nn.Module, tuple[Group, ...]]:
+        """For each module with a gate, the groups that its calls need."""
+        return {module: gate.groups for module, gate in (self._gates | self._inner).items()}
+
+    def needs(self, module: nn.Module) -> tuple[Group, ...]:
+        """The groups that a call of a module needs. (Its gate may be another one than before: modules are cut in calls.)"""
+        gate = self._gates.get(module, self._inner.get(module))
+        return () if gate is None else gate.groups
+
+    def covers(self, module: nn.Module) -> bool:
+        """Whether the module was a part of this one when gates were installed."""
+        return module in self._modules
+
+    # ---------------------------------------------------------------- around a module
+
+    def install(self, groups: Sequence[Group]) -> None:
+        """Put gates around all modules that need one, in place of those that are there."""
+        # The root's stays: what is interrupted here is done again by the next call of the root.
+        root_gate = self._gates.get(self._top)
+        if root_gate is not None and self._top.__dict__.get(COMPILED_CALL) is not root_gate:
+            root_gate = None
+        for gate in (*self._gates.values(), *self._inner.values()):
+            if gate is not root_gate:
+                gate.uninstall()
+        needs: dict[nn.Module, list[Group]] = {self._top: []}
+        for group in groups:
+            for module in group.modules:
+                needs.setdefault(module, []).append(group)
+        for child in self._top.children():
+            if not isinstance(child, NEVER_CALLED):
+                needs.setdefault(child, [])  # calls of a part of the model (`vae.decode`) are passes too
+        self._gates = {} if root_gate is None else {self._top: root_gate}
+        for module, found in needs.items():
+            gate = self._gates.get(module, Gate(self, module, is_root=module is self._top))
+            gate.groups = tuple(sorted(found, key=lambda group: -group.height))
+            self._gates[module] = gate
+            if gate is not root_gate:
+                gate.install()
+        self._install_inner_gates()
+        _offloaded.difference_update(self._modules)
+        self._modules = {*self._top.modules()}
+        _offloaded.update(self._modules)
+
+    def _install_inner_gates(self) -> None:
+        """A checkpoint may repeat the call of any module. Without gradients only what is in no block is called by itself."""
+        self._inner = {}
+        needs: dict[nn.Module, dict[Group, None]] = {}
+        blocks = {block for each in self._top.modules() if isinstance(each, NEVER_CALLED) for block in each.children()}
+        for module, gate in self._gates.items():
+            if module in blocks and not self.records_graphs:
+                continue
+            groups = [group for group in gate.groups if group.num_bytes]
+            if groups and (gate.compiled is None or module is self._top):
+                for inside in _modules_inside(module, self._gates):
+                    if not self.records_graphs and not any(map(holds_tensors, inside.modules())):
+                        continue
+                    needs.setdefault(inside, {}).update(dict.fromkeys(groups))
+        for module, held in needs.items():
+            inner = self._inner[module] = InnerGate(self, module, is_root=False)
+            inner.groups = tuple(held)
+            inner.install()
+
+    def uninstall(self) -> None:
+        """Take all gates away. The root's goes last: as long as it is there, the next forward repairs what is missing."""
+        for gate in (*self._inner.values(), *reversed(self._gates.values())):
+            gate.uninstall()
+
+    def clear(self) -> None:
+        """The groups are given up."""
+        _offloaded.difference_update(self._modules)
+        self._gates, self._inner, self._modules = {}, {}, set()
+
+    # ---------------------------------------------------------------- inputs and outputs
+
+    def move_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The inputs of a call, on the onload device, except those that the options exclude."""
+        backend, non_blocking = self._backend, self._non_blocking
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if tensor.device == backend.device else backend.bring(tensor, non_blocking=non_blocking)
+
+        args = tuple(map_tensors(value, moved) for value in args)
+        kwargs = {
+            name: value if name in self._skip_inputs else map_tensors(value, moved) for name, value in kwargs.items()
+        }
+        return args, kwargs
+
+    def detach_from_slots(self, output: Any, groups: Sequence[Group]) -> Any:
+        """The output of a call that needed `groups`, with clones in place of views of slots that other groups will use."""
+        spans = [
+            (group.slot.memory.data_ptr() + group.offset, group.num_bytes)
+            for group in groups
+            if group.slot is not None and group.slot.is_fixed
+        ]
+
+        def apart(tensor: torch.Tensor) -> torch.Tensor:
+            is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
+            is_inside = is_plain and any(0 <= tensor.data_ptr() - start < num_bytes for start, num_bytes in spans)
+            return tensor.clone() if is_inside else tensor
+
+        return map_tensors(output, apart, enters_dataclasses=True) if spans else output
+
+
+def _modules_inside(top: nn.Module, gates: Mapping[nn.Module, Gate]) -> list[nn.Module]:
+    """Modules that are called inside of `top`'s call, up to those that have gates, or compile themselves."""
+    found: dict[nn.Module, None] = {}
+    pending = [top]
+    while pending:
+        module = pending.pop()
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # what is inside is called by torch's own interpreter
+        inside = [each for each in module.children() if not (each in found or each in gates or is_compiled(each))]
+        found.update(dict.fromkeys(inside))
+        pending += inside
+    return [module for module in found if not isinstance(module, NEVER_CALLED)]

@@ -17,7 +17,7 @@ from ..errors import StateError
 
 
 class Member(Protocol):
-    """The engine of an offloaded model."""
+    """The passes of an offloaded model."""
 
     root: nn.Module
     lock: Any

@@ -29,7 +29,7 @@ from group_offload import (
     remove_group_offloading,
 )
 from group_offload.runtime.budget.budgeter import MARGIN_RAM_BYTES
-from group_offload.runtime.engine import STAGING_BYTES
+from group_offload.runtime.copies.reader import STAGING_BYTES
 
 from ..conftest import SPEEDS
 from ..files.test_files import run_python
@@ -47,7 +47,7 @@ every_mode = pytest.mark.parametrize("options", MODES, ids=str)
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
     monkeypatch.setattr("group_offload.runtime.budget.budgeter.MARGIN_BYTES", 0)
     slow = replace(SPEEDS, h2d=2, drive=1)  # a simulated second is one thing that ran
-    monkeypatch.setattr("group_offload.runtime.engine.known_speeds", lambda *args, **options: slow)
+    monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: slow)
     device = SimulatedDevice(0, "random")
     with use_simulated_device(device), watch_file_reads(device):
         yield device
@@ -190,7 +190,7 @@ def test_both_budgets(tier: str, device: SimulatedDevice, tmp_path: Path) -> Non
 
 
 def test_a_plan_for_the_cpu_speaks_of_ram_and_reading_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("group_offload.runtime.engine.ram_for_weights", lambda budget, in_ram, staging, **_: ram)
+    monkeypatch.setattr("group_offload.runtime.placer.ram_for_weights", lambda budget, in_ram, staging, **_: ram)
     ram = 1 << 30
     handle = apply_group_offloading(Model(WIDTHS).eval(), "cpu", offload_to_disk_path=tmp_path, ram_budget="1GiB")
     text = str(handle.plan)
@@ -558,7 +558,7 @@ def test_budgets_whatever_happens(seed: int, monkeypatch: pytest.MonkeyPatch) ->
     """Routes that change, exceptions, edits, two streams, two models that take turns."""
     monkeypatch.setattr("group_offload.runtime.budget.budgeter.MARGIN_BYTES", 0)
     slow = replace(SPEEDS, h2d=2, drive=1)
-    monkeypatch.setattr("group_offload.runtime.engine.known_speeds", lambda *args, **options: slow)
+    monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: slow)
     rng = random.Random(seed)
     options = {
         **rng.choice(MODES),

@@ -21,9 +21,9 @@ from torch import nn
 from group_offload import GroupFileError, ModuleError, StateError, apply_group_offloading, free_slots
 from group_offload.base import publish
 from group_offload.runtime.copies import reader
-from group_offload.runtime.engine import Engine
 from group_offload.runtime.foresight.lookahead import LookAhead
 from group_offload.runtime.groups import group
+from group_offload.runtime.passes import Passes
 from group_offload.runtime.slots import slot as slots
 
 from .. import interrupts
@@ -142,9 +142,9 @@ def test_an_interrupt_between_a_gate_and_the_engine(
         model, reference = make(), make()
         handle = offload_to(folder, model)
         check(model, reference, inputs())
-        real, left = getattr(Engine, where), num_calls
+        real, left = getattr(Passes, where), num_calls
 
-        def struck(self: Engine, *args: Any, real: Any = real) -> Any:
+        def struck(self: Passes, *args: Any, real: Any = real) -> Any:
             nonlocal left
             left -= 1
             if not left:
@@ -152,7 +152,7 @@ def test_an_interrupt_between_a_gate_and_the_engine(
             return real(self, *args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Engine, where, struck)
+            patch.setattr(Passes, where, struck)
             with pytest.raises(KeyboardInterrupt):
                 run(model, inputs())
         for one in (model, reference):
@@ -511,20 +511,20 @@ def test_another_model_begins_while_slots_are_laid_out_anew(monkeypatch: pytest.
             forward(one, references[0])
         assert handle.stats().resident_bytes
         before = handle.stats().onloads
-        engine: Any = handle._engine
-        real = engine._replan
+        placer: Any = handle._engine._placer
+        real = placer.replan
 
         def replan(kind: Any) -> None:
             with monkeypatch.context() as patch:
-                patch.setattr(engine, "_replan", real)
+                patch.setattr(placer, "replan", real)
                 thread = threading.Thread(target=forward, args=(other, references[1]))
                 thread.start()
                 thread.join(60)
             real(kind)
 
-        engine._replan = replan
+        placer.replan = replan
         forward(one, references[0])
-        del engine._replan
+        del placer.replan
         assert handle.stats().onloads == before  # all that stayed there is still there
         handle.remove()
         other_handle.remove()

@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from group_offload import GroupFileError, OffloadHandle, apply_group_offloading
-from group_offload.runtime import engine, memory
+from group_offload.runtime import engine, memory, passes, placer
 from group_offload.runtime.copies import last as copies
 from group_offload.runtime.copies import reader, staging, transfer
 from group_offload.runtime.copies.reader import Reader
@@ -986,7 +986,7 @@ NO_ORDER = {("Reader", "_next")}
 def find_waits() -> list[tuple[Any, str, int]]:
     """Every statement of the engine that only orders work: (class, method, index of the statement)."""
     found = []
-    for module in (copies, engine, lookahead, memory, slots, transfer, reader, staging):
+    for module in (copies, engine, passes, placer, lookahead, memory, slots, transfer, reader, staging):
         for node in ast.parse(Path(module.__file__ or "").read_text()).body:
             if isinstance(node, ast.ClassDef):
                 for method in node.body:

@@ -76,7 +76,7 @@ def _value_of(path: str) -> Any:
 def offloaded(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[tuple[TimedDevice, Flux, OffloadHandle]]:
     device = TimedDevice(LINK)
     speeds = replace(SPEEDS, h2d=LINK)
-    monkeypatch.setattr("group_offload.runtime.engine.known_speeds", lambda *args, **kwargs: speeds)
+    monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **kwargs: speeds)
     model = Flux()
     for module in model.modules():
         if isinstance(module, Timed):
@@ -386,7 +386,7 @@ def test_switching_models_costs_the_stalls_of_one_streamed_pass(monkeypatch: pyt
     total = sum(parameter.nbytes for parameter in Flux().parameters())
     device = TimedDevice(LINK)
     speeds = replace(SPEEDS, h2d=LINK)
-    monkeypatch.setattr("group_offload.runtime.engine.known_speeds", lambda *args, **kwargs: speeds)
+    monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **kwargs: speeds)
     budget = total * 6 // 10
     with use_simulated_device(device):  # type: ignore[arg-type]
         models = [Flux(), Flux()]

@@ -1372,11 +1372,11 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     ),
     "saved as they are": lambda patch: patch.setattr(backward_module.Backward, "_packed", lambda self, tensor: None),
     "no gates inside of groups": lambda patch: patch.setattr(
-        "group_offload.runtime.engine.Engine._install_inner_gates", lambda self: None
+        "group_offload.runtime.gates.Gates._install_inner_gates", lambda self: None
     ),
     "views that are kept are not noticed": lambda patch: patch.setattr(slots.Slot, "is_aliased", False),
     "what a call returns is not made its own": lambda patch: patch.setattr(
-        "group_offload.runtime.engine.Engine.own", lambda self, output, gate: output
+        "group_offload.runtime.gates.Gates.detach_from_slots", lambda self, output, groups: output
     ),
     "not waited for": lambda patch: patch.setattr(backward_module.Backward, "bring", _without_wait),
 }
@@ -1385,18 +1385,18 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 def _let_go_after(bring: Any) -> Any:
     def mutant(self: Any, saved: Any) -> torch.Tensor:
         found: torch.Tensor = bring(self, saved)
-        with self._engine.lock:
+        with self._passes.lock:
             for now in self._tasks.values():
-                self._let_go(now, ())
+                self._release(now, ())
         return found
 
     return mutant
 
 
 def _without_wait(self: Any, saved: Any) -> torch.Tensor:
-    group = self._engine.group_of(saved.part)
+    group = self._passes.group_of(saved.part)
     if group.slot is None:
-        result: torch.Tensor = self._engine.copy_of(saved)
+        result: torch.Tensor = self.copy_of(saved)
         return result
     start = group.offset + saved.part.offset + saved.offset
     return backward_module.view_of(group.slot.memory, start, saved.dtype, saved.size, saved.stride)

@@ -33,11 +33,13 @@ class Stopwatch:
         self._backend = backend
         self._now: _Times | None = None
         self._open: dict[Group, Event] = {}
+        self._arrived: Event | None = None
+        """Where compute came to wait for weights."""
         self._done: deque[_Times] = deque()
 
     def clear(self) -> None:
         """Forget what was not read yet: the groups are given up."""
-        self._now = None
+        self._now = self._arrived = None
         self._open.clear()
         self._done.clear()
 
@@ -46,28 +48,30 @@ class Stopwatch:
         self._open.clear()
         self._now = _Times(kind, self._event(stream))
 
+    def arrive(self, stream: Stream) -> None:
+        """Compute comes to wait for weights."""
+        self._arrived = None if self._now is None else self._event(stream)
+
     def start(self, group: Group, stream: Stream) -> None:
-        """The group's weights are there, and its compute is enqueued next."""
-        if self._now is not None and not group.height and group not in self._open:
-            self._open[group] = self._event(stream)
+        """Compute has waited for the group's weights since `arrive`, and is enqueued next."""
+        if self._now is None:
+            return
+        begun = self._event(stream)
+        if self._arrived is not None:
+            self._now.waits.append((self._arrived, begun))
+            self._arrived = None
+        if not group.height and group not in self._open:
+            self._open[group] = begun
 
     def stop(self, group: Group, stream: Stream) -> None:
         started = self._open.pop(group, None)
         if self._now is not None and started is not None:
             self._now.uses.append((group, started, self._event(stream)))
 
-    def arrive(self, stream: Stream) -> Event | None:
-        """Compute comes to wait for weights; None if nobody measures."""
-        return None if self._now is None else self._event(stream)
-
-    def waited(self, arrived: Event | None, stream: Stream) -> None:
-        """Compute has waited for weights, since `arrived`."""
-        if self._now is not None and arrived is not None:
-            self._now.waits.append((arrived, self._event(stream)))
-
-    def end(self, stream: Stream, *, completed: bool) -> None:
+    def end(self, stream: Stream) -> None:
+        """The pass completed."""
         now, self._now = self._now, None
-        if now is not None and completed:
+        if now is not None:
             now.ended = self._event(stream)
             self._done.append(now)
 

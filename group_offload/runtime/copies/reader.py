@@ -45,6 +45,8 @@ SMALL_CHUNK_BYTES = 6 << 20
 """Where RAM is scarce: then the drive takes so long that Python's part does not matter."""
 NUM_FRAMES = 18
 """Two more than threads: while some are copied from, all threads can read."""
+STAGING_BYTES = NUM_FRAMES * SMALL_CHUNK_BYTES
+"""RAM that reading files takes, at most, besides weights."""
 _POLL_SECONDS = 2e-4
 _MAX_READS_PER_CHUNK = 64
 """Small pieces are read one after another by one thread: that many, at most."""

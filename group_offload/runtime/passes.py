@@ -1,0 +1,501 @@
+"""The passes of one offloaded module, from beginning to end: the engine's state machine. Read this file first.
+
+[Note: A pass]
+A pass is one call of a module with a gate that is not inside another such call: mostly the root's forward, sometimes a
+part of it (`vae.decode` calls the decoder). A pass holds the engine's lock, so that threads take turns. In order:
+
+1. `_begin`: changes since the last pass (weights edited, replaced or added, modules compiled) are taken up, slots are
+   leased, and the first groups are started, unless they are there already.
+2. For each gated call inside: `begin_call` acquires the groups that the call needs. `acquire` makes compute wait for a
+   group's bytes and binds its weights to their slot. `end_call` releases them. `release` records the last use, binds the
+   weights to their place at rest, and lets the next groups start into the free bytes.
+3. `_end`: all weights are bound to their place at rest. The groups that the next pass needs first are on their way by then.
+   The host has waited for no copy (but see `Image.is_stable`).
+
+An exception unwinds through the gates and ends the pass the same way. The next pass then starts from nothing. A backward
+over the weights of a pass is a pass too: see [Note: Backward].
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from enum import Enum
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..base.device import Backend, Stream
+from ..base.torch_internals import current_transform
+from ..errors import GroupFileError, StateError
+from .budget.budgeter import Kind
+from .calls import EXPECTED, Call
+from .changes import Changes
+from .copies.cached import CachedFiles
+from .copies.transfer import Transfer
+from .foresight.lookahead import LookAhead
+from .groups.group import Group, Part, Residence
+from .measure.counters import Counters
+from .memory import DeviceMemory
+from .placer import Placer
+from .probe import Probe
+from .slots.slot import Slot
+from .threads import where_it_waits
+from .turns import join
+
+PATIENCE_SECONDS = 30.0
+"""How long to wait for a forward that is itself waiting for a thread before a deadlock is reported."""
+
+_BACKWARD = "backward"
+"""Stands for the root in the keys of backward passes."""
+
+
+class State(Enum):
+    """How far a pass has come."""
+
+    CLEAN = "clean"
+    """No pass has begun since the last one ended."""
+    OPEN = "open"
+    """A pass is in progress, and everything is in order."""
+    FAILED = "failed"
+    """Something was raised in the pass in progress. Everything is in order until it ends, with `_recover`."""
+    UNKNOWN = "unknown"
+    """The engine is in the middle of a step, or was interrupted in one: see [Note: Interrupts]."""
+
+
+class Passes:
+    """Begins and ends passes and the calls in them, and lends weights to calls. All but `wait_for_turn` needs the lock.
+
+    Order of calls: `set_groups` whenever the module was cut; then `begin_call` ... `end_call`, nested as modules are, or
+    `begin_backward`, any of `acquire` and `release`, and `end_backward`.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        backend: Backend,
+        memory: DeviceMemory,
+        transfer: Transfer,
+        lookahead: LookAhead,
+        files: CachedFiles,
+        placer: Placer,
+        changes: Changes,
+        probe: Probe,
+        counters: Counters,
+        prepare: Callable[[nn.Module, Kind], set[Group]],
+    ) -> None:
+        """
+        Args:
+            prepare: takes up what changed about the module before a forward. It returns the groups that the forward can
+                need, after it has called `set_groups` if the module was cut into groups again.
+
+        Raises:
+            StateError: models that share weights with this one cannot take turns with it.
+        """
+        self.root = root
+        self._backend = backend
+        self._memory = memory
+        self._transfer = transfer
+        self._lookahead = lookahead
+        self._files = files
+        self._placer = placer
+        self._changes = changes
+        self._probe = probe
+        self._counters = counters
+        self._prepare = prepare
+        self._groups: tuple[Group, ...] = ()
+        self._group_of: dict[Part, Group] = {}
+        self._needs: Callable[[nn.Module], Sequence[Group]] = lambda module: ()
+        self._are_stable = True
+        self._state = State.CLEAN
+        self._calls: list[Call] = []
+        """The gated calls in progress, outermost first, if none was interrupted: see [Note: Interrupts]."""
+        self._thread = 0
+        """The thread that began the pass in progress."""
+        self._kind: Kind | None = None
+        """The kind of the last forward."""
+        self.tasks: dict[int, Any] = {}
+        """The runs of autograd that make up the backward in progress. `Backward` puts them in and takes them out."""
+        self.is_removed = False
+        self.lock: Any = threading.RLock()
+        """Held for the length of a pass. Models that share weights have one lock."""
+        join(self)
+
+    def set_groups(self, groups: tuple[Group, ...], needs: Callable[[nn.Module], Sequence[Group]]) -> None:
+        """The module was cut into these groups.
+
+        Args:
+            needs: the groups that a call of a module with a gate needs.
+        """
+        self._groups = groups
+        self._group_of = {part: group for group in groups for part in group.parts}
+        self._needs = needs
+        self._are_stable = all(group.is_stable for group in groups)
+
+    # ---------------------------------------------------------------- where a pass is
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a pass is in progress, forward or backward."""
+        return bool(self._calls or self.tasks)
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether the calling thread is in the middle of a pass."""
+        return self.is_running and self._thread == threading.get_ident()
+
+    @property
+    def runs_elsewhere(self) -> bool:
+        """Whether another thread seems to be in the middle of a pass."""
+        return self._thread not in (0, threading.get_ident())
+
+    @property
+    def is_inside_a_call(self) -> bool:
+        """Whether the gated call that begins is not the outermost one."""
+        return len(self._calls) > 1 or bool(self.tasks)
+
+    @property
+    def number(self) -> int:
+        """The number of the last forward."""
+        return self._counters.passes
+
+    def is_in_forward(self, number: int) -> bool:
+        """Whether the forward of this number has yet to end."""
+        return bool(self._calls) and not self.tasks and self.number == number
+
+    @property
+    def device(self) -> torch.device:
+        return self._backend.device
+
+    @property
+    def current_stream(self) -> Stream:
+        return self._backend.current_stream()
+
+    # ---------------------------------------------------------------- a call
+
+    def begin_call(self, call: Call, args: Any, kwargs: Any) -> None:
+        """Make the weights that a gate's call needs ready. `end_call` follows, whatever happens."""
+        self._refuse_capture()
+        self.forget_interrupted_calls()
+        is_first = not self.is_running
+        self._calls.append(call)
+        if not is_first and self._state is State.UNKNOWN:
+            raise StateError(
+                f"A forward of {type(self.root).__name__} goes on after it was interrupted. Let it end, and call it again."
+            )
+        state = State.OPEN if is_first else self._state
+        try:
+            if is_first:
+                self._begin(call.module, Kind.of(call.module, args, kwargs))
+            self._state = State.UNKNOWN
+            for group in self._needs(call.module):
+                if group.num_bytes:
+                    self.acquire(group)
+                    call.groups.append(group)
+            self._placer.weigh_activations(call.module)
+            self._lookahead.before_call()
+        except EXPECTED:
+            self._state = state
+            raise
+        self._state = state
+
+    def end_call(self, call: Call) -> None:
+        """End what `begin_call` began."""
+        if call not in self._calls:  # nothing was begun
+            return
+        self._forget_calls_above(call)
+        state, self._state = self._state, State.UNKNOWN
+        # A checkpoint breaks off calls that it repeats: that is no failure.
+        if state is State.OPEN and not (call.is_complete or self.tasks):
+            state = State.FAILED
+        if state is not State.UNKNOWN:
+            try:
+                while call.groups:
+                    self.release(call.groups.pop(), self._backend.current_stream())
+                self._calls.pop()
+                if self.is_running:
+                    self._lookahead.after_call()
+            except EXPECTED:
+                self._state = state
+                raise
+            self._state = state
+        else:
+            self._calls.pop()
+        if not self.is_running:
+            self._end()
+
+    def _refuse_capture(self) -> None:
+        if self._backend.is_capturing():
+            raise StateError(
+                f"{type(self.root).__name__} is group-offloaded and was called while a CUDA graph is captured: a replay would "
+                f"read device memory that holds other weights by then. Capture a module that is not offloaded, or call "
+                f"remove() before. torch.compile without mode='reduce-overhead' captures no graphs."
+            )
+
+    # ---------------------------------------------------------------- a forward
+
+    def _begin(self, top: nn.Module, kind: Kind) -> None:
+        if current_transform() is not None:
+            raise StateError(
+                f"{type(self.root).__name__} is group-offloaded: its weights cannot be brought inside of a transform of "
+                f"torch.func (grad, vmap, jvp). Use torch.autograd.grad or torch.autograd.functional, which work, or call "
+                f"remove() before."
+            )
+        self._counters.passes += 1
+        self.begin_clean()
+        self._thread = threading.get_ident()
+        scope = self._prepare(top, kind)
+        self._kind = kind
+        self._placer.replan(kind)
+        self._files.before_pass(type(self.root).__name__)
+        self._memory.take()
+        self._placer.keep_within_budgets(kind)
+        self._placer.begin_pass(top)
+        if self._placer.is_timed(kind):
+            self._probe.begin_timing(kind, self._backend.current_stream())
+        self._lookahead.begin(top, scope)
+
+    def begin_clean(self) -> None:
+        """Let nothing be left of a pass that was interrupted. Slots stay this module's until a pass, or `stay_clean`, ends."""
+        if self._state is not State.CLEAN:
+            self.recover()
+        self._state = State.UNKNOWN
+        self._memory.claim()
+
+    def stay_clean(self) -> None:
+        """What followed `begin_clean` is done, and no pass came of it."""
+        self._state = State.CLEAN
+
+    def _end(self) -> None:
+        """End a pass, forward or backward."""
+        if self._state is State.CLEAN:
+            return
+        if self._state is not State.OPEN:
+            self.recover()
+            return
+        self._state = State.UNKNOWN
+        for group in [*self._memory.bound]:
+            self._memory.unbind(group)
+        self._lookahead.schedule.end(completed=True)
+        stream = self._backend.current_stream()
+        self._probe.end_timing(stream)
+        self._placer.end_pass()
+        for slot in self._memory.slots:
+            if slot.last_stream is not None and slot.last_stream != stream:
+                stream.wait_event(slot.last_use())  # the end of the pass is the end of what other streams did in it
+            if slot.owner is not None and slot.waited_on is None:
+                self._backend.record_stream(slot.memory, self._transfer.stream)  # if another module's pass drops it
+        if not self._are_stable:
+            # What copies read is what can be edited from now on, and nothing would tell.
+            self._transfer.finish()
+            for slot in self._memory.slots:
+                if not all(group.is_stable for group in slot.groups):
+                    self._memory.free(slot)
+        self._memory.give_back()
+        self._thread = 0
+        self._state = State.CLEAN
+
+    # ---------------------------------------------------------------- a group
+
+    def acquire(self, group: Group, *, binds: bool = True) -> None:
+        """Let what compute does from now on come after the group's bytes arrived, which stay until `release`.
+
+        Args:
+            binds: whether the weights become views of the slot, for a module's call.
+        """
+        if not group.holds:
+            self._lookahead.schedule.observe(group)
+        if group.residence is Residence.AT_REST:
+            self._changes.settle(group, binds=binds)
+            if group.slot is not None and not group.is_current:
+                self._memory.drop(group)
+        was_ahead = self._lookahead.is_on_its_way(group)
+        if group.slot is None:
+            self._counters.stalls += 1
+            self._lookahead.onload_now(group)
+        slot = group.slot
+        assert slot is not None
+        stream = self._backend.current_stream()
+        self._probe.arrives(group, slot, stream)
+        if slot.job is not None:
+            slot = self._wait_for_files(group, slot, was_ahead)
+        # A group that is bound already may be computed with on another stream now. (`!=` of a torch stream and None is
+        # False, so None is asked for first.)
+        if slot.waited_on is None or slot.waited_on != stream:
+            self._transfer.last_copies.expect(stream)  # after an interrupt nobody knows which streams read the slots
+            stream.wait_event(slot.ready)
+            slot.waited_on = stream
+        if binds and group.residence is Residence.AT_REST:
+            group.onload(is_watched=torch.is_grad_enabled())
+            self._memory.bound[group] = None
+        group.holds += 1
+        self._memory.is_used(group, slot)
+        self._probe.begins(group, stream)
+
+    def _wait_for_files(self, group: Group, slot: Slot, was_ahead: bool) -> Slot:
+        """Wait for the drive, not for the device. What could not be read ahead, earlier, is tried again now.
+
+        Returns:
+            The slot that holds the group.
+        """
+        assert slot.job is not None
+        try:
+            slot.job.wait()
+        except GroupFileError:
+            if not was_ahead:
+                raise
+            self._memory.free(slot)
+            self._lookahead.onload_now(group)
+            assert group.slot is not None
+            slot = group.slot
+            if slot.job is not None:
+                slot.job.wait()
+        slot.job = None
+        return slot
+
+    def release(self, group: Group, stream: Stream) -> None:
+        """What was enqueued on `stream` so far was the last that uses the group."""
+        group.holds -= 1
+        slot = group.slot
+        assert slot is not None
+        if slot.last_stream is not None and slot.last_stream != stream:
+            stream.wait_event(slot.last_use())  # so that this end includes that one
+        slot.note_use(stream)
+        if slot.owner is not None and slot.owner != stream:
+            self._backend.record_stream(slot.memory, stream)
+        self._probe.ends(group, stream)
+        if group.holds:
+            return
+        self._lookahead.was_let_go(group)
+        if not self._lookahead.schedule.expects(group):
+            if group in self._memory.bound:
+                self._memory.unbind(group)
+            if not slot.is_fixed and not slot.is_resident and not slot.unused and not slot.is_held:
+                self._memory.free(slot)
+
+    def find_weight(self, tensor: torch.Tensor) -> tuple[Part, int, int] | None:
+        """The weight that a tensor is a view of, if it is onloaded: see `Group.find`."""
+        address = tensor.data_ptr()
+        for group in reversed(self._memory.bound):
+            found = group.find(address)
+            if found is not None:
+                return found
+        return None
+
+    def group_of(self, part: Part) -> Group:
+        """
+        Raises:
+            StateError: the part was given up.
+        """
+        found = self._group_of.get(part)
+        if found is None:
+            raise StateError(
+                f"Backward needs weights of {type(self.root).__name__} that are not offloaded any more: it was cut into groups "
+                f"again between forward and backward, because modules were changed, or others require gradients now. Do that "
+                f"after backward()."
+            )
+        return found
+
+    # ---------------------------------------------------------------- a backward
+
+    def begin_backward(self) -> None:
+        """Autograd needs weights, or repeats calls. The lock is held now, and in each call until `end_backward`."""
+        self._refuse_capture()
+        forward = self._lookahead.schedule.order
+        self._counters.backward_passes += 1
+        # Changes since the forward are for the next forward: the graph counts here, and groups as they were.
+        self.begin_clean()
+        self._thread = threading.get_ident()
+        kind = Kind((_BACKWARD, self.root), (), with_grad=True)
+        self._files.before_pass(type(self.root).__name__)
+        self._memory.take()
+        self._placer.keep_within_budgets(kind)
+        self._placer.begin_pass(None)
+        self._lookahead.begin(kind.top, set(self._groups), guess=forward[::-1])
+        self._state = State.OPEN
+
+    def look_ahead(self) -> None:
+        """Start what comes next, if there is something to start."""
+        self._lookahead.before_call()
+
+    def end_backward(self, *, completed: bool) -> None:
+        if self._state is State.CLEAN:
+            return
+        self._calls.clear()  # what a checkpoint called again has broken off with it
+        if not completed:
+            self._state = State.UNKNOWN  # it may have broken off anywhere
+        self._end()
+
+    # ---------------------------------------------------------------- interrupts
+
+    def settle(self, module: nn.Module) -> None:
+        """A gate's call of `module` is over: if `end_call` was interrupted, end it now."""
+        if self._calls[-1].module is module if self._calls else self._state is not State.CLEAN:
+            self.forget_interrupted_calls()
+            if not self.is_running and self._state is not State.CLEAN:
+                self.recover()
+
+    def forget_interrupted_calls(self) -> None:
+        """Take calls off the list that are not in progress any more. See [Note: Interrupts]."""
+        while self._calls and not (self._thread == threading.get_ident() and self._calls[-1].is_on_stack()):
+            self._forget_last_call()
+
+    def _forget_calls_above(self, call: Call) -> None:
+        while self._calls[-1] is not call:
+            self._forget_last_call()
+
+    def _forget_last_call(self) -> None:
+        self._calls.pop()
+        if self._state is not State.CLEAN:
+            self._state = State.UNKNOWN  # what the call holds, and what it had begun, is not known
+
+    def recover(self) -> None:
+        """End a pass that failed or was interrupted, wherever that was. See [Note: Interrupts].
+
+        The host waits until no copy is on its way and no slot is read, so that memory that gets another use is nobody's.
+        """
+        is_whole = self._state is not State.UNKNOWN
+        self._state = State.UNKNOWN
+        self._transfer.recover(is_whole=is_whole)
+        for group in self._groups:
+            group.recover(self._transfer)
+        self._memory.recover()
+        self._probe.recover()
+        self._placer.recover()
+        self._changes.recover()
+        self._lookahead.recover(self._groups, is_whole=is_whole)
+        self._placer.reside()
+        self._files.look()
+        self._thread = 0
+        self._state = State.CLEAN
+
+    # ---------------------------------------------------------------- turns of threads
+
+    def wait_for_turn(self, module: nn.Module) -> None:
+        """Return once no pass is in progress in another thread.
+
+        Raises:
+            StateError: that pass waits for a thread, which is most likely the calling one.
+        """
+        if self.lock._is_owned():
+            return
+        before: FrameType | None = None
+        try:
+            while not self.lock.acquire(timeout=PATIENCE_SECONDS):
+                top = None if self._kind is None else self._kind.top
+                # Who calls the whole of it has work of its own, and a turn that comes.
+                parts = top.modules() if self.is_running and isinstance(top, nn.Module) and module is not top else ()
+                is_inside = any(module is part for part in parts)
+                now = where_it_waits(self._thread) if is_inside else None
+                if now is not None and now is before:
+                    raise StateError(
+                        f"{type(module).__name__}, of {type(self.root).__name__}, is called in another thread than a forward "
+                        f"that is in progress and waits for a thread: each would wait for the other. Call the parts of an "
+                        f"offloaded module in the thread of its forward."
+                    )
+                before = now
+        finally:
+            while self.lock._is_owned():  # also if Ctrl-C came just when it was had
+                self.lock.release()

@@ -1,0 +1,366 @@
+"""Carries plans out: which groups stay on the device, which files are page-locked, and how much may be on its way.
+
+[Note: Slots in rings, and just in time]
+Groups that are needed one after another share a ring of fixed memory, filled as far ahead as it reaches. At leaf level,
+and with `record_stream`, memory for them comes from torch's caching allocator instead, just in time: when compute comes to
+a group, the groups that are needed next get memory, as much as the largest group takes (more where activations take much
+more, see `Placer._window`). The host decides that before the activations of the current call are allocated, and the copies
+wait until compute has got there: so weights that wait for their turn and activations at their peak do not meet.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from heapq import nlargest
+
+import torch
+from torch import nn
+
+from ..base.device import Backend
+from ..config import OffloadConfig, OffloadType
+from ..errors import ConfigError
+from ..plan.budgets import AUTO, describe_bytes
+from ..plan.planner import Place, Plan, Speeds
+from ..plan.speeds import ASSUMED_DRIVE, known_speeds
+from ..stores.base import Tier
+from ..stores.files import FileImage
+from .budget.budgeter import Budgeter, Kind, ram_for_weights
+from .budget.stopwatch import Stopwatch
+from .copies.cached import CachedFiles
+from .copies.reader import STAGING_BYTES
+from .copies.transfer import Transfer
+from .foresight.lookahead import LookAhead
+from .foresight.schedule import first_guess
+from .groups.group import Group
+from .measure.counters import Counters
+from .measure.weighing import Weighing
+from .memory import DeviceMemory
+
+logger = logging.getLogger("group_offload")
+
+MIN_WINDOW_BYTES = 4 << 20
+"""Just in time: the least that may be on its way, however small the groups are, or an eighth of all weights if that is less.
+A smaller window would cost launches and save no memory."""
+_DEEP_WINDOW = 4
+"""At leaf level, `record_stream` lets this many times the largest layer be on its way: for models that compute bounds."""
+HOST_ACTIVATIONS_SHARE = 0.2
+"""Share of a RAM budget that is reserved for activations when the CPU computes; they cannot be measured there."""
+_AUTO_SHARE = 0.95
+"""Share of the available device memory that the budget "auto" is."""
+_IN_PLACE = 1e18
+"""Link speed on the CPU, in bytes per second: as good as infinite, since weights in RAM are used in place."""
+
+
+class Placer:
+    """Keeps one module within its budgets. Owned by an engine, and used under its lock.
+
+    Order of calls: `place` whenever the module was cut into groups; in each forward `replan`, `keep_within_budgets`,
+    `begin_pass`, any number of `weigh_activations`, and `end_pass`.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        config: OffloadConfig,
+        memory: DeviceMemory,
+        transfer: Transfer,
+        lookahead: LookAhead,
+        files: CachedFiles,
+        stopwatch: Stopwatch,
+        counters: Counters,
+        *,
+        is_tight: bool,
+    ) -> None:
+        """
+        Args:
+            is_tight: whether weights that wait for their turn count most: at leaf level, without `record_stream`.
+        """
+        self._root = root
+        self._config = config
+        self._backend = config.backend
+        self._memory = memory
+        self._transfer = transfer
+        self._lookahead = lookahead
+        self._files = files
+        self._stopwatch = stopwatch
+        self._counters = counters
+        self._is_tight = is_tight
+        # A function and not a method: the budgeter and the placer would keep each other alive.
+        speeds = partial(_measure_speeds, self._backend, files)
+        self._budgeter = Budgeter(self._backend, speeds, config.num_slots)
+        self._groups: tuple[Group, ...] = ()
+        self._kind: Kind | None = None
+        """The kind of the last forward."""
+        self._ram: int | None = None
+        """RAM for weights, as it was when the module was offloaded; None for no limit."""
+        self._total_bytes = 0
+        self._num_modules = 0
+        """Modules whose calls need groups."""
+        self._activations: dict[nn.Module, Weighing] = {}
+        """What activations take, by the module that a pass begins at."""
+        self._weighed = Weighing()
+
+    # ---------------------------------------------------------------- a module that was cut
+
+    def place(self, groups: Sequence[Group], *, is_first: bool) -> None:
+        """Decide where these groups rest, before any pass has taught anything.
+
+        Args:
+            is_first: whether the module is being offloaded. Else it was cut into groups again.
+
+        Raises:
+            ConfigError: a budget is too small.
+        """
+        self._groups = tuple(groups)
+        self._memory.reside(frozenset(), groups, self._config)
+        self._total_bytes = sum(group.num_bytes for group in groups)
+        self._num_modules = len({module for group in groups for module in group.modules})
+        self._activations = {}
+        images = [part.image for group in groups for part in group.parts]
+        in_files = [image for image in images if isinstance(image, FileImage) and image.tier is Tier.FILE]
+        for image in in_files:
+            image.is_verified = self._config.verify_files
+        self._files.begin(in_files)
+        if self._config.has_budgets:
+            self._plan_first(is_first=is_first)
+        if not self._config.has_budgets or not self._backend.has_streams:
+            self._files.choose_ways()
+        self._files.lock_what_is_there(was_read=False)
+        self._transfer.prepare_for(
+            max((image.layout.num_bytes for image in images), default=0),
+            sum(image.layout.num_bytes for image in in_files),
+            is_scarce=any(image.is_direct for image in in_files),
+        )
+
+    def clear(self) -> None:
+        """The groups are given up."""
+        self._groups = ()
+        self._budgeter.clear()
+        self._files.begin(())
+
+    @property
+    def slot_bytes(self) -> int:
+        """The most device memory that a pass takes for weights that take turns."""
+        if not self._memory.is_just_in_time:
+            return sum(self._memory.ring_sizes.values())
+        return self._memory.largest + self._window(None) + self._memory.outer_bytes
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether there is a budget of device memory."""
+        return self._budgeter.vram is not None
+
+    def current_plan(self) -> Plan | None:
+        """The plan that is carried out, with what is known by now; without budgets, what they would say of how things are.
+
+        None if the module has no weights that take turns.
+        """
+        self._note_times()
+        if not self._config.has_budgets:
+            order = self._lookahead.schedule.order
+            self._budgeter.describe(self._groups, order, outer_bytes=0, staging_bytes=STAGING_BYTES)
+        self._budgeter.refresh()
+        return self._budgeter.plan
+
+    def _plan_first(self, *, is_first: bool) -> None:
+        """Decide what the budgets are, for weights alone, and share files out between RAM and the drive.
+
+        Args:
+            is_first: the module is being offloaded. Else it was cut into groups again, and keeps the RAM that it was given.
+
+        Raises:
+            ConfigError: a budget is too small.
+        """
+        config = self._config
+        images = [part.image for group in self._groups for part in group.parts]
+        in_ram = sum(image.layout.num_bytes for image in images if not isinstance(image, FileImage))
+        vram = config.vram_budget
+        if vram is AUTO:
+            vram = int((self._backend.bytes_in_use() + self._backend.free_bytes()) * _AUTO_SHARE)
+        if is_first or self._ram is None:  # without a limit, as long as nothing was in files
+            self._ram = self._ram_for_weights(in_ram, is_first=is_first)
+        ram = None if self._ram is None else max(self._ram, in_ram)
+        promised = 0
+        if ram is not None and self._backend.has_streams and (config.ram_budget, config.ram_share) != (None, None):
+            promised = min(ram - in_ram, sum(image.layout.num_bytes for image in self._files.images))
+        if not self._backend.has_streams and ram is not None and self._files.images:
+            # The device is RAM: what rests there is in its way already, and the rest is for what comes from files.
+            vram, ram = int((ram - in_ram) * (1 - HOST_ACTIVATIONS_SHARE)), in_ram
+        outer = sum(group.num_bytes for group in self._groups if group.height)
+        if ram is not None:
+            # The outer groups rest in RAM, whatever the plan; so do those that are in no file.
+            in_no_file = [group for group in self._groups if not group.height and not group.is_in_file]
+            ram = max(sum(group.num_bytes for group in in_no_file), ram - outer)
+        plan = self._budgeter.begin(
+            self._groups,
+            first_guess(self._groups),
+            vram=vram,
+            ram_bytes=ram,
+            outer_bytes=self._memory.outer_bytes,
+            staging_bytes=STAGING_BYTES,
+            too_small=partial(self._too_small, vram=vram, is_first=is_first),
+        )
+        self._budgeter.promised_bytes = promised
+        if plan is not None and self._backend.has_streams:
+            self._share_out_files()
+
+    def _ram_for_weights(self, in_ram: int, *, is_first: bool) -> int | None:
+        """RAM for weights, `in_ram` of which they take already; None for no limit."""
+        config = self._config
+        if config.ram_share is not None:
+            return in_ram + config.ram_share
+        if self._files.images or config.ram_budget is not None:
+            staging = STAGING_BYTES if self._files.images else 0
+            turns = 0
+            if is_first and self._files.images and not self._backend.has_streams:
+                sizes = [group.num_bytes for group in self._groups if not group.height]
+                least = sum(nlargest(config.num_slots, sizes)) + self._memory.outer_bytes
+                turns = int(least / (1 - HOST_ACTIVATIONS_SHARE)) + 1
+            return ram_for_weights(config.ram_budget, in_ram, staging, turn_bytes=turns)
+        return None
+
+    def _too_small(self, least: int, *, vram: int | None, is_first: bool) -> ConfigError | None:
+        """How to tell that weights need `least` bytes to take turns in; None: they take them."""
+        smaller = "or make the groups smaller: offload_type='leaf_level'."
+        if self._backend.has_streams:
+            return ConfigError(
+                f"vram_budget is {describe_bytes(vram or 0)}, and the weights of {type(self._root).__name__} alone take turns "
+                f"in {describe_bytes(least, round_up=True)}. Give it that and what activations need, {smaller}"
+            )
+        if not is_first or not isinstance(self._config.ram_budget, int):
+            return None
+        budget = self._config.ram_budget
+        missing = int((least - (vram or 0)) / (1 - HOST_ACTIVATIONS_SHARE)) + 1
+        return ConfigError(
+            f"ram_budget is {describe_bytes(budget)}, and the weights of {type(self._root).__name__} take turns in "
+            f"{describe_bytes(least, round_up=True)} of it. Give it "
+            f"{describe_bytes(budget + missing, round_up=True)} at least, {smaller}"
+        )
+
+    # ---------------------------------------------------------------- a pass
+
+    def replan(self, kind: Kind) -> None:
+        """A forward of this kind begins: make the plan again if more is known by now, and carry it out."""
+        self._kind = kind
+        self._note_times()
+        if not self._config.has_budgets:
+            return
+        memory = self._memory
+        others = max(0, self._backend.bytes_in_use() - memory.held_bytes - memory.others_bytes)
+        order = self._lookahead.schedule.order_of(kind.top)
+        if self._budgeter.before_pass(kind, order, others) is not None:
+            self.reside()
+            if self._backend.has_streams:
+                self._share_out_files()
+
+    def keep_within_budgets(self, kind: Kind) -> None:
+        """The slots are there: what is left of the budget is for groups that stay."""
+        if self._budgeter.vram is None:
+            return
+        others = max(0, self._other_bytes())
+        self._memory.give_up_residents(self._budgeter.room_for_residents(kind, others))
+        if self._budgeter.start(kind, others, self._counters.device_bytes):
+            self._memory.resident_room = min(self._memory.resident_room, self._counters.resident_bytes)
+
+    def begin_pass(self, top: nn.Module | None) -> None:
+        """Compute begins: decide how much may be on its way, just in time.
+
+        Args:
+            top: the module that the pass begins at; None for a backward, in which nothing is weighed.
+        """
+        if top is None:
+            self._memory.window_bytes = self._window(self._root)
+            self._weighed = Weighing()
+        elif self._memory.is_just_in_time:
+            self._memory.window_bytes = self._window(top)
+            self._weighed = self._activations.setdefault(top, Weighing())
+            self._weighed.begin(self._other_bytes() if self._is_tight else 0)
+
+    def is_timed(self, kind: Kind) -> bool:
+        """Whether the compute of the pass that begins is to be measured."""
+        return self._budgeter.is_timed(kind)
+
+    def weigh_activations(self, module: nn.Module) -> None:
+        """A gated call of `module` begins."""
+        is_learning = self._lookahead.schedule.is_learning
+        if self._is_tight and self._weighed.is_due(module, is_learning, self._num_modules):
+            self._weighed.note(module, self._other_bytes())
+
+    def end_pass(self) -> None:
+        """A pass completed."""
+        self._budgeter.stop(self._counters.device_bytes, completed=True)
+        if self._files.are_read:
+            self._transfer.note_drive(self._budgeter.drive)
+
+    def recover(self) -> None:
+        """A pass failed: nothing is learnt from it."""
+        self._budgeter.stop(0, completed=False)
+
+    def reside(self) -> None:
+        """Let the groups stay on the device that the plan puts there, as far as they are there, and no others."""
+        self._memory.reside(self._budgeter.at(Place.DEVICE), self._groups, self._config)
+
+    def _note_times(self) -> None:
+        for timed, by_group, rest in self._stopwatch.results():
+            assert isinstance(timed, Kind)
+            self._budgeter.note_times(timed, by_group, rest)
+
+    def _share_out_files(self) -> None:
+        """Groups that the plan puts into RAM are locked there, and those that are needed around others."""
+        in_ram = self._budgeter.at(Place.RAM)
+        self._files.share_out(
+            part.image
+            for group in self._groups
+            for part in group.parts
+            if isinstance(part.image, FileImage) and group.num_bytes and (group in in_ram or group.height)
+        )
+
+    # ---------------------------------------------------------------- too little memory
+
+    def too_little(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
+        """Device memory ran out in a forward: give up what stays there. The same error, with what helps."""
+        given_up = self._counters.resident_bytes
+        self._memory.give_up_residents(0)
+        self._backend.release_unused()
+        if self._kind is not None:
+            self._budgeter.ran_out(self._kind)
+        if given_up:
+            return torch.OutOfMemoryError(
+                f"{error} Groups of {type(self._root).__name__} that stayed on the device took {describe_bytes(given_up)}, and "
+                f"were given up: call it again. With "
+                f"vram_budget={describe_bytes(self._budgeter.smaller_budget(given_up))!r} it would have had that room."
+            )
+        return torch.OutOfMemoryError(
+            f"{error} No group of {type(self._root).__name__} stays on the device that could be given up: a smaller input, "
+            f"offload_type='leaf_level', or attention slicing needs less."
+        )
+
+    # ---------------------------------------------------------------- how far ahead
+
+    def _window(self, top: nn.Module | None) -> int:
+        """Just in time: how much may be on its way in passes that begin at `top`.
+
+        The largest group, mostly. At leaf level that does not hide the copy of a large layer behind a small one's
+        compute, which matters where compute, not copies, sets the time: then activations are large, and weights may take
+        a third of what those take. With `record_stream` they may from the start. A budget's plan counts on no more than
+        the largest group.
+        """
+        least = max(self._memory.largest, min(MIN_WINDOW_BYTES, self._total_bytes // 8))
+        if self._config.offload_type is not OffloadType.LEAF_LEVEL or self._budgeter.vram is not None:
+            return least
+        if not self._is_tight:
+            return _DEEP_WINDOW * least
+        weighed = self._activations.get(top) if top is not None else None
+        third = 0 if weighed is None else weighed.most // 3
+        return max(least, min(_DEEP_WINDOW * least, third))
+
+    def _other_bytes(self) -> int:
+        return self._backend.bytes_in_use() - self._counters.device_bytes
+
+
+def _measure_speeds(backend: Backend, files: CachedFiles) -> Speeds:
+    found = known_speeds(backend, next((image.source.path for image in files.images), None))
+    h2d = found.h2d if backend.has_streams else _IN_PLACE
+    return Speeds(h2d=h2d, drive=found.drive or ASSUMED_DRIVE)
