@@ -11,7 +11,7 @@ import torch
 
 from ..base.device import Backend, Event
 from ..base.mapping import flat_view, map_anonymous
-from ..stores.pinned import PageLock
+from ..base.page_lock import PageLock
 from .ranges import ALIGNMENT, Range, Ranges
 
 logger = logging.getLogger("group_offload")

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ..base.layout import ImageLayout, as_bytes
-
-if TYPE_CHECKING:
-    from .files import Proof, SourceFile
+from .moves import Move, Stage
 
 
 class Tier(Enum):
@@ -24,26 +22,6 @@ class Tier(Enum):
     """RAM that is not page-locked: through staging buffers to the device."""
     FILE = "file"
     """A file, read for each onload."""
-
-
-class Mover(Protocol):
-    """How an image gets into a slot: one of these is handed to `Image.send`. Places are byte offsets in the slot."""
-
-    def copy(self, at: int, memory: torch.Tensor, start: int, num_bytes: int) -> None:
-        """Enqueue the copy of `memory[start : start + num_bytes]` (page-locked, flat uint8). It must not change before."""
-
-    def stage(self, at: int, num_bytes: int, fill: Callable[[torch.Tensor, int], None]) -> None:
-        """Bring bytes over in chunks: `fill(chunk, start)` writes image bytes from `start` on into `chunk`."""
-
-    def read(
-        self, at: int, source: SourceFile, position: int, num_bytes: int, *, direct: bool, proof: Proof | None
-    ) -> None:
-        """Bring bytes of a file over, from `position` on: they are read later, by other threads.
-
-        Args:
-            direct: what is not in the page cache is read past it.
-            proof: is shown what was read, in the order of these calls.
-        """
 
 
 class Store(Protocol):
@@ -107,18 +85,34 @@ class Image(Protocol):
             Whether `take_up_edits` has to be called before the next `send`.
         """
 
-    def send(self, mover: Mover, at: int) -> None:
-        """Enqueue all copies that bring the image to byte `at` of the mover's slot."""
+    def moves(self, at: int, label: str) -> list[Move]:
+        """How the image gets to byte `at` of a slot, as it is now.
+
+        Args:
+            label: the name of the group that needs it, for errors and traces.
+        """
 
     def close(self, *, forget: bool) -> None:
         """Give up what the image holds. `forget`: its content is out of date, so that nobody will look for it again."""
 
 
-def send_rest(image: Image, mover: Mover, at: int) -> None:
-    """Send an image that is outdated in the middle of a pass: as it is at rest. At the next pass it is made again."""
-    for spec, tensor in zip(image.layout.specs, image.rest, strict=True):
-        value = as_bytes(tensor)
-        mover.stage(at + spec.offset, value.numel(), partial(_fill_from, value))
+class PlacedImage(NamedTuple):
+    """An image, and where in a slot it goes."""
+
+    at: int
+    """The byte of the slot that the image begins at."""
+    label: str
+    """The name of the group that the image belongs to."""
+    image: Image
+
+
+def moves_of_rest(image: Image, at: int) -> list[Move]:
+    """How the weights at rest get to byte `at` of a slot: for an image that does not hold their edits.
+
+    This happens where an image is outdated in the middle of a pass. When the next pass begins the image is made again.
+    """
+    values = [(spec.offset, as_bytes(tensor)) for spec, tensor in zip(image.layout.specs, image.rest, strict=True)]
+    return [Stage(at + offset, value.numel(), partial(_fill_from, value)) for offset, value in values]
 
 
 def _fill_from(value: torch.Tensor, chunk: torch.Tensor, start: int) -> None:

@@ -22,8 +22,10 @@ from ..base.mapping import FileMapping, file_mappings, forget_writes, is_cut_off
 from ..base.pagemap import PAGE, SLOW_SCAN_SECONDS, tells_writes, written_pages
 from ..base.publish import open_to_read
 from ..errors import GroupFileError
-from .base import Mover, Tier, send_rest
-from .files import FileImage, Piece, SourceFile, merged
+from .base import Tier, moves_of_rest
+from .files import FileImage
+from .moves import Move
+from .source import Piece, SourceFile, merged
 
 _KEPT_ALIGNMENT = 64
 """Tensors that lie in a file as they may lie in an image, up to this, are copied together. No kernel asks for more."""
@@ -249,11 +251,8 @@ class CheckpointImage(FileImage):
         self.is_outdated = True
         return False
 
-    def send(self, mover: Mover, at: int) -> None:
-        if self.is_outdated:
-            send_rest(self, mover, at)
-        else:
-            super().send(mover, at)
+    def moves(self, at: int, label: str) -> list[Move]:
+        return moves_of_rest(self, at) if self.is_outdated else super().moves(at, label)
 
     def close(self, *, forget: bool) -> None:
         if self._is_open:

@@ -13,8 +13,9 @@ from ..base.layout import ImageLayout, as_bytes
 from ..base.mapping import flat_view, forget_writes, map_file
 from ..base.pagemap import written_pages
 from ..errors import GroupFileError
-from .files import FileImage, Piece, SourceFile
+from .files import FileImage
 from .folder import Folder, delete_if_unused, keep, leave, use
+from .source import Piece, SourceFile
 
 
 class GroupFile(FileImage):

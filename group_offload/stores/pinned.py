@@ -28,8 +28,10 @@ import torch
 from ..base.device import Backend
 from ..base.layout import ImageLayout, as_bytes, extent_bytes, memory_of
 from ..base.mapping import TwiceMapped, flat_view, forget_writes, map_anonymous
+from ..base.page_lock import PageLock
 from ..base.pagemap import PAGE, SLOW_SCAN_SECONDS, PageScan, tells_writes
-from .base import Mover, Tier, send_rest
+from .base import Tier, moves_of_rest
+from .moves import Copy, Move, Stage
 
 logger = logging.getLogger("group_offload")
 
@@ -246,13 +248,12 @@ class RamImage:
                 rest.copy_(value)
         return False
 
-    def send(self, mover: Mover, at: int) -> None:
+    def moves(self, at: int, label: str) -> list[Move]:
         if self.is_outdated:
-            send_rest(self, mover, at)
-        elif self.tier is Tier.RAM:
-            mover.copy(at, self.store.bytes, self.start, self.layout.num_bytes)
-        else:
-            mover.stage(at, self.layout.num_bytes, self._fill)
+            return moves_of_rest(self, at)
+        if self.tier is Tier.RAM:
+            return [Copy(at, self.layout.num_bytes, self.store.bytes, self.start)]
+        return [Stage(at, self.layout.num_bytes, self._fill)]
 
     def close(self, *, forget: bool) -> None:
         if self._is_open:
@@ -262,49 +263,6 @@ class RamImage:
     def _fill(self, chunk: torch.Tensor, start: int) -> None:
         begin = self.start + start
         chunk.copy_(self.store.bytes[begin : begin + chunk.numel()])
-
-
-class PageLock:
-    """Memory that is page-locked, until `release`, or until nobody has this object any more.
-
-    So a module that is dropped without `remove()` leaves no pages locked, and a release that is interrupted is done again.
-    (At interpreter exit the driver is gone already, and the pages go with the process.)
-    """
-
-    def __init__(self, memory: torch.Tensor, wait: Callable[[], None]) -> None:
-        self._wait, self._memory = wait, memory
-        self._undo: list[Callable[[], None]] = []
-        # It holds the memory: so that is unmapped after it is unlocked. (A driver that is not told in time takes whatever
-        # is mapped to those addresses next for locked.)
-        weakref.finalize(self, _release, self._undo, wait, memory).atexit = False
-
-    @classmethod
-    def take(
-        cls, backend: Backend, memory: torch.Tensor, wait: Callable[[], None], *, read_only: bool = False
-    ) -> PageLock | None:
-        """Lock `memory`; None if the device refuses.
-
-        Args:
-            wait: returns once no copy is on its way: before that the pages stay locked.
-            read_only: nothing will ever be copied to it.
-        """
-        lock = cls(memory, wait)
-        unpin = backend.pin(memory, read_only=read_only)
-        if unpin is None:
-            return None
-        lock._undo.append(unpin)
-        return lock
-
-    def release(self) -> None:
-        """Unlock it. Repeated calls do nothing."""
-        _release(self._undo, self._wait, self._memory)
-
-
-def _release(undo: list[Callable[[], None]], wait: Callable[[], None], memory: torch.Tensor) -> None:
-    while undo:
-        wait()
-        undo[0]()
-        undo.clear()
 
 
 def _no_room(num_bytes: int, error: OSError) -> MemoryError:

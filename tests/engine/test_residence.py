@@ -457,9 +457,9 @@ def test_the_next_pass_is_on_its_way_before_it_begins(
     events: list[str] = []
     send = Transfer.send
 
-    def spy(self: Transfer, images: Any, slot: Any, after: Any, **options: Any) -> None:
-        events.extend(dict.fromkeys(name for _, name, _ in images))
-        send(self, images, slot, after, **options)
+    def spy(self: Transfer, images: Any, *args: Any, **options: Any) -> Any:
+        events.extend(dict.fromkeys(placed.label for placed in images))
+        return send(self, images, *args, **options)
 
     monkeypatch.setattr(Transfer, "send", spy)
     handle = offload(model, **options)

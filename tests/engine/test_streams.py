@@ -31,14 +31,14 @@ from torch.utils.hooks import RemovableHandle
 
 from group_offload import GroupFileError, OffloadHandle, apply_group_offloading
 from group_offload.runtime import engine, memory, passes, placer
+from group_offload.runtime.copies import jobs, reader, staging, transfer
 from group_offload.runtime.copies import last as copies
-from group_offload.runtime.copies import reader, staging, transfer
 from group_offload.runtime.copies.reader import Reader
 from group_offload.runtime.copies.transfer import Transfer
 from group_offload.runtime.foresight import lookahead
 from group_offload.runtime.foresight.schedule import Schedule
 from group_offload.runtime.slots import slot as slots
-from group_offload.stores.files import SourceFile
+from group_offload.stores.source import SourceFile
 
 from ..support.simulated import SimulatedDevice, use_simulated_device
 
@@ -977,8 +977,18 @@ def test_memory_of_the_allocator_is_freed_after_another_stream_used_it() -> None
 
 # ---------------------------------------------------------------- mutations
 
-CALLS = {"wait_event", "synchronize", "record", "record_stream", "finish", "abandon", "begin_all"}
-WAITS_FOR_THREADS = {"slot.job.wait()"}
+CALLS = {
+    "wait_event",
+    "synchronize",
+    "record",
+    "record_stream",
+    "finish",
+    "abandon",
+    "cancel",
+    "begin_all",
+    "wait_for_room",
+}
+WAITS_FOR_THREADS = {"slot.job.wait()", "job.wait()"}
 NO_ORDER = {("Reader", "_next")}
 """Waits that only keep a thread from going round in circles."""
 
@@ -986,7 +996,7 @@ NO_ORDER = {("Reader", "_next")}
 def find_waits() -> list[tuple[Any, str, int]]:
     """Every statement of the engine that only orders work: (class, method, index of the statement)."""
     found = []
-    for module in (copies, engine, passes, placer, lookahead, memory, slots, transfer, reader, staging):
+    for module in (copies, engine, passes, placer, lookahead, memory, slots, transfer, jobs, reader, staging):
         for node in ast.parse(Path(module.__file__ or "").read_text()).body:
             if isinstance(node, ast.ClassDef):
                 for method in node.body:

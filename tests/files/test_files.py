@@ -566,7 +566,7 @@ def test_descriptors_do_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def num_open() -> int:
         return len(os.listdir("/proc/self/fd"))
 
-    monkeypatch.setattr("group_offload.stores.files._MAX_KEPT_OPEN", 70)
+    monkeypatch.setattr("group_offload.stores.descriptors.MAX_KEPT_OPEN", 70)
     offload_to(tmp_path / "first", make(Model)).remove()  # what is opened once a process is open now
     before = num_open()
     torch.manual_seed(0)

@@ -18,8 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from group_offload import GroupFileError, OffloadHandle
-from group_offload.stores import files, folder
+from group_offload.base.ram import locked
+from group_offload.stores import folder
 from group_offload.stores.checkpoint import FileMap
+from group_offload.stores.descriptors import KeptDescriptors
 
 from ..engine.test_residence import EditsItsBlocks, NormedModel
 from ..engine.test_streams import DIM, Model, assert_at_rest, forward, from_file, offload, on_their_way, run
@@ -450,13 +452,13 @@ def test_a_module_that_is_dropped(path: Path, device: SimulatedDevice) -> None:
 # ---------------------------------------------------------------- garbage
 
 
-@pytest.mark.parametrize("lock", [folder._lock, files._Kept._lock], ids=["folder", "open"])
+@pytest.mark.parametrize("lock", [folder._lock, KeptDescriptors.lock], ids=["folder", "open"])
 def test_a_model_is_collected_by_a_thread_that_has_a_lock(
     lock: Any, path: Path, tmp_path: Path, device: SimulatedDevice
 ) -> None:
     """Garbage is collected wherever memory is allocated, and finalizers run there."""
     gc.collect()
-    locked_before, open_before = files.locked.num_bytes, files._Kept.num_open()
+    locked_before, open_before = locked.num_bytes, KeptDescriptors.num_open()
     for options in ({}, {"offload_to_disk_path": tmp_path / "groups"}):
         model: nn.Module = Model(WIDE)
         if not options:
@@ -464,7 +466,7 @@ def test_a_model_is_collected_by_a_thread_that_has_a_lock(
         offload(model, **options)
         forward(device, model, torch.randn(3, DIM))
         device.synchronize()
-        assert options or (files.locked.num_bytes > locked_before and files._Kept.num_open() > open_before)
+        assert options or (locked.num_bytes > locked_before and KeptDescriptors.num_open() > open_before)
         model.itself = [model]  # a cycle: only the collector takes it
         del model
 
@@ -476,7 +478,7 @@ def test_a_model_is_collected_by_a_thread_that_has_a_lock(
     thread.start()
     thread.join(60)
     assert not thread.is_alive()
-    assert (files.locked.num_bytes, files._Kept.num_open()) == (locked_before, open_before)
+    assert (locked.num_bytes, KeptDescriptors.num_open()) == (locked_before, open_before)
     with folder._lock:
         folder._count_left()
     written = [file for file in folder._written_here if file.is_relative_to(tmp_path)]

@@ -35,9 +35,9 @@ from group_offload.base import pool, reading
 from group_offload.base.device import HostBackend
 from group_offload.base.mapping import cached_bytes, forget_writes
 from group_offload.plan.planner import Place
-from group_offload.runtime.copies import reader
+from group_offload.runtime.copies import jobs, reader
 from group_offload.runtime.measure import drive
-from group_offload.stores.files import SourceFile
+from group_offload.stores.source import SourceFile
 
 from ..conftest import SPEEDS
 from ..engine.test_streams import DIM, Model, Stop, exercise, from_file, late_reads, raise_interrupt, watch_file_reads
@@ -286,7 +286,7 @@ def num_threads(kind: str) -> int:
 def test_what_comes_while_a_worker_leaves_is_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that found nothing to do, and is slow to end, does not count as one that will look again."""
     monkeypatch.setattr(reader, "num_threads", lambda: 1)
-    next_chunk, wait, is_waited_for = reader.Reader._next, reader.Job.wait, threading.Event()
+    next_chunk, wait, is_waited_for = reader.Reader._next, jobs.ReadJob.wait, threading.Event()
 
     def leave_late(self: reader.Reader) -> Any:
         found = next_chunk(self)
@@ -295,12 +295,12 @@ def test_what_comes_while_a_worker_leaves_is_read(rig: Rig, monkeypatch: pytest.
             is_waited_for.clear()
         return found
 
-    def wait_and_tell(self: reader.Job) -> None:
+    def wait_and_tell(self: jobs.ReadJob) -> None:
         is_waited_for.set()
         wait(self)
 
     monkeypatch.setattr(reader.Reader, "_next", leave_late)
-    monkeypatch.setattr(reader.Job, "wait", wait_and_tell)
+    monkeypatch.setattr(jobs.ReadJob, "wait", wait_and_tell)
     within(60, lambda: rig.check(3))
 
 

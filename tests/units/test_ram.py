@@ -265,7 +265,7 @@ def test_files_are_locked_once_they_are_cached(
 ) -> None:
     """Read first, locked as a pass begins once all of it was read; then copied from there."""
     monkeypatch.setattr(
-        "group_offload.stores.files.SourceFile.seems_cached", lambda source, pieces: source.bytes_cached > 0
+        "group_offload.stores.source.SourceFile.seems_cached", lambda source, pieces: source.bytes_cached > 0
     )
     resident = Model([64] * 4).eval()
     model, handle = offloaded(resident, tier, tmp_path, **options)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from ...base.device import Backend
 from ...base.ram import available_ram, locked
 from ...plan.budgets import describe_bytes
-from ...stores.files import FileImage, Piece, SourceFile
+from ...stores.files import FileImage
+from ...stores.source import Piece, SourceFile
 from ...stores.ways import choose_ways
 
 logger = logging.getLogger("group_offload")

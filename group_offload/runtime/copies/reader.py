@@ -12,7 +12,7 @@ now. What is needed sooner takes frames from what was announced; that is read ag
 
 Workers run on the pool as long as they find something to do. Whoever has read a chunk enqueues all that can be enqueued.
 Compute has to wait for the slot's *ready* event, which is recorded only when the job's last copy was enqueued: whoever
-launches compute waits for that first (`Job.wait`). It waits for the drive then, never for the device.
+launches compute waits for that first (`ReadJob.wait`). It waits for the drive then, never for the device.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from ...base.device import Backend, Event, Stream
+from ...base.device import Backend
 from ...base.layout import memory_of
 from ...base.mapping import flat_view, map_anonymous
 from ...base.pool import num_threads, on_pool, run_all
 from ...base.reading import BLOCK, MIN_BYTES_PER_THREAD, blocks_around
 from ...errors import GroupFileError
-from ...stores.files import Proof, SourceFile
+from ...stores.moves import Read
 from ..measure.trace import Tracer
+from .jobs import Chunk, Landing, ReadJob, parts_of
 from .staging import Staging
 
 CHUNK_BYTES = 16 << 20
@@ -48,102 +48,6 @@ NUM_FRAMES = 18
 STAGING_BYTES = NUM_FRAMES * SMALL_CHUNK_BYTES
 """RAM that reading files takes, at most, besides weights."""
 _POLL_SECONDS = 2e-4
-_MAX_READS_PER_CHUNK = 64
-"""Small pieces are read one after another by one thread: that many, at most."""
-
-
-@dataclass(slots=True)
-class Read:
-    """Bytes of a file, and where in the slot they go."""
-
-    at: int
-    source: SourceFile
-    position: int
-    num_bytes: int
-    direct: bool
-    label: str
-    proof: Proof | None = None
-
-
-class Job:
-    """All that one slot needs from files. Guarded by its reader's lock."""
-
-    def __init__(self, reader: Reader, reads: Sequence[Read], tracer: Tracer | None) -> None:
-        self.tracer = tracer
-        self.chunks = deque(_Chunk(part) for part in _parts(_in_order_of_files(reads), reader.chunk_bytes))
-        """Nobody has begun to read these."""
-        self.begun: deque[_Chunk] = deque()
-        """In frames: being read, or read."""
-        self.num_left = len(self.chunks)
-        """Chunks that were not enqueued yet."""
-        self.target: torch.Tensor | None = None
-        """The slot's memory, once there is one."""
-        self.stream: Stream
-        self.after: Sequence[Event] = ()
-        self.ready: Event
-        self.has_waited = False
-        """For all of `after`."""
-        self.is_over = False
-        self.error: BaseException | None = None
-        self._reader = weakref.ref(reader)
-        self._until_over = threading.Lock()  # an Event is written in Python: Ctrl-C may leave its lock taken
-        self._until_over.acquire()
-
-    def wait(self) -> None:
-        """Return once `ready` is recorded.
-
-        Raises:
-            GroupFileError: a file could not be read; the slot does not hold what it should.
-        """
-        with self._until_over:
-            pass
-        if self.error is not None:
-            raise self.error
-
-    def end(self) -> None:
-        """Let those go on who wait."""
-        if not self.is_over:
-            self.is_over = True
-            self._until_over.release()
-
-    def abandon(self) -> None:
-        """Enqueue nothing more. What was enqueued before is behind `ready`."""
-        reader = self._reader()
-        if reader is not None:
-            reader.abandon(self)
-
-
-class _Chunk:
-    """Pieces of files that are read by one thread, one after another, into one frame."""
-
-    def __init__(self, reads: list[Read]) -> None:
-        self.spans: list[tuple[Read, list[Read]]] = []
-        """What is read at once, and the reads that are in it: several, if they lie next to each other in a file."""
-        self.start = 0
-        """Of the frame, in the staging memory."""
-        self.is_read = False
-        self.error: BaseException | None = None
-        self.num_bytes = sum(read.num_bytes for read in reads)
-        for read in reads:
-            last = self.spans[-1] if self.spans else None
-            if last is not None and _is_next_to(last[0], read):
-                last[0].num_bytes = read.position + read.num_bytes - last[0].position
-                last[1].append(read)
-            else:
-                self.spans.append((replace(read), [read]))
-
-    def places(self) -> Iterator[tuple[Read, int, list[Read]]]:
-        """What is read at once, where in the staging memory its blocks begin, and the reads that are in it."""
-        start = self.start
-        for span, reads in self.spans:
-            yield span, start, reads
-            start += blocks_around(span.position, span.num_bytes)
-
-    def pieces(self) -> Iterator[tuple[Read, int]]:
-        """Each read, and where in the staging memory its bytes begin."""
-        for span, start, reads in self.places():
-            for read in reads:
-                yield read, start + span.position % BLOCK + read.position - span.position
 
 
 _readers: weakref.WeakSet[Reader] = weakref.WeakSet()
@@ -164,9 +68,9 @@ class Reader:
         """Guards everything below and all jobs. A lock that is written in C: Ctrl-C does not leave it taken."""
         self._is_retired = False
         """Another one has taken its place."""
-        self._submitted: deque[Job] = deque()
+        self._submitted: deque[ReadJob] = deque()
         """Those that are not over, in the order in which they are copied."""
-        self._announced: list[Job] = []
+        self._announced: list[ReadJob] = []
         """Those that have no slot yet, in the order in which they will be needed."""
         self._num_workers = 0
         self._num_starting = 0
@@ -197,10 +101,6 @@ class Reader:
         """Whether another job may be announced: those that are do not take all frames."""
         return sum(len(job.chunks) + len(job.begun) for job in self._announced) < self._staging.num_frames
 
-    @property
-    def chunk_bytes(self) -> int:
-        return self._staging.frame_bytes
-
     def prepare_for(self, file_bytes: int, *, is_scarce: bool) -> None:
         """Size the staging memory for images of so many bytes in all. Nothing may be read.
 
@@ -211,27 +111,23 @@ class Reader:
         chunk_bytes = min(CHUNK_BYTES, SMALL_CHUNK_BYTES) if is_scarce else CHUNK_BYTES
         self._staging.resize(min(NUM_FRAMES, 1 + -(-file_bytes // chunk_bytes)), chunk_bytes)
 
-    def announce(self, reads: Sequence[Read], tracer: Tracer | None) -> Job:
-        """Begin to read what will be needed. Neither the device nor compute notices before it is submitted."""
-        job = Job(self, reads, tracer)
+    def job_for(self, reads: Sequence[Read], tracer: Tracer | None) -> ReadJob:
+        """A job for `submit`, or for `announce`."""
+        return ReadJob(reads, self._staging.frame_bytes, tracer, self.cancel)
+
+    def announce(self, job: ReadJob) -> None:
+        """Begin to read what will be needed. Nothing is sent to the device before the job is submitted."""
         with self._lock:
             self._announced.append(job)
             num_more = self._hire()
         self._start(num_more)
-        return job
 
-    def submit(self, job: Job, target: torch.Tensor, stream: Stream, after: Sequence[Event], ready: Event) -> None:
-        """Send a job to its slot, behind all that were submitted before.
-
-        Args:
-            target: the slot's memory.
-            stream: what copies run on, once all of `after` is reached.
-            ready: recorded behind the last copy.
-        """
+    def submit(self, job: ReadJob, landing: Landing) -> None:
+        """Send a job to its slot, behind all that were submitted before."""
         with self._lock:
             if job in self._announced:
                 self._announced.remove(job)
-            job.target, job.stream, job.after, job.ready = target, stream, after, ready
+            job.landing = landing
             self._submitted.append(job)
             self._send_what_is_read()
             num_more = self._hire()
@@ -245,9 +141,11 @@ class Reader:
         if self._submitted:
             with self._lock:
                 for job in self._submitted:
-                    self._begin(job)
+                    if job.landing is not None:
+                        job.landing.wait_for_room()
 
-    def abandon(self, job: Job) -> None:
+    def cancel(self, job: ReadJob) -> None:
+        """Enqueue nothing more of a job. See `ReadJob.cancel`."""
         with self._lock:
             if job.is_over:
                 return
@@ -275,7 +173,7 @@ class Reader:
         with self._lock:
             self._is_retired = True
             for job in [*self._submitted, *self._announced]:
-                job.error, job.target = job.error or RuntimeError("The pass was interrupted."), None
+                job.error, job.landing = job.error or RuntimeError("The pass was interrupted."), None
                 job.chunks.clear()
                 job.end()
             self._submitted.clear()
@@ -289,7 +187,7 @@ class Reader:
         """In a child process, which has none of the parent's threads: forget what they were at, and whatever they hold."""
         self._lock = threading.RLock()
         for job in [*self._submitted, *self._announced]:
-            job.error, job.target = RuntimeError("This process was forked while the file was read."), None
+            job.error, job.landing = RuntimeError("This process was forked while the file was read."), None
             job.end()
         self._submitted, self._announced = deque(), []
         self._num_workers = self._num_starting = self._num_reading = 0
@@ -335,7 +233,7 @@ class Reader:
         """A worker ends. Under the lock under which it found nothing to do: what comes next hires another one."""
         self._num_workers -= 1
 
-    def _next(self) -> tuple[Job, _Chunk] | None:
+    def _next(self) -> tuple[ReadJob, Chunk] | None:
         """What the calling worker reads next, in a frame of its own; None if there is nothing for it."""
         while True:
             with self._lock:
@@ -358,7 +256,7 @@ class Reader:
                 with self._lock:
                     self._is_waiting = False
 
-    def _begin_chunk(self) -> tuple[Job, _Chunk] | None:
+    def _begin_chunk(self) -> tuple[ReadJob, Chunk] | None:
         """Give the first chunk that nobody has begun to read a frame; None if there is no such chunk, or no frame."""
         jobs = [*self._submitted, *self._announced]
         for index, job in enumerate(jobs):
@@ -375,7 +273,7 @@ class Reader:
                 return job, chunk
         return None
 
-    def _take_back(self, jobs: Sequence[Job]) -> int | None:
+    def _take_back(self, jobs: Sequence[ReadJob]) -> int | None:
         """The frame of what is needed last of all in `jobs`, which is read again later."""
         for job in reversed(jobs):
             if job.begun and job.begun[-1].is_read:
@@ -385,7 +283,7 @@ class Reader:
                 return chunk.start
         return None
 
-    def _read(self, job: Job, chunk: _Chunk) -> None:
+    def _read(self, job: ReadJob, chunk: Chunk) -> None:
         """Read a chunk, on a thread of the pool."""
         try:
             memory = self._staging.view
@@ -395,7 +293,7 @@ class Reader:
                 area = memory[start : start + blocks_around(span.position, span.num_bytes)]
                 started = time.perf_counter()
                 with _naming(*reads):
-                    is_direct = span.source.read(area, span.position, span.num_bytes, direct=span.direct)
+                    is_direct = span.source.read(area, span.position, span.num_bytes, direct=span.is_direct)
                 self._count(is_direct, span.num_bytes)
                 if job.tracer is not None:
                     job.tracer.read(span.label, started, time.perf_counter(), span.num_bytes)
@@ -416,7 +314,7 @@ class Reader:
         """
         num_bytes = sum(read.num_bytes for read in reads)
         limit = max(MIN_BYTES_PER_THREAD, min(CHUNK_BYTES, -(-num_bytes // num_threads())))
-        run_all(partial(self._read_straight, target, part, tracer) for part in _parts(reads, limit))
+        run_all(partial(self._read_straight, target, part, tracer) for part in parts_of(reads, limit))
         for read in reads:
             _prove(read, target[read.at : read.at + read.num_bytes])
 
@@ -424,7 +322,7 @@ class Reader:
         for read in reads:
             part = target[read.at : read.at + read.num_bytes]
             started = time.perf_counter()
-            is_direct = read.direct and not read.source.is_cached(read.position, read.num_bytes)
+            is_direct = read.is_direct and not read.source.is_cached(read.position, read.num_bytes)
             with _naming(read):
                 if is_direct:
                     size = blocks_around(read.position, read.num_bytes)
@@ -462,38 +360,32 @@ class Reader:
             else:
                 self._end(job, chunk.error)
 
-    def _send(self, job: Job, chunk: _Chunk) -> None:
-        memory = self._staging.memory
-        assert memory is not None and job.target is not None
+    def _send(self, job: ReadJob, chunk: Chunk) -> None:
+        memory, landing = self._staging.memory, job.landing
+        assert memory is not None and landing is not None
         try:
             for read, start in chunk.pieces():
                 _prove(read, memory[start : start + read.num_bytes])
         except GroupFileError as error:
             self._end(job, error)
             return
-        self._begin(job)
-        begun = None if job.tracer is None else job.tracer.now(job.stream)
+        landing.wait_for_room()
+        begun = None if job.tracer is None else job.tracer.now(landing.stream)
         job.begun.popleft()
         try:
             for read, start in chunk.pieces():
-                target = job.target[read.at : read.at + read.num_bytes]
-                self._backend.copy(target, memory[start : start + read.num_bytes], job.stream)
+                target = landing.memory[read.at : read.at + read.num_bytes]
+                self._backend.copy(target, memory[start : start + read.num_bytes], landing.stream)
                 self.num_copies += 1
         finally:
-            self._staging.give_back_after(chunk.start, job.stream)
+            self._staging.give_back_after(chunk.start, landing.stream)
         if job.tracer is not None and begun is not None:
-            job.tracer.copied([read.label for read, _ in chunk.pieces()], begun, job.stream, chunk.num_bytes)
+            job.tracer.copied([read.label for read, _ in chunk.pieces()], begun, landing.stream, chunk.num_bytes)
         job.num_left -= 1
         if not job.num_left:
             self._end(job, None)
 
-    def _begin(self, job: Job) -> None:
-        if not job.has_waited:
-            job.has_waited = True
-            for event in job.after:
-                job.stream.wait_event(event)
-
-    def _end(self, job: Job, error: BaseException | None) -> None:
+    def _end(self, job: ReadJob, error: BaseException | None) -> None:
         job.error = error
         for chunk in job.begun:
             if chunk.is_read:
@@ -502,10 +394,12 @@ class Reader:
             self._announced.remove(job)
         elif job in self._submitted:  # not in the middle of a call that was interrupted
             self._submitted.remove(job)
-            self._begin(job)  # also if it brought nothing: who takes these bytes next waits for this job only
-            job.ready.record(job.stream)
-            self._staging.last_copies.record(job.stream)
-        job.target = None  # the job may be kept longer than the slot
+            if job.landing is not None:
+                # Also if the job brought nothing: what takes these bytes next waits for this job only.
+                job.landing.wait_for_room()
+                job.landing.ready.record(job.landing.stream)
+                self._staging.last_copies.record(job.landing.stream)
+        job.landing = None  # the job may be kept longer than the slot
         job.chunks.clear()  # the job may be kept: files need not stay mapped
         job.begun.clear()
         job.end()
@@ -520,38 +414,6 @@ class Reader:
             self._submitted.clear()
             self._announced.clear()
             self._leave()
-
-
-def _in_order_of_files(reads: Sequence[Read]) -> list[Read]:
-    """What lies next to each other in a file comes one after the other. The first files come first."""
-    turns = {source: turn for turn, source in enumerate(dict.fromkeys(read.source for read in reads))}
-    return sorted(reads, key=lambda read: (turns[read.source], read.position))
-
-
-def _is_next_to(span: Read, read: Read) -> bool:
-    """Whether one system call may read both, and no more than is read for each."""
-    gap = read.position - span.position - span.num_bytes
-    return read.source is span.source and read.direct == span.direct and 0 <= gap < BLOCK
-
-
-def _parts(reads: Sequence[Read], limit: int) -> Iterator[list[Read]]:
-    """What one thread reads at a time: a piece of at most `limit` bytes, whole blocks, or several small ones."""
-    batch: list[Read] = []
-    batch_bytes = 0
-    for read in reads:
-        done = 0
-        while done < read.num_bytes:
-            position = read.position + done
-            size = min(read.num_bytes - done, max(BLOCK, limit // BLOCK * BLOCK) - position % BLOCK)
-            room = blocks_around(position, size)
-            if batch and (batch_bytes + room > limit or len(batch) == _MAX_READS_PER_CHUNK):
-                yield batch
-                batch, batch_bytes = [], 0
-            batch.append(replace(read, at=read.at + done, position=position, num_bytes=size))
-            batch_bytes += room
-            done += size
-    if batch:
-        yield batch
 
 
 def _prove(read: Read, data: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 from ...base.device import Backend, Event, Stream
 from ...base.layout import memory_of
 from ...base.mapping import flat_view, map_anonymous
-from ...stores.pinned import PageLock
+from ...base.page_lock import PageLock
 from .last import LastCopies
 
 

@@ -5,25 +5,22 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import record_function
 
 from ...base.device import Backend, Event, HostBackend, Stream, plain_empty
 from ...base.torch_internals import is_profiler_enabled
-from ...stores.base import Image, Tier
-from ...stores.files import Proof, SourceFile
+from ...stores.base import PlacedImage, Tier
+from ...stores.moves import Copy, Move, Read, Stage, joined
 from ..measure.drive import DriveMeter
 from ..measure.trace import Tracer
+from .jobs import Landing, ReadJob
 from .last import LastCopies
-from .reader import Job, Read, Reader
-
-if TYPE_CHECKING:
-    from ..slots.slot import Slot
+from .reader import Reader
 
 MAX_STAGING_BYTES = 64 << 20
-"""One staging buffer, at most. PCIe is at full speed with 16 MiB."""
+"""The size of one staging buffer, at most. PCIe is at full speed with 16 MiB."""
 NUM_STAGING_BUFFERS = 2
 
 
@@ -35,7 +32,7 @@ class Transfer:
 
     def __init__(self, backend: Backend, *, use_stream: bool, blocking: bool) -> None:
         self._backend = backend
-        # Of its own, so that copies overlap with compute.
+        # Copies have a stream of their own, so that they overlap with compute.
         self._copy_stream = backend.new_stream() if use_stream else None
         self._blocking = blocking
         self._staging: list[tuple[torch.Tensor, Event]] = []
@@ -45,14 +42,6 @@ class Transfer:
         weakref.finalize(self, _call_all, self._unpin).atexit = False
         self._turn = 0
         self._reader = Reader(backend)
-        self._stream: Stream
-        self._target: torch.Tensor
-        self._after: Sequence[Event] = ()
-        """What copies that are enqueued now still have to wait for."""
-        self._collector = _Collector()
-        """What the images being sent need from files."""
-        self._pending: tuple[int, torch.Tensor, int, int] | None = None
-        """A copy (at, memory, start, bytes) that the next one may be joined to."""
         self.last_copies = LastCopies(backend)
         self.tracer: Tracer | None = None
         self._num_copies = 0
@@ -101,85 +90,88 @@ class Transfer:
         """Whether more may be read ahead of slots."""
         return self._reader.has_room_ahead
 
-    def reads_of(self, images: Sequence[tuple[int, str, Image]]) -> list[Read]:
+    def reads_of(self, images: Sequence[PlacedImage]) -> list[Read]:
         """What `send` will need of the files that images rest in, if it can be read ahead."""
         if isinstance(self._backend, HostBackend):
             return []
-        collector = _Collector()
-        for at, collector.label, image in images:
-            image.send(collector, at)
-        return collector.reads
+        return [move for move in _moves_of(images) if isinstance(move, Read)]
 
-    def read_ahead(self, reads: Sequence[Read]) -> Job:
+    def read_ahead(self, reads: Sequence[Read]) -> ReadJob:
         """Begin to read."""
-        return self._reader.announce(reads, self.tracer)
+        job = self._reader.job_for(reads, self.tracer)
+        self._reader.announce(job)
+        return job
 
     def send(
         self,
-        images: Sequence[tuple[int, str, Image]],
-        slot: Slot,
+        images: Sequence[PlacedImage],
+        memory: torch.Tensor,
         after: Sequence[Event],
+        ready: Event,
         *,
-        job: Job | None = None,
-    ) -> None:
-        """Bring images to their offsets in `slot` once all of `after` is reached, and record `ready` behind the last copy.
-
-        Images come with the names of their groups. If `slot.job` is set then, that is still to happen: see `Job.wait`.
+        job: ReadJob | None = None,
+    ) -> ReadJob | None:
+        """Bring images to a slot once all of `after` is reached, and record `ready` behind the last copy.
 
         Args:
-            job: what `read_ahead` gave for what these images need, and was not submitted yet.
-        """
-        if is_profiler_enabled():
-            with record_function(f"group_offload.onload {' '.join(dict.fromkeys(name for _, name, _ in images))}"):
-                self._send(images, slot, after, job)
-        else:
-            self._send(images, slot, after, job)
+            memory: The slot's memory.
+            job: What `read_ahead` gave for what these images need from files. It was not submitted yet.
 
-    def _send(
-        self, images: Sequence[tuple[int, str, Image]], slot: Slot, after: Sequence[Event], job: Job | None
-    ) -> None:
-        stream = self._stream = self.stream
+        Returns:
+            A job if bytes have yet to be read from files: until it is over, `ready` tells nothing. See `ReadJob.wait`.
+        """
+        landing = Landing(memory, self.stream, after, ready)
+        if is_profiler_enabled():
+            names = " ".join(dict.fromkeys(placed.label for placed in images))
+            with record_function(f"group_offload.onload {names}"):
+                return self._send(images, landing, job)
+        return self._send(images, landing, job)
+
+    def _send(self, images: Sequence[PlacedImage], landing: Landing, job: ReadJob | None) -> ReadJob | None:
+        stream = landing.stream
         self.last_copies.expect(stream)
-        self._target = slot.memory
-        self._pending = None  # of a call that broke off
-        self._collector = _Collector()
-        self._after = after
+        moves = _moves_of(images)
+        reads = [move for move in moves if isinstance(move, Read)]
         begun = None
         if self.tracer is not None:
-            self._wait_for_room()
+            self._wait_for_room(landing)
             begun = self.tracer.now(stream)
-        num_bytes = 0
         has_failed = True
         try:
-            for at, self._collector.label, image in images:
-                image.send(self, at)
-                num_bytes += image.layout.num_bytes
-                self.bytes_sent[image.tier] += image.layout.num_bytes
-                if image.tier is Tier.FILE:
-                    self._bytes_locked += image.pinned_bytes
-            self._flush()
+            for move in moves:
+                match move:
+                    case Copy():
+                        self._enqueue(landing, move.at, move.memory[move.start : move.start + move.num_bytes])
+                    case Stage():
+                        self._stage(landing, move)
             has_failed = False
-        finally:  # what was enqueued reads images, and writes to the slot, also if the rest cannot be read
-            if has_failed or not self._collector.reads:
-                if self.tracer is not None and begun is not None:
-                    self.tracer.copied([name for _, name, _ in images], begun, stream, num_bytes)
-                slot.ready.record(stream)
+        finally:  # what was enqueued reads images, and writes to the slot, also if the rest cannot be enqueued
+            if has_failed or not reads:
+                self._trace_copies(images, begun, stream)
+                landing.ready.record(stream)
             self.last_copies.record(stream)
-            del self._target  # it would keep the memory
-        reads = self._collector.reads
+        for placed in images:
+            self.bytes_sent[placed.image.tier] += placed.image.layout.num_bytes
+            if placed.image.tier is Tier.FILE:
+                self._bytes_locked += placed.image.pinned_bytes
         if not reads:
-            return
+            return None
         if isinstance(self._backend, HostBackend):
-            self._reader.read_now(slot.memory, reads, self.tracer)
+            self._reader.read_now(landing.memory, reads, self.tracer)
             self._num_copies += len(reads)
-            if self.tracer is not None and begun is not None:
-                self.tracer.copied([name for _, name, _ in images], begun, stream, num_bytes)
-            return
-        slot.job = job or Job(self._reader, reads, self.tracer)
-        self._reader.submit(slot.job, slot.memory, stream, self._after, slot.ready)
-        if self._copy_stream is None:
-            slot.job.wait()  # the stream that computes: nothing may come in between
-            slot.job = None
+            self._trace_copies(images, begun, stream)
+            return None
+        job = job or self._reader.job_for(reads, self.tracer)
+        self._reader.submit(job, landing)
+        if self._copy_stream is not None:
+            return job
+        job.wait()  # copies run on the stream that computes: no kernel may come in between
+        return None
+
+    def _trace_copies(self, images: Sequence[PlacedImage], begun: Event | None, stream: Stream) -> None:
+        if self.tracer is not None and begun is not None:
+            num_bytes = sum(placed.image.layout.num_bytes for placed in images)
+            self.tracer.copied([placed.label for placed in images], begun, stream, num_bytes)
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
         """Copy device bytes that compute has changed, until `after`, back to the host, and wait for them."""
@@ -215,35 +207,6 @@ class Transfer:
             self._reader = self._reader.successor()
         self.last_copies.drain()
 
-    def copy(self, at: int, memory: torch.Tensor, start: int, num_bytes: int) -> None:
-        """Enqueue one copy. What lies side by side, at rest and in the slot, goes over in one."""
-        last = self._pending
-        if last is not None:
-            if last[1] is memory and last[2] + last[3] == start and last[0] + last[3] == at:
-                self._pending = (last[0], memory, last[2], last[3] + num_bytes)
-                return
-            self._flush()
-        self._pending = (at, memory, start, num_bytes)
-
-    def stage(self, at: int, num_bytes: int, fill: Callable[[torch.Tensor, int], None]) -> None:
-        self._flush()
-        if isinstance(self._backend, HostBackend):
-            fill(self._target[at : at + num_bytes], 0)  # the device is this memory: no way round
-            self._num_copies += 1
-            return
-        for start in range(0, num_bytes, self._staging_size):
-            buffer, sent = self._next_staging_buffer()
-            sent.synchronize()  # its last content must have left before it is filled again
-            size = min(self._staging_size, num_bytes - start)
-            fill(buffer[:size], start)
-            self._enqueue(at + start, buffer, 0, size)
-            sent.record(self._stream)
-
-    def read(
-        self, at: int, source: SourceFile, position: int, num_bytes: int, *, direct: bool, proof: Proof | None
-    ) -> None:
-        self._collector.read(at, source, position, num_bytes, direct=direct, proof=proof)
-
     def close(self) -> None:
         """Give the staging memory back. Nothing may be read (`abandon`)."""
         self._drop_buffers()
@@ -254,27 +217,29 @@ class Transfer:
         _call_all(self._unpin)
         self._staging.clear()
 
-    def _wait_for_room(self) -> None:
-        """Let what is enqueued from now on come after the last use of what the slot takes the place of."""
-        self._reader.begin_all()
-        for event in self._after:
-            self._stream.wait_event(event)
-        self._after = ()
+    def _stage(self, landing: Landing, stage: Stage) -> None:
+        if isinstance(self._backend, HostBackend):
+            stage.fill(landing.memory[stage.at : stage.at + stage.num_bytes], 0)  # the device computes from this memory
+            self._num_copies += 1
+            return
+        for start in range(0, stage.num_bytes, self._staging_size):
+            buffer, sent = self._next_staging_buffer()
+            sent.synchronize()  # its last content must have left before it is filled again
+            chunk = buffer[: min(self._staging_size, stage.num_bytes - start)]
+            stage.fill(chunk, start)
+            self._enqueue(landing, stage.at + start, chunk)
+            sent.record(landing.stream)
 
-    def _flush(self) -> None:
-        if self._pending is not None:
-            self._enqueue(*self._pending)
-            self._pending = None
-
-    def _enqueue(self, at: int, memory: torch.Tensor, start: int, num_bytes: int) -> None:
-        self._wait_for_room()
-        self._backend.copy(
-            self._target[at : at + num_bytes],
-            memory[start : start + num_bytes],
-            self._stream,
-            blocking=self._blocking,
-        )
+    def _enqueue(self, landing: Landing, at: int, source: torch.Tensor) -> None:
+        self._wait_for_room(landing)
+        target = landing.memory[at : at + source.numel()]
+        self._backend.copy(target, source, landing.stream, blocking=self._blocking)
         self._num_copies += 1
+
+    def _wait_for_room(self, landing: Landing) -> None:
+        # A job's slot may have taken the place of a larger one, and this landing the place of the rest of that.
+        self._reader.begin_all()
+        landing.wait_for_room()
 
     def _next_staging_buffer(self) -> tuple[torch.Tensor, Event]:
         if len(self._staging) < NUM_STAGING_BUFFERS:
@@ -288,33 +253,8 @@ class Transfer:
         return self._staging[self._turn]
 
 
-class _Collector:
-    """A mover that moves nothing, but remembers what has to be read."""
-
-    def __init__(self) -> None:
-        self.reads: list[Read] = []
-        self.label = ""
-        """The name of the group that is asked now."""
-
-    def copy(self, at: int, memory: torch.Tensor, start: int, num_bytes: int) -> None:
-        pass
-
-    def stage(self, at: int, num_bytes: int, fill: Callable[[torch.Tensor, int], None]) -> None:
-        pass
-
-    def read(
-        self, at: int, source: SourceFile, position: int, num_bytes: int, *, direct: bool, proof: Proof | None
-    ) -> None:
-        last = self.reads[-1] if self.reads else None
-        if (
-            last is not None
-            and last.source is source
-            and last.proof is proof
-            and (last.position + last.num_bytes, last.at + last.num_bytes, last.direct) == (position, at, direct)
-        ):
-            last.num_bytes += num_bytes  # what lies side by side is read in one
-        else:
-            self.reads.append(Read(at, source, position, num_bytes, direct, self.label, proof))
+def _moves_of(images: Sequence[PlacedImage]) -> list[Move]:
+    return joined(move for at, label, image in images for move in image.moves(at, label))
 
 
 def _call_all(calls: list[Callable[[], None]]) -> None:

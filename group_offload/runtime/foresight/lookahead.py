@@ -6,10 +6,10 @@ import logging
 from collections.abc import Hashable, Sequence
 from itertools import accumulate
 
-from ...stores.base import Image
+from ...stores.base import PlacedImage
 from ..calls import EXPECTED
 from ..copies.cached import CachedFiles
-from ..copies.reader import Job
+from ..copies.jobs import ReadJob
 from ..copies.transfer import Transfer
 from ..groups.group import Group
 from ..measure.counters import Counters
@@ -214,7 +214,7 @@ class LookAhead:
         walk.met.add(ahead)
         self._ahead.update(dict.fromkeys(run, ahead))
 
-    def _take_ahead(self, run: list[Group]) -> Job | None:
+    def _take_ahead(self, run: list[Group]) -> ReadJob | None:
         """What was read of `run` so far. What is of no use for it, but has some of its groups, is given up."""
         ahead = self._ahead.get(run[0])
         if ahead is not None and ahead.run == run and ahead.is_good:
@@ -229,7 +229,7 @@ class LookAhead:
             ahead = self._ahead.get(group)
             if ahead is not None:
                 self._forget_ahead(ahead)
-                ahead.job.abandon()
+                ahead.job.cancel()
 
     def _forget_ahead(self, ahead: _Ahead) -> None:
         for group in ahead.run:
@@ -302,7 +302,7 @@ class LookAhead:
         slot.waited_on = slot.last_stream = None
         self._counters.onloads += len(run)
         try:
-            self._transfer.send(images, slot, after, job=job)
+            slot.job = self._transfer.send(images, slot.memory, after, slot.ready, job=job)
         except EXPECTED:  # the forward may catch that, and call again
             self._memory.free(slot)
             raise
@@ -323,7 +323,7 @@ class _Walk:
 class _Ahead:
     """A run of groups that is read from files before there is a slot for it."""
 
-    def __init__(self, run: list[Group], job: Job) -> None:
+    def __init__(self, run: list[Group], job: ReadJob) -> None:
         self.run = run
         self.job = job
         self._states = _states_of(run)
@@ -340,7 +340,7 @@ def _states_of(run: list[Group]) -> list[tuple[int, bool, int]]:
     return [(image.generation, image.is_outdated, image.pinned_bytes) for image in images]
 
 
-def _images_of(run: Sequence[Group]) -> list[tuple[int, str, Image]]:
-    """Where in a slot for `run` each image goes, the name of its group, and the image."""
+def _images_of(run: Sequence[Group]) -> list[PlacedImage]:
+    """The images of `run`, placed one after another in one slot."""
     starts = accumulate((group.num_bytes for group in run), initial=0)
     return [image for group, start in zip(run, starts, strict=False) for image in group.images_at(start)]

@@ -18,7 +18,7 @@ from ...base.device import plain_empty
 from ...base.layout import as_bytes, num_uses, span_bytes
 from ...base.torch_internals import is_traceable_wrapper_subclass
 from ...partition import GroupSpec, Place, TensorRef
-from ...stores.base import Image
+from ...stores.base import Image, PlacedImage
 from ...stores.files import FileImage
 from ..copies.transfer import Transfer
 from ..slots.slot import Slot, Views
@@ -432,9 +432,9 @@ class Group:
                     ref.tensor.data = fit_for(ref.tensor, view)
                     self._needs_take_up = True
 
-    def images_at(self, offset: int) -> list[tuple[int, str, Image]]:
-        """Where in a slot each image goes if the group's bytes begin at `offset`, the group's name, and the image."""
-        return [(offset + part.offset, self.group_id, part.image) for part in self.parts]
+    def images_at(self, offset: int) -> list[PlacedImage]:
+        """The images, placed in a slot so that the group's bytes begin at `offset`."""
+        return [PlacedImage(offset + part.offset, self.group_id, part.image) for part in self.parts]
 
     def was_sent(self, slot: Slot, offset: int) -> None:
         """The images, as they are now, are on their way to byte `offset` of `slot`."""

@@ -29,7 +29,7 @@ from ...base.layout import num_uses
 from ...plan.ring import Geometry
 
 if TYPE_CHECKING:
-    from ..copies.reader import Job
+    from ..copies.jobs import ReadJob
     from ..groups.group import Group
 
 
@@ -73,7 +73,7 @@ class Slot:
         self.is_resident = False
         """Given up only if memory runs short."""
         self.ready = new_event()
-        self.job: Job | None = None
+        self.job: ReadJob | None = None
         """What has yet to be read from files for it: until that is over, `ready` tells nothing."""
         self.arrived = new_event()
         """When compute came to where it waits for `ready`."""
@@ -145,7 +145,7 @@ class Slot:
     def evict(self) -> None:
         """Forget what is in it. Whoever takes its bytes next still has to wait for the last use."""
         if self.job is not None:
-            self.job.abandon()
+            self.job.cancel()
             self.job = None
         for group in self.groups:
             if group.slot is self:  # else an interrupt came here before, and the group has been elsewhere since

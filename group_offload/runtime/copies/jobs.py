@@ -1,0 +1,164 @@
+"""What slots need from files, cut into chunks that threads read. See [Note: The life of a chunk] in `reader`."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from ...base.device import Event, Stream
+from ...base.reading import BLOCK, blocks_around
+from ...stores.moves import Read
+from ..measure.trace import Tracer
+
+_MAX_READS_PER_CHUNK = 64
+"""How many small pieces one thread reads one after another, at most."""
+
+
+class Landing:
+    """The memory of a slot, and the order of the copies to it among what else is enqueued."""
+
+    __slots__ = ("_after", "memory", "ready", "stream")
+
+    def __init__(self, memory: torch.Tensor, stream: Stream, after: Sequence[Event], ready: Event) -> None:
+        """
+        Args:
+            memory: The slot's memory.
+            stream: The stream that copies run on.
+            after: Events behind the last use of what was in the memory before: copies wait for all of them.
+            ready: The event that is recorded behind the last copy.
+        """
+        self.memory, self.stream, self.ready = memory, stream, ready
+        self._after = after
+
+    def wait_for_room(self) -> None:
+        """Let what is enqueued on the stream from now on come after the last use of what was in the memory before.
+
+        Repeated calls do nothing.
+        """
+        for event in self._after:
+            self.stream.wait_event(event)
+        self._after = ()
+
+
+class ReadJob:
+    """All that one slot needs from files. Guarded by its reader's lock."""
+
+    def __init__(
+        self,
+        reads: Sequence[Read],
+        chunk_bytes: int,
+        tracer: Tracer | None,
+        cancel: Callable[[ReadJob], None],
+    ) -> None:
+        """
+        Args:
+            chunk_bytes: The size of a chunk, at most.
+            cancel: A method of the job's reader. The job does not keep the reader alive.
+        """
+        self.tracer = tracer
+        self.chunks = deque(Chunk(part) for part in parts_of(_in_order_of_files(reads), chunk_bytes))
+        """Chunks that no thread has begun to read."""
+        self.begun: deque[Chunk] = deque()
+        """Chunks in frames: they are being read, or were read."""
+        self.num_left = len(self.chunks)
+        """How many chunks were not enqueued yet."""
+        self.landing: Landing | None = None
+        """Where the bytes go, once there is a slot for them. Given up when the job is over: it may be kept longer."""
+        self.is_over = False
+        self.error: BaseException | None = None
+        self._cancel = weakref.WeakMethod(cancel)
+        self._until_over = threading.Lock()  # an Event is written in Python: Ctrl-C may leave its lock taken
+        self._until_over.acquire()
+
+    def wait(self) -> None:
+        """Return once `Landing.ready` is recorded.
+
+        Raises:
+            GroupFileError: a file could not be read; the slot does not hold what it should.
+        """
+        with self._until_over:
+            pass
+        if self.error is not None:
+            raise self.error
+
+    def end(self) -> None:
+        """Let the threads go on that wait for the job."""
+        if not self.is_over:
+            self.is_over = True
+            self._until_over.release()
+
+    def cancel(self) -> None:
+        """Enqueue nothing more. What was enqueued before is behind `Landing.ready`."""
+        cancel = self._cancel()
+        if cancel is not None:
+            cancel(self)
+
+
+class Chunk:
+    """Pieces of files that are read by one thread, one after another, into one frame."""
+
+    def __init__(self, reads: list[Read]) -> None:
+        self.spans: list[tuple[Read, list[Read]]] = []
+        """What one system call reads, and the reads that are in it: several, if they lie next to each other in a file."""
+        self.start = 0
+        """Where in the staging memory the frame begins."""
+        self.is_read = False
+        self.error: BaseException | None = None
+        self.num_bytes = sum(read.num_bytes for read in reads)
+        for read in reads:
+            last, inside = self.spans[-1] if self.spans else (None, [])
+            if last is not None and _is_next_to(last, read):
+                whole = replace(last, num_bytes=read.position + read.num_bytes - last.position)
+                self.spans[-1] = whole, [*inside, read]
+            else:
+                self.spans.append((read, [read]))
+
+    def places(self) -> Iterator[tuple[Read, int, list[Read]]]:
+        """What is read at once, where in the staging memory its blocks begin, and the reads that are in it."""
+        start = self.start
+        for span, reads in self.spans:
+            yield span, start, reads
+            start += blocks_around(span.position, span.num_bytes)
+
+    def pieces(self) -> Iterator[tuple[Read, int]]:
+        """Each read, and where in the staging memory its bytes begin."""
+        for span, start, reads in self.places():
+            for read in reads:
+                yield read, start + span.position % BLOCK + read.position - span.position
+
+
+def parts_of(reads: Sequence[Read], limit: int) -> Iterator[list[Read]]:
+    """What one thread reads at a time: a piece of at most `limit` bytes, whole blocks, or several small ones."""
+    batch: list[Read] = []
+    batch_bytes = 0
+    for read in reads:
+        done = 0
+        while done < read.num_bytes:
+            position = read.position + done
+            size = min(read.num_bytes - done, max(BLOCK, limit // BLOCK * BLOCK) - position % BLOCK)
+            room = blocks_around(position, size)
+            if batch and (batch_bytes + room > limit or len(batch) == _MAX_READS_PER_CHUNK):
+                yield batch
+                batch, batch_bytes = [], 0
+            batch.append(replace(read, at=read.at + done, position=position, num_bytes=size))
+            batch_bytes += room
+            done += size
+    if batch:
+        yield batch
+
+
+def _in_order_of_files(reads: Sequence[Read]) -> list[Read]:
+    """Reads that lie next to each other in a file come one after the other. The first files come first."""
+    turns = {source: turn for turn, source in enumerate(dict.fromkeys(read.source for read in reads))}
+    return sorted(reads, key=lambda read: (turns[read.source], read.position))
+
+
+def _is_next_to(span: Read, read: Read) -> bool:
+    """Whether one system call may read both, and no more bytes than two calls would."""
+    gap = read.position - span.position - span.num_bytes
+    return read.source is span.source and read.is_direct == span.is_direct and 0 <= gap < BLOCK

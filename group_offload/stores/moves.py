@@ -1,0 +1,84 @@
+"""How bytes get into a slot: frozen data that an image gives and `Transfer` carries out, in the order given.
+
+A new way to bring bytes to the device is a new kind of move here, and a new case in `Transfer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from .source import Proof, SourceFile
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copy:
+    """One asynchronous copy of page-locked memory. The bytes must not change before it is done."""
+
+    at: int
+    """The byte of the slot that the first byte goes to."""
+    num_bytes: int
+    memory: torch.Tensor
+    """Flat uint8."""
+    start: int
+    """The first byte of `memory` that is copied."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage:
+    """Bytes that go through page-locked staging buffers, chunk by chunk."""
+
+    at: int
+    """The byte of the slot that the first byte goes to."""
+    num_bytes: int
+    fill: Callable[[torch.Tensor, int], None]
+    """`fill(chunk, start)` writes the bytes from `start` on into `chunk`, flat uint8."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Read:
+    """Bytes of a file. Other threads read them later, and copy them to the slot."""
+
+    at: int
+    """The byte of the slot that the first byte goes to."""
+    num_bytes: int
+    source: SourceFile
+    position: int
+    """The first byte of the file that is read."""
+    is_direct: bool
+    """Whether bytes that are not in the page cache are read past it."""
+    label: str
+    """The name of the group that needs the bytes, for errors and traces."""
+    proof: Proof | None = None
+    """A check of the bytes. It is shown what was read, in the order of the moves."""
+
+
+Move = Copy | Stage | Read
+
+
+def joined(moves: Iterable[Move]) -> list[Move]:
+    """The same moves, with neighbours that lie side by side both at rest and in the slot joined into one."""
+    found: list[Move] = []
+    for move in moves:
+        last = found[-1] if found else None
+        if isinstance(last, Copy | Read) and _continues(last, move):
+            found[-1] = replace(last, num_bytes=last.num_bytes + move.num_bytes)
+        else:
+            found.append(move)
+    return found
+
+
+def _continues(last: Copy | Read, move: Move) -> bool:
+    if last.at + last.num_bytes != move.at:
+        return False
+    if isinstance(last, Copy):
+        return isinstance(move, Copy) and last.memory is move.memory and last.start + last.num_bytes == move.start
+    return (
+        isinstance(move, Read)
+        and last.source is move.source
+        and last.proof is move.proof
+        and last.is_direct == move.is_direct
+        and last.position + last.num_bytes == move.position
+    )
