@@ -23,8 +23,8 @@ from .plan.report import OffloadPlan
 from .runtime.engine import Engine
 from .runtime.gates import HANDLE, Gate, is_offloaded
 from .runtime.groups.group import Group
-from .runtime.measure.trace import Tracer
-from .runtime.slots.slot import arenas
+from .runtime.measure.trace import WeightTrace
+from .runtime.slots.arena import arenas
 from .stores.base import Tier
 from .stores.files import FileImage
 
@@ -187,7 +187,7 @@ class OffloadHandle:
         with engine.lock:
             if engine.tracer is not None:
                 raise StateError("A trace of this module is being recorded already. End that one first.")
-            tracer = engine.tracer = Tracer(engine.config.backend, type(self.module).__name__)
+            tracer = engine.tracer = WeightTrace(engine.config.backend, type(self.module).__name__)
         try:
             yield
         finally:

@@ -41,7 +41,8 @@ from ..base.torch_internals import (
     neg_view,
 )
 from ..errors import StateError
-from .groups.group import Group, Part
+from .groups.group import Group
+from .groups.part import Part
 from .passes import Passes
 
 PATIENCE_SECONDS = 3600.0

@@ -34,7 +34,7 @@ from .groups.group import Group
 from .groups.trained import Trained
 from .groups.versions import share_counters
 from .measure.counters import Counters
-from .measure.trace import Tracer
+from .measure.trace import WeightTrace
 from .memory import DeviceMemory
 from .passes import Passes
 from .placer import Placer
@@ -211,12 +211,12 @@ class Engine:
         return self._gates.modules
 
     @property
-    def tracer(self) -> Tracer | None:
+    def tracer(self) -> WeightTrace | None:
         """The trace that is being recorded."""
         return self._probe.tracer
 
     @tracer.setter
-    def tracer(self, tracer: Tracer | None) -> None:
+    def tracer(self, tracer: WeightTrace | None) -> None:
         self._probe.tracer = self.transfer.tracer = tracer
 
     @property

@@ -15,7 +15,8 @@ from ..partition import partition
 from .copies.transfer import Transfer
 from .groups.group import Group
 from .measure.counters import Counters
-from .slots.slot import Lease, Ring, Slot, arena_for
+from .slots.arena import Lease, Ring, arena_for
+from .slots.slot import Slot
 from .slots.stalls import Stalls
 
 RESIDENT_BYTES = 8 << 20
@@ -50,9 +51,9 @@ class DeviceMemory:
         self.is_just_in_time = just_in_time
         self._is_tight = tight
         self._arena = arena_for(backend)
-        self._lease: Lease | None = None
+        self._lease: Lease[Group] | None = None
         """Kept between passes, unless another module's pass takes the memory."""
-        self._kept: list[Slot] = []
+        self._kept: list[Slot[Group]] = []
         """Of groups that stay on the device, while the lease is exchanged for one of another size."""
         self._residents: frozenset[Group] = frozenset()
         """Groups that are to stay on the device between passes."""
@@ -183,12 +184,12 @@ class DeviceMemory:
                 self._backend.free(slot.memory)
 
     @property
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[Slot[Group]]:
         if self._lease is None:
             return []
         return [*self._lease.loose, *(slot for ring in self._lease.rings.values() for slot in ring.slots)]
 
-    def ring(self, height: int) -> Ring | None:
+    def ring(self, height: int) -> Ring[Group] | None:
         """What groups of this height take turns in; None if they come just in time."""
         assert self._lease is not None
         return self._lease.rings.get(height)
@@ -202,13 +203,13 @@ class DeviceMemory:
         """Whether a group that is to stay on the device is not there."""
         return any(group.slot is None for group in self._residents)
 
-    def resident_slot(self, group: Group) -> Slot:
+    def resident_slot(self, group: Group) -> Slot[Group]:
         slot = self._new_slot(group.num_bytes)
         slot.is_resident = True
         self._counters.resident_bytes += group.num_bytes
         return slot
 
-    def loose_slot(self, num_bytes: int) -> Slot:
+    def loose_slot(self, num_bytes: int) -> Slot[Group]:
         """Memory from the device's own allocator, for one run of groups.
 
         It belongs to the stream that computes, so that it is free again, for activations too, once compute has come to
@@ -218,7 +219,7 @@ class DeviceMemory:
         self._counters.loose_bytes += num_bytes
         return slot
 
-    def slot_just_in_time(self, num_bytes: int, may_evict: Callable[[Slot], bool]) -> Slot | None:
+    def slot_just_in_time(self, num_bytes: int, may_evict: Callable[[Slot[Group]], bool]) -> Slot[Group] | None:
         """Memory for what comes next, if so much more may be on its way."""
         assert self._lease is not None
         for slot in [slot for slot in self._lease.loose if slot.unused and not slot.is_resident]:
@@ -241,10 +242,10 @@ class DeviceMemory:
         # Where memory counts most, what is in use counts too.
         return not self._is_tight or self._counters.loose_bytes + num_bytes <= self.window_bytes * 3 // 2
 
-    def _new_slot(self, num_bytes: int) -> Slot:
+    def _new_slot(self, num_bytes: int) -> Slot[Group]:
         assert self._lease is not None
         stream = self._backend.current_stream()
-        slot = Slot(self._backend.empty(num_bytes), self._stalls.new_event, start=0, owner=stream)
+        slot: Slot[Group] = Slot(self._backend.empty(num_bytes), self._stalls.new_event, start=0, owner=stream)
         slot.last_use().record(stream)  # of whatever was in that memory before
         self._lease.loose.append(slot)
         self._count(num_bytes)
@@ -269,7 +270,7 @@ class DeviceMemory:
         if not slot.is_fixed and not slot.groups:
             self.free(slot)
 
-    def is_used(self, group: Group, slot: Slot) -> None:
+    def is_used(self, group: Group, slot: Slot[Group]) -> None:
         """Nobody waits for `group` to be in `slot` any more."""
         if group in slot.unused:
             slot.unused.remove(group)
@@ -277,7 +278,7 @@ class DeviceMemory:
                 self._bytes_ahead -= slot.num_bytes_ahead
                 slot.num_bytes_ahead = 0
 
-    def evict(self, slot: Slot) -> None:
+    def evict(self, slot: Slot[Group]) -> None:
         """Forget what is in a slot."""
         for group in [*slot.groups]:
             if group in self.bound:  # it was expected to be needed again at once
@@ -285,14 +286,14 @@ class DeviceMemory:
             self.is_used(group, slot)
         slot.evict()
 
-    def is_kept(self, slot: Slot) -> bool:
+    def is_kept(self, slot: Slot[Group]) -> bool:
         """Whether somebody keeps views of a slot that no call holds. What is still bound, in vain, is bound to rest."""
         for group in [*slot.groups]:
             if group in self.bound:
                 self.unbind(group)
         return slot.is_aliased
 
-    def free(self, slot: Slot) -> None:
+    def free(self, slot: Slot[Group]) -> None:
         """Give up what a slot holds; its memory too, if it is of no ring."""
         self.evict(slot)
         assert self._lease is not None

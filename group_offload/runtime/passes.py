@@ -36,7 +36,8 @@ from .changes import Changes
 from .copies.cached import CachedFiles
 from .copies.transfer import Transfer
 from .foresight.lookahead import LookAhead
-from .groups.group import Group, Part, Residence
+from .groups.group import Group, Residence
+from .groups.part import Part
 from .measure.counters import Counters
 from .memory import DeviceMemory
 from .placer import Placer
@@ -334,7 +335,7 @@ class Passes:
         self._memory.is_used(group, slot)
         self._probe.begins(group, stream)
 
-    def _wait_for_files(self, group: Group, slot: Slot, was_ahead: bool) -> Slot:
+    def _wait_for_files(self, group: Group, slot: Slot[Group], was_ahead: bool) -> Slot[Group]:
         """Wait for the drive, not for the device. What could not be read ahead, earlier, is tried again now.
 
         Returns:

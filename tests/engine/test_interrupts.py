@@ -22,7 +22,8 @@ from group_offload import GroupFileError, ModuleError, StateError, apply_group_o
 from group_offload.base import publish
 from group_offload.runtime.copies import reader
 from group_offload.runtime.foresight.lookahead import LookAhead
-from group_offload.runtime.groups import group
+from group_offload.runtime.groups import group, part, tensors, wrapped
+from group_offload.runtime.slots import arena
 from group_offload.runtime.passes import Passes
 from group_offload.runtime.slots import slot as slots
 
@@ -289,7 +290,7 @@ def test_memory_that_runs_out_while_slots_are_exchanged(monkeypatch: pytest.Monk
                 real()
 
             patch.setattr(memory, "take", take)
-            raises_once(slots.Arena, "_new_lease", patch, torch.OutOfMemoryError("no room"))
+            raises_once(arena.Arena, "_new_lease", patch, torch.OutOfMemoryError("no room"))
             with pytest.raises(torch.OutOfMemoryError):
                 forward()
         assert kept and not handle.stats().resident_bytes and not device.allocated_bytes
@@ -327,7 +328,7 @@ def test_an_interrupt_while_weights_move_to_a_new_file(tmp_path: Path) -> None:
         return [
             (place, at)
             for place, number in strike.places.items()
-            if Path(place[0].co_filename) == Path(group.__file__)
+            if place[0].co_filename in [module.__file__ for module in (group, part, tensors, wrapped)]
             for at in sorted({1, number})
         ]
 
@@ -409,14 +410,14 @@ def test_an_interrupt_while_memory_is_leased(monkeypatch: pytest.MonkeyPatch) ->
         forward(one)
         forward(other)
         held = device.allocated_bytes
-        real = slots.Arena.lease
+        real = arena.Arena.lease
 
         def lease(*args: Any) -> Any:
             real(*args)
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(slots.Arena, "lease", lease)
+            patch.setattr(arena.Arena, "lease", lease)
             with pytest.raises(KeyboardInterrupt):
                 forward(one)
         for _ in range(2):

@@ -37,6 +37,7 @@ from group_offload.runtime.copies.reader import Reader
 from group_offload.runtime.copies.transfer import Transfer
 from group_offload.runtime.foresight import lookahead
 from group_offload.runtime.foresight.schedule import Schedule
+from group_offload.runtime.slots import arena
 from group_offload.runtime.slots import slot as slots
 from group_offload.stores.source import SourceFile
 
@@ -996,7 +997,7 @@ NO_ORDER = {("Reader", "_next")}
 def find_waits() -> list[tuple[Any, str, int]]:
     """Every statement of the engine that only orders work: (class, method, index of the statement)."""
     found = []
-    for module in (copies, engine, passes, placer, lookahead, memory, slots, transfer, jobs, reader, staging):
+    for module in (copies, engine, passes, placer, lookahead, memory, slots, arena, transfer, jobs, reader, staging):
         for node in ast.parse(Path(module.__file__ or "").read_text()).body:
             if isinstance(node, ast.ClassDef):
                 for method in node.body:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from group_offload import ModuleError, OffloadHandle, StateError, apply_group_offloading, remove_group_offloading
 from group_offload.runtime import engine
-from group_offload.runtime.groups.group import Part
+from group_offload.runtime.groups.part import Part
 
 from ..files.test_files import run_python
 from ..support.common import (

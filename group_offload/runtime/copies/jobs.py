@@ -13,7 +13,7 @@ import torch
 from ...base.device import Event, Stream
 from ...base.reading import BLOCK, blocks_around
 from ...stores.moves import Read
-from ..measure.trace import Tracer
+from ..measure.trace import WeightTrace
 
 _MAX_READS_PER_CHUNK = 64
 """How many small pieces one thread reads one after another, at most."""
@@ -52,7 +52,7 @@ class ReadJob:
         self,
         reads: Sequence[Read],
         chunk_bytes: int,
-        tracer: Tracer | None,
+        tracer: WeightTrace | None,
         cancel: Callable[[ReadJob], None],
     ) -> None:
         """

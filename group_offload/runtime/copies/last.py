@@ -1,22 +1,25 @@
-"""Whether all copies are done that read some host memory."""
+"""Waiting for all copies that read some host memory."""
 
 from __future__ import annotations
 
 from ...base.device import Backend, Event, Stream
 
 _MAX_KNOWN = 4
-"""Streams whose last copies are remembered without asking whether they are done."""
+"""How many streams are remembered before those are forgotten whose copies are done."""
 
 
 class LastCopies:
-    """The last copy on each stream that has carried any: where there is no copy stream, those that compute."""
+    """The last copy on each stream that has carried any. Where there is no copy stream, these are the streams that compute."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._by_stream: list[tuple[Stream, Event]] = []
 
     def expect(self, stream: Stream) -> None:
-        """Copies, or reads of slots, are about to be enqueued on `stream`: `drain` waits for them, recorded or not."""
+        """Copies, or reads of slots, are about to be enqueued on `stream`.
+
+        `drain` waits for them from now on, whether they are recorded or not.
+        """
         if any(known == stream for known, _ in self._by_stream):
             return
         if len(self._by_stream) >= _MAX_KNOWN:
@@ -24,19 +27,19 @@ class LastCopies:
         self._by_stream = [*self._by_stream, (stream, self._backend.new_event())]
 
     def record(self, stream: Stream) -> None:
-        """What was enqueued on `stream` so far was the last."""
+        """The last copy on `stream` was enqueued."""
         self.expect(stream)
         for known, event in self._by_stream:
             if known == stream:
                 event.record(stream)
 
     def drain(self) -> None:
-        """Wait for all that was enqueued so far on streams that copies, or reads of slots, were expected on."""
+        """Wait for all work that was enqueued so far on the streams that copies, or reads of slots, were expected on."""
         for stream, event in self._by_stream:
             event.record(stream)
             event.synchronize()
 
     def synchronize(self) -> None:
-        """Wait for all of them."""
+        """Wait for the recorded copies."""
         for _, event in self._by_stream:
             event.synchronize()

@@ -35,7 +35,7 @@ from ...base.pool import num_threads, on_pool, run_all
 from ...base.reading import BLOCK, MIN_BYTES_PER_THREAD, blocks_around
 from ...errors import GroupFileError
 from ...stores.moves import Read
-from ..measure.trace import Tracer
+from ..measure.trace import WeightTrace
 from .jobs import Chunk, Landing, ReadJob, parts_of
 from .staging import Staging
 
@@ -111,7 +111,7 @@ class Reader:
         chunk_bytes = min(CHUNK_BYTES, SMALL_CHUNK_BYTES) if is_scarce else CHUNK_BYTES
         self._staging.resize(min(NUM_FRAMES, 1 + -(-file_bytes // chunk_bytes)), chunk_bytes)
 
-    def job_for(self, reads: Sequence[Read], tracer: Tracer | None) -> ReadJob:
+    def job_for(self, reads: Sequence[Read], tracer: WeightTrace | None) -> ReadJob:
         """A job for `submit`, or for `announce`."""
         return ReadJob(reads, self._staging.frame_bytes, tracer, self.cancel)
 
@@ -184,7 +184,7 @@ class Reader:
         return other
 
     def forget(self) -> None:
-        """In a child process, which has none of the parent's threads: forget what they were at, and whatever they hold."""
+        """Start from nothing in a child process, which has none of the parent's threads: forget what they had to do."""
         self._lock = threading.RLock()
         for job in [*self._submitted, *self._announced]:
             job.error, job.landing = RuntimeError("This process was forked while the file was read."), None
@@ -306,7 +306,7 @@ class Reader:
                 if job.is_over:
                     self._staging.give_back(chunk.start)
 
-    def read_now(self, target: torch.Tensor, reads: Sequence[Read], tracer: Tracer | None) -> None:
+    def read_now(self, target: torch.Tensor, reads: Sequence[Read], tracer: WeightTrace | None) -> None:
         """Read into memory that the CPU computes from, with several threads, and return when it is there.
 
         Raises:
@@ -318,7 +318,7 @@ class Reader:
         for read in reads:
             _prove(read, target[read.at : read.at + read.num_bytes])
 
-    def _read_straight(self, target: torch.Tensor, reads: Sequence[Read], tracer: Tracer | None) -> None:
+    def _read_straight(self, target: torch.Tensor, reads: Sequence[Read], tracer: WeightTrace | None) -> None:
         for read in reads:
             part = target[read.at : read.at + read.num_bytes]
             started = time.perf_counter()

@@ -77,7 +77,7 @@ class Staging:
         self._sent.append((event, start))
 
     def forget(self) -> None:
-        """In a child process, where no thread reads and no copy ends: all frames are free."""
+        """Take all frames for free, in a child process: none of the parent's threads reads there, and no copy ends."""
         self._sent.clear()
         if self.memory is not None:
             self._free = self._starts()

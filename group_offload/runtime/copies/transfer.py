@@ -14,7 +14,7 @@ from ...base.torch_internals import is_profiler_enabled
 from ...stores.base import PlacedImage, Tier
 from ...stores.moves import Copy, Move, Read, Stage, joined
 from ..measure.drive import DriveMeter
-from ..measure.trace import Tracer
+from ..measure.trace import WeightTrace
 from .jobs import Landing, ReadJob
 from .last import LastCopies
 from .reader import Reader
@@ -43,7 +43,7 @@ class Transfer:
         self._turn = 0
         self._reader = Reader(backend)
         self.last_copies = LastCopies(backend)
-        self.tracer: Tracer | None = None
+        self.tracer: WeightTrace | None = None
         self._num_copies = 0
         self._bytes_locked = 0
         self.bytes_sent = dict.fromkeys(Tier, 0)
@@ -181,25 +181,25 @@ class Transfer:
         self._num_copies += 1
 
     def finish(self) -> None:
-        """Wait until no copy is on its way, because the memory that copies read from is about to change.
+        """Wait until no copy reads an image any more, because images are about to change.
 
-        (Copies of what was read from files read staging memory only.)
+        Copies of bytes that were read from files are not waited for: they read staging memory only.
         """
         self.last_copies.synchronize()
 
     def drain(self) -> None:
-        """Wait until all that was sent is on its way."""
+        """Wait until all copies of what was sent are enqueued. It waits for the drive, not for the device."""
         self._reader.drain()
 
     def abandon(self) -> None:
-        """Give up what was not enqueued yet. Returns once nothing is read."""
+        """Give up the copies that were not enqueued yet, and return once nothing is read."""
         self._reader.abandon_all()
 
     def recover(self, *, is_whole: bool) -> None:
-        """Give up what was not enqueued yet, and return once no copy is on its way.
+        """Give up the copies that were not enqueued yet, and return once no copy is on its way.
 
         Args:
-            is_whole: what threads are at is known. If not, they are left alone with what they have, and others take over.
+            is_whole: Whether the state of the reader is known. If not, its threads are left alone, and a new one takes over.
         """
         if is_whole:
             self._reader.abandon_all()
@@ -208,7 +208,7 @@ class Transfer:
         self.last_copies.drain()
 
     def close(self) -> None:
-        """Give the staging memory back. Nothing may be read (`abandon`)."""
+        """Give the staging memory back. Nothing may be read (`cancel_pending`)."""
         self._drop_buffers()
         self._reader.close()
 

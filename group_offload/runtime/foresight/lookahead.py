@@ -243,7 +243,7 @@ class LookAhead:
     def _onload_ahead(self, run: list[Group], num_bytes: int, soon: set[Group]) -> bool:
         """Start the images of `run` in one slot. False if there is no room before something that is needed sooner goes."""
 
-        def may_evict(slot: Slot) -> bool:
+        def may_evict(slot: Slot[Group]) -> bool:
             if any(group.holds or group in soon for group in slot.groups):
                 self._blockers.update(slot.groups)
                 return False
@@ -253,7 +253,7 @@ class LookAhead:
             return True
 
         ring = self._memory.ring(run[0].height)
-        found: tuple[Slot, list[Slot]] | None
+        found: tuple[Slot[Group], list[Slot[Group]]] | None
         if ring is None:
             slot = self._memory.slot_just_in_time(num_bytes, may_evict)
             found = None if slot is None else (slot, [])
@@ -271,10 +271,10 @@ class LookAhead:
     def _stays(self, group: Group) -> bool:
         return group.slot is not None and group.slot.is_resident
 
-    def _is_free(self, slot: Slot) -> bool:
+    def _is_free(self, slot: Slot[Group]) -> bool:
         return not slot.is_held and not self._memory.is_kept(slot)
 
-    def _warn_of_aliases(self, slots: Sequence[Slot]) -> None:
+    def _warn_of_aliases(self, slots: Sequence[Slot[Group]]) -> None:
         aliased = [slot for slot in slots if not slot.is_held and self._memory.is_kept(slot)]
         if aliased and not self._has_warned_of_alias:
             self._has_warned_of_alias = True
@@ -286,7 +286,7 @@ class LookAhead:
                 self._model,
             )
 
-    def _send(self, run: list[Group], slot: Slot, evicted: list[Slot]) -> None:
+    def _send(self, run: list[Group], slot: Slot[Group], evicted: list[Slot[Group]]) -> None:
         after = [old.last_use() for old in evicted] if slot.is_fixed else [slot.last_use()]
         for old in evicted:
             self._memory.evict(old)

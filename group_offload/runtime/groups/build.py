@@ -26,7 +26,9 @@ from ...stores.checkpoint import Checkpoint, CheckpointImage, FileMap, MappedFil
 from ...stores.folder import Folder
 from ...stores.group_file import GroupFile
 from ...stores.pinned import SEGMENT_BYTES, RamImage, Segment
-from .group import Group, Part, fit_for
+from .group import Group
+from .part import Part
+from .tensors import fit_for
 from .trained import may_be_trained
 
 logger = logging.getLogger("group_offload")
@@ -209,10 +211,10 @@ def _find_views(plans: Sequence[_Plan], casts: Mapping[int, torch.dtype], file_m
         by_file: dict[MappedFile, list[tuple[TensorRef, Place]]] = {}
         for cluster in overlapping([ref.tensor.detach() for ref in plan.fresh]):
             mine = [plan.fresh[i] for i in cluster]
-            places = [(ref, None if id(ref.tensor) in casts else file_map.find(ref.tensor.detach())) for ref in mine]
-            for ref, place in places:
-                if place is not None and all(other is not None for _, other in places):
-                    by_file.setdefault(place.file, []).append((ref, place))
+            spans = [(ref, None if id(ref.tensor) in casts else file_map.find(ref.tensor.detach())) for ref in mine]
+            for ref, span in spans:
+                if span is not None and all(other is not None for _, other in spans):
+                    by_file.setdefault(span.file, []).append((ref, span))
         for file, mine_there in by_file.items():
             found.setdefault(file, []).append((plan, mine_there))
     return found
@@ -234,7 +236,7 @@ def _adopt(
     """
     for users in views.values():
         try:
-            checkpoint = Checkpoint([place for _, mine in users for _, place in mine])
+            checkpoint = Checkpoint([span for _, mine in users for _, span in mine])
         except GroupFileError:
             raise
         except OSError as error:
@@ -252,7 +254,7 @@ def _adopt(
         for plan, mine in users:
             refs = tuple(ref for ref, _ in mine)
             tensors = [ref.tensor.detach() for ref in refs]
-            image = CheckpointImage([ref.fqn for ref in refs], tensors, [place for _, place in mine], checkpoint)
+            image = CheckpointImage([ref.fqn for ref in refs], tensors, [span for _, span in mine], checkpoint)
             if is_locked:
                 image.tier = Tier.RAM
             plan.parts.append(_bind(image, refs, homes, made))
@@ -267,7 +269,7 @@ def _adopt_for_ram(
     wait: Callable[[], None],
 ) -> None:
     """Let weights rest in the files that they are views of, page-locked in the page cache if RAM has room for them."""
-    num_bytes = sum(place.num_bytes for users in views.values() for _, mine in users for _, place in mine)
+    num_bytes = sum(span.num_bytes for users in views.values() for _, mine in users for _, span in mine)
     may_lock = config.backend.has_streams and not config.low_cpu_mem_usage and not config.verify_files
     has_room = fits(num_bytes)
     if num_bytes and may_lock and not has_room:

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import logging
-from bisect import bisect_right
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import torch
-from torch import nn
 
 from ...base.device import plain_empty
-from ...base.layout import as_bytes, num_uses, span_bytes
-from ...base.torch_internals import is_traceable_wrapper_subclass
-from ...partition import GroupSpec, Place, TensorRef
-from ...stores.base import Image, PlacedImage
+from ...base.layout import as_bytes, span_bytes
+from ...partition import GroupSpec
+from ...stores.base import PlacedImage
 from ...stores.files import FileImage
 from ..copies.transfer import Transfer
 from ..slots.slot import Slot, Views
 from .forms import Forms
+from .part import Part, SharedCounter
+from .tensors import fit_for, is_kept, same_form, same_memory, tracks_version
+from .wrapped import wrapped_holders
 
 logger = logging.getLogger("group_offload")
 
@@ -34,100 +31,6 @@ class Residence(Enum):
     """Views of the image on its tier."""
     ONLOADED = 2
     """Views of a slot."""
-
-
-class Part:
-    """One image of a group, and the tensors it holds."""
-
-    __slots__ = (
-        "addresses",
-        "devices",
-        "image",
-        "num_increments",
-        "num_replaced",
-        "offset",
-        "refs",
-        "rest",
-        "sent_generation",
-        "shared_counters",
-        "starts",
-    )
-
-    def __init__(self, image: Image, refs: tuple[TensorRef, ...], devices: list[torch.device]) -> None:
-        self.image = image
-        self.refs = refs
-        self.devices = devices
-        """Where each tensor was before it was offloaded."""
-        self.offset = 0
-        """Where the image begins among the group's bytes."""
-        self.follow()
-        self.sent_generation = -1
-        """Of the image, when it was sent to the group's slot."""
-        self.num_increments = 0
-        """How often the engine, and nobody else, has raised the tensors' versions."""
-        self.shared_counters: dict[int, SharedCounter] = {}
-        """Of tensors that do not have a version of their own, by index."""
-        self.num_replaced: Counter[int] = Counter()
-        """How often something else was put in the place of a tensor's value, by index."""
-        self.starts = sorted((spec.offset, i) for i, spec in enumerate(image.layout.specs) if 0 not in spec.shape)
-        """Where in the image each tensor begins, and its index."""
-
-    def index_at(self, offset: int) -> int:
-        """The index of the tensor that byte `offset` of the image belongs to."""
-        return self.starts[bisect_right(self.starts, (offset, len(self.refs))) - 1][1]
-
-    def has_version(self, index: int) -> bool:
-        return _tracks_version(self.refs[index].tensor)
-
-    def version_of(self, index: int) -> int:
-        """How often anybody but the engine has modified a tensor, as far as it tells."""
-        version = _version_of(self.refs[index].tensor)
-        if version < 0:
-            return 0
-        counter = self.shared_counters.get(index)
-        num_increments = self.num_increments if counter is None else counter.num_increments
-        return version - num_increments + self.num_replaced[index]
-
-    def follow(self) -> None:
-        """Its place at rest is where the image has it now."""
-        self.rest = self.image.rest
-        """What the tensors are bound to at rest."""
-        self.addresses = [view.data_ptr() for view in self.rest]
-
-    def was_moved(self) -> bool:
-        """Whether its place at rest was exchanged below torch's tensors (`module.share_memory()`, a queue of processes)."""
-        return [view.data_ptr() for view in self.rest] != self.addresses
-
-    @property
-    def is_given_up(self) -> bool:
-        return not self.rest and bool(self.refs)
-
-    def give_up(self) -> None:
-        """The tensors have memory of their own: give the image's back."""
-        self.rest, self.addresses = [], []  # first of all: nobody looks for edits in an image that is closed
-        self.image.close(forget=False)
-        self.image.rest = self.rest
-
-    def is_alone(self, index: int) -> bool:
-        """Whether no other tensor has bytes between the first and the last of this one."""
-        return any(extent.tensors == (index,) for extent in self.image.layout.extents)
-
-    def as_left(self) -> list[bool]:
-        """For each tensor, whether it is still the view at rest that it was bound to."""
-        if self.is_given_up:
-            return [False] * len(self.refs)
-        return [
-            _same_memory(ref.tensor, view) and (not ref.path or _inner(ref.holder, ref.path) is ref.tensor)
-            for ref, view in zip(self.refs, self.rest, strict=True)
-        ]
-
-
-@dataclass(slots=True, eq=False)
-class SharedCounter:
-    """The version counter of tensors that were made as views of one: what `chunk` or `unbind` give, say."""
-
-    num_increments: int
-    """By the engine."""
 
 
 class Group:
@@ -148,7 +51,7 @@ class Group:
             self.num_bytes += part.image.layout.num_bytes
         self.holds = 0
         """Calls in progress that need the group."""
-        self.slot: Slot | None = None
+        self.slot: Slot[Group] | None = None
         """Where its images are, or are on their way to. They stay good between calls, until the slot is taken."""
         self.offset = 0
         """Where in the slot."""
@@ -157,9 +60,9 @@ class Group:
         self._tensors = [ref.tensor for ref in refs]
         self._places = [(part, index) for part in self.parts for index in range(len(part.refs))]
         self._owner_of_buffer = {i: ref.places[0].owner for i, ref in enumerate(refs) if ref.is_buffer}
-        self._tracks_version = [_tracks_version(tensor) for tensor in self._tensors]
+        self._tracks_version = [tracks_version(tensor) for tensor in self._tensors]
         self._tracked = [t for t, tracks in zip(self._tensors, self._tracks_version, strict=True) if tracks]
-        self._wrapped = _wrapped_holders(refs)
+        self._wrapped = wrapped_holders(refs)
         self._is_plain = not self._wrapped and len(self._tracked) == len(self._tensors)
         self._to_increment = self._tracked
         """One tensor for each version counter."""
@@ -252,8 +155,8 @@ class Group:
             tensor = self._in_use()[index]
             part, place = self._places[index]
             rest = part.image.rest[place]
-            fits = _same_form(tensor, rest)
-            if not _same_memory(tensor, self._bound[index]):
+            fits = same_form(tensor, rest)
+            if not same_memory(tensor, self._bound[index]):
                 part.sent_generation = -1  # the slot holds what the forward put something else in the place of
                 fits = fits and part.is_alone(place)  # else what lies between its elements is another tensor's
             if not fits:
@@ -355,7 +258,7 @@ class Group:
         moved = self._moved()
         if not moved:
             return
-        if any(_is_kept(view, 2) for part in moved for view in part.rest):  # beside `view` and the weight
+        if any(is_kept(view, 2) for part in moved for view in part.rest):  # beside `view` and the weight
             logger.warning(
                 "Weights of %s were edited, and rest in another file since. Tensors that were taken from them before (by "
                 "state_dict(), or detach()) are copies now: edits of those change nothing. Take them again.",
@@ -410,8 +313,8 @@ class Group:
                 if (
                     not part.is_alone(index)
                     or part.refs[index].path
-                    or not _same_form(tensor, place)
-                    or _is_kept(place, 1)
+                    or not same_form(tensor, place)
+                    or is_kept(place, 1)
                 ):
                     return None
                 found.append(tensor)
@@ -436,13 +339,13 @@ class Group:
         """The images, placed in a slot so that the group's bytes begin at `offset`."""
         return [PlacedImage(offset + part.offset, self.group_id, part.image) for part in self.parts]
 
-    def was_sent(self, slot: Slot, offset: int) -> None:
+    def was_sent(self, slot: Slot[Group], offset: int) -> None:
         """The images, as they are now, are on their way to byte `offset` of `slot`."""
         self.slot, self.offset = slot, offset
         for part in self.parts:
             part.sent_generation = part.image.generation
 
-    def _views_of(self, slot: Slot) -> list[torch.Tensor]:
+    def _views_of(self, slot: Slot[Group]) -> list[torch.Tensor]:
         known = slot.views.get(self)
         if known is None or known.offset != self.offset:
             memory = slot.alias(self.offset, self.num_bytes)
@@ -487,9 +390,9 @@ class Group:
         )
         for index, (tensor, bound) in enumerate(zip(self._in_use(), self._bound, strict=True)):
             tracks = self._tracks_version[index]
-            if not _same_memory(tensor, bound):
+            if not same_memory(tensor, bound):
                 # Replaced in forward. Casting hooks do so at every call, and put the same values back.
-                is_same = tensor.device == bound.device and _same_form(tensor, bound)
+                is_same = tensor.device == bound.device and same_form(tensor, bound)
                 if not is_same or not torch.equal(tensor.detach(), bound):
                     found.append(index)
             elif (tracks and tensor._version != self._versions[index]) or index in is_edited:
@@ -500,111 +403,3 @@ class Group:
                 if owner is not None and (owner.training or not tracks):
                     found.append(index)
         return found
-
-
-class _WrappedHolder:
-    """A parameter that is a tensor subclass around plain tensors (a quantised weight).
-
-    Its inner tensors cannot simply be rebound: the wrapper tells kernels its own device. While the group is onloaded
-    another wrapper, around the views of the slot, stands in its places.
-    """
-
-    def __init__(self, holder: torch.Tensor, places: tuple[Place, ...], indices: dict[tuple[str, ...], int]) -> None:
-        self._holder = holder
-        self._places = places
-        self._indices = indices
-        self._stand_in: torch.Tensor | None = None
-        self._version = 0
-
-    @property
-    def indices(self) -> Iterable[int]:
-        """Which of the group's tensors are inside."""
-        return self._indices.values()
-
-    @property
-    def was_edited(self) -> bool:
-        """Whether an in-place operation changed the stand-in."""
-        return self._stand_in is not None and _version_of(self._stand_in) != self._version
-
-    def put_on_device(self, views: list[torch.Tensor]) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            stand_in = _rewrap(self._holder, {path: views[i] for path, i in self._indices.items()}, ())
-            if isinstance(self._holder, nn.Parameter):
-                stand_in = nn.Parameter(stand_in, requires_grad=self._holder.requires_grad)
-        for place in self._places:
-            place.table[place.name] = stand_in
-        self._stand_in = stand_in
-        self._version = _version_of(stand_in)
-
-    def replace_inner(self, tensors: list[torch.Tensor]) -> None:
-        """Put what is inside the stand-in now in place of this holder's tensors."""
-        if self._stand_in is not None:
-            for path, index in self._indices.items():
-                tensors[index] = _inner(self._stand_in, path)
-
-    def put_back(self) -> None:
-        for place in self._places:
-            if self._stand_in is not None and place.table.get(place.name) is self._stand_in:
-                place.table[place.name] = self._holder
-        self._stand_in = None
-
-
-def _wrapped_holders(refs: Sequence[TensorRef]) -> list[_WrappedHolder]:
-    found: dict[int, tuple[TensorRef, dict[tuple[str, ...], int]]] = {}
-    for index, ref in enumerate(refs):
-        if ref.path:
-            found.setdefault(id(ref.holder), (ref, {}))[1][ref.path] = index
-    return [_WrappedHolder(ref.holder, ref.places, indices) for ref, indices in found.values()]
-
-
-def _inner(tensor: Any, path: tuple[str, ...]) -> torch.Tensor:
-    for name in path:
-        tensor = getattr(tensor, name)
-    inner: torch.Tensor = tensor
-    return inner
-
-
-def _rewrap(tensor: Any, inner: dict[tuple[str, ...], torch.Tensor], path: tuple[str, ...]) -> torch.Tensor:
-    if not is_traceable_wrapper_subclass(tensor):
-        return inner[path]
-    names, context = tensor.__tensor_flatten__()
-    parts = {name: _rewrap(getattr(tensor, name), inner, (*path, name)) for name in names}
-    wrapped: torch.Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
-    return wrapped
-
-
-def _is_kept(view: torch.Tensor, num_ours: int) -> bool:
-    """Whether somebody has a tensor of the storage of `view` beside ours. (A view holds what it is a view of.)"""
-    return num_uses(view) > num_ours + view._is_view()
-
-
-def fit_for(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    """`view`, as what `tensor.data` can be set to: an inference tensor for one that was made in inference mode.
-
-    Such a tensor has no version counter, ever. Bound to a normal one it would be neither, and of no use to most kernels.
-    """
-    if _tracks_version(tensor):
-        return view
-    with torch.inference_mode():
-        alias = torch.empty(0, dtype=view.dtype, device=view.device)
-        return alias.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
-
-
-def _tracks_version(tensor: torch.Tensor) -> bool:
-    """False for a tensor that was made in inference mode. `is_inference` tells of what it is bound to now."""
-    return _version_of(tensor) >= 0
-
-
-def _version_of(tensor: torch.Tensor) -> int:
-    try:
-        return tensor._version
-    except RuntimeError:
-        return -1
-
-
-def _same_form(tensor: torch.Tensor, view: torch.Tensor) -> bool:
-    return tensor.dtype == view.dtype and tensor.shape == view.shape and tensor.stride() == view.stride()
-
-
-def _same_memory(tensor: torch.Tensor, view: torch.Tensor) -> bool:
-    return tensor.data_ptr() == view.data_ptr() and _same_form(tensor, view)

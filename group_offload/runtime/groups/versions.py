@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .group import Group, Part, SharedCounter
+from .group import Group
+from .part import Part, SharedCounter
 
 
 def share_counters(groups: Sequence[Group]) -> None:

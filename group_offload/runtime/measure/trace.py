@@ -1,25 +1,22 @@
-"""A timeline of passes: what was read, copied and computed when, and for which group."""
+"""A timeline of passes: when bytes were read, copied and computed with, and for which group."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ...base.device import Backend, Event, Stream
 from ...base.timeline import STALLS, Timeline
 
-if TYPE_CHECKING:
-    from ..groups.group import Group
-
 _READS, _COPIES, _COMPUTE = "file reads", "H2D", "compute"
 
 
-class Tracer(Timeline):
+class WeightTrace(Timeline):
     """Lanes for file reads, copies to the device, compute, and stalls. Threads that read files may call `copied` and `read`."""
 
     def __init__(self, backend: Backend, title: str) -> None:
         super().__init__(backend, title, host_lanes=(_READS,), device_lanes=(_COPIES, _COMPUTE, STALLS))
-        self._open: dict[Group, tuple[Event, Event]] = {}
+        self._open: dict[str, tuple[Event, Event]] = {}
+        """For each group in use: when compute came to wait for it, and when it went on."""
 
     def copied(self, names: Sequence[str], begun: Event, stream: Stream, num_bytes: int) -> None:
         """Copies of these groups were enqueued on `stream` behind `begun`, which `now` gave."""
@@ -27,23 +24,25 @@ class Tracer(Timeline):
         name = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         self.add(_COPIES, name, begun, self.now(stream), num_bytes)
 
-    def compute_arrives(self, group: Group, stream: Stream) -> None:
-        """Compute on `stream` is about to wait for the group."""
+    def compute_arrives(self, name: str, stream: Stream) -> None:
+        """Compute on `stream` is about to wait for the group of this name."""
         event = self.now(stream)
-        self._open[group] = event, event
+        self._open[name] = event, event
 
-    def compute_begins(self, group: Group, stream: Stream) -> None:
+    def compute_begins(self, name: str, stream: Stream) -> None:
+        """Compute on `stream` has what it waited for."""
         begun = self.now(stream)
-        arrived = self._open.get(group, (begun, begun))[0]
-        self._open[group] = arrived, begun
+        arrived = self._open.get(name, (begun, begun))[0]
+        self._open[name] = arrived, begun
 
-    def compute_ends(self, group: Group, stream: Stream) -> None:
-        found = self._open.pop(group, None)
+    def compute_ends(self, name: str, num_bytes: int, stream: Stream) -> None:
+        """Compute on `stream` is done with the group, which has `num_bytes`."""
+        found = self._open.pop(name, None)
         if found is not None:
             arrived, begun = found
             if arrived is not begun:
-                self.add(STALLS, group.group_id, arrived, begun)
-            self.add(_COMPUTE, group.group_id, begun, self.now(stream), group.num_bytes)
+                self.add(STALLS, name, arrived, begun)
+            self.add(_COMPUTE, name, begun, self.now(stream), num_bytes)
 
     def read(self, name: str, started: float, ended: float, num_bytes: int) -> None:
         """A file was read, between two values of `time.perf_counter`."""

@@ -1,1 +1,1 @@
-"""The device memory that groups are computed with in, and waits for it."""
+"""Device memory that weights are computed from, and how long compute waits for it."""

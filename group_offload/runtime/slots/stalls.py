@@ -4,59 +4,56 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ...base.device import Backend, Event, Stream
-
-if TYPE_CHECKING:
-    from ..groups.group import Group
-    from .slot import Slot
+from .slot import Slot
 
 
 class Stalls:
     """Adds up the time from where compute came to wait for a slot until the slot was ready.
 
-    The host reads an event's time only once the device is past it, and never waits for that: what is not reached yet is
-    looked at again later.
+    The host reads an event's time only once the device is past the event, and never waits for that: an event that is not
+    reached yet is looked at again later.
     """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._open: weakref.WeakKeyDictionary[Slot, str] = weakref.WeakKeyDictionary()
-        """Slots whose wait has not been read, and the group that compute waited for. It must not keep their memory."""
+        self._open: weakref.WeakKeyDictionary[Slot[Any], str] = weakref.WeakKeyDictionary()
+        """Slots whose wait has not been read, and the group that compute waited for. Weak: slots hold device memory."""
         self._later: deque[tuple[str, Event, Event]] = deque()
-        """Waits whose slot was sent again before the device was past them."""
+        """Waits whose slots were filled again before the device was past them."""
         self._seconds: dict[str, float] = {}
         self._spare: list[Event] = []
 
     def new_event(self) -> Event:
-        """An event, of a slot that was given up if there is one: making one takes longer than recording it."""
+        """An event. One of a slot that was given up is used again: making an event takes longer than recording it."""
         return self._spare.pop() if self._spare else self._backend.new_event()
 
     def recover(self) -> None:
-        """All slots are given up, and nobody knows in what state their events are: no event is used again."""
+        """Forget everything. All slots are given up in an unknown state, so that none of their events may be used again."""
         self._open.clear()
         self._later.clear()
         self._spare.clear()
 
-    def arrive(self, slot: Slot, group: Group, stream: Stream) -> None:
-        """Compute on `stream` is about to wait for `slot`, first of all for `group`."""
+    def arrive(self, slot: Slot[Any], group_id: str, stream: Stream) -> None:
+        """Compute on `stream` is about to wait for `slot`, because it needs this group."""
         slot.arrived.record(stream)
-        self._open[slot] = group.group_id
+        self._open[slot] = group_id
 
-    def collect(self, slot: Slot) -> None:
+    def collect(self, slot: Slot[Any]) -> None:
         """The slot's events are about to be recorded again."""
         if self._close(slot):
             slot.arrived, slot.ready = self.new_event(), self.new_event()
 
-    def retire(self, slot: Slot) -> None:
-        """The slot is given up: nobody waits for it from now on."""
+    def retire(self, slot: Slot[Any]) -> None:
+        """The slot is given up: nothing waits for it from now on."""
         if not self._close(slot):
             self._spare += slot.arrived, slot.ready
         self._spare.append(slot.spare_event())
 
-    def _close(self, slot: Slot) -> bool:
-        """Whether the slot's wait cannot be read yet, so that its events have to be kept as they are."""
+    def _close(self, slot: Slot[Any]) -> bool:
+        """Close the slot's wait. Whether it cannot be read yet, so that its events have to be kept as they are."""
         for _ in range(min(2, len(self._later))):  # a few at a time: they come to their end in this order
             if not self._read(*self._later[0]):
                 break
@@ -69,7 +66,7 @@ class Stalls:
         return True
 
     def by_group(self) -> dict[str, float]:
-        """Seconds of waiting for each group that compute has waited for, as far as the device has got."""
+        """Seconds that compute waited for each group, as far as the device has got."""
         while self._later and self._read(*self._later[0]):
             self._later.popleft()
         for slot in [*self._open]:

@@ -1,0 +1,108 @@
+"""One image of a group, and the tensors whose bytes it has."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from ...partition import TensorRef
+from ...stores.base import Image
+from .tensors import same_memory, tracks_version, version_of
+from .wrapped import inner_of
+
+
+@dataclass(slots=True, eq=False)
+class SharedCounter:
+    """The version counter of tensors that were made as views of one: what `chunk` or `unbind` give, say."""
+
+    num_increments: int
+    """By the engine."""
+
+
+class Part:
+    """One image of a group, and the tensors it holds."""
+
+    __slots__ = (
+        "addresses",
+        "devices",
+        "image",
+        "num_increments",
+        "num_replaced",
+        "offset",
+        "refs",
+        "rest",
+        "sent_generation",
+        "shared_counters",
+        "starts",
+    )
+
+    def __init__(self, image: Image, refs: tuple[TensorRef, ...], devices: list[torch.device]) -> None:
+        self.image = image
+        self.refs = refs
+        self.devices = devices
+        """Where each tensor was before it was offloaded."""
+        self.offset = 0
+        """Where the image begins among the group's bytes."""
+        self.follow()
+        self.sent_generation = -1
+        """Of the image, when it was sent to the group's slot."""
+        self.num_increments = 0
+        """How often the engine, and nobody else, has raised the tensors' versions."""
+        self.shared_counters: dict[int, SharedCounter] = {}
+        """Of tensors that do not have a version of their own, by index."""
+        self.num_replaced: Counter[int] = Counter()
+        """How often something else was put in the place of a tensor's value, by index."""
+        self.starts = sorted((spec.offset, i) for i, spec in enumerate(image.layout.specs) if 0 not in spec.shape)
+        """Where in the image each tensor begins, and its index."""
+
+    def index_at(self, offset: int) -> int:
+        """The index of the tensor that byte `offset` of the image belongs to."""
+        return self.starts[bisect_right(self.starts, (offset, len(self.refs))) - 1][1]
+
+    def has_version(self, index: int) -> bool:
+        return tracks_version(self.refs[index].tensor)
+
+    def version_of(self, index: int) -> int:
+        """How often anybody but the engine has modified a tensor, as far as it tells."""
+        version = version_of(self.refs[index].tensor)
+        if version < 0:
+            return 0
+        counter = self.shared_counters.get(index)
+        num_increments = self.num_increments if counter is None else counter.num_increments
+        return version - num_increments + self.num_replaced[index]
+
+    def follow(self) -> None:
+        """Its place at rest is where the image has it now."""
+        self.rest = self.image.rest
+        """What the tensors are bound to at rest."""
+        self.addresses = [view.data_ptr() for view in self.rest]
+
+    def was_moved(self) -> bool:
+        """Whether its place at rest was exchanged below torch's tensors (`module.share_memory()`, a queue of processes)."""
+        return [view.data_ptr() for view in self.rest] != self.addresses
+
+    @property
+    def is_given_up(self) -> bool:
+        return not self.rest and bool(self.refs)
+
+    def give_up(self) -> None:
+        """The tensors have memory of their own: give the image's back."""
+        self.rest, self.addresses = [], []  # first of all: nobody looks for edits in an image that is closed
+        self.image.close(forget=False)
+        self.image.rest = self.rest
+
+    def is_alone(self, index: int) -> bool:
+        """Whether no other tensor has bytes between the first and the last of this one."""
+        return any(extent.tensors == (index,) for extent in self.image.layout.extents)
+
+    def as_left(self) -> list[bool]:
+        """For each tensor, whether it is still the view at rest that it was bound to."""
+        if self.is_given_up:
+            return [False] * len(self.refs)
+        return [
+            same_memory(ref.tensor, view) and (not ref.path or inner_of(ref.holder, ref.path) is ref.tensor)
+            for ref, view in zip(self.refs, self.rest, strict=True)
+        ]

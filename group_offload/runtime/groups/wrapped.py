@@ -1,0 +1,84 @@
+"""Parameters that are tensor subclasses around plain tensors: quantised weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...base.torch_internals import is_traceable_wrapper_subclass
+from ...partition import Place, TensorRef
+from .tensors import version_of
+
+
+class WrappedHolder:
+    """A parameter that is a tensor subclass around plain tensors (a quantised weight).
+
+    Its inner tensors cannot simply be rebound: the wrapper tells kernels its own device. While the group is onloaded
+    another wrapper, around the views of the slot, stands in its places.
+    """
+
+    def __init__(self, holder: torch.Tensor, places: tuple[Place, ...], indices: dict[tuple[str, ...], int]) -> None:
+        self._holder = holder
+        self._places = places
+        self._indices = indices
+        self._stand_in: torch.Tensor | None = None
+        self._version = 0
+
+    @property
+    def indices(self) -> Iterable[int]:
+        """Which of the group's tensors are inside."""
+        return self._indices.values()
+
+    @property
+    def was_edited(self) -> bool:
+        """Whether an in-place operation changed the stand-in."""
+        return self._stand_in is not None and version_of(self._stand_in) != self._version
+
+    def put_on_device(self, views: list[torch.Tensor]) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            stand_in = _rewrap(self._holder, {path: views[i] for path, i in self._indices.items()}, ())
+            if isinstance(self._holder, nn.Parameter):
+                stand_in = nn.Parameter(stand_in, requires_grad=self._holder.requires_grad)
+        for place in self._places:
+            place.table[place.name] = stand_in
+        self._stand_in = stand_in
+        self._version = version_of(stand_in)
+
+    def replace_inner(self, tensors: list[torch.Tensor]) -> None:
+        """Put what is inside the stand-in now in place of this holder's tensors."""
+        if self._stand_in is not None:
+            for path, index in self._indices.items():
+                tensors[index] = inner_of(self._stand_in, path)
+
+    def put_back(self) -> None:
+        for place in self._places:
+            if self._stand_in is not None and place.table.get(place.name) is self._stand_in:
+                place.table[place.name] = self._holder
+        self._stand_in = None
+
+
+def wrapped_holders(refs: Sequence[TensorRef]) -> list[WrappedHolder]:
+    found: dict[int, tuple[TensorRef, dict[tuple[str, ...], int]]] = {}
+    for index, ref in enumerate(refs):
+        if ref.path:
+            found.setdefault(id(ref.holder), (ref, {}))[1][ref.path] = index
+    return [WrappedHolder(ref.holder, ref.places, indices) for ref, indices in found.values()]
+
+
+def inner_of(tensor: Any, path: tuple[str, ...]) -> torch.Tensor:
+    for name in path:
+        tensor = getattr(tensor, name)
+    inner: torch.Tensor = tensor
+    return inner
+
+
+def _rewrap(tensor: Any, inner: dict[tuple[str, ...], torch.Tensor], path: tuple[str, ...]) -> torch.Tensor:
+    if not is_traceable_wrapper_subclass(tensor):
+        return inner[path]
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: _rewrap(getattr(tensor, name), inner, (*path, name)) for name in names}
+    wrapped: torch.Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
+    return wrapped
