@@ -192,7 +192,7 @@ class OffloadHandle:
             yield
         finally:
             with engine.lock:
-                engine.transfer.drain()
+                engine.transfer.wait_until_enqueued()
                 engine.tracer = None
         timeline.write(Path(path), tracer)
 

@@ -190,12 +190,12 @@ class Changes:
         if not watch.has_same_tensors():
             if any(group.was_moved() for group in watch.scope):
                 return None
-            if not self._absorb_replaced([group for group in watch.scope if not group.is_as_left()]):
+            if not self._commit_replacements([group for group in watch.scope if not group.is_as_left()]):
                 return None
             watch.expect_tensors()
         was_edited = True
         try:
-            found = [store.take_up_edits(self._transfer.finish) for store in watch.stores]
+            found = [store.commit_edits(self._transfer.wait_for_copies) for store in watch.stores]
             was_edited = any(found)
         finally:
             if was_edited:  # or one could not take them up: others before it may rest in other files by now
@@ -219,15 +219,15 @@ class Changes:
             StateError: a weight was replaced by a value that does not fit into its place.
         """
         was_replaced = group.was_replaced()
-        if was_replaced and binds and not self._absorb_replaced([group]):
+        if was_replaced and binds and not self._commit_replacements([group]):
             raise StateError(
                 f"A weight of {group.group_id!r} was given another dtype, shape or memory that others share, or what it "
                 f"was before is kept, in the middle of a forward. Do that between forwards."
             )
         if group.was_touched() and (binds or not was_replaced):
-            group.take_up_edits(self._transfer)
+            group.commit_edits(self._transfer)
 
-    def _absorb_replaced(self, groups: list[Group]) -> bool:
+    def _commit_replacements(self, groups: list[Group]) -> bool:
         """Commit values that were put in place of views at rest. False if groups have to be laid out again for that."""
         replaced: list[torch.Tensor] = []
         for group in groups:
@@ -243,5 +243,5 @@ class Changes:
             if any(cluster[0] < len(replaced) and len(cluster) > 1 for cluster in clusters):
                 return False
             for group in groups:
-                group.absorb_replaced()
+                group.commit_replacements()
         return True

@@ -311,7 +311,7 @@ class Engine:
             share_counters(self.groups)
         # The next pass's first groups are started at the end of a pass, if edits in between are found, and if that does
         # not hold up the thread: what goes through staging buffers of pageable memory does.
-        wraps = all(part.image.is_stable and part.image.tier is not Tier.PAGEABLE for part in parts)
+        wraps = all(part.image.detects_edits and part.image.tier is not Tier.PAGEABLE for part in parts)
         self._lookahead.reset(self.groups, wraps=wraps and self.config.use_stream)
         self._placer.place(self.groups, is_first=not before)
         self._publish_manifest()

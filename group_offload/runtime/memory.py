@@ -87,12 +87,12 @@ class DeviceMemory:
         sizes = size_rings(streamed, config)
         lease = self._lease
         if lease is not None and lease.memory is not None:
-            for slot in [slot for slot in lease.loose if slot.is_resident]:
+            for slot in [slot for slot in lease.pooled if slot.is_resident]:
                 if not residents.issuperset(slot.groups):
                     self.free(slot)
             if sizes != self.ring_sizes:
-                self._kept = [slot for slot in lease.loose if slot.is_resident]
-                lease.loose = [slot for slot in lease.loose if not slot.is_resident]
+                self._kept = [slot for slot in lease.pooled if slot.is_resident]
+                lease.pooled = [slot for slot in lease.pooled if not slot.is_resident]
                 self.release()
         self.ring_sizes = sizes
 
@@ -112,7 +112,7 @@ class DeviceMemory:
         lease = self._lease
         if lease is None or lease.memory is None:
             return 0
-        return lease.memory.numel() + sum(slot.memory.numel() for slot in lease.loose)
+        return lease.memory.numel() + sum(slot.memory.numel() for slot in lease.pooled)
 
     @property
     def others_bytes(self) -> int:
@@ -143,16 +143,16 @@ class DeviceMemory:
         lease = self._lease = self._arena.lease(before, sum(sizes.values()), stream, self._transfer.stream)
         assert lease.memory is not None
         if lease is not before:
-            lease.loose, self._kept = self._kept, []
+            lease.pooled, self._kept = self._kept, []
             start = 0
             for height, num_bytes in sizes.items():
                 memory = lease.memory[start : start + num_bytes]
                 lease.rings[height] = Ring(memory, self._backend, self._largest.get(height, 0))
                 start += num_bytes
-        counters.loose_bytes = sum(slot.memory.numel() for slot in lease.loose if not slot.is_resident)
-        counters.resident_bytes = sum(slot.memory.numel() for slot in lease.loose if slot.is_resident)
-        counters.device_bytes = counters.loose_bytes + counters.resident_bytes
-        self._bytes_ahead = sum(slot.num_bytes_ahead for slot in lease.loose)
+        counters.pooled_bytes = sum(slot.memory.numel() for slot in lease.pooled if not slot.is_resident)
+        counters.resident_bytes = sum(slot.memory.numel() for slot in lease.pooled if slot.is_resident)
+        counters.device_bytes = counters.pooled_bytes + counters.resident_bytes
+        self._bytes_ahead = sum(slot.num_bytes_ahead for slot in lease.pooled)
         self._count(sum(sizes.values()))
         for slot in self.slots:
             for group in [*slot.groups]:
@@ -170,12 +170,12 @@ class DeviceMemory:
         self.bound.clear()
         self._bytes_ahead, self.next_bytes = 0, 0
         counters = self._counters
-        counters.loose_bytes = counters.resident_bytes = counters.device_bytes = 0
-        slots = [*kept, *(() if lease is None else lease.loose)]
+        counters.pooled_bytes = counters.resident_bytes = counters.device_bytes = 0
+        slots = [*kept, *(() if lease is None else lease.pooled)]
         for slot in slots:
             slot.evict()
         if lease is not None:
-            lease.loose = []
+            lease.pooled = []
             self._arena.release(lease)
             self._lease = None
         self._kept = []
@@ -187,7 +187,7 @@ class DeviceMemory:
     def slots(self) -> list[Slot[Group]]:
         if self._lease is None:
             return []
-        return [*self._lease.loose, *(slot for ring in self._lease.rings.values() for slot in ring.slots)]
+        return [*self._lease.pooled, *(slot for ring in self._lease.rings.values() for slot in ring.slots)]
 
     def ring(self, height: int) -> Ring[Group] | None:
         """What groups of this height take turns in; None if they come just in time."""
@@ -209,26 +209,26 @@ class DeviceMemory:
         self._counters.resident_bytes += group.num_bytes
         return slot
 
-    def loose_slot(self, num_bytes: int) -> Slot[Group]:
+    def pooled_slot(self, num_bytes: int) -> Slot[Group]:
         """Memory from the device's own allocator, for one run of groups.
 
         It belongs to the stream that computes, so that it is free again, for activations too, once compute has come to
         where it is given back: nobody has to wait, and nothing is held longer than needed.
         """
         slot = self._new_slot(num_bytes)
-        self._counters.loose_bytes += num_bytes
+        self._counters.pooled_bytes += num_bytes
         return slot
 
     def slot_just_in_time(self, num_bytes: int, may_evict: Callable[[Slot[Group]], bool]) -> Slot[Group] | None:
         """Memory for what comes next, if so much more may be on its way."""
         assert self._lease is not None
-        for slot in [slot for slot in self._lease.loose if slot.unused and not slot.is_resident]:
+        for slot in [slot for slot in self._lease.pooled if slot.unused and not slot.is_resident]:
             if may_evict(slot):  # nobody needs it any more
                 self.free(slot)
         if not self.has_room_for(num_bytes):
             self.next_bytes = num_bytes
             return None
-        slot = self.loose_slot(num_bytes)
+        slot = self.pooled_slot(num_bytes)
         self._bytes_ahead += num_bytes
         slot.num_bytes_ahead = num_bytes
         return slot
@@ -240,14 +240,14 @@ class DeviceMemory:
         if self._bytes_ahead + num_bytes > self.window_bytes:
             return False
         # Where memory counts most, what is in use counts too.
-        return not self._is_tight or self._counters.loose_bytes + num_bytes <= self.window_bytes * 3 // 2
+        return not self._is_tight or self._counters.pooled_bytes + num_bytes <= self.window_bytes * 3 // 2
 
     def _new_slot(self, num_bytes: int) -> Slot[Group]:
         assert self._lease is not None
         stream = self._backend.current_stream()
         slot: Slot[Group] = Slot(self._backend.empty(num_bytes), self._stalls.new_event, start=0, owner=stream)
         slot.last_use().record(stream)  # of whatever was in that memory before
-        self._lease.loose.append(slot)
+        self._lease.pooled.append(slot)
         self._count(num_bytes)
         return slot
 
@@ -297,18 +297,18 @@ class DeviceMemory:
         """Give up what a slot holds; its memory too, if it is of no ring."""
         self.evict(slot)
         assert self._lease is not None
-        if slot not in self._lease.loose:  # of a ring, or given back already when its last group was dropped
+        if slot not in self._lease.pooled:  # of a ring, or given back already when its last group was dropped
             return
         assert slot.owner is not None
         if slot.waited_on is None:  # nobody used it: its copy may still be on its way
             slot.owner.wait_event(slot.ready)
         self._stalls.retire(slot)
         self.next_bytes = self.next_bytes or 0
-        self._lease.loose.remove(slot)
+        self._lease.pooled.remove(slot)
         if slot.is_resident:
             self._counters.resident_bytes -= slot.memory.numel()
         else:
-            self._counters.loose_bytes -= slot.memory.numel()
+            self._counters.pooled_bytes -= slot.memory.numel()
         self._count(-slot.memory.numel())
         if not slot.is_aliased:  # else it goes with the last view of it
             self._backend.free(slot.memory)

@@ -10,7 +10,7 @@ part of it (`vae.decode` calls the decoder). A pass holds the engine's lock, so 
    group's bytes and binds its weights to their slot. `end_call` releases them. `release` records the last use, binds the
    weights to their place at rest, and lets the next groups start into the free bytes.
 3. `_end`: all weights are bound to their place at rest. The groups that the next pass needs first are on their way by then.
-   The host has waited for no copy (but see `Image.is_stable`).
+   The host has waited for no copy (but see `Image.detects_edits`).
 
 An exception unwinds through the gates and ends the pass the same way. The next pass then starts from nothing. A backward
 over the weights of a pass is a pass too: see [Note: Backward].
@@ -109,7 +109,7 @@ class Passes:
         self._groups: tuple[Group, ...] = ()
         self._group_of: dict[Part, Group] = {}
         self._needs: Callable[[nn.Module], Sequence[Group]] = lambda module: ()
-        self._are_stable = True
+        self._detect_edits = True
         self._state = State.CLEAN
         self._calls: list[Call] = []
         """The gated calls in progress, outermost first, if none was interrupted: see [Note: Interrupts]."""
@@ -133,7 +133,7 @@ class Passes:
         self._groups = groups
         self._group_of = {part: group for group in groups for part in group.parts}
         self._needs = needs
-        self._are_stable = all(group.is_stable for group in groups)
+        self._detect_edits = all(group.detects_edits for group in groups)
 
     # ---------------------------------------------------------------- where a pass is
 
@@ -288,11 +288,11 @@ class Passes:
                 stream.wait_event(slot.last_use())  # the end of the pass is the end of what other streams did in it
             if slot.owner is not None and slot.waited_on is None:
                 self._backend.record_stream(slot.memory, self._transfer.stream)  # if another module's pass drops it
-        if not self._are_stable:
+        if not self._detect_edits:
             # What copies read is what can be edited from now on, and nothing would tell.
-            self._transfer.finish()
+            self._transfer.wait_for_copies()
             for slot in self._memory.slots:
-                if not all(group.is_stable for group in slot.groups):
+                if not all(group.detects_edits for group in slot.groups):
                     self._memory.free(slot)
         self._memory.give_back()
         self._thread = 0

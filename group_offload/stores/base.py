@@ -27,7 +27,7 @@ class Tier(Enum):
 class Store(Protocol):
     """What one or several images rest in."""
 
-    def take_up_edits(self, wait: Callable[[], None]) -> bool:
+    def commit_edits(self, wait: Callable[[], None]) -> bool:
         """Make what was written into weights at rest part of what their images send.
 
         An image whose bytes changed has a new `generation` then, or is `is_outdated`. `wait` is called before memory
@@ -45,7 +45,7 @@ class Image(Protocol):
     """The bytes of some tensors at rest. Used by one thread at a time.
 
     Order of calls: made from live tensors, which are then rebound to `rest`; any number of `send`, `write` and its
-    store's `take_up_edits`; at last `close`. `rest` stays readable for as long as anybody holds a tensor of it.
+    store's `commit_edits`; at last `close`. `rest` stays readable for as long as anybody holds a tensor of it.
     """
 
     layout: ImageLayout
@@ -61,8 +61,8 @@ class Image(Protocol):
     def store(self) -> Store: ...
 
     @property
-    def is_stable(self) -> bool:
-        """Whether an edit of `rest` leaves copies that are on their way alone, and `take_up_edits` finds it.
+    def detects_edits(self) -> bool:
+        """Whether an edit of `rest` leaves copies that are on their way alone, and `commit_edits` finds it.
 
         If not, nothing may be on its way, and nothing that was sent may be used again, once anybody can edit `rest`.
         """
@@ -82,7 +82,7 @@ class Image(Protocol):
         """Keep the bytes that a forward left in tensor `index`, in `rest` and in what is sent from now on.
 
         Returns:
-            Whether `take_up_edits` has to be called before the next `send`.
+            Whether `commit_edits` has to be called before the next `send`.
         """
 
     def moves(self, at: int, label: str) -> list[Move]:

@@ -42,8 +42,8 @@ class MappedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where in a file a tensor's bytes are."""
+class FileSpan:
+    """The bytes of a file that a tensor is a view of."""
 
     file: MappedFile
     position: int
@@ -64,7 +64,7 @@ class FileMap:
             self._mappings = file_mappings()
         self._starts = [mapping.start for mapping in self._mappings]
 
-    def find(self, tensor: torch.Tensor) -> Place | None:
+    def find(self, tensor: torch.Tensor) -> FileSpan | None:
         """Where `tensor` is a view of a file that still is what it was mapped from; None for any other tensor."""
         mapping = self._mapping_of(tensor)
         if mapping is None or not mapping.is_private or not self._tells_writes:
@@ -74,7 +74,7 @@ class FileMap:
         if written_pages(first, address + num_bytes - first) != []:
             return None
         file = MappedFile(mapping.path, mapping.identity)
-        return Place(file, mapping.file_offset + address - mapping.start, num_bytes)
+        return FileSpan(file, mapping.file_offset + address - mapping.start, num_bytes)
 
     def check(self, fqn: str, tensor: torch.Tensor) -> None:
         """
@@ -101,20 +101,20 @@ class FileMap:
 class Checkpoint(SourceFile):
     """A file that somebody else wrote, and whose views weights are."""
 
-    def __init__(self, places: Sequence[Place]) -> None:
+    def __init__(self, spans: Sequence[FileSpan]) -> None:
         """
         Raises:
             OSError: the file cannot be opened, or its name leads to another one by now.
         """
-        file = places[0].file
+        file = spans[0].file
         # A name may have a newline, or look as if it had.
         path = Path(file.path.replace("\\012", "\n"))
         if not path.exists():
             path = Path(file.path)
         fd = open_to_read(path)
         try:
-            start = min(place.position for place in places)
-            end = max(place.position + place.num_bytes for place in places)
+            start = min(span.position for span in spans)
+            end = max(span.position + span.num_bytes for span in spans)
             super().__init__(path, fd, start, end)
         finally:
             os.close(fd)
@@ -141,7 +141,7 @@ class Checkpoint(SourceFile):
         if not self.images:
             self.release()
 
-    def take_up_edits(self, wait: Callable[[], None]) -> bool:
+    def commit_edits(self, wait: Callable[[], None]) -> bool:
         """Find the images that weights at rest hold edits of: those have to be made again, somewhere else."""
         self.check()
         images = [image for image in self.images if isinstance(image, CheckpointImage)]
@@ -179,7 +179,7 @@ class _Pages:
     """The memory that weights of some images rest in."""
 
     def __init__(self, images: Sequence[CheckpointImage]) -> None:
-        spans = merged([(start, start + num_bytes) for image in images for start, _, num_bytes in image.spans])
+        spans = merged([(start, start + num_bytes) for image in images for start, _, num_bytes in image.mapped])
         # Images of one file mostly lie in one mapping, one after another: few scans serve all of them.
         self.all = merged([(start // PAGE * PAGE, -(-end // PAGE) * PAGE) for start, end in spans])
         """Whole pages around them."""
@@ -201,19 +201,19 @@ class CheckpointImage(FileImage):
         self,
         fqns: Sequence[str],
         tensors: Sequence[torch.Tensor],
-        places: Sequence[Place],
+        spans: Sequence[FileSpan],
         source: Checkpoint,
     ) -> None:
-        offsets, self.pieces, num_bytes = _arrange(places)
+        offsets, self.pieces, num_bytes = _arrange(spans)
         super().__init__(lay_out_at(fqns, tensors, offsets, num_bytes))
         self.source: Checkpoint = source
         self.rest = list(tensors)
-        self.spans = [
-            (tensor.data_ptr(), place.position, place.num_bytes) for tensor, place in zip(tensors, places, strict=True)
+        self.mapped = [
+            (tensor.data_ptr(), span.position, span.num_bytes) for tensor, span in zip(tensors, spans, strict=True)
         ]
         """Where each weight at rest lies: in memory, in the file, and how many bytes."""
-        self._first = min(start for start, _, _ in self.spans)
-        self._last = max(start + num_bytes for start, _, num_bytes in self.spans)
+        self._first = min(start for start, _, _ in self.mapped)
+        self._last = max(start + num_bytes for start, _, num_bytes in self.mapped)
         self._is_open = True
         source.add(self)
 
@@ -234,7 +234,7 @@ class CheckpointImage(FileImage):
         if not self.is_outdated and start < self._last and self._first < end:
             self.is_outdated = any(
                 self._differs(tensor, max(start, first) - first, min(end, first + num_bytes) - first, position)
-                for tensor, (first, position, num_bytes) in zip(self.rest, self.spans, strict=True)
+                for tensor, (first, position, num_bytes) in zip(self.rest, self.mapped, strict=True)
             )
             if self.is_outdated and self.is_verified and self.content is not None:
                 self.is_outdated = False
@@ -260,23 +260,23 @@ class CheckpointImage(FileImage):
             self.source.let_go(self)
 
 
-def _arrange(places: Sequence[Place]) -> tuple[list[int], list[Piece], int]:
+def _arrange(spans: Sequence[FileSpan]) -> tuple[list[int], list[Piece], int]:
     """Where each tensor goes in the image, in as few pieces of the file as alignment allows, and the image's size."""
-    offsets = [0] * len(places)
+    offsets = [0] * len(spans)
     pieces: list[Piece] = []
     end = 0
-    for index in sorted(range(len(places)), key=lambda index: places[index].position):
-        place = places[index]
+    for index in sorted(range(len(spans)), key=lambda index: spans[index].position):
+        span = spans[index]
         last = pieces[-1] if pieces else None
         if (
             last is None
-            or place.position - last.position - last.num_bytes > _MAX_GAP
-            or (place.position - last.position) % _KEPT_ALIGNMENT
+            or span.position - last.position - last.num_bytes > _MAX_GAP
+            or (span.position - last.position) % _KEPT_ALIGNMENT
         ):
-            last = Piece(-(-end // ALIGNMENT) * ALIGNMENT, place.position, 0)
+            last = Piece(-(-end // ALIGNMENT) * ALIGNMENT, span.position, 0)
             pieces.append(last)
-        offsets[index] = last.offset + place.position - last.position
-        size = max(last.num_bytes, place.position + place.num_bytes - last.position)
+        offsets[index] = last.offset + span.position - last.position
+        size = max(last.num_bytes, span.position + span.num_bytes - last.position)
         pieces[-1] = replace(last, num_bytes=size)
         end = last.offset + size
     return offsets, pieces, -(-end // ALIGNMENT) * ALIGNMENT

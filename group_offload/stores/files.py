@@ -18,7 +18,7 @@ class FileImage:
     They take no RAM until they are read, and an edit lands in pages of its own.
     """
 
-    is_stable = True
+    detects_edits = True
     is_outdated = False
     generation = 0
     layout: ImageLayout

@@ -42,7 +42,7 @@ class GroupFile(FileImage):
     def where(self) -> str:
         return self.path.name
 
-    def take_up_edits(self, wait: Callable[[], None]) -> bool:
+    def commit_edits(self, wait: Callable[[], None]) -> bool:
         """Put what was written into `rest` into a new file.
 
         Copies of the old one, and reads, may be on their way: its source serves them until they are done.

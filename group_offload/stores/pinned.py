@@ -12,7 +12,7 @@ from before a fork are never written to again, by the parent or by the child. An
 one process alone (`Image.is_outdated`), and the other process reads on what there was at the fork.
 
 Where the kernel does not tell, weights at rest are the image itself, nothing is prefetched across passes, and the host
-waits for the last copy at the end of each pass (`Image.is_stable`).
+waits for the last copy at the end of each pass (`Image.detects_edits`).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Segment:
             raise _no_room(num_bytes, error) from error
 
     @property
-    def is_stable(self) -> bool:
+    def detects_edits(self) -> bool:
         return self._private is not None
 
     @property
@@ -144,7 +144,7 @@ class Segment:
         self._private = self._scan = self._twice = self._rest_memory = None
         self.bytes = flat_view(b"", 0, 0)
 
-    def take_up_edits(self, wait: Callable[[], None]) -> bool:
+    def commit_edits(self, wait: Callable[[], None]) -> bool:
         private, scan = self._private, self._scan
         if private is None or scan is None:
             return False
@@ -228,8 +228,8 @@ class RamImage:
         return self.layout.num_bytes if self.store.is_locked else 0
 
     @property
-    def is_stable(self) -> bool:
-        return self.store.is_stable
+    def detects_edits(self) -> bool:
+        return self.store.detects_edits
 
     def check(self) -> None:
         pass

@@ -152,7 +152,7 @@ def test_a_budget_for_ram(
     assert ways == {0.0: {"direct"}, 0.4: {"direct", "locked"}, 1.0: {"locked"}}[share]
     before = handle.stats()
     check(device, model, resident)
-    handle._engine.transfer.drain()  # type: ignore[union-attr]
+    handle._engine.transfer.wait_until_enqueued()  # type: ignore[union-attr]
     after = handle.stats()
     read = sum(after.bytes_read[way] - before.bytes_read[way] for way in ("direct", "page cache"))
     assert read <= (1 - share) * num_bytes + after.staging_bytes if share < 1 else read == 0
@@ -802,7 +802,7 @@ def test_three_tiers_read_each_group_of_the_drive_once(
         before = handle.stats().bytes_read
         for _ in range(4):
             check(device, model, resident)
-        handle._engine.transfer.drain()  # type: ignore[union-attr]
+        handle._engine.transfer.wait_until_enqueued()  # type: ignore[union-attr]
         after, details = handle.stats().bytes_read, handle.plan.details
         handle.remove()
     assert details is not None and {place.value for place in details.places} == {"device", "ram", "file"}

@@ -285,7 +285,7 @@ def test_memory_that_runs_out_while_slots_are_exchanged(monkeypatch: pytest.Monk
             real = memory.take
 
             def take() -> None:
-                memory._kept, memory._lease.loose = memory._lease.loose, []  # type: ignore[union-attr]
+                memory._kept, memory._lease.pooled = memory._lease.pooled, []  # type: ignore[union-attr]
                 memory.release()
                 real()
 

@@ -323,7 +323,7 @@ def assert_reads_have_owners(handle: OffloadHandle) -> None:
     """What is read ahead is read for a group that waits for it: else it has its part of the staging memory for good."""
     engine = handle._engine
     assert engine is not None
-    engine.transfer.drain()
+    engine.transfer.wait_until_enqueued()
     jobs = {ahead.job for ahead in engine._lookahead._ahead.values()}
     assert set(engine.transfer._reader._announced) <= jobs and not engine.transfer._reader._submitted
 
@@ -598,7 +598,7 @@ def test_slots_go_to_another_model_while_files_are_being_read(options: dict[str,
             unread = [*transfer._reader._submitted]
             outputs += [forward(device, two, x) for _ in range(2)]
             held.open()
-            transfer.drain()
+            transfer.wait_until_enqueued()
             for output, wanted in zip(outputs, [expected[0]] + [expected[1]] * 2, strict=True):
                 assert torch.equal(device.get(output), wanted)
         assert unread
@@ -655,7 +655,7 @@ def test_an_edit_of_what_is_read_ahead(where: str) -> None:
         for _ in range(3 if where == "folder" else 1):  # what was edited once has left the checkpoint
             for _ in range(2):  # the first one learns the order
                 assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
-            engine.transfer.drain()
+            engine.transfer.wait_until_enqueued()
             ahead = {
                 index for index in range(6) for group in engine._lookahead._ahead if f"blocks_{index}" in group.group_id
             }
@@ -799,12 +799,12 @@ def test_what_could_not_be_read_ahead_is_read_again() -> None:
         handle = offload(model, **options)
         forward(device, model, x)
         assert handle._engine is not None
-        handle._engine.transfer.drain()
+        handle._engine.transfer.wait_until_enqueued()
         patch.setattr(SourceFile, "read", failing)
         for _ in range(4):
             # What is needed at once is not tried again: so all is read ahead.
             assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
-            handle._engine.transfer.drain()
+            handle._engine.transfer.wait_until_enqueued()
         assert num_reads > 12
         patch.undo()
         handle.remove()
@@ -868,7 +868,7 @@ def test_removed_right_after_a_forward(options: dict[str, Any]) -> None:
         x = torch.randn(2, DIM)
         outputs = [forward(device, model, x) for _ in range(3)]
         assert handle._engine is not None
-        handle._engine.transfer.drain()
+        handle._engine.transfer.wait_until_enqueued()
         assert on_their_way(device) > 0
         handle.remove()
         assert device.pinned_bytes == 0 and device.allocated_bytes == 0
@@ -890,7 +890,7 @@ def test_cut_into_groups_again_right_after_a_forward(options: dict[str, Any]) ->
         x = torch.randn(2, DIM)
         outputs = [(forward(device, model, x), run(resident, x)) for _ in range(3)]
         assert handle._engine is not None
-        handle._engine.transfer.drain()
+        handle._engine.transfer.wait_until_enqueued()
         assert on_their_way(device) > 0
         large = Block(40, counts=False)
         resident.blocks[2] = copy.deepcopy(large)
@@ -983,9 +983,10 @@ CALLS = {
     "synchronize",
     "record",
     "record_stream",
-    "finish",
+    "wait_for_copies",
     "abandon",
     "cancel",
+    "cancel_pending",
     "begin_all",
     "wait_for_room",
 }

@@ -116,7 +116,7 @@ class Rig:
 
     def settle(self) -> None:
         """Return once nothing is read."""
-        self.handle._engine.transfer.drain()
+        self.handle._engine.transfer.wait_until_enqueued()
 
     def expected(self) -> torch.Tensor:
         with torch.no_grad():

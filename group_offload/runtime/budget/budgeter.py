@@ -289,7 +289,7 @@ class Budgeter:
                 num_bytes=group.num_bytes,
                 compute_seconds=self._seconds.get(group.group_id, 0.0),
                 is_in_file=group.is_in_file,
-                may_reside=group.is_stable,
+                may_reside=group.detects_edits,
             )
             for group in self.groups
         ]

@@ -18,7 +18,7 @@ class LastCopies:
     def expect(self, stream: Stream) -> None:
         """Copies, or reads of slots, are about to be enqueued on `stream`.
 
-        `drain` waits for them from now on, whether they are recorded or not.
+        `synchronize_streams` waits for them from now on, whether they are recorded or not.
         """
         if any(known == stream for known, _ in self._by_stream):
             return
@@ -33,7 +33,7 @@ class LastCopies:
             if known == stream:
                 event.record(stream)
 
-    def drain(self) -> None:
+    def synchronize_streams(self) -> None:
         """Wait for all work that was enqueued so far on the streams that copies, or reads of slots, were expected on."""
         for stream, event in self._by_stream:
             event.record(stream)

@@ -53,9 +53,9 @@ _POLL_SECONDS = 2e-4
 _readers: weakref.WeakSet[Reader] = weakref.WeakSet()
 
 
-def _forget_all() -> None:
+def _reset_all() -> None:
     for reader in [*_readers]:
-        reader.forget()
+        reader.reset_after_fork()
 
 
 class Reader:
@@ -153,17 +153,17 @@ class Reader:
             num_more = self._hire()
         self._start(num_more)
 
-    def drain(self) -> None:
+    def wait_until_enqueued(self) -> None:
         """Return once all that was submitted is on its way, and nothing is read."""
         while self._num_workers:
             time.sleep(_POLL_SECONDS)
 
-    def abandon_all(self) -> None:
+    def cancel_pending(self) -> None:
         """Begin no more reads, and return once none is under way."""
         with self._lock:
             for job in [*self._submitted, *self._announced]:
                 self._end(job, None)
-        self.drain()
+        self.wait_until_enqueued()
 
     def successor(self) -> Reader:
         """Another reader, in the place of this one, of which nobody knows what state it is in.
@@ -183,7 +183,7 @@ class Reader:
         other.num_copies, other.bytes_read, other._busy_seconds = self.num_copies, self.bytes_read, self._busy_seconds
         return other
 
-    def forget(self) -> None:
+    def reset_after_fork(self) -> None:
         """Start from nothing in a child process, which has none of the parent's threads: forget what they had to do."""
         self._lock = threading.RLock()
         for job in [*self._submitted, *self._announced]:
@@ -192,7 +192,7 @@ class Reader:
         self._submitted, self._announced = deque(), []
         self._num_workers = self._num_starting = self._num_reading = 0
         self._is_waiting = False
-        self._staging.forget()
+        self._staging.reset_after_fork()
 
     def close(self) -> None:
         """Give the staging memory back. Nothing may be read."""
@@ -432,4 +432,4 @@ def _naming(*reads: Read) -> Iterator[None]:
         raise GroupFileError(f"Group {names} cannot be onloaded. {error}") from error
 
 
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_reset_all)

@@ -76,7 +76,7 @@ class Staging:
         event.record(stream)
         self._sent.append((event, start))
 
-    def forget(self) -> None:
+    def reset_after_fork(self) -> None:
         """Take all frames for free, in a child process: none of the parent's threads reads there, and no copy ends."""
         self._sent.clear()
         if self.memory is not None:

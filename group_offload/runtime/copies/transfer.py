@@ -180,20 +180,20 @@ class Transfer:
         self._backend.copy(target, source, stream, blocking=True)
         self._num_copies += 1
 
-    def finish(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait until no copy reads an image any more, because images are about to change.
 
         Copies of bytes that were read from files are not waited for: they read staging memory only.
         """
         self.last_copies.synchronize()
 
-    def drain(self) -> None:
+    def wait_until_enqueued(self) -> None:
         """Wait until all copies of what was sent are enqueued. It waits for the drive, not for the device."""
-        self._reader.drain()
+        self._reader.wait_until_enqueued()
 
-    def abandon(self) -> None:
+    def cancel_pending(self) -> None:
         """Give up the copies that were not enqueued yet, and return once nothing is read."""
-        self._reader.abandon_all()
+        self._reader.cancel_pending()
 
     def recover(self, *, is_whole: bool) -> None:
         """Give up the copies that were not enqueued yet, and return once no copy is on its way.
@@ -202,10 +202,10 @@ class Transfer:
             is_whole: Whether the state of the reader is known. If not, its threads are left alone, and a new one takes over.
         """
         if is_whole:
-            self._reader.abandon_all()
+            self._reader.cancel_pending()
         else:
             self._reader = self._reader.successor()
-        self.last_copies.drain()
+        self.last_copies.synchronize_streams()
 
     def close(self) -> None:
         """Give the staging memory back. Nothing may be read (`cancel_pending`)."""

@@ -125,12 +125,12 @@ class LookAhead:
         found = None if ring is None else ring.place(group.num_bytes, self._is_free, is_first=not self._use_stream)
         if ring is not None and found is None:
             self._warn_of_aliases(ring.slots)
-        self._send([group], *(found or (self._memory.loose_slot(group.num_bytes), [])))
+        self._send([group], *(found or (self._memory.pooled_slot(group.num_bytes), [])))
 
     def abandon(self) -> None:
         """Give up what is read: nobody waits for it."""
         self._ahead.clear()
-        self._transfer.abandon()
+        self._transfer.cancel_pending()
 
     def _look(self) -> None:
         """Start the images that come next, as far as there is room, or room in what is needed later.
@@ -236,8 +236,8 @@ class LookAhead:
             del self._ahead[group]
 
     def _run_limit(self, group: Group) -> int:
-        is_loose = self._memory.is_just_in_time and not group.height
-        room = 2 * self._memory.window_bytes if is_loose else self._memory.ring_sizes.get(group.height, 0)
+        is_pooled = self._memory.is_just_in_time and not group.height
+        room = 2 * self._memory.window_bytes if is_pooled else self._memory.ring_sizes.get(group.height, 0)
         return min(MAX_RUN_BYTES, room // 8)
 
     def _onload_ahead(self, run: list[Group], num_bytes: int, soon: set[Group]) -> bool:

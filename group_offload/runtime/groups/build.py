@@ -22,7 +22,7 @@ from ...config import OffloadConfig
 from ...errors import ConfigError, GroupFileError
 from ...partition import GroupSpec, TensorRef, partition
 from ...stores.base import Image, Tier
-from ...stores.checkpoint import Checkpoint, CheckpointImage, FileMap, MappedFile, Place
+from ...stores.checkpoint import Checkpoint, CheckpointImage, FileMap, FileSpan, MappedFile
 from ...stores.folder import Folder
 from ...stores.group_file import GroupFile
 from ...stores.pinned import SEGMENT_BYTES, RamImage, Segment
@@ -200,7 +200,7 @@ def _runs_of(plans: Iterable[_Plan]) -> Iterator[list[_Plan]]:
         yield run
 
 
-_Views = dict[MappedFile, list[tuple[_Plan, list[tuple[TensorRef, Place]]]]]
+_Views = dict[MappedFile, list[tuple[_Plan, list[tuple[TensorRef, FileSpan]]]]]
 """By file: the groups that have tensors there, which these are, and where each of them lies."""
 
 
@@ -208,7 +208,7 @@ def _find_views(plans: Sequence[_Plan], casts: Mapping[int, torch.dtype], file_m
     """The weights that are unchanged views of mapped files, and will not be cast."""
     found: _Views = {}
     for plan in plans:
-        by_file: dict[MappedFile, list[tuple[TensorRef, Place]]] = {}
+        by_file: dict[MappedFile, list[tuple[TensorRef, FileSpan]]] = {}
         for cluster in overlapping([ref.tensor.detach() for ref in plan.fresh]):
             mine = [plan.fresh[i] for i in cluster]
             spans = [(ref, None if id(ref.tensor) in casts else file_map.find(ref.tensor.detach())) for ref in mine]

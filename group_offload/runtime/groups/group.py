@@ -76,7 +76,7 @@ class Group:
         """While all of it is onloaded: what each tensor was bound to."""
         self._recast: dict[int, torch.Tensor] = {}
         """Values that a forward put in place of tensors and that do not fit the image: until the next pass begins."""
-        self._needs_take_up = False
+        self._needs_commit = False
         """A forward changed tensors, and their images do not know yet."""
 
     @property
@@ -85,9 +85,9 @@ class Group:
         return any(isinstance(part.image, FileImage) for part in self.parts)
 
     @property
-    def is_stable(self) -> bool:
-        """Whether what was sent may be used again after somebody could edit the weights. See `Image.is_stable`."""
-        return all(part.image.is_stable for part in self.parts)
+    def detects_edits(self) -> bool:
+        """Whether what was sent may be used again after somebody could edit the weights. See `Image.detects_edits`."""
+        return all(part.image.detects_edits for part in self.parts)
 
     def rest(self) -> None:
         """Bind the tensors to their place at rest."""
@@ -167,7 +167,7 @@ class Group:
             part.image.check()  # touching what rests in a file that was cut off would be a SIGBUS
             with torch.inference_mode(False), torch.no_grad():
                 if not torch.equal(value, as_bytes(rest)):
-                    self._needs_take_up |= part.image.write(place, value)
+                    self._needs_commit |= part.image.write(place, value)
                     num_changed += 1
         if not torch.is_inference_mode_enabled():
             # Whatever autograd saved of these weights, past our hooks, is about to be overwritten in the slot. Their
@@ -229,7 +229,7 @@ class Group:
 
     def was_touched(self) -> bool:
         """Whether an in-place operation changed a tensor at rest since it was bound there."""
-        return self._needs_take_up or self._rest_version != self._version_sum()
+        return self._needs_commit or self._rest_version != self._version_sum()
 
     def was_replaced(self) -> bool:
         """Whether a tensor at rest is bound to something else since it was bound there."""
@@ -240,17 +240,17 @@ class Group:
         """Whether the tensors at rest, wherever they are, have the sizes, strides and dtypes that they were bound with."""
         return self._rest_forms.are_of(self._tensors)
 
-    def take_up_edits(self, transfer: Transfer) -> None:
+    def commit_edits(self, transfer: Transfer) -> None:
         """Make edits of tensors at rest part of what is sent from now on."""
-        self._needs_take_up = True  # until all have
+        self._needs_commit = True  # until all have
         try:
             for part in self.parts:
-                part.image.store.take_up_edits(transfer.finish)
-                if not part.image.is_stable:
+                part.image.store.commit_edits(transfer.wait_for_copies)
+                if not part.image.detects_edits:
                     part.sent_generation = -1  # what was edited is the image itself
         finally:
             self.rebind_moved()
-        self._needs_take_up = False
+        self._needs_commit = False
         self._rest_version = self._version_sum()
 
     def rebind_moved(self) -> None:
@@ -323,7 +323,7 @@ class Group:
     def was_moved(self) -> bool:
         return any(part.was_moved() for part in self.parts)
 
-    def absorb_replaced(self) -> None:
+    def commit_replacements(self) -> None:
         """Copy the values of `replaced()` tensors to their places at rest, and bind the tensors there again."""
         for part in self.parts:
             for index, is_left in enumerate(part.as_left()):
@@ -333,7 +333,7 @@ class Group:
                     with torch.inference_mode(False), torch.no_grad():
                         view.copy_(ref.tensor.detach())
                     ref.tensor.data = fit_for(ref.tensor, view)
-                    self._needs_take_up = True
+                    self._needs_commit = True
 
     def images_at(self, offset: int) -> list[PlacedImage]:
         """The images, placed in a slot so that the group's bytes begin at `offset`."""

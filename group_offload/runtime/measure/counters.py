@@ -17,7 +17,7 @@ class Counters:
     brought_back: int = 0
     rebuilds: int = 0
     device_bytes: int = 0
-    loose_bytes: int = 0
+    pooled_bytes: int = 0
     """The part of it that is in no ring, and for one run of groups only."""
     resident_bytes: int = 0
     """The part of it that stays between passes."""

@@ -87,7 +87,7 @@ class Lease(Generic[T]):
         """None once the memory was taken back for another module."""
         self.rings: dict[int, Ring[T]] = {}
         """For each height of groups, the memory that these groups take turns in."""
-        self.loose: list[Slot[T]] = []
+        self.pooled: list[Slot[T]] = []
         """Slots in no ring, each allocated for one run of groups."""
         self.is_busy = True
         """Whether a pass is running in the memory: then it is not taken back."""
@@ -104,13 +104,13 @@ class Lease(Generic[T]):
             The memory, and the `ready` events of its slots that compute has not waited for.
         """
         memory, unread = self.memory, []
-        for slot in (*self.loose, *(slot for ring in self.rings.values() for slot in ring.slots)):
+        for slot in (*self.pooled, *(slot for ring in self.rings.values() for slot in ring.slots)):
             slot.evict()
             if slot.waited_on is None:
                 unread.append(slot.ready)
         assert memory is not None
         # At once and at the end: after an interrupt the memory is either taken back or still has slots that are known.
-        self.memory, self.rings, self.loose = None, {}, []
+        self.memory, self.rings, self.pooled = None, {}, []
         return memory, unread
 
 
@@ -205,7 +205,7 @@ class Arena:
             if lease is None or lease is mine or lease.is_busy:
                 return 0
             assert lease.memory is not None
-            return lease.memory.numel() + sum(slot.memory.numel() for slot in lease.loose)
+            return lease.memory.numel() + sum(slot.memory.numel() for slot in lease.pooled)
 
     def release_idle(self) -> None:
         """Give the memory back to the device, unless a module is running in it."""

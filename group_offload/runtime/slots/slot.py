@@ -8,7 +8,7 @@ bytes next wait for it. Each event is recorded as soon as the work that it stand
 the last use of a slot that is in no ring is recorded when it is asked for.
 
 The content of a slot stays good until something else takes its bytes. It stays good between passes too, if copies read
-other memory than the weights at rest (`Image.is_stable`). Therefore the first groups of a pass are on their way before the
+other memory than the weights at rest (`Image.detects_edits`). Therefore the first groups of a pass are on their way before the
 pass begins, and a group whose bytes nothing else needs is copied once.
 """
 
