@@ -23,8 +23,8 @@ from group_offload.base import publish
 from group_offload.runtime.copies import reader
 from group_offload.runtime.foresight.lookahead import LookAhead
 from group_offload.runtime.groups import group, part, tensors, wrapped
-from group_offload.runtime.slots import arena
 from group_offload.runtime.passes import Passes
+from group_offload.runtime.slots import arena
 from group_offload.runtime.slots import slot as slots
 
 from .. import interrupts
