@@ -14,10 +14,11 @@ from .activations import (
     apply_activation_offloading,
     no_activation_offloading,
 )
-from .api import GroupInfo, OffloadHandle, OffloadStats, apply_group_offloading, free_slots, remove_group_offloading
+from .api import apply_group_offloading, free_slots, remove_group_offloading
 from .base.progress import disable_progress_bar, enable_progress_bar
 from .config import OffloadConfig, OffloadType
 from .errors import ConfigError, DeviceError, GroupFileError, GroupOffloadError, ModuleError, StateError
+from .handle import GroupInfo, OffloadHandle, OffloadStats
 from .integrations.diffusers import disable_group_offload, enable_group_offload, patch_diffusers, unpatch_diffusers
 from .integrations.opening import from_pretrained
 from .integrations.training import ActivationOffloadCallback

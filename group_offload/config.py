@@ -1,13 +1,16 @@
-"""The options of one offloaded module, checked once and frozen."""
+"""The options of one offloaded module: as a caller gives them, then checked and frozen."""
 
 from __future__ import annotations
 
+import inspect
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum, StrEnum
+from functools import wraps
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -25,13 +28,86 @@ class OffloadType(StrEnum):
     """Single layers: least device memory, most groups."""
 
 
+# ------------------------------------------------------------------------------------------------ as they are given
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadOptions:
+    """The options of a model and of a pipeline, unchecked: the names, types, defaults and order of all public calls.
+
+    `apply_group_offloading` says what each option does.
+    """
+
+    onload_device: str | int | torch.device | None = None
+    offload_device: str | torch.device = "cpu"
+    offload_type: str | Enum = "block_level"
+    num_blocks_per_group: int | None = None
+    non_blocking: bool = False
+    use_stream: bool | None = None
+    record_stream: bool = False
+    low_cpu_mem_usage: bool = False
+    offload_to_disk_path: str | os.PathLike[str] | None = None
+    _: KW_ONLY
+    verify_files: bool = False
+    vram_budget: int | str | None = None
+    ram_budget: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions(OffloadOptions):
+    """The options of one model."""
+
+    block_modules: list[str] | tuple[str, ...] | None = None
+    exclude_kwargs: list[str] | tuple[str, ...] | None = None
+
+
+_P = ParamSpec("_P")
+_Target = TypeVar("_Target")
+_Options = TypeVar("_Options")
+_Result = TypeVar("_Result")
+
+
+def takes_options(
+    kind: Callable[_P, _Options],
+) -> Callable[[Callable[[_Target, _Options], _Result]], Callable[Concatenate[_Target, _P], _Result]]:
+    """Let callers of `function(target, options)` give the options one by one, in their order or by name.
+
+    Type checkers, editors and `help()` see every option with its type and default.
+
+    Args:
+        kind: the dataclass of the options.
+    """
+
+    def decorate(function: Callable[[_Target, _Options], _Result]) -> Callable[Concatenate[_Target, _P], _Result]:
+        own = inspect.signature(function)
+        target, _ = own.parameters.values()
+        signature = own.replace(parameters=[target, *inspect.signature(kind).parameters.values()])
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> _Result:
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{function.__name__}() {error}") from None
+            make = cast(Callable[..., _Options], kind)
+            return function(bound.args[0], make(*bound.args[1:], **bound.kwargs))
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+# ------------------------------------------------------------------------------------------------ checked
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
-    """What `apply_group_offloading` was asked for, with every default filled in.
+    """The options of an offloaded module, checked, with every default filled in.
 
     Raises:
-        ConfigError: a value that is not understood, or two options that contradict each other.
-        DeviceError: a device that does not exist here.
+        ConfigError: a value is not understood, or two options contradict each other.
+        DeviceError: a device does not exist here.
     """
 
     onload_device: torch.device
@@ -39,30 +115,30 @@ class OffloadConfig:
     num_blocks_per_group: int
     non_blocking: bool
     use_stream: bool
+    was_stream_asked_for: bool
+    """Whether the caller gave `use_stream=True`: copies then overlap with compute even where the whole module fits on the
+    device."""
     record_stream: bool
     low_cpu_mem_usage: bool
     rests_in_files: bool
-    """Weights stay in the files that they were loaded from, or are written to new ones."""
+    """Whether weights stay in the files that they were loaded from, or are written to new ones."""
     offload_to_disk_path: Path | None
-    """For files that have to be written."""
+    """Folder for files that have to be written."""
     verify_files: bool
     vram_budget: Budget | None
     """Device memory for the whole process."""
     ram_budget: Budget | None
     """RAM for the whole process."""
     ram_share: int | None
-    """RAM for weights that rest in files, where several modules share a budget."""
+    """Bytes of RAM for weights that rest in files, if several modules share a budget."""
     block_modules: tuple[str, ...] | None
     exclude_kwargs: tuple[str, ...]
-    identity: str
-    """Prefix of the group ids: tells two components of one pipeline apart in one folder."""
+    group_prefix: str
+    """Prefix of the group ids (diffusers' `module_prefix`). It tells two models of one pipeline apart in one folder."""
 
     @property
     def backend(self) -> Backend:
         return backend_for(self.onload_device)
-
-    was_stream_asked_for: bool
-    """`use_stream=True` was given: copies overlap with compute even where the module then fits on the device as a whole."""
 
     @property
     def has_budgets(self) -> bool:
@@ -75,39 +151,24 @@ class OffloadConfig:
 
     @classmethod
     def from_options(
-        cls,
-        *,
-        onload_device: str | int | torch.device | None = None,
-        offload_device: str | torch.device = "cpu",
-        offload_type: str | Enum = "block_level",
-        num_blocks_per_group: int | None = None,
-        non_blocking: bool = False,
-        use_stream: bool | None = None,
-        record_stream: bool = False,
-        low_cpu_mem_usage: bool = False,
-        offload_to_disk_path: str | os.PathLike[str] | None = None,
-        verify_files: bool = False,
-        vram_budget: int | str | None = None,
-        ram_budget: int | str | None = None,
-        ram_share: int | None = None,
-        block_modules: list[str] | tuple[str, ...] | None = None,
-        exclude_kwargs: list[str] | tuple[str, ...] | None = None,
-        identity: str = "",
+        cls, options: ModelOptions, *, group_prefix: str = "", ram_share: int | None = None
     ) -> OffloadConfig:
-        device = default_device() if onload_device is None else _as_device(onload_device, "onload_device")
+        """Check `options` and fill in their defaults."""
+        given = options.onload_device
+        device = default_device() if given is None else _as_device(given, "onload_device")
         backend = backend_for(device)
-        is_disk = offload_device == "disk"
-        if not is_disk and _as_device(offload_device, "offload_device").type != "cpu":
+        is_disk = options.offload_device == "disk"
+        if not is_disk and _as_device(options.offload_device, "offload_device").type != "cpu":
             raise ConfigError(
-                f"offload_device={str(offload_device)!r}: weights rest in RAM or in files. Pass 'cpu' or 'disk', with "
+                f"offload_device={str(options.offload_device)!r}: weights rest in RAM or in files. Pass 'cpu' or 'disk', with "
                 f"offload_to_disk_path for files that have to be written."
             )
         flags = {
-            "non_blocking": non_blocking,
-            "use_stream": backend.has_streams if use_stream is None else use_stream,
-            "record_stream": record_stream,
-            "low_cpu_mem_usage": low_cpu_mem_usage,
-            "verify_files": verify_files,
+            "non_blocking": options.non_blocking,
+            "use_stream": backend.has_streams if options.use_stream is None else options.use_stream,
+            "record_stream": options.record_stream,
+            "low_cpu_mem_usage": options.low_cpu_mem_usage,
+            "verify_files": options.verify_files,
         }
         for name, value in flags.items():
             if not isinstance(value, bool):
@@ -116,44 +177,46 @@ class OffloadConfig:
             raise DeviceError(
                 f"use_stream=True needs a device with streams, and {str(device)!r} has none. Pass use_stream=False."
             )
-        if record_stream and not flags["use_stream"]:
+        if options.record_stream and not flags["use_stream"]:
             raise ConfigError(
                 "record_stream=True contradicts use_stream=False: pass use_stream=True, or drop record_stream."
             )
-        if vram_budget is not None and not backend.has_streams:
+        if options.vram_budget is not None and not backend.has_streams:
             raise ConfigError(
-                f"vram_budget={vram_budget!r}: {str(device)!r} has no memory of its own. Pass ram_budget, or another "
+                f"vram_budget={options.vram_budget!r}: {str(device)!r} has no memory of its own. Pass ram_budget, or another "
                 f"onload_device."
             )
-        if vram_budget is not None and low_cpu_mem_usage:
+        if options.vram_budget is not None and options.low_cpu_mem_usage:
             raise ConfigError(
-                f"vram_budget={vram_budget!r} contradicts low_cpu_mem_usage=True: nothing tells of edits of weights in RAM "
-                f"that is not page-locked, so none could stay on the device. Drop one of the two."
+                f"vram_budget={options.vram_budget!r} contradicts low_cpu_mem_usage=True: edits of weights in RAM that is not "
+                f"page-locked cannot be noticed, so no weight could stay on the device. Drop one of the two."
             )
-        kind = _as_offload_type(offload_type)
+        kind = _as_offload_type(options.offload_type)
+        count = options.num_blocks_per_group
         if kind is OffloadType.LEAF_LEVEL:
-            if num_blocks_per_group not in (None, 1):
+            if count not in (None, 1):
                 raise ConfigError(
-                    f"num_blocks_per_group={num_blocks_per_group!r} contradicts offload_type='leaf_level', where each "
-                    f"layer is a group. Drop it, or pass offload_type='block_level'."
+                    f"num_blocks_per_group={count!r} contradicts offload_type='leaf_level', where each layer is a group. Drop "
+                    f"it, or pass offload_type='block_level'."
                 )
-            if block_modules is not None:
+            if options.block_modules is not None:
                 raise ConfigError(
                     "block_modules contradicts offload_type='leaf_level'. Drop it, or pass offload_type='block_level'."
                 )
+        path, blocks = options.offload_to_disk_path, options.block_modules
         return cls(
             onload_device=backend.device,
             offload_type=kind,
-            num_blocks_per_group=_as_count(1 if num_blocks_per_group is None else num_blocks_per_group),
-            rests_in_files=is_disk or offload_to_disk_path is not None,
-            offload_to_disk_path=None if offload_to_disk_path is None else _as_path(offload_to_disk_path),
-            vram_budget=parse_budget(vram_budget, "vram_budget", backend.total_bytes()),
-            ram_budget=parse_budget(ram_budget, "ram_budget", total_ram()),
+            num_blocks_per_group=_as_count(1 if count is None else count),
+            was_stream_asked_for=options.use_stream is True,
+            rests_in_files=is_disk or path is not None,
+            offload_to_disk_path=None if path is None else _as_path(path),
+            vram_budget=parse_budget(options.vram_budget, "vram_budget", backend.total_bytes()),
+            ram_budget=parse_budget(options.ram_budget, "ram_budget", total_ram()),
             ram_share=ram_share,
-            block_modules=None if block_modules is None else _as_names(block_modules, "block_modules"),
-            exclude_kwargs=_as_names(exclude_kwargs or (), "exclude_kwargs"),
-            identity=identity,
-            was_stream_asked_for=use_stream is True,
+            block_modules=None if blocks is None else _as_names(blocks, "block_modules"),
+            exclude_kwargs=_as_names(options.exclude_kwargs or (), "exclude_kwargs"),
+            group_prefix=group_prefix,
             **flags,
         )
 

@@ -62,7 +62,7 @@ class TensorRef:
     tensor: torch.Tensor
     holder: torch.Tensor
     path: tuple[str, ...]
-    places: tuple[Place, ...]
+    places: tuple[ParamSlot, ...]
 
     @property
     def is_buffer(self) -> bool:
@@ -70,7 +70,7 @@ class TensorRef:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class ParamSlot:
     """`owner._parameters[name]` or `owner._buffers[name]`."""
 
     owner: nn.Module
@@ -159,10 +159,10 @@ def _block_units(root: nn.Module, config: OffloadConfig) -> Iterator[_Unit]:
                     f"block_modules names {name!r}, which is no child of {type(root).__name__}. Its children: {sorted(known)}."
                 )
     if isinstance(root, (nn.ModuleList, nn.Sequential)):
-        yield from _list_units(root, root, "", config.identity, config.num_blocks_per_group)
-        yield _Unit(f"{config.identity}{type(root).__name__}_unmatched_group", modules=[root], owners=[""])
+        yield from _list_units(root, root, "", config.group_prefix, config.num_blocks_per_group)
+        yield _Unit(f"{config.group_prefix}{type(root).__name__}_unmatched_group", modules=[root], owners=[""])
         return
-    yield from _block_units_of(root, "", config.identity, frozenset(blocks or ()), config.num_blocks_per_group)
+    yield from _block_units_of(root, "", config.group_prefix, frozenset(blocks or ()), config.num_blocks_per_group)
 
 
 def _children_of(module: nn.Module, names: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
@@ -230,11 +230,13 @@ def _leaf_units(
         is_script = isinstance(module, torch.jit.ScriptModule)
         if is_script or (path and (isinstance(module, whole) or is_compiled(module))):
             taken.add(path)
-            leaf = leaves.setdefault(module, _Unit(f"{config.identity}{path}", modules=[module]))
+            leaf = leaves.setdefault(module, _Unit(f"{config.group_prefix}{path}", modules=[module]))
             leaf.subtrees.append(path)
         elif holds_tensors(module):
             holder = _nearest_called(path, modules)
-            owner = owners.setdefault(modules[holder], _Unit(f"{config.identity}{holder}", modules=[modules[holder]]))
+            owner = owners.setdefault(
+                modules[holder], _Unit(f"{config.group_prefix}{holder}", modules=[modules[holder]])
+            )
             owner.owners.append(path)
     yield from leaves.values()
     yield from owners.values()
@@ -246,7 +248,7 @@ def _assign(
     """Every tensor under `modules` once, and the units that need it."""
     by_subtree = {path: i for i, unit in enumerate(units) for path in unit.subtrees}
     by_owner = {path: i for i, unit in enumerate(units) for path in unit.owners}
-    found: dict[int, tuple[str, torch.Tensor, dict[tuple[int, str], Place], set[int]]] = {}
+    found: dict[int, tuple[str, torch.Tensor, dict[tuple[int, str], ParamSlot], set[int]]] = {}
     for path, owner in modules.items():
         home = by_owner.get(path)
         for part in (path, *_ancestors(path)):
@@ -259,7 +261,7 @@ def _assign(
                 assert home is not None, path
                 fqn = f"{path}.{name}" if path else name
                 _, _, places, used_by = found.setdefault(id(tensor), (fqn, tensor, {}, set()))
-                places[id(owner), name] = Place(owner, name, is_buffer)
+                places[id(owner), name] = ParamSlot(owner, name, is_buffer)
                 used_by.add(home)
     refs: list[TensorRef] = []
     users: list[set[int]] = []

@@ -55,6 +55,7 @@ LAYERS = (
     {"config"},
     {"partition"},
     {"runtime", "activations"},
+    {"handle"},
     {"api"},
     {"integrations"},
     {"cli"},

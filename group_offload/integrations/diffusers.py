@@ -14,14 +14,11 @@ config to the engine it belongs to and everything else where it went before.
 from __future__ import annotations
 
 import importlib
-import inspect
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import dataclass, fields, replace
 from functools import cache, wraps
 from types import ModuleType
 from typing import Any
@@ -29,17 +26,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..api import (
-    Listener,
-    OffloadHandle,
-    add_listener,
-    apply_group_offloading,
-    handle_of,
-    offload,
-    remove_group_offloading,
-)
-from ..config import OffloadConfig, OffloadType
+from ..api import apply_group_offloading, handle_of, offload, remove_group_offloading
+from ..config import ModelOptions, OffloadConfig, OffloadOptions, OffloadType, takes_options
 from ..errors import ConfigError, GroupOffloadError, ModuleError, StateError
+from ..handle import Listener, OffloadHandle, add_listener
 from ..runtime.gates import is_offloaded
 from ..runtime.memory import bytes_in_turn
 from .sharing import shares_of
@@ -47,153 +37,147 @@ from .sharing import shares_of
 logger = logging.getLogger("group_offload")
 
 HOOK_NAME = "group_offloading"
-_MODEL_OPTIONS = frozenset(inspect.signature(apply_group_offloading).parameters) - {"module"}
 _SEAM = "_apply_group_offloading"
 
 
 # ------------------------------------------------------------------------------------------------ pipelines
 
 
-def enable_group_offload(
-    pipeline: Any,
-    onload_device: str | int | torch.device | None = None,
-    offload_device: str | torch.device = "cpu",
-    offload_type: str | Enum = "block_level",
-    num_blocks_per_group: int | None = None,
-    non_blocking: bool = False,
-    use_stream: bool | None = None,
-    record_stream: bool = False,
-    low_cpu_mem_usage: bool = False,
-    offload_to_disk_path: str | os.PathLike[str] | None = None,
-    exclude_modules: str | Sequence[str] | None = None,
-    model_options: Mapping[str, Mapping[str, Any]] | None = None,
-    *,
-    verify_files: bool = False,
-    vram_budget: int | str | None = None,
-    ram_budget: int | str | None = None,
-) -> dict[str, OffloadHandle]:
+@dataclass(frozen=True, slots=True)
+class PipelineOptions(OffloadOptions):
+    """The options of `enable_group_offload`."""
+
+    exclude_modules: str | Sequence[str] | None = None
+    model_options: Mapping[str, Mapping[str, Any]] | None = None
+
+
+@takes_options(PipelineOptions)
+def enable_group_offload(pipeline: Any, options: PipelineOptions) -> dict[str, OffloadHandle]:
     """Offload all models of a diffusers pipeline.
 
-    Arguments are those of `pipe.enable_group_offload` (diffusers 0.42.1), with the defaults of `apply_group_offloading`.
+    Arguments are those of `pipe.enable_group_offload` (diffusers 0.42.1), with the defaults of `apply_group_offloading`,
+    which explains the arguments that are not listed here.
 
     Args:
-        pipeline: any object with `components`, a dict from names to models and other things.
-        exclude_modules: names of models that are moved to the device as a whole instead.
-        model_options: for single models, options that differ: `{"vae": {"offload_type": "leaf_level"}}`. All options of
-            `apply_group_offloading` can be given.
-        verify_files: as in `apply_group_offloading`.
-        vram_budget, ram_budget: for the whole process, in the forms that `apply_group_offloading` takes. Models run one after
-            another: each may fill the device, and RAM is shared out by how often a model runs for an image.
+        pipeline: Any object with `components`, a dict from names to models and other parts.
+        exclude_modules: Names of models that are moved to the device as a whole instead.
+        model_options: Options of single models that differ: `{"vae": {"offload_type": "leaf_level"}}`. All options of
+            `apply_group_offloading` are possible.
+        vram_budget, ram_budget: Budgets for the whole process. Models run one after another: each may fill the device, and
+            RAM is shared out by how often a model runs for an image.
 
     Returns:
         The handle of each offloaded model, by its name in the pipeline.
 
     Raises:
-        ConfigError: a name that is no model of the pipeline, or an option as in `apply_group_offloading`.
-        ModuleError: a model that says it does not support group offloading, or is offloaded by accelerate.
+        ConfigError: a name is no model of the pipeline, or an option is refused as by `apply_group_offloading`.
+        ModuleError: a model says that it does not support group offloading, or is offloaded by accelerate.
         StateError: a model is group-offloaded already. Models that were offloaded by this call are restored.
 
     Example:
         >>> handles = enable_group_offload(pipe, offload_to_disk_path="/nvme/offload", exclude_modules="vae")
     """
-    plan = plan_pipeline(
-        pipeline,
-        exclude_modules,
-        model_options,
-        onload_device=onload_device,
-        offload_device=offload_device,
-        offload_type=offload_type,
-        num_blocks_per_group=num_blocks_per_group,
-        non_blocking=non_blocking,
-        use_stream=use_stream,
-        record_stream=record_stream,
-        low_cpu_mem_usage=low_cpu_mem_usage,
-        offload_to_disk_path=offload_to_disk_path,
-        verify_files=verify_files,
-        vram_budget=vram_budget,
-        ram_budget=ram_budget,
-    )
+    plan = plan_pipeline(pipeline, options)
     by_model: dict[int, OffloadHandle] = {}
     with undone_on_error() as undo:
-        for model, options in plan.offloaded.values():
-            if id(model) not in by_model:  # one model may have two names
-                if handle_of(model) is None:
-                    undo.callback(remove_group_offloading, model)
-                by_model[id(model)] = offload(model, **options)
+        for planned in plan.offloaded:
+            if handle_of(planned.model) is None:
+                undo.callback(remove_group_offloading, planned.model)
+            by_model[id(planned.model)] = planned.offload()
         for model in plan.excluded:
-            undo.callback(bring_back, {tensor: tensor.device for tensor in (*model.parameters(), *model.buffers())})
+            undo.callback(move_back, devices_of(model))
             model.to(plan.device)
         return {name: by_model[id(model)] for name, model in _models_of(pipeline).items() if id(model) in by_model}
 
 
 @contextmanager
 def undone_on_error() -> Iterator[ExitStack]:
-    """What is given to the stack to do is done if the block raises, all of it, and else not."""
+    """A stack whose callbacks run only if the block raises."""
     with ExitStack() as undo:
         yield undo
         undo.pop_all()
 
 
-def bring_back(homes: Mapping[torch.Tensor, torch.device]) -> None:
-    for tensor, home in homes.items():
-        if tensor.device != home:
-            tensor.data = tensor.data.to(home)
+def devices_of(model: nn.Module) -> dict[torch.Tensor, torch.device]:
+    """The parameters and buffers of a model, each with its device: an argument for `move_back`."""
+    return {tensor: tensor.device for tensor in (*model.parameters(), *model.buffers())}
+
+
+def move_back(devices: Mapping[torch.Tensor, torch.device]) -> None:
+    for tensor, device in devices.items():
+        if tensor.device != device:
+            tensor.data = tensor.data.to(device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedModel:
+    """A model of a pipeline and its arguments of `offload`."""
+
+    model: nn.Module
+    options: ModelOptions
+    group_prefix: str
+    ram_share: int | None = None
+
+    def offload(self, casts: Mapping[str, torch.dtype] | None = None) -> OffloadHandle:
+        return offload(self.model, self.options, group_prefix=self.group_prefix, ram_share=self.ram_share, casts=casts)
+
+    @property
+    def bytes_in_turn(self) -> int:
+        """Bytes of device memory, about, that the model's weights take turns in."""
+        try:
+            return bytes_in_turn(self.model, OffloadConfig.from_options(self.options, group_prefix=self.group_prefix))
+        except GroupOffloadError:
+            return sys.maxsize  # offloaded first, the model raises this error first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
-    """What becomes of the models of a pipeline."""
+    """The decision for each model of a pipeline."""
 
-    offloaded: dict[str, tuple[nn.Module, dict[str, Any]]]
-    """By name, in the order in which to offload them: a model, and what `offload` is to be called with."""
+    offloaded: tuple[PlannedModel, ...]
+    """The models to offload, each once, in this order."""
     excluded: tuple[nn.Module, ...]
-    """Those that go to `device` as a whole."""
+    """The models that go to `device` as a whole."""
     device: torch.device
 
 
-def plan_pipeline(
-    pipeline: Any,
-    exclude_modules: str | Sequence[str] | None,
-    model_options: Mapping[str, Mapping[str, Any]] | None,
-    **common: Any,
-) -> PipelinePlan:
+def plan_pipeline(pipeline: Any, options: PipelineOptions) -> PipelinePlan:
     """Decide what `enable_group_offload` does. Nothing is touched."""
     models = _models_of(pipeline)
-    excluded = [exclude_modules] if isinstance(exclude_modules, str) else list(exclude_modules or ())
-    special = {name: dict(options) for name, options in (model_options or {}).items()}
+    excluded = [options.exclude_modules] if isinstance(options.exclude_modules, str) else options.exclude_modules or ()
+    special = {name: dict(given) for name, given in (options.model_options or {}).items()}
     _check_names(pipeline, models, excluded, special)
     offloaded = {}
     for name, model in models.items():
         has_weights = next(model.parameters(), None) is not None or next(model.buffers(), None) is not None
         if name not in excluded and has_weights:
             refuse_unsupported(model)
-            # The name is part of the identity: two models of one class have files of their own in one folder.
-            offloaded[name] = model, {"identity": f"{name}.", **_options_for(common, special.get(name, {}))}
-    if common.get("ram_budget") is not None:
-        sharing = {name: model for name, (model, _) in offloaded.items() if "ram_budget" not in special.get(name, {})}
-        has_folder = common["offload_to_disk_path"] is not None
-        has_device = OffloadConfig.from_options(onload_device=common["onload_device"]).backend.has_streams
+            # The name is in the prefix, so two models of one class have different files in one folder.
+            offloaded[name] = PlannedModel(
+                model=model, options=_options_for(options, special.get(name, {})), group_prefix=f"{name}."
+            )
+    common = OffloadConfig.from_options(ModelOptions(onload_device=options.onload_device))
+    if options.ram_budget is not None:
         shares = shares_of(
-            sharing, common["ram_budget"], common["vram_budget"], has_folder=has_folder, has_device=has_device
+            {name: planned.model for name, planned in offloaded.items() if "ram_budget" not in special.get(name, {})},
+            options.ram_budget,
+            options.vram_budget,
+            has_folder=options.offload_to_disk_path is not None,
+            has_device=common.backend.has_streams,
         )
-        for name, share in shares.items():
-            offloaded[name][1]["ram_share"] = share
-    if common.get("vram_budget") is not None:
-        # If it is too small, the error is about the model that needs most of it, and names what is enough for all.
-        offloaded = dict(sorted(offloaded.items(), key=lambda item: _need_of(*item[1]), reverse=True))
+        offloaded |= {name: replace(offloaded[name], ram_share=share) for name, share in shares.items()}
+    distinct: dict[int, PlannedModel] = {}
+    for planned in offloaded.values():
+        distinct.setdefault(id(planned.model), planned)  # a model may have two names
+    order = list(distinct.values())
+    if options.vram_budget is not None:
+        # If the budget is too small, the error is about the model that needs most of it, and names enough for all models.
+        order.sort(key=lambda planned: planned.bytes_in_turn, reverse=True)
     return PipelinePlan(
-        offloaded=offloaded,
-        excluded=tuple(models[name] for name in excluded),
-        device=OffloadConfig.from_options(onload_device=common["onload_device"]).onload_device,
+        offloaded=tuple(order),
+        excluded=tuple(models[name] for name in excluded if name in models),  # a tokenizer has nothing to move
+        device=common.onload_device,
     )
-
-
-def _need_of(model: nn.Module, options: Mapping[str, Any]) -> int:
-    """About as much device memory as its weights take turns in."""
-    try:
-        return bytes_in_turn(model, OffloadConfig.from_options(**options))
-    except GroupOffloadError:
-        return sys.maxsize  # it comes first, and says what is wrong when it is offloaded
 
 
 def disable_group_offload(pipeline: Any) -> None:
@@ -213,33 +197,31 @@ def _models_of(pipeline: Any) -> dict[str, nn.Module]:
 
 
 def _check_names(
-    pipeline: Any, models: Mapping[str, nn.Module], excluded: list[str], special: Mapping[str, Any]
+    pipeline: Any, models: Mapping[str, nn.Module], excluded: Sequence[str], special: Mapping[str, Any]
 ) -> None:
     for name in excluded:
         if name not in pipeline.components:  # diffusers lets it pass: one list may serve several pipelines
             logger.warning("exclude_modules names %r, which this pipeline does not have.", name)
+    known = {field.name for field in fields(ModelOptions)}
     for name, options in special.items():
         if name not in models:
             raise ConfigError(
                 f"model_options names {name!r}, which is no model of this pipeline. Its models: {sorted(models)}."
             )
-        unknown = sorted(set(options) - _MODEL_OPTIONS)
+        unknown = sorted(set(options) - known)
         if unknown:
-            raise ConfigError(
-                f"model_options[{name!r}] has {unknown}. The options of a model are {sorted(_MODEL_OPTIONS)}."
-            )
+            raise ConfigError(f"model_options[{name!r}] has {unknown}. The options of a model are {sorted(known)}.")
     both = sorted(set(excluded) & set(special))
     if both:
         raise ConfigError(f"{both} are in exclude_modules and in model_options. Leave them in one of the two.")
-    excluded[:] = [name for name in excluded if name in models]  # a tokenizer has nothing to offload
 
 
-def _options_for(common: dict[str, Any], special: dict[str, Any]) -> dict[str, Any]:
-    """The options of one model. A count of blocks for all models means nothing to one that is cut into layers."""
-    options = {**common, **special}
-    if special.get("offload_type") in ("leaf_level", OffloadType.LEAF_LEVEL) and "num_blocks_per_group" not in special:
+def _options_for(common: PipelineOptions, special: Mapping[str, Any]) -> ModelOptions:
+    """The options of one model. A count of blocks for all models has no meaning for a model that is cut into layers."""
+    options = {field.name: getattr(common, field.name) for field in fields(OffloadOptions)}
+    if special.get("offload_type") in ("leaf_level", OffloadType.LEAF_LEVEL):
         options["num_blocks_per_group"] = None
-    return options
+    return ModelOptions(**{**options, **special})
 
 
 def refuse_unsupported(model: nn.Module) -> None:
@@ -448,7 +430,7 @@ def _install_seam() -> None:
 
 
 def _options_of(config: Any) -> dict[str, Any]:
-    """The arguments that give diffusers' config."""
+    """The arguments that diffusers' config was made from."""
     is_block_level = config.offload_type.value == "block_level"
     return {
         "onload_device": config.onload_device,
@@ -466,7 +448,14 @@ def _options_of(config: Any) -> dict[str, Any]:
 
 
 def _swap_code(function: Any, replacement: Any, signature_of: Any) -> Callable[[], None]:
-    """Give a function other code, so that every name it was imported under runs that."""
+    """Give a function the code of `replacement`, and return the undoing.
+
+    Setting the attribute of diffusers' module would not do: `from diffusers.hooks import apply_group_offloading` in another
+    module, at any time before, made a name there that still leads to the old function. All these names lead to one function
+    object, and a function object runs its `__code__` with its `__defaults__` and `__kwdefaults__`. So these three are
+    exchanged, and every name runs the new code, in the globals of diffusers' module: `replacement` has to import what it
+    uses. The function object stays the same, so comparisons with `is` and pickles of its name hold.
+    """
     names = ("__code__", "__defaults__", "__kwdefaults__")
     before = [getattr(function, name) for name in names]
     for name in names:

@@ -9,18 +9,18 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import Enum
+from dataclasses import fields
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..api import handle_of, offload, remove_group_offloading
-from ..config import OffloadConfig
+from ..config import ModelOptions, OffloadConfig, OffloadOptions
 from ..errors import ConfigError
+from ..plan.budgets import describe_bytes
 from ..stores.checkpoint import FileMap
 from .casts import PostponedCasts, cast_now
-from .diffusers import bring_back, plan_pipeline, refuse_unsupported, undone_on_error
+from .diffusers import PipelineOptions, devices_of, move_back, plan_pipeline, refuse_unsupported, undone_on_error
 
 logger = logging.getLogger("group_offload")
 
@@ -52,130 +52,112 @@ _LOADER_OPTIONS = (
 _SIMILAR = 0.8
 
 
-def from_pretrained(
-    model_class: Any,
-    pretrained_model_name_or_path: str | os.PathLike[str],
-    *,
-    onload_device: str | int | torch.device | None = None,
-    offload_device: str | torch.device = "cpu",
-    offload_type: str | Enum = "block_level",
-    num_blocks_per_group: int | None = None,
-    non_blocking: bool = False,
-    use_stream: bool | None = None,
-    record_stream: bool = False,
-    low_cpu_mem_usage: bool = False,
-    offload_to_disk_path: str | os.PathLike[str] | None = None,
-    block_modules: list[str] | None = None,
-    exclude_kwargs: list[str] | None = None,
-    verify_files: bool = False,
-    vram_budget: int | str | None = None,
-    ram_budget: int | str | None = None,
-    exclude_modules: str | Sequence[str] | None = None,
-    model_options: Mapping[str, Mapping[str, Any]] | None = None,
-    **loader_options: Any,
-) -> Any:
-    """`model_class.from_pretrained(...)`, group-offloaded from the start: the weights never are in RAM as a whole.
+def from_pretrained(model_class: Any, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any) -> Any:
+    """`model_class.from_pretrained(...)`, group-offloaded from the start: the weights are never all in RAM.
 
-    The library's own loader does the loading, so what it takes and finds, and every weight's value and dtype, is its own.
-    Only its casts are postponed: a weight stays in its file, in the file's dtype, until it is cast together with the
-    others of its group, and placed. With `offload_to_disk_path` the cast weights are written there, and found again the
-    next time; what needs no cast stays in the checkpoint. So at most one group is in RAM. (Without a folder cast weights
-    rest in RAM, and at most 256 MiB are there in addition.)
+    The library's own loader does the loading, so it decides which files and options count, and the value and dtype of every
+    weight. Only its casts are postponed: a weight stays in its file, in the file's dtype, until it is cast together with the
+    others of its group, and placed. With `offload_to_disk_path` the cast weights are written to that folder and found there
+    the next time; weights that need no cast stay in the checkpoint. So at most one group is in RAM. (Without a folder, cast
+    weights rest in RAM, and at most 256 MiB are there in addition.)
 
     Args:
-        model_class: a model class of diffusers or transformers, or a pipeline class of diffusers (`DiffusionPipeline` and
+        model_class: A model class of diffusers or transformers, or a pipeline class of diffusers (`DiffusionPipeline` and
             `AutoPipelineForText2Image` too).
-        pretrained_model_name_or_path: a folder, or a name on the Hugging Face hub.
-        onload_device, offload_device, offload_type, num_blocks_per_group, non_blocking, use_stream, record_stream,
-            low_cpu_mem_usage, offload_to_disk_path, verify_files, vram_budget, ram_budget: as in `apply_group_offloading`, and
-            for a pipeline as in `enable_group_offload`. The libraries' own option `low_cpu_mem_usage` cannot be given:
-            loading always takes little memory.
-        block_modules, exclude_kwargs: as in `apply_group_offloading`; models only.
-        exclude_modules, model_options: as in `enable_group_offload`; pipelines only.
-        loader_options: all others, for the library's loader: `dtype` (or `torch_dtype`; for pipelines a dict too),
-            `revision`, `cache_dir`, `variant`, `subfolder`, `token`, ..., and components of a pipeline. Those keep their
-            weights as they are; the ones that are group-offloaded already stay so as they are.
+        pretrained_model_name_or_path: A folder, or a name on the Hugging Face hub.
+        options: Every option of `apply_group_offloading`, or for a pipeline of `enable_group_offload`, by name. All others
+            are for the library's loader: `dtype` (or `torch_dtype`; for pipelines a dict too), `revision`, `cache_dir`,
+            `variant`, `subfolder`, `token`, ..., and components of a pipeline. Components keep their weights as they are;
+            components that are group-offloaded already stay offloaded as they are. `low_cpu_mem_usage` is the option of
+            offloading; the libraries' own option of that name cannot be given, as loading always takes little memory.
 
     Returns:
-        What `model_class.from_pretrained` returns: the model, or the pipeline with all its models offloaded.
+        The result of `model_class.from_pretrained`: the model, or the pipeline with all its models offloaded.
 
     Raises:
         ConfigError: an option is not understood, or contradicts another one, or `model_class` loads nothing.
-        ModuleError, DeviceError, GroupFileError: as in `apply_group_offloading`.
-        OSError and others: the library's own, where there is no such checkpoint.
+        ModuleError, DeviceError, GroupFileError: as raised by `apply_group_offloading`.
+        OSError and others: errors of the library, if there is no such checkpoint for example.
 
     Example:
         >>> pipe = from_pretrained(FluxPipeline, "black-forest-labs/FLUX.1-dev", dtype=torch.bfloat16,
         ...                        offload_to_disk_path="/nvme/offload")
         >>> image = pipe("a lighthouse in the fog").images[0]
     """
-    common: dict[str, Any] = {
-        "onload_device": onload_device,
-        "offload_device": offload_device,
-        "offload_type": offload_type,
-        "num_blocks_per_group": num_blocks_per_group,
-        "non_blocking": non_blocking,
-        "use_stream": use_stream,
-        "record_stream": record_stream,
-        "low_cpu_mem_usage": low_cpu_mem_usage,
-        "offload_to_disk_path": offload_to_disk_path,
-        "verify_files": verify_files,
-        "vram_budget": vram_budget,
-        "ram_budget": ram_budget,
-    }
-    for_models: dict[str, Any] = {"block_modules": block_modules, "exclude_kwargs": exclude_kwargs}
-    for_pipelines: dict[str, Any] = {"exclude_modules": exclude_modules, "model_options": model_options}
+    common = {name: options.pop(name) for name in _COMMON if name in options}
+    for_models = {name: options.pop(name) for name in _FOR_MODELS if name in options}
+    for_pipelines = {name: options.pop(name) for name in _FOR_PIPELINES if name in options}
     _check_class(model_class)
-    _check_loader_options(loader_options)
-    OffloadConfig.from_options(**common, **for_models)  # before anything is downloaded
+    _check_loader_options(options)
+    model_options = ModelOptions(**common, **for_models)
+    OffloadConfig.from_options(model_options)  # before anything is downloaded
     if issubclass(model_class, nn.Module):
-        _refuse(for_pipelines, model_class, "is a model: options for the parts of a pipeline mean nothing to it")
-    loaded, casts = _open(model_class, pretrained_model_name_or_path, loader_options)
+        _refuse(for_pipelines, model_class, _IS_A_MODEL)
+    loaded, casts = _open(model_class, pretrained_model_name_or_path, options)
     # With output_loading_info=True there is a dict beside the model.
     found = loaded[0] if isinstance(loaded, tuple) else loaded
     if isinstance(found, nn.Module):
-        _refuse(for_pipelines, model_class, "is a model: options for the parts of a pipeline mean nothing to it")
+        _refuse(for_pipelines, model_class, _IS_A_MODEL)
         refuse_unsupported(found)
-        offload(found, casts=casts.casts_of(found), **common, **for_models)
+        offload(found, model_options, casts=casts.casts_of(found))
     elif isinstance(getattr(found, "components", None), Mapping):
         _refuse(for_models, model_class, "is a pipeline: give options of one model in model_options")
-        _offload_pipeline(found, casts, common, for_pipelines, _models_in(loader_options))
+        passed = [value for value in options.values() if isinstance(value, nn.Module)]
+        _offload_pipeline(found, casts, PipelineOptions(**common, **for_pipelines), passed)
     else:
         raise ConfigError(
             f"{model_class.__name__}.from_pretrained made a {type(found).__name__}, which has no weights to offload. Call "
-            f"that itself."
+            f"that method itself."
         )
     return loaded
 
 
+_COMMON = tuple(field.name for field in fields(OffloadOptions))
+_FOR_MODELS = tuple(field.name for field in fields(ModelOptions) if field.name not in _COMMON)
+_FOR_PIPELINES = tuple(field.name for field in fields(PipelineOptions) if field.name not in _COMMON)
+_IS_A_MODEL = "is a model: options for the parts of a pipeline have no meaning for it"
+
+
+def _whole_signature() -> inspect.Signature:
+    """The signature of `from_pretrained` for people: its options one by one, then those of the library's loader."""
+    own = inspect.signature(from_pretrained)
+    *first, rest = own.parameters.values()
+    ours = {**inspect.signature(ModelOptions).parameters, **inspect.signature(PipelineOptions).parameters}
+    by_name = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in ours.values()]
+    return own.replace(parameters=[*first, *by_name, rest.replace(name="loader_options")])
+
+
+from_pretrained.__signature__ = _whole_signature()  # type: ignore[attr-defined]
+
+
 def _offload_pipeline(
-    pipeline: Any,
-    casts: PostponedCasts,
-    common: dict[str, Any],
-    options: dict[str, Any],
-    passed: Sequence[nn.Module],
+    pipeline: Any, casts: PostponedCasts, options: PipelineOptions, passed: Sequence[nn.Module]
 ) -> None:
-    plan = plan_pipeline(pipeline, **options, **common)
-    offloaded = [(model, casts.casts_of(model), options) for model, options in plan.offloaded.values()]
-    excluded = [(model, casts.casts_of(model)) for model in plan.excluded]
-    done: set[int] = set()
+    """Offload a pipeline that was just loaded.
+
+    Args:
+        passed: components that the caller gave. They are restored if this fails; all others are dropped with the pipeline,
+            and are not brought to RAM before that.
+    """
+    plan = plan_pipeline(pipeline, options)
+    # Weights are known by their addresses, so ask for all casts before the first weight is placed.
+    casts_of = {
+        id(model): casts.casts_of(model) for model in (*(each.model for each in plan.offloaded), *plan.excluded)
+    }
+    kept = {id(model) for model in passed}
     with undone_on_error() as undo:
-        for model, casts_of_model, model_options in offloaded:
-            if id(model) in done:  # it has two names
-                continue
-            done.add(id(model))
+        for planned in plan.offloaded:
+            model = planned.model
             if handle_of(model) is not None:  # it came offloaded; the pipeline may have cast it
-                cast_now(model, casts_of_model)
+                cast_now(model, casts_of[id(model)])
                 continue
-            if any(
-                model is each for each in passed
-            ):  # what was opened here goes, and must not be brought to RAM for that
+            if id(model) in kept:
                 undo.callback(remove_group_offloading, model)
-            offload(model, casts=casts_of_model, **model_options)
-        for model, casts_of_model in excluded:
-            if any(model is each for each in passed):
-                undo.callback(bring_back, {tensor: tensor.device for tensor in (*model.parameters(), *model.buffers())})
-            cast_now(model, casts_of_model, plan.device)
+            planned.offload(casts_of[id(model)])
+        for model in plan.excluded:
+            if id(model) in kept:
+                undo.callback(move_back, devices_of(model))
+            cast_now(model, casts_of[id(model)], plan.device)
 
 
 # ------------------------------------------------------------------------------------------------ loading
@@ -238,15 +220,11 @@ def _report(loaded: Any) -> None:
         ]
         if sum(sizes):
             logger.info(
-                "%d parameters of %s (%d bytes) are not in files as they are needed: they are in RAM until they are offloaded.",
+                "%d parameters of %s (%s) are in no file in the form that is needed: they are in RAM until they are offloaded.",
                 len(sizes),
                 type(part).__name__,
-                sum(sizes),
+                describe_bytes(sum(sizes)),
             )
-
-
-def _models_in(options: Mapping[str, Any]) -> list[nn.Module]:
-    return [value for value in options.values() if isinstance(value, nn.Module)]
 
 
 # ------------------------------------------------------------------------------------------------ what was asked for
@@ -275,13 +253,9 @@ def _check_loader_options(options: Mapping[str, Any]) -> None:
             f"dtype={options['dtype']} contradicts torch_dtype={options['torch_dtype']}: they are two names of one option. "
             f"Pass one of them."
         )
-    ours = [
-        name
-        for name, parameter in inspect.signature(from_pretrained).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY
-    ]
+    known = [*_COMMON, *_FOR_MODELS, *_FOR_PIPELINES, *_LOADER_OPTIONS]
     for name in options:
-        close = difflib.get_close_matches(name, [*ours, *_LOADER_OPTIONS], n=1, cutoff=_SIMILAR)
+        close = difflib.get_close_matches(name, known, n=1, cutoff=_SIMILAR)
         if close and name not in _LOADER_OPTIONS:
             raise ConfigError(f"{name} is no option of from_pretrained. Did you mean {close[0]}?")
 

@@ -80,7 +80,7 @@ def _start() -> Usage:
     usage = Usage()
     if _is_asked_for():
         import group_offload
-        from group_offload.api import Listener, add_listener
+        from group_offload.handle import Listener, add_listener
 
         class Counting(Listener):
             def applied(self, handle: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...base.torch_internals import is_traceable_wrapper_subclass
-from ...partition import Place, TensorRef
+from ...partition import ParamSlot, TensorRef
 from .tensors import version_of
 
 
@@ -20,7 +20,7 @@ class WrappedHolder:
     another wrapper, around the views of the slot, stands in its places.
     """
 
-    def __init__(self, holder: torch.Tensor, places: tuple[Place, ...], indices: dict[tuple[str, ...], int]) -> None:
+    def __init__(self, holder: torch.Tensor, places: tuple[ParamSlot, ...], indices: dict[tuple[str, ...], int]) -> None:
         self._holder = holder
         self._places = places
         self._indices = indices

@@ -1,0 +1,280 @@
+"""What users hold of an offloaded module: its handle, with groups, statistics, plan, traces, and the way back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from .base import timeline
+from .base.text import table
+from .config import OffloadConfig
+from .errors import StateError
+from .plan.budgets import describe_bytes
+from .plan.report import OffloadPlan
+from .runtime.engine import Engine
+from .runtime.gates import HANDLE, Gate
+from .runtime.groups.group import Group
+from .runtime.measure.trace import WeightTrace
+from .stores.base import Tier
+from .stores.files import FileImage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadStats:
+    """Counts, bytes and seconds since a module was offloaded."""
+
+    passes: int
+    """Forwards of the module, or of a part of it that was called by itself."""
+    backward_passes: int
+    """Runs of autograd that needed weights, or that called modules again for a gradient checkpoint."""
+    onloads: int
+    """Images brought to the device."""
+    stalls: int
+    """Onloads that were started only when the weights were needed, because they were not foreseen or no room was free. (An
+    onload that was started in time may still arrive late: see `stalled_seconds`.)"""
+    stalled_seconds: float
+    """Seconds that compute waited for weights, by the device's clock. Waits that the device has not reached yet are missing."""
+    worst_stall: tuple[str, float] | None
+    """The group that compute waited for longest, in all passes together, and the seconds. None if compute never waited."""
+    copies: int
+    """Copy commands issued, in both directions."""
+    bytes_onloaded: dict[str, int]
+    """Bytes brought to the device, by tier: "ram", "pageable ram", "file"."""
+    bytes_read: dict[str, int]
+    """Bytes from files, by the way they were read: "locked" (page-locked in the page cache and copied from there), "page
+    cache" (read through it), "direct" (read from the drive). See `GroupInfo.way`."""
+    tensors_brought_back: int
+    """Tensors that a forward changed, and that were copied back from the device."""
+    rebuilds: int
+    """Times that the module was cut into groups again because its modules, or the form of its weights, changed."""
+    peak_device_bytes: int
+    """Peak device memory for weights. Activations do not count."""
+    resident_bytes: int
+    """Device memory of the groups that stay on the device between passes now. See `vram_budget`."""
+    trainable_bytes: int
+    """Device memory of the parameters that are trained. They are in no group."""
+    host_bytes: int
+    """RAM of the images at rest, page-locked or not. A file takes none unless it is page-locked in the page cache."""
+    pinned_bytes: int
+    """The part of `host_bytes` that is page-locked."""
+    staging_bytes: int
+    """RAM for buffers between the device and files or pageable RAM."""
+    file_bytes: int
+    """Bytes of weights that rest in files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupInfo:
+    """One group of an offloaded module."""
+
+    group_id: str
+    tier: str
+    """The tier that the group rests on: "ram", "pageable ram" or "file"."""
+    where: str
+    """The name of the group's file, or the kind of RAM."""
+    way: str
+    """How the file is read: "locked" (page-locked in the page cache), "page cache" (read through it), or "direct" (from the
+    drive, where RAM is scarce; pages that are in the page cache are still read from there). Empty for RAM."""
+    num_tensors: int
+    num_bytes: int
+
+
+class OffloadHandle:
+    """An offloaded module: its groups, its statistics, and the way back.
+
+    `print(handle)` shows the groups as a table.
+    """
+
+    def __init__(self, module: nn.Module, engine: Engine) -> None:
+        self.module = module
+        self._engine: Engine | None = engine
+
+    @property
+    def config(self) -> OffloadConfig:
+        """The options, with every default filled in."""
+        return self._live.config
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the module is offloaded: true until `remove()`."""
+        return self._engine is not None
+
+    @property
+    def groups(self) -> tuple[GroupInfo, ...]:
+        """The groups, in registration order."""
+        return tuple(_describe(group) for group in self._live.groups)
+
+    @property
+    def root_gate(self) -> Gate:
+        return self._live.root_gate
+
+    @property
+    def gated_modules(self) -> tuple[nn.Module, ...]:
+        """The modules whose calls onload weights, the root among them."""
+        return self._live.gated_modules
+
+    def stats(self) -> OffloadStats:
+        """Counts and bytes since the module was offloaded."""
+        engine = self._live
+        counters, transfer = engine.counters, engine.transfer
+        images = [part.image for group in engine.groups for part in group.parts]
+        waits = engine.seconds_stalled
+        in_files = sum(image.layout.num_bytes for image in images if image.tier is Tier.FILE)
+        return OffloadStats(
+            passes=counters.passes,
+            backward_passes=counters.backward_passes,
+            onloads=counters.onloads,
+            stalls=counters.stalls,
+            stalled_seconds=sum(waits.values()),
+            worst_stall=max(waits.items(), key=lambda item: item[1], default=None),
+            copies=transfer.num_copies,
+            bytes_onloaded={tier.value: num_bytes for tier, num_bytes in transfer.bytes_sent.items()},
+            bytes_read=transfer.bytes_read,
+            tensors_brought_back=counters.brought_back,
+            rebuilds=counters.rebuilds,
+            peak_device_bytes=counters.peak_device_bytes,
+            resident_bytes=counters.resident_bytes,
+            trainable_bytes=engine.trainable_bytes,
+            host_bytes=sum(
+                image.pinned_bytes if image.tier is Tier.FILE else image.layout.num_bytes for image in images
+            ),
+            pinned_bytes=sum(image.pinned_bytes for image in images),
+            staging_bytes=transfer.staging_bytes,
+            file_bytes=in_files,
+        )
+
+    @property
+    def plan(self) -> OffloadPlan:
+        """Where each group rests and why, how long a forward is predicted to take, and what more memory would gain.
+
+        With a budget, this is the plan that is carried out; without one, a prediction for the groups as they are. The compute
+        times of groups are known after the first forwards. The first call on a machine measures its speeds, which takes a
+        second or two.
+
+        Example:
+            >>> print(handle.plan)
+        """
+        engine = self._live
+        with engine.lock:
+            has_memory = engine.config.backend.has_streams
+            return OffloadPlan(type(self.module).__name__, engine.current_plan(), device_has_memory=has_memory)
+
+    @contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Write a timeline of what happens inside the `with` block, for https://ui.perfetto.dev or chrome://tracing.
+
+        The timeline has lanes for file reads, copies to the device, compute, and stalls (compute waiting for a copy). Each
+        slice is named by its group. Recording takes time, so a traced pass is a little slower.
+
+        Raises:
+            StateError: a trace is being recorded already.
+            OSError: the file cannot be written.
+
+        Example:
+            >>> with handle.trace("step.json"):
+            ...     model(x)
+        """
+        engine = self._live
+        with engine.lock:
+            if engine.tracer is not None:
+                raise StateError("A trace of this module is being recorded already. End that one first.")
+            tracer = engine.tracer = WeightTrace(engine.config.backend, type(self.module).__name__)
+        try:
+            yield
+        finally:
+            with engine.lock:
+                engine.transfer.wait_until_enqueued()
+                engine.tracer = None
+        timeline.write(Path(path), tracer)
+
+    def refresh(self) -> None:
+        """Take up changed, added or removed weights now instead of in the next forward."""
+        self._live.refresh()
+
+    def remove(self) -> None:
+        """Restore the module: values (with all edits), devices, hooks, `forward`, class.
+
+        Each weight gets separate memory again, on the device where it was, so all of them need room there. Group files stay
+        for the next time. Repeated calls do nothing.
+
+        Raises:
+            StateError: a forward or backward of the module is in progress.
+        """
+        if self._engine is None:
+            return
+        self._engine.remove()
+        self._engine = None
+        self.module.__dict__.pop(HANDLE, None)
+        for listener in listeners:
+            listener.removed(self)
+
+    @property
+    def _live(self) -> Engine:
+        if self._engine is None:
+            raise StateError("This module is no longer offloaded: remove() was called. Apply group offloading again.")
+        return self._engine
+
+    def __repr__(self) -> str:
+        name = type(self.module).__name__
+        if self._engine is None:
+            return f"<OffloadHandle of {name}: removed>"
+        return f"<OffloadHandle of {name}: {len(self._engine.groups)} groups>"
+
+    def __str__(self) -> str:
+        if self._engine is None:
+            return repr(self)
+        rows = [("group", "tensors", "size", "rests in")]
+        rows += [(g.group_id, str(g.num_tensors), describe_bytes(g.num_bytes), g.where) for g in self.groups]
+        total = describe_bytes(sum(group.num_bytes for group in self.groups))
+        summary = (
+            f"{type(self.module).__name__}: {total} in {len(rows) - 1} groups, onloaded to {self.config.onload_device} "
+            f"through slots of {describe_bytes(self._engine.slot_bytes)} in all."
+        )
+        return "\n".join([*table(rows), summary])
+
+    # A copy of the module, or the module read back from a pickle, is not offloaded, and so has no handle.
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
+
+
+def _describe(group: Group) -> GroupInfo:
+    images = [part.image for part in group.parts]
+    return GroupInfo(
+        group_id=group.group_id,
+        tier=images[0].tier.value if images else Tier.RAM.value,
+        where=", ".join(dict.fromkeys(image.where for image in images)) or "nothing to move",
+        way=", ".join(dict.fromkeys(image.way for image in images if isinstance(image, FileImage))),
+        num_tensors=sum(len(part.refs) for part in group.parts),
+        num_bytes=sum(image.layout.num_bytes for image in images),
+    )
+
+
+class Listener:
+    """Hears of each module that is offloaded or restored, so that integrations can show it to their libraries.
+
+    Order of calls: applying, applied, removed; removed also comes after an `applied` that raised.
+    """
+
+    def applying(self, module: nn.Module) -> None:
+        """The module is about to be offloaded, and is untouched yet. May raise."""
+
+    def applied(self, handle: OffloadHandle) -> None:
+        """The module is offloaded. If this raises, offloading is undone."""
+
+    def removed(self, handle: OffloadHandle) -> None:
+        """The module is restored."""
+
+
+listeners: list[Listener] = []
+
+
+def add_listener(listener: Listener) -> None:
+    listeners.append(listener)
