@@ -1,15 +1,23 @@
-"""Loading without casting: what a library would cast while it loads stays as it is in the file, until it is placed.
+"""Loading without casting: a weight that the library casts while it loads stays as it is in the file, until it is placed.
 
 [Note: Postponed casts]
-Weights that come from a file in the dtype that is asked for are views of that file, and take no RAM. A cast makes a copy
-in RAM; a library that casts while it loads ends up with all weights there. So, while it loads, its casts of views of files
-are postponed: it gets another view of the file, in the file's dtype, which says that its dtype is the one asked for. What
-looks at shapes, or makes a view of a view, gets what it wants without a copy. Whatever else is computed with such a
-view is computed with the cast weight, which is made for that moment. So the library goes its own way through its own code
-(names, `_keep_in_fp32_modules`, variants, shards, ties, conversions), and what it asked for each weight is known exactly.
+Weights that come from a file in the dtype that is asked for are views of that file, and take no RAM. A cast makes a copy in
+RAM; a library that casts while it loads ends up with all weights there. So its casts of views of files are postponed while
+it loads: `to` returns another view of the file, in the file's dtype, which reports the dtype that was asked for. Three kinds
+of calls with such a view are known, in the three lists below:
 
-Torch makes parameters of tensors where no mode sees it. They are known by the address of their memory. The views that
-were handed out are known by themselves: another view of the same memory, fresh from the file, was not cast.
+- a cast is postponed in turn;
+- a view of the view reports the dtype too (`_VIEWS`);
+- a question about shape or memory is answered by the view (`_QUESTIONS`).
+
+Every other call is computed with the cast weight, which is made for that moment: right, but it takes RAM. So a library that
+calls new functions does not break anything; `computed_with` names these functions, and tests/integrations/test_opening.py
+says which ones the installed libraries call. Only a write to such a view cannot be made right, and is a `refusal`: then the
+model is loaded without postponing. In this way the library goes through its own code (names, `_keep_in_fp32_modules`,
+variants, shards, ties, conversions), and the dtype that it asked for is known for each weight.
+
+Torch makes parameters of tensors where no mode sees it, so parameters are recognised by the address of their memory. The
+views that were handed out are recognised by identity: another view of the same memory, fresh from the file, was not cast.
 """
 
 from __future__ import annotations
@@ -61,7 +69,7 @@ _VIEWS = frozenset(
         torch.flatten,
     }
 )
-"""They move elements or change nothing: the cast of their result is their result of the cast."""
+"""Functions that only move elements: it is the same to cast their argument or their result."""
 _QUESTIONS = frozenset(
     {
         _T.size,
@@ -88,8 +96,7 @@ _QUESTIONS = frozenset(
         has_compatible_shallow_copy_type,
     }
 )
-"""What can be answered, or done, without the elements."""
-
+"""Functions whose result does not depend on the elements or their dtype."""
 _IN_PLACE = frozenset(
     {
         "__setitem__",
@@ -100,25 +107,27 @@ _IN_PLACE = frozenset(
 
 
 class PostponedCasts(TorchFunctionMode):
-    """While it is active, this thread's casts of views of files are postponed. See [Note: Postponed casts].
+    """A context in which this thread's casts of views of files are postponed. See [Note: Postponed casts].
 
-    Use it as a context around the call that loads. Then ask `casts_of` for what is to be cast.
+    Use it around the call that loads. Then ask `casts_of` which weights are to be cast.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.refusal: str | None = None
-        """Why what was loaded is not right: something was written to a weight that only seemed to be cast."""
+        """The reason why the loaded weights are wrong: something was written to a weight that only seemed to be cast."""
+        self.computed_with: set[str] = set()
+        """Names of the functions that were computed with cast weights, made for that moment."""
         self._files = FileMap()
         self._handed_out: dict[int, tuple[torch.Tensor, torch.dtype]] = {}
-        """By id, the views that seem to be cast. They are held, so that neither ids nor addresses are used again."""
+        """The views that seem to be cast, by id. They are held so that neither ids nor addresses are used again."""
         self._asked: dict[int, tuple[torch.dtype, torch.dtype]] = {}
-        """By address: the dtype in the file, and the one that was asked for. They may be the same."""
+        """The dtype in the file and the dtype that was asked for, by address. They may be the same."""
 
     def casts_of(self, module: nn.Module) -> dict[str, torch.dtype]:
-        """The parameters and buffers of `module` that are to be cast, by name, and the dtypes that they should have.
+        """The dtypes that parameters and buffers of `module` are to be cast to, by name.
 
-        To be asked before anything that was loaded is placed or dropped: weights are known by their address.
+        Call this before a loaded weight is placed or dropped: weights are recognised by their address.
         """
         found = {}
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -129,7 +138,7 @@ class PostponedCasts(TorchFunctionMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._handed_out.clear()  # what was loaded holds its files; nothing else shall
+        self._handed_out.clear()  # from now on only the loaded weights hold their files
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -173,10 +182,11 @@ class PostponedCasts(TorchFunctionMode):
         writes = _writes_to_first(name) and (not args or args[0] is first)  # those of nn.init get keywords only
         if writes or isinstance(kwargs.get("out"), torch.Tensor):
             self.refusal = f"{name} writes to a weight"
+        self.computed_with.add(name or repr(func))
         return func(*(self._made(arg) for arg in args), **{key: self._made(value) for key, value in kwargs.items()})
 
     def _postpone(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """What stands for the cast of `source`; None where it should be made at once."""
+        """A view that stands for the cast of `source`; None if the cast is to be made at once."""
         if (
             type(source) not in (torch.Tensor, nn.Parameter)
             or source.device.type != "cpu"
@@ -203,7 +213,7 @@ class PostponedCasts(TorchFunctionMode):
         self._handed_out[id(view)] = (view, dtype)
 
     def _seems(self, tensor: Any) -> torch.dtype | None:
-        """The dtype that a tensor seems to have and has not; None for any other tensor."""
+        """The dtype that a view reports in place of its real one; None for any other tensor."""
         found = self._handed_out.get(id(tensor))
         if found is not None:
             return found[1]
@@ -216,7 +226,7 @@ class PostponedCasts(TorchFunctionMode):
         return asked if own == tensor.dtype != asked else None
 
     def _made(self, value: Any) -> Any:
-        """`value` with casts in place of the views that stand for them."""
+        """`value`, with views replaced by the casts that they stand for."""
         if isinstance(value, torch.Tensor):
             dtype = self._seems(value)
             return value if dtype is None else value.to(dtype)
@@ -232,7 +242,7 @@ class PostponedCasts(TorchFunctionMode):
 
 
 def cast_now(module: nn.Module, casts: Mapping[str, torch.dtype], device: torch.device | None = None) -> None:
-    """Make the casts of `module`, one weight after another, and move it to `device`."""
+    """Make the casts of `module`, one weight after another, and move the module to `device`."""
     tensors = dict((*module.named_parameters(), *module.named_buffers()))
     for name, dtype in casts.items():
         with torch.inference_mode(False), torch.no_grad():
@@ -242,7 +252,7 @@ def cast_now(module: nn.Module, casts: Mapping[str, torch.dtype], device: torch.
 
 
 def _asked_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, torch.dtype | None]:
-    """Whether a call does no more than cast a CPU tensor, and to which dtype. None: it leaves the dtype."""
+    """Whether a call only casts a CPU tensor, and to which dtype. None: the call keeps the dtype."""
     if func in _CASTS and len(args) == 1 and not kwargs:
         return True, _CASTS[func]
     if func is not _T.to or kwargs.get("copy") or "other" in kwargs or not args or len(args) > 3:
@@ -255,7 +265,7 @@ def _asked_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tupl
 
 
 def _is_view_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Views that some arguments make something else of."""
+    """Whether the arguments of `view` or `[]` only move elements: both can do more."""
     if func is _T.view:
         return not any(isinstance(arg, torch.dtype) for arg in (*args, *kwargs.values()))
     if func is _T.__getitem__:

@@ -25,7 +25,7 @@ from .diffusers import PipelineOptions, devices_of, move_back, plan_pipeline, re
 logger = logging.getLogger("group_offload")
 
 _PLACEMENT = ("device_map", "max_memory", "offload_folder", "offload_state_dict", "offload_buffers")
-"""Arguments of the libraries' loaders that place weights by accelerate."""
+"""Arguments of the libraries' loaders with which accelerate places weights."""
 _LOADER_OPTIONS = (
     "attn_implementation",
     "cache_dir",
@@ -48,7 +48,7 @@ _LOADER_OPTIONS = (
     "variant",
     *_PLACEMENT,
 )
-"""Usual arguments of the libraries' loaders. There are more: this serves to tell a misspelt one from those."""
+"""Usual arguments of the libraries' loaders, to recognise misspelt ones. The loaders take more."""
 _SIMILAR = 0.8
 
 
@@ -164,7 +164,7 @@ def _offload_pipeline(
 
 
 def _open(model_class: Any, name: str | os.PathLike[str], options: dict[str, Any]) -> tuple[Any, PostponedCasts]:
-    """What the library's loader returns, and the casts that it made without making them."""
+    """The result of the library's loader, and the casts that were postponed in it."""
     casts = PostponedCasts()
     refusal = "it is quantised while it is loaded" if options.get("quantization_config") is not None else None
     if refusal is None:
@@ -187,7 +187,7 @@ _ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Let transformers load in the thread that calls it: only there casts can be postponed."""
+    """Let transformers load in the calling thread: only there can casts be postponed."""
     global _num_loading, _before
     with _lock:
         if not _num_loading:
@@ -206,7 +206,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _report(loaded: Any) -> None:
-    """Log what was not left in files: weights that were converted while they were loaded, or came from pickles."""
+    """Log the weights that are not views of files: those converted while they were loaded, or loaded from pickles."""
     file_map = FileMap()
     found = loaded[0] if isinstance(loaded, tuple) else loaded
     parts = {"": found} if isinstance(found, nn.Module) else getattr(found, "components", {})
@@ -246,7 +246,7 @@ def _check_loader_options(options: Mapping[str, Any]) -> None:
         if options.get(name) is not None:
             raise ConfigError(
                 f"{name}={options[name]!r} places weights by accelerate, and here group offloading places them. Drop it; "
-                f"onload_device is where to compute, offload_to_disk_path the folder for files."
+                f"onload_device is the device that computes, offload_to_disk_path the folder for files."
             )
     if options.get("dtype") is not None and options.get("torch_dtype") not in (None, options["dtype"]):
         raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from group_offload import (
     OffloadConfig,
     OffloadType,
     apply_group_offloading,
+    enable_group_offload,
+    from_pretrained,
     remove_group_offloading,
 )
 
@@ -192,6 +195,73 @@ def test_signature_is_that_of_diffusers() -> None:
             default = parameter.default.value if isinstance(parameter.default, Enum) else parameter.default
             assert ours[name].default == default, name
     assert torch.device(ours["offload_device"].default) == torch.device(theirs["offload_device"].default)
+
+
+def test_signatures_of_one_definition() -> None:
+    """Every call takes the options of the others, with the same types and defaults."""
+    model = inspect.signature(apply_group_offloading).parameters
+    pipeline = inspect.signature(enable_group_offload).parameters
+    opened = inspect.signature(from_pretrained).parameters
+    assert [*pipeline][1:] == [*[*model][1:10], "exclude_modules", "model_options", *[*model][-3:]]
+    assert {*opened} == {*model, *pipeline, "model_class", "pretrained_model_name_or_path", "loader_options"} - {
+        "module",
+        "pipeline",
+    }
+    for name, parameter in {**model, **pipeline}.items():
+        if name not in ("module", "pipeline"):
+            assert parameter.annotation and opened[name].annotation == parameter.annotation, name
+            assert opened[name].default == parameter.default, name
+    for name in pipeline.keys() & model.keys():
+        assert pipeline[name] == model[name], name
+
+
+@pytest.mark.parametrize("call", [apply_group_offloading, enable_group_offload])
+def test_unknown_options(call: Any) -> None:
+    before = snapshot(model := make(Model))
+    with pytest.raises(TypeError, match=rf"{call.__name__}\(\) got an unexpected keyword argument 'use_streams'"):
+        call(model, use_streams=True)
+    with pytest.raises(TypeError, match=rf"{call.__name__}\(\) missing a required argument"):
+        call()
+    with pytest.raises(TypeError, match=rf"{call.__name__}\(\) multiple values for argument 'onload_device'"):
+        call(model, "cpu", onload_device="cpu")
+    assert snapshot(model) == before
+
+
+_DEFAULT = " Default: "
+
+
+def _documented(function: Any) -> dict[str, str]:
+    """The `Args:` of a docstring: the text of each argument, without backticks."""
+    doc = inspect.getdoc(function)
+    assert doc is not None
+    lines = re.search(r"^Args:\n(.*?)\n\n", doc, re.MULTILINE | re.DOTALL)
+    assert lines is not None
+    entries = re.findall(r"^    (\w+): (.*(?:\n     .*)*)", lines[1], re.MULTILINE)
+    return {name: " ".join(text.replace("`", "").split()) for name, text in entries}
+
+
+def _in_table() -> dict[str, tuple[str, str]]:
+    """The first table of docs/options.md: default and text of each option, without backticks and links to other pages."""
+    page = (Path(__file__).parents[2] / "docs" / "options.md").read_text()
+    table = page.partition("\n\n|")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*) \|$", table, re.MULTILINE)
+    return {name: (default.replace("`", ""), _without_links(text)) for name, default, text in rows}
+
+
+def _without_links(text: str) -> str:
+    return re.sub(r" \(\[[^]]*\]\([^)]*\)\)", "", text).replace("`", "")
+
+
+def test_table_of_options_is_that_of_the_docstring() -> None:
+    """What an option does is written once: the table adds links only."""
+    documented, table = _documented(apply_group_offloading), _in_table()
+    documented.pop("module")
+    parameters = inspect.signature(apply_group_offloading).parameters
+    assert {*documented} == {*table} == {*parameters} - {"module"}
+    for name, text in documented.items():
+        what, _, default = text.partition(_DEFAULT)
+        default = default.removesuffix(".") or repr(parameters[name].default).replace("'", '"')
+        assert table[name] == (default, what), name
 
 
 def test_positional_arguments() -> None:

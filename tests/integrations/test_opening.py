@@ -14,6 +14,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -624,6 +625,53 @@ def test_writes_are_noticed(write: Callable[[torch.Tensor], Any], weight: torch.
         write(weight.to(BF16))
     assert casts.refusal is not None
     assert torch.equal(weight, before)
+
+
+# The functions besides casts, views and questions that a library calls with weights while it loads a model. Each costs RAM
+# for the weight that it is called with. A new release of a library that calls others fails here, and is right all the same.
+CALLED_WHILE_LOADING: dict[str, set[str]] = {
+    "flux": set(),
+    "wan": set(),
+    "kl": set(),
+    "unet": set(),
+    "t5": set(),
+    "clip": set(),
+}
+
+
+@pytest.mark.parametrize("name", CALLED_WHILE_LOADING)
+def test_functions_that_loaders_call(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The installed diffusers and transformers ask for casts and views only, and so load without RAM for weights."""
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
+    model = MODELS[name][0]()
+    model.save_pretrained(tmp_path)
+    library = type(model).__module__.partition(".")[0]
+    with PostponedCasts() as casts:
+        loaded = type(model).from_pretrained(tmp_path, torch_dtype=BF16)
+    assert casts.computed_with == CALLED_WHILE_LOADING[name], f"{library} {version(library)}"
+    assert casts.refusal is None
+    assert set(casts.casts_of(loaded).values()) == {BF16}
+
+
+def test_functions_that_are_not_known(weight: torch.Tensor) -> None:
+    """They are computed with the weight that was asked for, and named."""
+    expected = torch.cumsum(weight.clone().to(BF16), 0)
+    with PostponedCasts() as casts:
+        actual = torch.cumsum(weight.to(BF16), 0)
+    assert same_bits(actual, expected)
+    assert casts.computed_with == {"cumsum"} and casts.refusal is None
+
+
+@pytest.mark.parametrize("saved", [FP32, BF16])
+def test_the_checkpoints_own_dtype_needs_no_casts(saved: torch.dtype, tmp_path: Path) -> None:
+    """The plain way: transformers' `dtype="auto"`, or the dtype that the checkpoint has."""
+    for model, dtype in ((tiny.t5(), "auto"), (tiny.flux_transformer(), saved)):
+        path = tmp_path / type(model).__name__
+        nn.Module.to(model, saved).save_pretrained(path)
+        opened = open_(type(model), path, offload_device="disk", dtype=dtype)  # refuses weights that would need a cast
+        assert_is(opened, type(model).from_pretrained(path, dtype=dtype))
+        handle = handle_of(opened)
+        assert handle is not None and handle.stats().host_bytes == 0
 
 
 # ------------------------------------------------------------------------------------------------ memory
