@@ -1,11 +1,11 @@
-"""The errors that users meet.
+"""The errors that users see.
 
 GroupOffloadError
-├── ConfigError          (ValueError)    an option, or two that contradict each other
-│   └── DeviceError                      a device that does not exist or cannot do what was asked
-├── ModuleError          (ValueError)    a module that cannot be offloaded as it is
-├── StateError           (RuntimeError)  a call that does not fit what the module is doing now
-└── GroupFileError       (OSError)       a group file or its folder; names the file and the group
+├── ConfigError          (ValueError)    an option is not understood, or two contradict each other
+│   └── DeviceError                      a device does not exist, or lacks something that was asked for
+├── ModuleError          (ValueError)    a module cannot be offloaded as it is
+├── StateError           (RuntimeError)  a call does not fit the state of the module
+└── GroupFileError       (OSError)       a group file, checkpoint or folder cannot be read or written
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class ConfigError(GroupOffloadError, ValueError):
 
 
 class DeviceError(ConfigError):
-    """The device does not exist, or cannot do what was asked of it."""
+    """The device does not exist, or lacks something that was asked for (streams, separate memory)."""
 
 
 class ModuleError(GroupOffloadError, ValueError):

@@ -1,8 +1,8 @@
-"""Cut a module into groups: which tensors move together, and whose call needs them.
+"""Cut a module into groups: which tensors move together, and which modules need them when they are called.
 
-Block level and leaf level follow diffusers (the same groups, and so the same file names). What diffusers gets wrong is
-cut so that it is right: lists inside lists, weights that are read without calling the module that holds them, weights
-that two groups share, modules whose blocks lie deeper than their children.
+Block level and leaf level follow diffusers: the same groups, and so the same file names. Where diffusers' groups give wrong
+results the cut differs: lists inside lists, weights that are read without a call of the module that holds them, weights that
+two groups share, modules whose blocks lie deeper than their children.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LEAF_TYPES = (
     nn.Linear,
     nn.Embedding,
 )
-"""What diffusers' leaf level cuts out (`_GO_LC_SUPPORTED_PYTORCH_LAYERS`); the rest goes with the module that owns it."""
+"""Layers that diffusers' leaf level makes groups (`_GO_LC_SUPPORTED_PYTORCH_LAYERS`). Other weights go with their owner."""
 
 READS_ITS_CHILDREN = (
     nn.MultiheadAttention,
@@ -38,7 +38,7 @@ READS_ITS_CHILDREN = (
     nn.TransformerDecoderLayer,
     torch.jit.ScriptModule,
 )
-"""Modules that read their children's weights without calling the children, so that no hook of a child would run."""
+"""Modules that read their children's weights without calling the children, so no gate of a child would open."""
 
 NEVER_CALLED = (
     nn.ModuleList,
@@ -47,15 +47,15 @@ NEVER_CALLED = (
     nn.ParameterDict,
     nn.utils.parametrize.ParametrizationList,
 )
-"""Containers: what they hold is read by the module around them."""
+"""Containers: the module around them reads or calls their contents."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorRef:
     """A plain tensor that moves, and every place in the module tree that holds it.
 
-    `holder` is the parameter or buffer itself; `path` leads from there to the plain tensor inside a tensor subclass, and
-    is empty for all others.
+    `holder` is the parameter or buffer; `path` leads from there to the plain tensor inside a tensor subclass, and is empty
+    for all other tensors.
     """
 
     fqn: str
@@ -84,7 +84,7 @@ class ParamSlot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupSpec:
-    """Tensors that move together, and the modules whose call needs them."""
+    """Tensors that move together, and the modules that need them when they are called."""
 
     group_id: str
     tensors: tuple[TensorRef, ...]
@@ -95,8 +95,8 @@ class GroupSpec:
 class Partition:
     """All groups of a module, in registration order.
 
-    `heights[i]` is 0 for a group inside whose modules no other group is needed, else one more than the highest group
-    needed inside: groups of one height take turns, groups of different heights are needed at the same time.
+    `heights[i]` is 0 for a group whose modules need no other group inside, else one more than the highest group needed
+    inside. Groups of one height take turns; groups of different heights are needed at the same time.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -105,7 +105,7 @@ class Partition:
 
 @dataclass(slots=True, eq=False)
 class _Unit:
-    """A group in the making: the FQNs of the subtrees, or single owners, whose tensors it takes."""
+    """A group that is being made, with the FQNs of the subtrees and of the single owners whose tensors it takes."""
 
     group_id: str
     modules: list[nn.Module]
@@ -122,15 +122,15 @@ def partition(
 ) -> Partition:
     """Cut `root` into groups.
 
-    What has no shape yet (a lazy module) is in no group.
+    Parameters that have no shape yet (lazy modules) are in no group.
 
     Args:
-        is_compiled: whether a module (never the root) is compiled as one: leaf level then keeps it in one group, because
-            nothing can be moved inside a compiled graph.
-        without: by id, parameters that are in no group.
+        is_compiled: whether a module (never the root) is compiled as a whole. Leaf level then keeps it in one group, because
+            no weight can be moved inside a compiled graph.
+        without: ids of parameters that are to be in no group.
 
     Raises:
-        ModuleError: the module holds nothing to offload, or a tensor that cannot be offloaded.
+        ModuleError: the module holds no tensor, or a tensor that cannot be offloaded.
         ConfigError: `block_modules` names a child that does not exist.
     """
     modules = dict(root.named_modules(remove_duplicate=False))
@@ -166,7 +166,7 @@ def _block_units(root: nn.Module, config: OffloadConfig) -> Iterator[_Unit]:
 
 
 def _children_of(module: nn.Module, names: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
-    """The children of the children in `names`, at any depth: where `block_modules` applies again."""
+    """The children of the children in `names`, at any depth. `block_modules` applies to them again."""
     for name, child in module.named_children():
         if name in names:
             yield from child.named_children()
@@ -184,7 +184,7 @@ def _block_units_of(module: nn.Module, path: str, prefix: str, blocks: frozenset
             yield from _list_units(child, module, child_path, f"{prefix}{name}", count)
         else:
             rest.subtrees.append(child_path)
-            # Called without the root (vae.decode), the child must bring the rest along itself.
+            # The child can be called without the root (vae.decode), and then has to onload the rest itself.
             rest.modules.extend(_callable_parts(child))
     if rest.subtrees or holds_tensors(module):
         yield rest
@@ -193,7 +193,7 @@ def _block_units_of(module: nn.Module, path: str, prefix: str, blocks: frozenset
 def _list_units(blocks: nn.Module, reader: nn.Module, path: str, name: str, count: int) -> Iterator[_Unit]:
     """Groups of `count` elements of a list that `reader` goes through.
 
-    An element that is itself a list is never called, so its own elements are blocks.
+    An element that is a list is never called, so the elements of that list are blocks.
     """
     run: list[tuple[int, str, nn.Module]] = []
 
@@ -245,7 +245,7 @@ def _leaf_units(
 def _assign(
     modules: dict[str, nn.Module], units: list[_Unit], without: frozenset[int]
 ) -> tuple[list[TensorRef], list[set[int]]]:
-    """Every tensor under `modules` once, and the units that need it."""
+    """Every tensor under `modules` once, and for each the indices of the units that need it."""
     by_subtree = {path: i for i, unit in enumerate(units) for path in unit.subtrees}
     by_owner = {path: i for i, unit in enumerate(units) for path in unit.owners}
     found: dict[int, tuple[str, torch.Tensor, dict[tuple[int, str], ParamSlot], set[int]]] = {}
@@ -274,7 +274,7 @@ def _assign(
 
 
 def _flatten(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    """The plain tensors inside `tensor`: itself, or the inner tensors of a (quantised) tensor subclass."""
+    """The plain tensors inside `tensor`: the tensor, or the inner tensors of a (quantised) tensor subclass."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         if _is_distributed(tensor):
@@ -300,12 +300,12 @@ def _flatten(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], 
 
 
 def _is_distributed(tensor: torch.Tensor) -> bool:
-    dtensor = sys.modules.get("torch.distributed.tensor")  # which not every build of torch has
+    dtensor = sys.modules.get("torch.distributed.tensor")  # not every build of torch has it
     return dtensor is not None and isinstance(tensor, dtensor.DTensor)
 
 
 def _gather(units: list[_Unit], refs: list[TensorRef], users: list[set[int]]) -> tuple[GroupSpec, ...]:
-    """Hand the tensors to their units. What two units share becomes a group of its own, needed by the modules of both."""
+    """Make groups of units and their tensors. Tensors that two units share become a group that the modules of both need."""
     members: list[list[int]] = [[] for _ in units]
     shared: dict[tuple[int, ...], list[int]] = {}
     for cluster in overlapping([ref.tensor for ref in refs]):
@@ -333,7 +333,9 @@ def _heights(groups: tuple[GroupSpec, ...], modules: dict[str, nn.Module]) -> tu
         here = needs.get(id(module), ())
         if not here:
             continue
-        for outer in here:  # groups of one module: the later one (a shared group) is taken first and kept longest
+        for (
+            outer
+        ) in here:  # of the groups of one module, the later one (a shared group) is acquired first and kept longest
             inside[outer].update(index for index in here if index < outer)
         for part in _ancestors(path):
             for outer in needs.get(id(modules[part]), ()):
@@ -342,7 +344,7 @@ def _heights(groups: tuple[GroupSpec, ...], modules: dict[str, nn.Module]) -> tu
 
     def height(index: int) -> int:
         if index not in heights:
-            heights[index] = 0  # a module that is reachable from inside itself ends the walk
+            heights[index] = 0  # ends the walk at a module that contains itself
             heights[index] = max((1 + height(other) for other in inside[index]), default=0)
         return heights[index]
 
@@ -354,7 +356,7 @@ def holds_tensors(module: nn.Module) -> bool:
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Like `named_children`, but a module that stands in two places comes twice."""
+    """Like `named_children`, but a module with two names comes twice."""
     return ((name, child) for name, child in module._modules.items() if child is not None)
 
 
@@ -373,7 +375,7 @@ def _nearest_called(path: str, modules: dict[str, nn.Module]) -> str:
 
 
 def _callable_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """`module`, or what is called in its place if it is a container."""
+    """`module`, or if it is a container, the modules in it that are called."""
     if isinstance(module, NEVER_CALLED):
         for child in module.children():
             yield from _callable_parts(child)
@@ -382,9 +384,9 @@ def _callable_parts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _lists_lie_deeper(module: nn.Module, path: str) -> bool:
-    """Whether the blocks of a module that does not follow diffusers' conventions lie below its children.
+    """Whether the blocks of a module lie below its children, as those of text encoders do (`model.encoder.layers`).
 
-    So it is with text encoders (`model.encoder.layers`). A diffusers model says itself where its blocks are.
+    The blocks of a diffusers model are where diffusers' conventions say.
     """
     if hasattr(type(module), "_supports_group_offloading"):
         return False
@@ -398,6 +400,6 @@ def _holds_lists(module: nn.Module) -> bool:
 
 
 def _adapter_layers() -> tuple[type, ...]:
-    """peft's layers: they read the weight of the layer they wrap (DoRA, merging) without calling it."""
+    """peft's layers, which read the weight of the layer that they wrap (DoRA, merging) without calling that layer."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     return () if tuners is None else (tuners.BaseTunerLayer,)

@@ -1,1 +1,1 @@
-"""What makes other libraries see, and use, this engine."""
+"""Ties to other libraries: diffusers and its pipelines, checkpoints of diffusers and transformers, trainers."""

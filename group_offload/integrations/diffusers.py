@@ -1,10 +1,10 @@
-"""diffusers: whole pipelines, and its own calls running on this engine.
+"""diffusers: whole pipelines offloaded, and diffusers' own calls running on this engine.
 
 [Note: What diffusers looks at]
-diffusers asks whether a model is group-offloaded by looking for a hook named "group_offloading" in the hook registries
-of its modules; `.device`, `pipe._execution_device`, `pipe.to` and the guards of the other offload modes rest on that. So
-every offloaded module with a gate carries a *marker* of that name, with diffusers' own config in it. A marker wraps no
-`forward` and is not in the registry's chain of hooks: nothing that is registered or removed around it can undo it.
+diffusers takes a model for group-offloaded if a hook named "group_offloading" is in the hook registries of its modules;
+`.device`, `pipe._execution_device`, `pipe.to` and the guards of the other offload modes ask this. So every offloaded module
+with a gate carries a *marker* of that name, with diffusers' own config in it. A marker wraps no `forward` and is not in the
+registry's chain of hooks, so registering or removing other hooks cannot undo it.
 
 After it has loaded or removed a LoRA, diffusers takes the hooks off and applies them again, through
 `diffusers.hooks.group_offloading._apply_group_offloading`. That function is replaced, once, by one that sends a marker's
@@ -181,7 +181,7 @@ def plan_pipeline(pipeline: Any, options: PipelineOptions) -> PipelinePlan:
 
 
 def disable_group_offload(pipeline: Any) -> None:
-    """Undo `enable_group_offload` for every model of a pipeline: weights get RAM of their own, where they were before."""
+    """Undo `enable_group_offload` for every model of a pipeline: its weights get separate memory again, where they were."""
     for model in _models_of(pipeline).values():
         remove_group_offloading(model)
 
@@ -240,7 +240,7 @@ def refuse_unsupported(model: nn.Module) -> None:
 
 
 class _Markers(Listener):
-    """Marks offloaded modules for diffusers, if diffusers is there to look. See [Note: What diffusers looks at]."""
+    """Marks offloaded modules for diffusers, if diffusers is imported. See [Note: What diffusers looks at]."""
 
     def applying(self, module: nn.Module) -> None:
         for name, part in module.named_modules():
@@ -334,11 +334,11 @@ def _marked_registry_class() -> type:
 
         def remove_hook(self, name: str, recurse: bool = True) -> None:
             if name in self.hooks and name == HOOK_NAME:
-                del self.hooks[name]  # it is in no chain: there is nothing to put together again
+                del self.hooks[name]  # the marker is in no chain, so no chain has to be closed
             super().remove_hook(name, recurse)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            # A copy of an offloaded module, or one that is read back from a pickle, is not offloaded.
+            # A copy of an offloaded module, or a module that is read back from a pickle, is not offloaded.
             state = {name: value for name, value in self.__dict__.items() if name != "was_made_for_marker"}
             state["hooks"] = {name: hook for name, hook in self.hooks.items() if name != HOOK_NAME}
             return _new_registry, (), state
@@ -350,11 +350,11 @@ def _marked_registry_class() -> type:
 
 
 def patch_diffusers() -> None:
-    """Let diffusers' own group offloading run on this engine, from now on and wherever it was imported.
+    """Let diffusers' own group offloading run on this engine from now on, wherever it was imported.
 
     `pipe.enable_group_offload(...)`, `model.enable_group_offload(...)` and `diffusers.hooks.apply_group_offloading(...)`
     then take the arguments and defaults of this package (all can be left out) and return handles;
-    `disable_group_offload()` is added. Calling it again does nothing. Undone by `unpatch_diffusers`.
+    `disable_group_offload()` is added. Repeated calls do nothing. `unpatch_diffusers` undoes this.
 
     Raises:
         ImportError: diffusers is not installed.
@@ -380,7 +380,7 @@ def patch_diffusers() -> None:
 
 
 def unpatch_diffusers() -> None:
-    """Undo `patch_diffusers`. Modules that are offloaded stay so. Does nothing if diffusers is not patched."""
+    """Undo `patch_diffusers`. Offloaded modules stay offloaded. Does nothing if diffusers is not patched."""
     global _restore
     for undo in _restore or ():
         undo()
@@ -391,7 +391,7 @@ _restore: list[Callable[[], None]] | None = None
 
 
 def _apply_trampoline(*args, **kwargs):  # type: ignore[no-untyped-def]
-    """The code that `diffusers.hooks.apply_group_offloading` gets. It runs with diffusers' globals."""
+    """The code for `diffusers.hooks.apply_group_offloading`. It runs with diffusers' globals."""
     import group_offload
 
     return group_offload.apply_group_offloading(*args, **kwargs)
@@ -404,7 +404,7 @@ def _enable_on_model(model: nn.Module, *args: Any, **kwargs: Any) -> OffloadHand
 
 
 def _install_seam() -> None:
-    """Send `_apply_group_offloading` of a marker's config to its engine. Everything else goes where it went before."""
+    """Let `_apply_group_offloading` of a marker's config reach that marker's engine, and all other calls diffusers."""
     offloading = _offloading_module()
     before = getattr(offloading, _SEAM)
     if hasattr(before, "group_offload_before"):

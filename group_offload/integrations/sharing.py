@@ -16,9 +16,9 @@ from ..stores.checkpoint import FileMap
 from ..stores.safetensors_file import DATA_ALIGNMENT
 
 NUM_STEPS = 28
-"""How often a denoiser runs for one image or video, while encoders and decoders run once."""
+"""Times that a denoiser is taken to run for one image or video. Encoders and decoders run once."""
 DENOISERS = ("transformer", "unet", "controlnet", "prior", "decoder_unet")
-"""Parts of a pipeline that run in each step: what their names begin with."""
+"""How the names of those models in a pipeline begin that run in each step."""
 
 
 def shares_of(
@@ -29,21 +29,22 @@ def shares_of(
     has_folder: bool,
     has_device: bool,
 ) -> dict[str, int]:
-    """RAM for the weights of each model that rest in files, by its name in the pipeline.
+    """Bytes of RAM for each model's weights that rest in files, by the model's name in the pipeline.
 
-    Models run one after another, and what is read from the drive is read each time one runs: so RAM goes first to those
-    that run most often for their size.
+    Models run one after another, and each run reads from the drive the weights that are not in RAM. So RAM goes first to
+    the models that run most often for their size.
 
     Args:
-        budget: for the whole process, as the user gave it.
-        vram: the same for the device. What stays there needs no RAM; half of it is taken for that, as activations are not
-            known yet.
-        has_folder: weights that are in no file get one.
-        has_device: the device has memory of its own. Else what weights take turns in is RAM, and all of the rest is for the
-            model that runs.
+        models: The models by name. A model with two names counts once.
+        budget: RAM for the whole process, as the user gave it.
+        vram: Device memory, as the user gave it. Weights that stay on the device need no RAM. Half of the budget counts as
+            room for them, because activations are not known yet.
+        has_folder: Whether weights that are in no file get one.
+        has_device: Whether the device has separate memory. If not, slots are in RAM too, and the model that runs may use
+            all the rest.
 
     Raises:
-        ConfigError: it is not understood, or too small.
+        ConfigError: the budget is not understood, or is too small.
     """
     parsed: Budget | None = parse_budget(budget, "ram_budget", total_ram())
     device = parse_budget(vram, "vram_budget", sys.maxsize)
@@ -59,7 +60,7 @@ def shares_of(
         wanted = in_files + anonymous - must
         if wanted:
             num_readers += 1
-            wanted += num_tensors * DATA_ALIGNMENT  # the room around each of them
+            wanted += num_tensors * DATA_ALIGNMENT  # padding around each tensor
         if not must:
             wanted = max(0, wanted - on_device)
         uses = NUM_STEPS if name.startswith(DENOISERS) else 1
@@ -72,7 +73,7 @@ def shares_of(
 
 
 def _bytes_of(model: nn.Module) -> tuple[int, int, int]:
-    """Weights that are views of files, those that are not, and how many tensors that is."""
+    """Bytes of weights that are views of files, bytes of all other weights, and the number of tensors."""
     files = FileMap()
     in_files = anonymous = 0
     tensors = {id(each): each for each in (*model.parameters(), *model.buffers()) if not is_lazy(each)}

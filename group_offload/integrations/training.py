@@ -11,17 +11,17 @@ from torch import nn
 from ..activations import ActivationOffloadHandle, ActivationStats, apply_activation_offloading
 
 _applied: weakref.WeakSet[ActivationOffloadHandle] = weakref.WeakSet()
-"""By callbacks. A training that was broken off leaves its own behind: nobody calls `on_train_end` then."""
+"""Handles that callbacks made. A training that was broken off leaves its handle behind: `on_train_end` is not called."""
 
 
 class ActivationOffloadCallback:
-    """Applies activation offloading when training begins, removes it when it ends, and adds its figures to the logs.
+    """Applies activation offloading when training begins, removes it when training ends, and adds figures to the logs.
 
-    It goes with what the trainer does to the model before (DDP, FSDP, FSDP2, activation checkpointing of an FSDP
+    The callback works on models that the trainer has wrapped (DDP, FSDP, FSDP2, activation checkpointing of an FSDP
     configuration), and needs no import of the trainer's package.
 
     Args:
-        options: those of `apply_activation_offloading`.
+        options: The options of `apply_activation_offloading`.
 
     Example:
         >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[ActivationOffloadCallback(keep_last=2)])
@@ -30,7 +30,7 @@ class ActivationOffloadCallback:
     def __init__(self, **options: Any) -> None:
         self._options = options
         self.handle: ActivationOffloadHandle | None = None
-        """The handle, from the beginning of the first training on."""
+        """The handle of the latest training; None before the first one."""
         self._reported: ActivationStats | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **kwargs: Any) -> None:
@@ -46,7 +46,7 @@ class ActivationOffloadCallback:
             self.handle.remove()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Add GiB and counts: bytes offloaded and stalls since the last logs, the rest since the beginning."""
+        """Add offloaded GiB and stalls since the last logs, and peaks in GiB since the beginning of the training."""
         if self.handle is None or not self.handle.is_active or logs is None or "loss" not in logs:
             return
         now, before = self.handle.stats(), self._reported
@@ -62,11 +62,11 @@ class ActivationOffloadCallback:
         }
         logs.update(figures)
         history = getattr(state, "log_history", None)
-        if history and history[-1].get("loss") == logs["loss"]:  # written before the callbacks are asked
+        if history and history[-1].get("loss") == logs["loss"]:  # the trainer writes it before it calls callbacks
             history[-1].update(figures)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        if name.startswith("on_"):  # the other events of the protocol, also those that are yet to be invented
+        if name.startswith("on_"):  # any other event of the protocol, later ones included
             return _ignore
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
