@@ -20,7 +20,7 @@ class ConfigError(GroupOffloadError, ValueError):
 
 
 class DeviceError(ConfigError):
-    """The device does not exist, or lacks something that was asked for (streams, separate memory)."""
+    """The device does not exist, or lacks something that was asked for, such as streams."""
 
 
 class ModuleError(GroupOffloadError, ValueError):
