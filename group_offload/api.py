@@ -158,7 +158,7 @@ def _refuse_offloaded(module: nn.Module) -> None:
             where = f"its submodule {name!r}" if name else "it"
             raise StateError(
                 f"Cannot apply group offloading to {type(module).__name__}: {where} is group-offloaded already. Call "
-                f"remove_group_offloading() on what it was applied to first."
+                f"remove_group_offloading() on the module that it was applied to first."
             )
         if getattr(part.__dict__.get("forward"), "__module__", "") == "torch.cuda.graphs":
             raise ModuleError(

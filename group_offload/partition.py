@@ -288,7 +288,7 @@ def _flatten(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], 
         return
     if tensor.is_conj() or tensor.is_neg():
         raise ModuleError(
-            f"{fqn} is a lazily conjugated or negated view. Replace it by what resolve_conj() or resolve_neg() gives."
+            f"{fqn} is a lazily conjugated or negated view. Replace it by the result of resolve_conj() or resolve_neg()."
         )
     if tensor.device.type == "meta":
         raise ModuleError(

@@ -418,7 +418,7 @@ def _install_seam() -> None:
         elif any(map(is_offloaded, module.modules())):
             raise StateError(
                 f"{type(module).__name__}, or a part of it, is group-offloaded by group_offload already. Call "
-                f"remove_group_offloading() on what it was applied to first."
+                f"remove_group_offloading() on the module that it was applied to first."
             )
         elif _restore is not None:
             _enable_on_model(module, **_options_of(config))

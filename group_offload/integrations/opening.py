@@ -51,6 +51,11 @@ _LOADER_OPTIONS = (
 """Usual arguments of the libraries' loaders, to recognise misspelt ones. The loaders take more."""
 _SIMILAR = 0.8
 
+_COMMON = tuple(field.name for field in fields(OffloadOptions))
+_FOR_MODELS = tuple(field.name for field in fields(ModelOptions) if field.name not in _COMMON)
+_FOR_PIPELINES = tuple(field.name for field in fields(PipelineOptions) if field.name not in _COMMON)
+_IS_A_MODEL = "is a model: options for the parts of a pipeline have no meaning for it"
+
 
 def from_pretrained(model_class: Any, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any) -> Any:
     """`model_class.from_pretrained(...)`, group-offloaded from the start: the weights are never all in RAM.
@@ -110,12 +115,6 @@ def from_pretrained(model_class: Any, pretrained_model_name_or_path: str | os.Pa
             f"that method itself."
         )
     return loaded
-
-
-_COMMON = tuple(field.name for field in fields(OffloadOptions))
-_FOR_MODELS = tuple(field.name for field in fields(ModelOptions) if field.name not in _COMMON)
-_FOR_PIPELINES = tuple(field.name for field in fields(PipelineOptions) if field.name not in _COMMON)
-_IS_A_MODEL = "is a model: options for the parts of a pipeline have no meaning for it"
 
 
 def _whole_signature() -> inspect.Signature:
@@ -227,7 +226,7 @@ def _report(loaded: Any) -> None:
             )
 
 
-# ------------------------------------------------------------------------------------------------ what was asked for
+# ------------------------------------------------------------------------------------------------ checks of options
 
 
 def _check_class(model_class: Any) -> None:

@@ -1,4 +1,4 @@
-"""Activation offloading in trainers: a callback for transformers' Trainer and what follows its protocol."""
+"""Activation offloading in trainers: a callback for transformers' Trainer and trainers with its protocol."""
 
 from __future__ import annotations
 
