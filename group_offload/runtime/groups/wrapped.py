@@ -20,7 +20,9 @@ class WrappedHolder:
     another wrapper, around the views of the slot, stands in its places.
     """
 
-    def __init__(self, holder: torch.Tensor, places: tuple[ParamSlot, ...], indices: dict[tuple[str, ...], int]) -> None:
+    def __init__(
+        self, holder: torch.Tensor, places: tuple[ParamSlot, ...], indices: dict[tuple[str, ...], int]
+    ) -> None:
         self._holder = holder
         self._places = places
         self._indices = indices
