@@ -109,28 +109,29 @@ class _Known:
     """Of the page map."""
     is_refused = False
     """The page map may not be opened."""
-    tells: bool | None = None
+    detects_writes: bool | None = None
+    """What `can_detect_writes` found out."""
 
     @classmethod
     def forget(cls) -> None:
         if cls.fd is not None:
             os.close(cls.fd)
-        cls.fd, cls.is_refused, cls.tells = None, False, None
+        cls.fd, cls.is_refused, cls.detects_writes = None, False, None
 
 
 os.register_at_fork(after_in_child=_Known.forget)
 
 
-def tells_writes() -> bool:
+def can_detect_writes() -> bool:
     """Whether this system tells which pages of memory that is mapped twice were written to: tried out, once."""
-    if _Known.tells is None:
+    if _Known.detects_writes is None:
         try:
-            _Known.tells = _try_out()
+            _Known.detects_writes = _try_out()
         except (OSError, AttributeError) as error:
             if isinstance(error, OSError) and error.errno in _PASSES:
                 return False
-            _Known.tells = False
-    return _Known.tells
+            _Known.detects_writes = False
+    return _Known.detects_writes
 
 
 def _try_out() -> bool:

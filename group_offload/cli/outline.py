@@ -20,7 +20,7 @@ import torch
 from ..base.layout import ALIGNMENT
 from ..base.publish import open_to_read
 from ..errors import ConfigError, GroupFileError
-from ..stores.safetensors_file import check_entries, read_header
+from ..stores.safetensors_file import check_tensor_entries, read_header
 
 _BLOCK_MODULES = {
     "AutoencoderKL": ("quant_conv", "post_quant_conv", "encoder", "decoder"),
@@ -261,7 +261,7 @@ def _weights_in(path: Path, dtype: torch.dtype | None) -> Iterator[tuple[str, in
         data_bytes = os.fstat(fd).st_size - len(header.raw)
     finally:
         os.close(fd)
-    for fqn, entry in check_entries(header.entries, data_bytes).items():
+    for fqn, entry in check_tensor_entries(header.entries, data_bytes).items():
         is_cast = dtype is not None and entry.dtype in _FLOATS and entry.dtype != _name_of(dtype)
         size = entry.num_elements * dtype.itemsize if dtype is not None and is_cast else entry.num_bytes
         yield fqn, -(-size // ALIGNMENT) * ALIGNMENT, is_cast

@@ -19,7 +19,7 @@ import torch
 
 from ..base.layout import ALIGNMENT, as_bytes, lay_out_at, span_bytes
 from ..base.mapping import FileMapping, file_mappings, forget_writes, is_cut_off, mapping_at
-from ..base.pagemap import PAGE, SLOW_SCAN_SECONDS, tells_writes, written_pages
+from ..base.pagemap import PAGE, SLOW_SCAN_SECONDS, can_detect_writes, written_pages
 from ..base.publish import open_to_read
 from ..errors import GroupFileError
 from .base import Tier, moves_of_rest
@@ -58,7 +58,7 @@ class FileMap:
     """Tells of tensors whether they are unchanged views of a file, as of when it was made."""
 
     def __init__(self) -> None:
-        self._tells_writes = tells_writes()
+        self._can_detect_writes = can_detect_writes()
         self._mappings: list[FileMapping] = []
         with suppress(OSError):  # it cannot be told, here or now
             self._mappings = file_mappings()
@@ -67,7 +67,7 @@ class FileMap:
     def find(self, tensor: torch.Tensor) -> FileSpan | None:
         """Where `tensor` is a view of a file that still is what it was mapped from; None for any other tensor."""
         mapping = self._mapping_of(tensor)
-        if mapping is None or not mapping.is_private or not self._tells_writes:
+        if mapping is None or not mapping.is_private or not self._can_detect_writes:
             return None
         address, num_bytes = tensor.data_ptr(), span_bytes(tensor)
         first = address // PAGE * PAGE

@@ -21,7 +21,7 @@ from ..base.mapping import map_file
 from ..base.publish import boot, folder_lock, mark_in_use, open_to_read, publish, temporary_name
 from ..errors import GroupFileError
 from .manifest import Manifest, ManifestEntry, publish_manifest, tidy_manifests, tidy_temporary_files
-from .safetensors_file import content_of, encode_header, holds, pieces, printable_id
+from .safetensors_file import content_of, data_pieces, encode_header, holds, printable_id
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -160,7 +160,7 @@ class Folder:
         Raises:
             GroupFileError: it cannot be written.
         """
-        content = content_of(pieces(layout, tensors))
+        content = content_of(data_pieces(layout, tensors))
         header = encode_header(layout, group_id, self.model_class, content)
         for attempt in range(1000):
             path = self.path / file_name(group_id if attempt == 0 else f"{group_id}@{attempt}")
@@ -247,7 +247,7 @@ class Folder:
             stamp = os.fstat(fd)
             is_trusted = self._is_verified or stamp.st_uid in self._trusted
             self._num_of_others += not is_trusted
-            if is_trusted and holds(fd, header, pieces(layout, tensors)):
+            if is_trusted and holds(fd, header, data_pieces(layout, tensors)):
                 return fd, stamp
         except OSError:  # a drive that fails: not a file to rely on
             pass
@@ -268,7 +268,7 @@ class Folder:
     ) -> int | None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it: what is in use stays open
-            return publish(path, header, pieces(layout, tensors), on_written)
+            return publish(path, header, data_pieces(layout, tensors), on_written)
         except OSError as error:
             prune = f"Free some room (`group-offload prune {self.path}` removes what no model needs) or pass"
             remedy = prune if error.errno in _NO_ROOM else "Pass"

@@ -29,7 +29,7 @@ from ..base.device import Backend
 from ..base.layout import ImageLayout, as_bytes, extent_bytes, memory_of
 from ..base.mapping import TwiceMapped, flat_view, forget_writes, map_anonymous
 from ..base.page_lock import PageLock
-from ..base.pagemap import PAGE, SLOW_SCAN_SECONDS, PageScan, tells_writes
+from ..base.pagemap import PAGE, SLOW_SCAN_SECONDS, PageScan, can_detect_writes
 from .base import Tier, moves_of_rest
 from .moves import Copy, Move, Stage
 
@@ -72,7 +72,7 @@ class Segment:
         self._lock: PageLock | None = None
         self._num_forks = _Forks.num
         try:
-            self._twice = TwiceMapped(num_bytes) if self._pins and tells_writes() else None
+            self._twice = TwiceMapped(num_bytes) if self._pins and can_detect_writes() else None
             if self._twice is not None:
                 self._rest_memory = self._twice.private
                 self._private = flat_view(self._rest_memory, 0, num_bytes)

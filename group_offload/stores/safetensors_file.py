@@ -107,7 +107,7 @@ def printable_id(group_id: str) -> str:
     return group_id.encode(errors="backslashreplace").decode()
 
 
-def pieces(layout: ImageLayout, tensors: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
+def data_pieces(layout: ImageLayout, tensors: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
     """The data section in order, as flat uint8 CPU tensors: what fills each extent, and zeros between them."""
     end = 0
     for extent in layout.extents:
@@ -207,7 +207,7 @@ def read_header(fd: int) -> Header:
     return Header(prefix + text, entries, {key: as_text(value) for key, value in metadata.items()})
 
 
-def check_header(header: Header, file_bytes: int) -> GroupHeader:
+def check_group_header(header: Header, file_bytes: int) -> GroupHeader:
     """What the header of a group file says, after its tensors were checked against its metadata and the file's size.
 
     The header of a group file follows from its metadata: what differs from that in a single byte is damaged.
@@ -216,7 +216,7 @@ def check_header(header: Header, file_bytes: int) -> GroupHeader:
         GroupFileError: the header contradicts itself or the file. The message does not name the file.
     """
     data_bytes = file_bytes - len(header.raw)
-    check_entries(header.entries, data_bytes)
+    check_tensor_entries(header.entries, data_bytes)
     try:
         if header.version != FORMAT_VERSION or header.metadata["group_offload.codec"] != "none":
             raise GroupFileError("another version of this package wrote it")
@@ -246,7 +246,7 @@ class Entry:
     num_bytes: int
 
 
-def check_entries(entries: dict[str, object], data_bytes: int) -> dict[str, Entry]:
+def check_tensor_entries(entries: dict[str, object], data_bytes: int) -> dict[str, Entry]:
     """What a header says of its tensors, by their names, if they fill the data without a gap as the format wants it.
 
     Raises:

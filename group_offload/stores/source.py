@@ -50,7 +50,7 @@ from ..base.mapping import cached_bytes, flat_view, map_page_cache, mapping_at, 
 from ..base.page_lock import PageLock
 from ..base.pagemap import PAGE
 from ..base.ram import locked
-from ..base.reading import BLOCK, read_around, read_part, refuses_direct, say_that_not_direct
+from ..base.reading import BLOCK, read_around, read_part, refuses_direct, warn_no_direct_io
 from ..errors import GroupFileError
 from .descriptors import KeptDescriptors
 
@@ -351,7 +351,7 @@ class SourceFile:
             return read_around(direct_fd, area[: -(-num_needed // BLOCK) * BLOCK], position)
         except OSError as error:
             if refuses_direct(error):
-                say_that_not_direct(error.errno or 0)
+                warn_no_direct_io(error.errno or 0)
                 self._fds.has_no_direct = True
                 return None
             raise self.lost(position, str(error.strerror)) from error

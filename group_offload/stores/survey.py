@@ -17,7 +17,7 @@ from pathlib import Path
 from ..base.publish import claim, open_to_read
 from ..errors import GroupFileError
 from .manifest import GROUP_FILE, MANIFEST_FILE, TEMPORARY_FILE, Manifest, open_manifest
-from .safetensors_file import FORMAT_VERSION, GroupHeader, Header, check_header, content_of_file, read_header
+from .safetensors_file import FORMAT_VERSION, GroupHeader, Header, check_group_header, content_of_file, read_header
 
 OUTDATED_VERSIONS = ("1",)
 """No longer used. A version that is not known may be in use by a later release."""
@@ -214,7 +214,7 @@ def _look_at(name: str, folder_fd: int, num_bytes: int) -> Finding:
         if header.version != FORMAT_VERSION:
             kind = Kind.OUTDATED if header.version in OUTDATED_VERSIONS else Kind.LATER
             return Finding(name, kind, num_bytes, version=header.version, is_ours=True)
-        group = check_header(header, num_bytes)
+        group = check_group_header(header, num_bytes)
         return Finding(name, Kind.GROUP, num_bytes, group, FORMAT_VERSION, is_ours=True)
     except GroupFileError as error:
         return _damaged(Finding(name, Kind.DAMAGED, num_bytes, is_ours=header is not None), str(error))
@@ -232,7 +232,7 @@ def _verify_one(finding: Finding, folder_fd: int, on_read: Callable[[int], None]
         fd = open_to_read(finding.name, folder_fd)
         try:
             num_bytes = os.fstat(fd).st_size
-            group = check_header(read_header(fd), num_bytes)  # another one may have its name by now
+            group = check_group_header(read_header(fd), num_bytes)  # another one may have its name by now
             content = content_of_file(fd, num_bytes - group.layout.num_bytes, on_read)
         finally:
             os.close(fd)

@@ -712,7 +712,7 @@ def test_one_budget_for_ram_is_for_all_modules(device: SimulatedDevice, ram: dic
 def test_weights_that_nothing_tells_edits_of_do_not_keep_others_from_staying(
     device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("group_offload.stores.pinned.tells_writes", lambda: False)
+    monkeypatch.setattr("group_offload.stores.pinned.can_detect_writes", lambda: False)
     resident = Model(WIDTHS).eval()
     num_bytes, peak = needed(device, resident)
     model: Any = from_file(resident, tmp_path / "model.safetensors")

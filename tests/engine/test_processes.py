@@ -13,7 +13,7 @@ import torch
 
 from group_offload import ConfigError, GroupFileError, apply_group_offloading
 from group_offload.base import pagemap
-from group_offload.base.pagemap import tells_writes
+from group_offload.base.pagemap import can_detect_writes
 from group_offload.stores import checkpoint
 
 from ..files.test_file_identity import as_root, loaded, place  # noqa: F401
@@ -21,7 +21,7 @@ from ..files.test_files import flip_a_bit, pair, run_python
 from ..support.common import Model, check, inputs, make, offload_to, run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 
-pytestmark = pytest.mark.skipif(not tells_writes(), reason="this system does not tell which pages were written")
+pytestmark = pytest.mark.skipif(not can_detect_writes(), reason="this system does not tell which pages were written")
 
 
 class PageMap:

@@ -46,7 +46,7 @@ def is_told_of_edits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     """Whether the system tells which pages of weights at rest were written to: parameter "told"."""
     is_told: bool = request.param
     if not is_told:
-        monkeypatch.setattr("group_offload.stores.pinned.tells_writes", lambda: False)
+        monkeypatch.setattr("group_offload.stores.pinned.can_detect_writes", lambda: False)
     return is_told
 
 

@@ -231,7 +231,7 @@ def exercise(seed: int, laziness: Any, options: dict[str, Any], *, num_passes: i
             stack.enter_context(late_reads(rng))
         if not options.get("is_told_of_edits", True):
             patch = stack.enter_context(pytest.MonkeyPatch.context())
-            patch.setattr("group_offload.stores.pinned.tells_writes", lambda: False)
+            patch.setattr("group_offload.stores.pinned.can_detect_writes", lambda: False)
         ours = ("in_files", "in_checkpoint", "is_told_of_edits")
         options = {name: value for name, value in options.items() if name not in ours}
         handle = offload(model, **options)
@@ -398,7 +398,7 @@ def test_the_host_waits_for_copies_from_what_can_be_edited() -> None:
     device = SimulatedDevice(0, "lazy")
     model = Model([16] * 6)
     with use_simulated_device(device), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("group_offload.stores.pinned.tells_writes", lambda: False)
+        patch.setattr("group_offload.stores.pinned.can_detect_writes", lambda: False)
         handle = offload(model)
         for _ in range(4):
             forward(device, model, torch.randn(2, DIM))

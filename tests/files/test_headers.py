@@ -19,7 +19,13 @@ from safetensors.torch import load_file
 from group_offload import GroupFileError
 from group_offload.base.layout import lay_out
 from group_offload.stores.manifest import Manifest, ManifestEntry
-from group_offload.stores.safetensors_file import check_header, content_of, encode_header, pieces, read_header
+from group_offload.stores.safetensors_file import (
+    check_group_header,
+    content_of,
+    data_pieces,
+    encode_header,
+    read_header,
+)
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -42,7 +48,7 @@ def tensors() -> dict[str, torch.Tensor]:
 def group_file() -> bytes:
     named = tensors()
     layout = lay_out(list(named), list(named.values()))
-    data = list(pieces(layout, list(named.values())))
+    data = list(data_pieces(layout, list(named.values())))
     header = encode_header(layout, "blocks_0", "Model", content_of(data))
     return header + b"".join(piece.numpy().tobytes() for piece in data)
 
@@ -63,7 +69,7 @@ def read(content: bytes) -> Any:
     with tempfile.TemporaryFile() as file:
         file.write(content)
         file.flush()
-        return check_header(read_header(file.fileno()), len(content))
+        return check_group_header(read_header(file.fileno()), len(content))
 
 
 def refused(content: bytes) -> str:
@@ -244,7 +250,7 @@ def test_names_that_the_format_cannot_have(tmp_path: Path) -> None:
     """Any reader opens the file, and all names are there."""
     named = {name: torch.full((3,), number) for number, name in enumerate(NAMES)}
     layout = lay_out(list(named), list(named.values()))
-    data = list(pieces(layout, list(named.values())))
+    data = list(data_pieces(layout, list(named.values())))
     header = encode_header(layout, "group\ud800", "Model", content_of(data))
     content = header + b"".join(piece.numpy().tobytes() for piece in data)
     found = read(content)

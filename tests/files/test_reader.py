@@ -594,30 +594,6 @@ def test_direct_reads_that_are_refused(
     assert len(told) == 1 and os.strerror(code) in told[0]
 
 
-@every_tier
-@every_device
-@pytest.mark.parametrize("is_scarce", [False, True])
-def test_a_system_without_reads_at_a_position(
-    is_scarce: bool,
-    where: str,
-    tier: str,
-    tmp_path: Path,
-    preadv: Preadv,
-    request: pytest.FixtureRequest,
-    warnings_of_reads: list[str],
-) -> None:
-    """The last rung of the ladder: seek and read, with several threads at once all the same."""
-    if is_scarce:
-        request.getfixturevalue("scarce_ram")
-    with Rig(where, tier, tmp_path) as rig:
-        preadv.fail(errno.ENOSYS, 0, 10**9)
-        rig.check(3)
-        rig.settle()
-        assert preadv.num_faults > 0 and rig.handle.stats().bytes_read["direct"] == 0
-    told = [message for message in warnings_of_reads if "Reads at a position" in message]
-    assert len(told) == 1 and os.strerror(errno.ENOSYS) in told[0]
-
-
 @every_device
 def test_files_that_cannot_be_opened_for_direct_reads(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scarce_ram: None, warnings_of_reads: list[str]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from group_offload import apply_group_offloading
-from group_offload.base.pagemap import tells_writes
+from group_offload.base.pagemap import can_detect_writes
 
 from ..engine import test_weights
 from ..engine.test_processes import PageMap
@@ -17,7 +17,7 @@ from ..support import common
 from . import test_checkpoint, test_files
 from .test_checkpoint import _inputs_are_on_the_cpu, where  # noqa: F401
 
-pytestmark = pytest.mark.skipif(not tells_writes(), reason="this system does not tell which pages were written")
+pytestmark = pytest.mark.skipif(not can_detect_writes(), reason="this system does not tell which pages were written")
 
 _EDITS: dict[Any, list[str]] = {
     test_weights: [

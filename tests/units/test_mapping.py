@@ -10,9 +10,9 @@ import pytest
 
 from group_offload.base import mapping
 from group_offload.base.mapping import TwiceMapped, forget_writes
-from group_offload.base.pagemap import _MAX_REGIONS, PAGE, PageScan, tells_writes, written_pages
+from group_offload.base.pagemap import _MAX_REGIONS, PAGE, PageScan, can_detect_writes, written_pages
 
-pytestmark = pytest.mark.skipif(not tells_writes(), reason="this system does not tell which pages were written")
+pytestmark = pytest.mark.skipif(not can_detect_writes(), reason="this system does not tell which pages were written")
 
 
 def num_descriptors() -> int:

@@ -14,7 +14,7 @@ from torch import nn
 from ...base.compiled import is_compiled
 from ...base.layout import ALIGNMENT, ImageLayout, extent_bytes, lay_out, overlapping, span_bytes
 from ...base.mapping import flat_view, map_anonymous, trim_heap
-from ...base.pagemap import tells_writes
+from ...base.pagemap import can_detect_writes
 from ...base.pool import Task, on_pool
 from ...base.progress import progress_bar
 from ...base.ram import fits
@@ -299,7 +299,7 @@ def _refuse_what_is_in_no_file(plans: Sequence[_Plan], views: _Views) -> None:
         for ref in plan.fresh
         if not ref.is_buffer and ref.tensor.numel() and id(ref.tensor) not in in_files
     ]
-    if others and not tells_writes():
+    if others and not can_detect_writes():
         raise ConfigError(
             "offload_device='disk' needs a system that tells which pages of a file were written to (/proc/self/pagemap), and "
             "this one does not. Pass offload_to_disk_path for files of their own, or offload_device='cpu'."
