@@ -1,23 +1,24 @@
 """How a file in a folder of group files gets its name, and how processes keep out of each other's way there.
 
 [Note: Write protocol]
-1. A new file under a temporary name (`.NAME.PID.BOOTRANDOM.tmp`): no link is followed and nothing is opened that was there.
-2. Its content, then fsync: a name never leads to bytes that a crash of the machine can take away.
-3. Its name, by link(2), which never replaces what has that name; manifests, whose name says whose they are, by rename(2).
-4. fsync of the folder, where the file system has that; the temporary name goes.
-A process that dies at any of these steps leaves a whole file or none under the name, and at most a temporary one. Whoever
-sets a model up in the folder next removes that, if it is of this boot of the machine: then its lock tells that it is dead.
+1. A new file is made under a temporary name (`.NAME.PID.BOOTRANDOM.tmp`). No link is followed, and no existing file is opened.
+2. The content is written and synced, so a name never leads to bytes that a crash of the machine can take away.
+3. The file gets its name: by link(2), which never replaces a file; a manifest, whose name says whose it is, by rename(2).
+4. The folder is synced, where the file system can do that, and the temporary name is removed.
+A process that dies at any of these steps leaves a whole file or none under the name, and at most one temporary file. The next
+set-up in the folder removes the temporary file if it is of this boot of the machine: only then does its lock tell that its
+process is dead.
 
 [Note: Locks]
-All are flock(2): the kernel releases them when a process ends, however it ends. They save work, and nothing is wrong
-without them, where a file system has none. Whoever may read a file can take its lock, and a process that is stopped keeps
-its locks: so nobody waits without end, or without a word.
-- The folder itself, exclusively: who sets a model up there, or prunes. The second one finds the first one's files. That
-  needs no file of its own, no right to write, and works on network file systems between the processes of one machine.
-- A file under its temporary name, exclusively: somebody is writing it.
-- A group file, shared: it is in use. A mapping keeps the lock of the descriptor that it was made with, so this lasts
-  exactly as long as weights rest there, and takes no descriptor.
-- A manifest of edited weights, shared: the model that was edited is still there.
+All locks are flock(2), which the kernel releases when a process ends, however it ends. They save work. Where a file system has
+no locks, nothing goes wrong. Whoever may read a file can lock it, and a process that is stopped keeps its locks. So every wait
+has an end, and is logged.
+- The folder, exclusively: a process sets a model up there, or prunes. A second set-up waits and finds the files of the first.
+  This lock needs no file and no right to write. On network file systems it holds between the processes of one machine.
+- A file under its temporary name, exclusively: a process is writing it.
+- A group file, shared: it is in use. A mapping keeps the lock of the descriptor that it was made with, so the lock lasts
+  exactly as long as weights rest in the file, and takes no descriptor.
+- A manifest of edited weights, shared: the model that was edited still exists.
 """
 
 from __future__ import annotations
@@ -48,52 +49,63 @@ _CHUNK_BYTES = 16 << 20
 _POLL_SECONDS = 0.05
 _SECONDS_UNTIL_SAID = 1.0
 FILE_PATIENCE_SECONDS = 10.0
-"""For whoever holds a group file that another process may be giving its name."""
+"""How long to wait for the lock on a group file. Its holder may be giving it its name."""
 SETUP_PATIENCE_SECONDS = 600.0
-"""For whoever sets a model up in the folder: writing a large one takes minutes."""
+"""How long a set-up waits for the lock on the folder. Writing a large model takes minutes."""
 PRUNE_PATIENCE_SECONDS = 60.0
+"""How long `prune` waits for the lock on the folder."""
 
 
-def publish(path: Path, header: bytes, data: Iterable[torch.Tensor], on_written: Callable[[int], None]) -> int | None:
+def publish(
+    path: Path, header: bytes, data: Iterable[torch.Tensor], on_written: Callable[[int], None]
+) -> tuple[int, os.stat_result] | None:
     """Write a file and give it its name once it is durable. See [Note: Write protocol].
 
     Returns:
-        A descriptor of the file, marked as in use, or None if the name was taken meanwhile.
+        A descriptor of the file, marked as in use, and its stamp, whose size and time of change are those of the content that
+        was written here. None if another file took the name, or if another program changed the file as soon as it had it.
 
     Raises:
-        OSError: the file cannot be written; nothing is left behind.
+        OSError: the file cannot be written. No temporary file is left.
     """
     with _temporary(path) as (temporary, opened):
-        fd = opened.fd
-        _write_all(fd, memoryview(header))
+        _write_all(opened.fd, memoryview(header))
         for piece in data:
-            _write_all(fd, memory_of(piece))
+            _write_all(opened.fd, memory_of(piece))
             on_written(piece.numel())
-        os.fsync(fd)
+        os.fsync(opened.fd)
+        written = os.fstat(opened.fd)
         is_named = _name_exclusively(temporary, path)
         if is_named:
             _sync_folder(path.parent)
-    if not is_named:
+    try:
+        with suppress(OSError):  # another process has locked or deleted the file by now: what is open stays readable
+            mark_in_use(opened.fd)
+        # The stamp has to be the last one: the temporary name changed `st_ctime_ns` when it went. But everybody could open the
+        # file before that. A stamp of another content would make a change by another program count as what was written here.
+        stamp = os.fstat(opened.fd)
+        if not is_named or (stamp.st_size, stamp.st_mtime_ns) != (written.st_size, written.st_mtime_ns):
+            return None
+        return opened.detach(), stamp
+    finally:
         opened.close()
-        return None
-    with suppress(OSError):  # somebody took the lock meanwhile, or the name: what is open stays readable
-        mark_in_use(fd)
-    return opened.detach()
 
 
 def publish_anew(path: Path, content: bytes) -> int:
-    """Write a small file and put it in the place of what has its name. See [Note: Write protocol].
+    """Write a small file and put it in the place of the file that has its name. See [Note: Write protocol].
 
     Returns:
         A descriptor of the file, marked as in use.
 
     Raises:
-        OSError: the file cannot be written; what was there is there.
+        OSError: the file cannot be written. The file that had the name still has it.
     """
     with _temporary(path) as (temporary, opened):
         _write_all(opened.fd, memoryview(content))
         os.fsync(opened.fd)
-        with suppress(OSError):
+        with suppress(
+            OSError
+        ):  # before it has its name: a manifest of edited weights without a lock counts as abandoned
             mark_in_use(opened.fd)
         os.replace(temporary, path)
         _sync_folder(path.parent)
@@ -101,10 +113,10 @@ def publish_anew(path: Path, content: bytes) -> int:
 
 
 def open_to_read(name: str | Path, dir_fd: int | None = None, *, follows_links: bool = False) -> int:
-    """Open a regular file, and nothing else: no link is followed unless that is asked for, no FIFO waited for.
+    """Open a regular file and nothing else: links are followed only if that is asked for, and a FIFO is not waited for.
 
     Raises:
-        OSError: it cannot be opened, or is something else.
+        OSError: it cannot be opened, or is not a regular file.
     """
     links = 0 if follows_links else os.O_NOFOLLOW
     fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | links, dir_fd=dir_fd)
@@ -117,20 +129,60 @@ def open_to_read(name: str | Path, dir_fd: int | None = None, *, follows_links: 
     return fd
 
 
-def mark_in_use(fd: int) -> None:
-    """Keep `prune` from the file for as long as the descriptor, or a mapping that is made with it, is there.
+@contextmanager
+def opened_to_read(name: str | Path, dir_fd: int | None = None) -> Iterator[int]:
+    """The descriptor that `open_to_read` gives, closed at the end."""
+    fd = open_to_read(name, dir_fd)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
-    Waits for the one who is giving the file its name: until that is done, its time of change is not final.
+
+def remove_unused(
+    name: str | Path,
+    dir_fd: int | None = None,
+    *,
+    needs_locks: bool = False,
+    is_right: Callable[[int], bool] = lambda fd: True,
+) -> bool:
+    """Delete a file, unless a process of this machine uses or writes it.
+
+    Args:
+        needs_locks: whether to leave the file where the file system has no locks.
+        is_right: whether the file behind a descriptor is the one that is meant. A name alone may be another file's.
+
+    Returns:
+        Whether it was deleted.
 
     Raises:
-        OSError: somebody keeps the file to himself, or it was deleted: it is not to be used.
+        FileNotFoundError: it is not there any more.
+        OSError: the system refused.
     """
+    with opened_to_read(name, dir_fd) as fd:
+        if not is_right(fd) or not claim(fd, needs_locks=needs_locks):
+            return False
+        if not os.fstat(fd).st_nlink:  # the name may be another file's by now
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        os.unlink(name, dir_fd=dir_fd)
+        return True
 
-    def tell() -> None:
-        logger.warning("%s holds %s: waiting for it, but not for long.", _holder(fd), _path_of(fd))
 
+def mark_in_use(fd: int) -> None:
+    """Keep `prune` from the file for as long as the descriptor, or a mapping that is made with it, exists.
+
+    A process that is giving the file its name is waited for: until then the file's time of change is not final.
+
+    Raises:
+        OSError: another process keeps the file for itself, or the file was deleted. It must not be used.
+    """
     try:
-        is_marked = _take_lock(fd, fcntl.LOCK_SH, FILE_PATIENCE_SECONDS, tell)
+        is_marked = _take_lock(
+            fd,
+            fcntl.LOCK_SH,
+            FILE_PATIENCE_SECONDS,
+            lambda: logger.warning("%s holds %s: waiting for it, but not for long.", _holder(fd), _path_of(fd)),
+        )
     except OSError:  # a file system without locks
         return
     if not is_marked:
@@ -139,25 +191,25 @@ def mark_in_use(fd: int) -> None:
         raise FileNotFoundError(errno.ENOENT, "it was deleted meanwhile")
 
 
-def claim(fd: int, *, strictly: bool = False) -> bool:
-    """Whether nobody on this machine uses or writes the file; nobody begins to while the descriptor is open.
+def claim(fd: int, *, needs_locks: bool = False) -> bool:
+    """Whether no process of this machine uses or writes the file. None begins to while the descriptor is open.
 
     Args:
-        strictly: False then, too, if the file system has no locks. Otherwise it is True there: an open file outlives its
-            name.
+        needs_locks: whether the answer is False where the file system has no locks. Otherwise it is True there: a file that
+            is deleted stays readable to the processes that have it open.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        return not strictly
+        return not needs_locks
     return True
 
 
 @cache
 def boot() -> str:
-    """8 hex digits that tell this boot of this machine, whose kernel keeps our locks, from others; else empty."""
+    """8 hex digits that tell this boot of this machine, whose kernel keeps our locks, from others; or an empty text."""
     try:
         found = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -169,14 +221,14 @@ def boot() -> str:
 def folder_lock(folder: Path, *, or_raise: bool = False) -> Iterator[None]:
     """Keep other processes, and threads, from setting up or pruning in `folder` meanwhile. Not reentrant.
 
-    Without locks, where the folder cannot be opened, or if somebody keeps the lock for too long, it goes on without: see
-    [Note: Locks].
+    Where there are no locks, where the folder cannot be opened, or if another process keeps the lock for too long, the block
+    runs without the lock: see [Note: Locks].
 
     Args:
-        or_raise: rather than to go on while somebody has the lock.
+        or_raise: whether to raise rather than to go on if another process keeps the lock.
 
     Raises:
-        GroupFileError: somebody keeps the lock.
+        GroupFileError: another process keeps the lock.
     """
     try:
         opened = _Opened(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -203,28 +255,19 @@ def _wait_for_turn(fd: int, folder: Path, *, or_raise: bool) -> None:
         )
 
     try:
-        is_taken = _take_lock(fd, fcntl.LOCK_EX, patience, tell)
+        if _take_lock(fd, fcntl.LOCK_EX, patience, tell):
+            return
     except OSError as error:
         logger.info("%s cannot be locked (%s): two processes may write the same files.", folder, error.strerror)
         return
-    if is_taken:
-        return
+    held = f"{_holder(fd)} has held the lock on {folder} for {patience:.0f} seconds."
     if or_raise:
-        raise GroupFileError(
-            f"{_holder(fd)} has held the lock on {folder} for {patience:.0f} seconds. Try again when it has set its model up, "
-            f"or end it."
-        )
-    logger.warning(
-        "%s has held the lock on %s for %.0f seconds. Going on without: both may write the same files, and those of one are "
-        "thrown away.",
-        _holder(fd),
-        folder,
-        patience,
-    )
+        raise GroupFileError(f"{held} Try again when it has set its model up, or end it.")
+    logger.warning("%s Going on without: both may write the same files, and those of one are thrown away.", held)
 
 
-def _take_lock(fd: int, kind: int, patience: float, tell: Callable[[], None]) -> bool:
-    """Whether it could be had in so many seconds. `tell` is called once if that takes a while.
+def _take_lock(fd: int, kind: int, patience: float, on_wait: Callable[[], None]) -> bool:
+    """Whether the lock was free within `patience` seconds. `on_wait` is called once if that takes a while.
 
     Raises:
         OSError: the file system has no locks.
@@ -240,12 +283,12 @@ def _take_lock(fd: int, kind: int, patience: float, tell: Callable[[], None]) ->
             return False
         if waited > _SECONDS_UNTIL_SAID and not is_said:
             is_said = True
-            tell()
+            on_wait()
         time.sleep(_POLL_SECONDS)
 
 
 def _holder(fd: int) -> str:
-    """Who has the lock, as far as the system tells."""
+    """The process that has the lock, as far as the system tells."""
     with suppress(OSError, ValueError):
         status = os.fstat(fd)
         place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
@@ -265,38 +308,28 @@ def _path_of(fd: int) -> str:
 
 @contextmanager
 def _temporary(path: Path) -> Iterator[tuple[Path, _Opened]]:
-    """A new file beside `path`, locked. Its name goes at the end; its descriptor stays, unless there was an error."""
-    temporary, opened = _create(path)
-    try:
-        try:
-            yield temporary, opened
-        finally:
-            with suppress(OSError):
-                os.unlink(temporary)
-    except BaseException:
-        opened.close()
-        raise
-
-
-def _create(path: Path) -> tuple[Path, _Opened]:
+    """A new file beside `path`, locked. Its name is removed at the end. Its descriptor stays open, unless there is an error."""
     while True:
         temporary = path.with_name(temporary_name(path.name))
         opened = _Opened(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            with suppress(OSError):  # a file system without locks
-                _take_lock(opened.fd, fcntl.LOCK_EX, FILE_PATIENCE_SECONDS, lambda: None)
-            if os.fstat(opened.fd).st_nlink:
-                return temporary, opened
+            try:
+                with suppress(OSError):  # a file system without locks
+                    _take_lock(opened.fd, fcntl.LOCK_EX, FILE_PATIENCE_SECONDS, lambda: None)
+                if os.fstat(opened.fd).st_nlink:
+                    yield temporary, opened
+                    return
+            finally:
+                with suppress(OSError):
+                    os.unlink(temporary)
         except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
             opened.close()
             raise
-        opened.close()  # somebody who tidies up found it before it was locked
+        opened.close()  # another process tidied the folder before the file was locked: once more
 
 
 class _Opened:
-    """A descriptor that is closed with this object: so an interrupt leaves no lock taken, whatever it strikes.
+    """A descriptor that is closed with this object, so an interrupt leaves no lock taken, wherever it strikes.
 
     An interrupt would also strike a finalizer that is written in Python, and the lock would stay for as long as the process
     lives. So the owner of the descriptor is an object written in C. `select.epoll` takes any descriptor, closes it as it goes,
@@ -322,7 +355,7 @@ class _Opened:
 
 
 def temporary_name(name: str) -> str:
-    """What a file is called that will be `name`: it tells whose it is, and cannot be foreseen."""
+    """The name of a file that is going to be `name`. It tells the process and the boot, and cannot be foreseen."""
     return f".{name}.{os.getpid()}.{boot()}{os.urandom(4).hex()}.tmp"
 
 
@@ -340,7 +373,7 @@ def _name_exclusively(temporary: Path, path: Path) -> bool:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make names durable, where the file system can. Without, a machine that loses power may lose a whole file."""
+    """Make names durable, where the file system can. Elsewhere a loss of power can take a whole file away."""
     with suppress(OSError):
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

@@ -16,15 +16,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.prompt import Confirm
 from rich.table import Table
 
-from ..base.publish import folder_lock
+from ..base.publish import folder_lock, remove_unused
 from ..base.terminal import add_row, complain, new_console, new_table, say
 from ..errors import GroupFileError, GroupOffloadError
 from ..plan.budgets import describe_bytes
-from ..stores.survey import Finding, Kind, Survey, open_folder, removable, remove, survey, verify
+from ..stores.survey import Finding, Kind, Survey, open_folder, removable, survey, verify
 from .plan import add_commands
 
 OK, DAMAGED, FAILED = 0, 1, 2
-"""Exit statuses: argparse's own is 2 too."""
+"""The exit statuses. That of argparse for wrong arguments is 2 too."""
 
 _STYLES = {
     Kind.DAMAGED: "red",
@@ -34,24 +34,24 @@ _STYLES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with `argv`, the process's own arguments by default, and return its exit status."""
+    """Run the command with `argv` (by default the arguments of the process), and return its exit status."""
     arguments = _parser().parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # names may have letters that the terminal has not
+            stream.reconfigure(errors="backslashreplace")  # names may have letters that the terminal cannot show
     try:
         status: int = arguments.run(arguments)
         if sys.stdout is not None:
-            sys.stdout.flush()  # here, where it may fail
+            sys.stdout.flush()  # here, where its error is handled
     except GroupOffloadError as error:
         complain(str(error))
         return FAILED
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever reads the output has seen enough
+    except BrokenPipeError:  # the program that reads the output has ended
         _write_nothing_more()
         return OK
-    except SystemExit:  # the same, from rich
+    except SystemExit:  # rich turns the same error into this
         return OK
     except OSError as error:
         complain(str(error))
@@ -61,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write_nothing_more() -> None:
-    """Python flushes once more at its end."""
-    with suppress(OSError, ValueError, AttributeError):  # there is none, or it is no file
+    """Send the output that is left nowhere: Python flushes once more when it ends, and would fail."""
+    with suppress(OSError, ValueError, AttributeError):  # stdout is missing, or is not a file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -81,7 +81,9 @@ def _parser() -> argparse.ArgumentParser:
         ("verify", _verify, "Read all group files of DIR and check them. Exit status 1 if one is damaged."),
     ):
         add(name, run, text).add_argument("--json", action="store_true", help="for programs")
-    prune = add("prune", _prune, "Remove group files that no manifest needs, and what processes that died left.")
+    prune = add(
+        "prune", _prune, "Remove the group files that no manifest needs, and the files that dead processes left."
+    )
     prune.add_argument("--dry-run", action="store_true", help="list them, remove nothing")
     prune.add_argument("--yes", action="store_true", help="do not ask")
     add_commands(commands)
@@ -113,12 +115,12 @@ def _verify(arguments: argparse.Namespace) -> int:
         ) as bar:
             task = bar.add_task("", total=total)
             found = verify(fd, found, lambda num_bytes: bar.update(task, advance=num_bytes))
-    is_good = not found.damaged and not found.broken_manifests
+    status = OK if found.is_whole else DAMAGED
     if arguments.json:
         _print_json(arguments.folder, found)
-        return OK if is_good else DAMAGED
+        return status
     console = new_console()
-    if not is_good:
+    if not found.is_whole:
         table = new_table("Damaged", "file", "what is wrong", "what to do")
         for finding in found.damaged:
             add_row(table, finding.name, finding.problem, finding.remedy)
@@ -128,7 +130,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     num_good = sum(finding.kind is Kind.GROUP for finding in found.findings)
     num_bad = len(found.damaged) + len(found.broken_manifests)
     say(console, f"{num_good} group files are whole, {num_bad} files are damaged.")
-    return OK if is_good else DAMAGED
+    return status
 
 
 def _prune(arguments: argparse.Namespace) -> int:
@@ -147,11 +149,11 @@ def _prune(arguments: argparse.Namespace) -> int:
         if not arguments.yes:
             if not sys.stdin.isatty():
                 raise GroupFileError(
-                    "Nobody can be asked, since this is not a terminal. Pass --yes to remove these files."
+                    "This is not a terminal, so you cannot be asked. Pass --yes to remove these files."
                 )
             if not Confirm.ask(f"Remove {len(candidates)} files, {total}?", console=console, default=False):
                 return OK
-        # Not held while somebody thinks: so it is looked again at what is needed.
+        # The lock was not held while the question was open. So the folder is surveyed again.
         with folder_lock(arguments.folder, or_raise=True):
             agreed = {finding.name for finding in candidates}
             return _remove(console, [finding for finding in removable(survey(fd)) if finding.name in agreed], fd)
@@ -161,14 +163,14 @@ def _remove(console: Console, findings: Sequence[Finding], folder_fd: int) -> in
     num_removed = num_bytes = num_in_use = num_failed = 0
     for finding in findings:
         try:
-            if remove(finding, folder_fd):
+            if remove_unused(finding.name, folder_fd):
                 num_removed += 1
                 num_bytes += finding.num_bytes
             else:
                 num_in_use += 1
                 say(console, f"{finding.name} is in use and was left.")
         except FileNotFoundError:
-            pass  # its process was quicker
+            pass  # another process was quicker
         except OSError as error:
             num_failed += 1
             complain(f"Cannot remove {finding.name}: {error.strerror or error}.")
@@ -246,7 +248,3 @@ def _print_json(folder: Path, found: Survey) -> None:
 
 def _short(manifest: str) -> str:
     return manifest.removesuffix(".json").rpartition("_")[2][:8]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

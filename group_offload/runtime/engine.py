@@ -5,9 +5,7 @@ What happens in a forward stands in passes.py.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 
 import torch
@@ -19,7 +17,7 @@ from ..errors import StateError
 from ..partition import TensorRef
 from ..plan.planner import Plan
 from ..stores.base import Tier
-from ..stores.folder import Folder, keep, leave
+from ..stores.folder import Folder
 from ..stores.group_file import GroupFile
 from . import turns
 from .backward import Backward
@@ -61,9 +59,6 @@ class Engine:
         backend = config.backend
         path = config.offload_to_disk_path
         self._folder = None if path is None else Folder(path, type(root).__name__, is_verified=config.verify_files)
-        self._manifest: list[Path] = []
-        """The file in the folder that says which files this module needs, if there is one."""
-        weakref.finalize(self, _leave_all, self._manifest).atexit = False
         self._trained = Trained(backend)
         self.transfer = Transfer(
             backend,
@@ -173,9 +168,8 @@ class Engine:
             self._changes.invalidate()  # weights that have memory of their own by then are taken up by the next forward
             self._give_up_images()
             self._trained.give_back()
-            for path in self._manifest:
-                keep(path)  # as the files, for the next one that needs them
-            _leave_all(self._manifest)
+            if self._folder is not None:
+                self._folder.keep_manifest()
             self._gates.uninstall()
             self._passes.is_removed = True
             self._gates.clear()
@@ -328,16 +322,10 @@ class Engine:
         images = [part.image for group in self.groups for part in group.parts]
         entries = [image.entry for image in images if isinstance(image, GroupFile)]
         if self._folder is not None:
-            found = self._folder.publish_manifest(entries, replaces=self._manifest[0] if self._manifest else None)
-            self._manifest[:] = [] if found is None else [found]
+            self._folder.publish_manifest(entries)
 
     def _install_gates(self) -> None:
         self._changes.invalidate()
         self._gates.install(self.groups)
         checks_all_calls = self._gates.records_graphs or self.config.offload_type is OffloadType.LEAF_LEVEL
         self._changes.expect(self.root, self.groups, self._gates.groups_of, checks_all_calls=checks_all_calls)
-
-
-def _leave_all(paths: list[Path]) -> None:
-    while paths:
-        leave(paths.pop())

@@ -1,4 +1,4 @@
-"""A folder of group files: whose each one is, and which of them a model uses or has to write."""
+"""A folder of group files: which file a group of a model rests in, and which files have to be written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import threading
-from collections import Counter, deque
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,56 +17,53 @@ from pathlib import Path
 import torch
 
 from ..base.layout import ImageLayout
-from ..base.mapping import map_file
 from ..base.publish import boot, folder_lock, mark_in_use, open_to_read, publish, temporary_name
 from ..errors import GroupFileError
 from .manifest import Manifest, ManifestEntry, publish_manifest, tidy_manifests, tidy_temporary_files
-from .safetensors_file import content_of, data_pieces, encode_header, holds, printable_id
+from .safetensors_file import content_of, data_pieces, encode_header, file_holds, printable_id
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 logger = logging.getLogger("group_offload")
 
 _lock = threading.RLock()
-_num_users: Counter[Path] = Counter()
-"""Images of this process that rest in each file, and models that have each manifest. Models with equal weights share."""
-_left: deque[Path] = deque()
-"""Files with one image less, not counted yet. Whoever collects garbage leaves them, perhaps in a thread that has the lock."""
+_users: dict[Path, weakref.WeakSet[object]] = {}
+"""The images of this process that rest in each group file, and the folders whose model has each manifest."""
 _written_here: set[Path] = set()
-"""Files that this process wrote: it may delete them once their content is out of date."""
+"""The files that this process wrote. It may delete them once their content is out of date."""
 
 
 def file_name(group_id: str) -> str:
-    """The name of a group's file: diffusers' own, so that a folder of either can be told by its names."""
+    """The name of the file of a group. It is the name that diffusers gives it."""
     return f"group_{hashlib.sha256(printable_id(group_id).encode()).hexdigest()[:16]}.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class ProvenFile:
-    """A group file whose every byte was compared with, or written from, what rests there."""
+    """A group file whose every byte was compared with, or written from, the weights that rest there."""
 
     path: Path
     fd: int
     stamp: os.stat_result
-    """Of the file, from before it was compared."""
+    """What `fstat` said about the file before it was compared, or once it was written."""
     entry: ManifestEntry
 
 
 class Folder:
-    """A folder of group files.
+    """A folder of group files, as one model uses it.
 
     Order of calls, under `locked`: `prepare`, `find_or_write` for each group, `publish_manifest`, `report`. Later, for a
-    group whose weights changed: `find_or_write`, and `publish_manifest` once all are written.
+    group whose weights changed: `find_or_write` and `discard`, and `publish_manifest` once all groups are written.
 
-    Files are only ever added. One that is found under a group's name is used if every byte is what would be written;
-    else it belongs to another model, or to other weights: it is left alone and the next name is tried.
+    Set-ups only add files. A file that is found under the name of a group is used if every byte is right. Otherwise it belongs
+    to another model or to other weights. It is left alone, and the next name is tried.
     """
 
     def __init__(self, path: Path, model_class: str = "", *, is_verified: bool = False) -> None:
         """
         Args:
-            model_class: of the model whose groups these are: what people read in listings. Files are used by one class only.
-            is_verified: what is read from the files is hashed each time, so they may be anybody's.
+            model_class: the class of the model whose groups these are. Models of other classes do not use its files.
+            is_verified: whether all that is read from the files is hashed each time, so that they may be anybody's.
         """
         self.path = path
         self.model_class = model_class
@@ -76,12 +73,16 @@ class Folder:
         self._num_of_others = 0
         self._num_in_the_way = 0
         self._mine: set[Path] = set()
-        """Files of groups of the module that this folder is for. It gives them up when it is laid out again."""
-        self._held: object = None
-        """A mapping of the manifest, which keeps its lock, if weights were edited: [Note: Manifests of edited weights]."""
+        """The files of groups of the model. It gives some of them up when it is laid out again."""
+        self._is_set_up = False
+        """Whether the manifest of the set-up was published. Later manifests are those of edited weights."""
+        self._manifest: Path | None = None
+        """The manifest that the folder has for this model."""
+        self._manifest_lock: object = None
+        """See [Note: Manifests of edited weights]."""
 
     def report(self) -> None:
-        """Say once what was found in the way since the last call."""
+        """Log the files that were in the way since the last call."""
         if self._num_in_the_way > self._num_of_others:
             logger.warning(
                 "%d files in %s have the names of groups but hold other weights (another model's, or older ones). They were "
@@ -100,12 +101,12 @@ class Folder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold this around setting a model up: whoever sets up the same one meanwhile waits, and finds its files.
+        """Hold this around setting a model up. A process that sets up the same model meanwhile waits, and finds its files.
 
-        Not reentrant. Where there are no locks, or somebody keeps them for too long, it goes on without: both may write the
-        same files then, which is a waste and no harm.
+        Not reentrant. Where there are no locks, or if another process keeps them for too long, it goes on without. Both may
+        write the same files then, which is a waste and no harm.
         """
-        with suppress(OSError):  # `prepare` says what is wrong
+        with suppress(OSError):  # `prepare` raises an error that says what is wrong
             self.path.mkdir(parents=True, exist_ok=True)
         with folder_lock(self.path):
             yield
@@ -113,11 +114,11 @@ class Folder:
     def prepare(self, num_bytes: int) -> None:
         """Make the folder and check that files of `num_bytes` in all can be written, before any weight is touched.
 
-        A folder that cannot be written to is accepted if its files may be all that are needed. Temporary files of processes
-        that died go.
+        A folder that cannot be written to is accepted if its files may be all that are needed. The temporary files of
+        processes that died are removed.
 
         Raises:
-            GroupFileError: it cannot be made or written to, or holds too little room.
+            GroupFileError: the folder cannot be made or written to, or has too little room.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -151,14 +152,15 @@ class Folder:
         on_written: Callable[[int], None],
         outdated: Path | None = None,
     ) -> ProvenFile:
-        """A file that is proven to hold `tensors`, and a descriptor of it that the caller closes.
+        """A file that is proven to hold `tensors`, with a descriptor that the caller closes.
 
-        It is marked as in use until nobody has the descriptor, or a mapping that was made with it, any more.
+        The file is marked as in use until the descriptor, and every mapping that was made with it, is gone.
 
-        `outdated` is a file of this group that holds other values, and is still needed until the new one is durable.
+        Args:
+            outdated: the file of this group that holds other values. It is needed until the new one is durable.
 
         Raises:
-            GroupFileError: it cannot be written.
+            GroupFileError: the file cannot be written.
         """
         content = content_of(data_pieces(layout, tensors))
         header = encode_header(layout, group_id, self.model_class, content)
@@ -170,13 +172,12 @@ class Folder:
             if found is not None:
                 on_written(layout.num_bytes)
             elif not os.path.lexists(path):
-                fd = self._write(path, group_id, header, layout, tensors, on_written)
-                if fd is not None:
-                    found = fd, _stamp_of(fd)
+                found = self._write(path, group_id, header, layout, tensors, on_written)
+                if found is not None:
                     with _lock:
                         _written_here.add(path)
-                else:
-                    found = self._open_if_equal(path, header, layout, tensors)  # another process was quicker
+                else:  # another process was quicker, or changed the file
+                    found = self._open_if_equal(path, header, layout, tensors)
             if found is not None:
                 self._mine.add(path)
                 entry = ManifestEntry(group_id, path.name, content, len(header) + layout.num_bytes)
@@ -187,41 +188,60 @@ class Folder:
             f"{self.path} holds 1000 files with the names of group {group_id!r}. Empty it, or pass another folder."
         )
 
-    def publish_manifest(self, entries: Sequence[ManifestEntry], replaces: Path | None = None) -> Path | None:
-        """Write down which files a model needs, once all of them are there. `leave` the manifest when the model goes.
+    def publish_manifest(self, entries: Sequence[ManifestEntry]) -> Path | None:
+        """Write down which files the model needs, once all of them are there.
+
+        The first call is that of the set-up. It also tidies up what models of the class left that were edited and have died.
+        Later calls are for edited weights. They give up the manifest before, which is deleted if this process wrote it and no
+        other model of the process has it.
 
         Args:
-            entries: `ProvenFile.entry` of each of its files.
-            replaces: the manifest that this model has had so far: its weights have changed since. It is left, and deleted if
-                this process wrote it and no other model of the process has it. Without, what models of the class
-                needed that were edited and have died goes.
+            entries: the `ProvenFile.entry` of each file.
 
         Returns:
-            The manifest, or `replaces` if none can be written (the log says why; the model works all the same).
+            The manifest of the model. None if it needs no file, or if it never had a manifest that could be written. (The log
+            says so, and the model works all the same.)
         """
-        manifest = Manifest(self.model_class, tuple(sorted(entries)), "" if replaces is None else boot())
+        manifest = Manifest(self.model_class, tuple(sorted(entries)), boot() if self._is_set_up else "")
         published = publish_manifest(self.path, manifest) if entries else None
-        if entries and published is None:
-            return replaces
-        path, is_new, held = published or (None, False, None)
-        self._held = None
-        if held is not None:
-            with suppress(OSError):  # the files themselves are held all the same
-                self._held = map_file(held, 1)
-            os.close(held)
-        if replaces is None:
+        if not self._is_set_up:
             tidy_manifests(self.path, self.model_class)
-        if path == replaces:
-            return path
-        if path is not None:
-            use(path)
-            if is_new:
+            self._is_set_up = True
+        if entries and published is None:
+            return self._manifest
+        before, path, lock = self._manifest, None, None
+        if published is not None:
+            path, lock = published.path, published.lock
+            add_user(path, self)
+            if published.is_new:
                 with _lock:
                     _written_here.add(path)
-        if replaces is not None:
-            leave(replaces)
-            delete_if_unused(replaces)
+        self._manifest, self._manifest_lock = path, lock
+        if before is not None and before != path:
+            self._give_up(before)
         return path
+
+    def discard(self, path: Path) -> None:
+        """Delete the file of a group that rests in another one by now, if this process wrote it and no other image rests there.
+
+        It does not wait for the new manifest, which comes when all groups are written: else an edit of all groups would need
+        room for the model twice. A manifest of a set-up that names the file is deleted first. A process that is killed before
+        the new manifest is there then leaves files that no manifest names, which the next set-up uses or `prune` removes, and
+        no manifest of a file that is gone, which `verify` would call damaged.
+        """
+        if self._manifest is not None and self._manifest_lock is None and _may_delete(path):
+            self._give_up(self._manifest)
+        delete_if_unused(path)
+
+    def keep_manifest(self) -> None:
+        """The model is not offloaded any more. Its manifest stays, as its files do."""
+        if self._manifest is not None:
+            never_delete(self._manifest)
+            remove_user(self._manifest, self)
+
+    def _give_up(self, manifest: Path) -> None:
+        remove_user(manifest, self)
+        delete_if_unused(manifest)
 
     def _write_probe(self) -> None:
         probe = self.path / temporary_name("probe")
@@ -233,10 +253,10 @@ class Folder:
     def _open_if_equal(
         self, path: Path, header: bytes, layout: ImageLayout, tensors: Sequence[torch.Tensor]
     ) -> tuple[int, os.stat_result] | None:
-        """A descriptor of the file if it holds exactly this, and what `fstat` said before that was found out.
+        """A descriptor of the file if it holds exactly this, and what `fstat` said before it was compared.
 
-        The header has the hash of the data, so what was written for other weights is told without reading its data.
-        The data is compared all the same: a header can be right, and a byte behind it not.
+        The header has the hash of the data, so a file of other weights is recognised without reading its data. Where the
+        header is right the data is compared all the same: a byte of it may not be.
         """
         try:
             fd = open_to_read(path)
@@ -247,9 +267,9 @@ class Folder:
             stamp = os.fstat(fd)
             is_trusted = self._is_verified or stamp.st_uid in self._trusted
             self._num_of_others += not is_trusted
-            if is_trusted and holds(fd, header, data_pieces(layout, tensors)):
+            if is_trusted and file_holds(fd, header, data_pieces(layout, tensors)):
                 return fd, stamp
-        except OSError:  # a drive that fails: not a file to rely on
+        except OSError:  # a drive that fails: the file is not one to rely on
             pass
         except BaseException:
             os.close(fd)
@@ -265,9 +285,9 @@ class Folder:
         layout: ImageLayout,
         tensors: Sequence[torch.Tensor],
         on_written: Callable[[int], None],
-    ) -> int | None:
+    ) -> tuple[int, os.stat_result] | None:
         try:
-            self.path.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it: what is in use stays open
+            self.path.mkdir(parents=True, exist_ok=True)  # it may have been deleted: files in use stay open
             return publish(path, header, data_pieces(layout, tensors), on_written)
         except OSError as error:
             prune = f"Free some room (`group-offload prune {self.path}` removes what no model needs) or pass"
@@ -278,47 +298,42 @@ class Folder:
             ) from error
 
 
-def _stamp_of(fd: int) -> os.stat_result:
-    try:
-        return os.fstat(fd)
-    except OSError as error:
-        os.close(fd)
-        raise GroupFileError(f"A group file that was just written cannot be looked at: {error.strerror}.") from error
-
-
-def use(path: Path) -> None:
-    """One more image of this process rests in the file."""
+def add_user(path: Path, user: object) -> None:
+    """Remember that an image rests in the file, or that a model has the manifest, until it leaves or is collected."""
     with _lock:
-        _num_users[path] += 1
-        _count_left()
+        _users.setdefault(path, weakref.WeakSet()).add(user)
 
 
-def leave(path: Path) -> None:
-    """One image less. The file stays. Takes no lock: finalizers call it, at any moment."""
-    _left.append(path)
+def remove_user(path: Path, user: object) -> None:
+    """End what `add_user` began. The file stays."""
+    with _lock:
+        _users.get(path, weakref.WeakSet()).discard(user)
 
 
 def delete_if_unused(path: Path) -> None:
-    """Delete a file whose content is out of date, if this process wrote it and none of its images rests there."""
+    """Delete a file whose content is out of date, if this process wrote it and has no other user for it."""
     with _lock:
-        _count_left()
-        if _num_users[path] > 0 or path not in _written_here:
+        if not _may_delete(path):
             return
         _written_here.discard(path)
     with suppress(OSError):
         path.unlink()
 
 
-def keep(path: Path) -> None:
+def never_delete(path: Path) -> None:
     """Leave the file for whoever comes next, whatever happens."""
     with _lock:
         _written_here.discard(path)
 
 
+def _may_delete(path: Path) -> bool:
+    return path in _written_here and not _users.get(path)
+
+
 def _size_of(file: Path) -> int:
     try:
         return file.lstat().st_size
-    except FileNotFoundError:  # its process has just deleted it
+    except FileNotFoundError:  # its process has just deleted the file
         return 0
 
 
@@ -328,10 +343,5 @@ def _why_not(path: Path, error: OSError) -> str:
     return str(error.strerror)
 
 
-# What a child deletes its parent may be using.
+# A file that the parent wrote is the parent's to delete.
 os.register_at_fork(after_in_child=_written_here.clear)
-
-
-def _count_left() -> None:
-    while _left:
-        _num_users[_left.popleft()] -= 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from ..base.mapping import flat_view, forget_writes, map_file
 from ..base.pagemap import written_pages
 from ..errors import GroupFileError
 from .files import FileImage
-from .folder import Folder, delete_if_unused, keep, leave, use
+from .folder import Folder, add_user, delete_if_unused, never_delete, remove_user
 from .source import Piece, SourceFile
 
 
@@ -36,33 +35,34 @@ class GroupFile(FileImage):
 
     @property
     def store(self) -> GroupFile:
-        return self  # a file holds one image
+        return self  # each file holds one image
 
     @property
     def where(self) -> str:
         return self.path.name
 
     def commit_edits(self, wait: Callable[[], None]) -> bool:
-        """Put what was written into `rest` into a new file.
+        """Write edited weights into a new file.
 
-        Copies of the old one, and reads, may be on their way: its source serves them until they are done.
+        Copies and reads of the old file may be on their way. Its source serves them until they are done.
 
         Raises:
-            GroupFileError: it cannot be written (the edits stay in RAM, nothing is lost), or somebody changed the file.
+            GroupFileError: the new file cannot be written (the edits stay in RAM, nothing is lost), or another program changed
+                the old one.
         """
         self.source.check()
         if not self._was_edited():
             return False
-        path, leave_it, source = self.path, self._leave, self.source
+        path, source = self.path, self.source
         is_there = source.has_name(path)
         self._adopt(self.rest, lambda num_bytes: None, outdated=path)  # the edited pages go with the old `rest`
         self.generation += 1
-        leave_it()
-        # Closed with the last read that is on its way, which nobody uses any more.
+        remove_user(path, self)
+        # The source is closed with the last read that is on its way, whose bytes are not used any more.
         source.unlock()
         source.is_adrift = True
         if is_there:
-            delete_if_unused(path)
+            self._folder.discard(path)
         return True
 
     def write(self, index: int, value: torch.Tensor) -> bool:
@@ -71,11 +71,11 @@ class GroupFile(FileImage):
         return True
 
     def close(self, *, forget: bool) -> None:
-        self._leave()
+        remove_user(self.path, self)
         is_there = self.source.has_name(self.path)
         self.source.release()
         if not forget:
-            keep(self.path)
+            never_delete(self.path)
         elif is_there:
             delete_if_unused(self.path)
 
@@ -98,10 +98,9 @@ class GroupFile(FileImage):
         source.images.add(self)
         pieces = [Piece(0, start, self.layout.num_bytes)] if self.layout.num_bytes else []
         rest = self.layout.views_by_extent(lambda extent: flat_view(mapping, start + extent.offset, extent.num_bytes))
-        use(found.path)
-        leave_it: Callable[[], object] = weakref.finalize(self, leave, found.path)
-        # At once: an interrupt in between would leave weights in a mapping that nobody looks at.
-        self.source, self._mapping, self.pieces, self.rest, self._leave = source, mapping, pieces, rest, leave_it
+        add_user(found.path, self)
+        # In one step: an interrupt in between would leave weights in a mapping whose edits are not noticed.
+        self.source, self._mapping, self.pieces, self.rest = source, mapping, pieces, rest
         self.path, self.entry, self.content = found.path, found.entry, found.entry.content
 
     def _was_edited(self) -> bool:
@@ -110,7 +109,7 @@ class GroupFile(FileImage):
         written = written_pages(whole.data_ptr(), size)
         if written == []:
             return False
-        # Pages count as written too if they were locked, and if the system does not tell any may be: bytes are compared.
+        # Bytes are compared: locked pages count as written too, and where the system does not tell any page may be written.
         first = self.source.start
         ranges = [(max(low, first), min(high, size)) for low, high in written or [(0, size)]]
         if all(self.source.holds(low, whole[low:high]) for low, high in ranges if low < high):
@@ -118,5 +117,5 @@ class GroupFile(FileImage):
                 forget_writes(whole.data_ptr() + low, high - low)
             return False
         if self.is_verified:
-            self.prove()  # damage would become a part of what is edited
+            self.prove()  # damage would become a part of the edited weights
         return True

@@ -1,4 +1,4 @@
-"""Manifests: which group files a model needs, one small JSON file a model in the folder of its files."""
+"""Manifests: one small JSON file for each model, which lists the group files that the model needs."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from ..base.publish import boot, claim, mark_in_use, open_to_read, publish_anew
+from ..base.mapping import map_file
+from ..base.publish import boot, claim, mark_in_use, opened_to_read, publish_anew, remove_unused
 from ..base.reading import read_part
 from ..base.strict_json import as_size, as_text, parse
 from ..errors import GroupFileError
-from .safetensors_file import CONTENT_KEY, printable_id, read_header
+from .safetensors_file import printable_id, read_header
 
 logger = logging.getLogger("group_offload")
 
@@ -25,7 +25,7 @@ MANIFEST_FILE = re.compile(r"manifest_[A-Za-z0-9_]{0,64}_[0-9a-f]{16}\.json")
 TEMPORARY_FILE = re.compile(
     rf"\.(?:{GROUP_FILE.pattern}|{MANIFEST_FILE.pattern}|probe)\.[0-9]+\.([0-9a-f]{{8}})?[0-9a-f]{{8}}\.tmp"
 )
-"""Its group is the boot of the machine that wrote it."""
+"""The group of the expression is the boot of the machine that wrote the file."""
 
 _KIND = "group_offload.manifest"
 _VERSION = 1
@@ -38,33 +38,33 @@ class ManifestEntry:
 
     group_id: str
     file: str
-    """The file's name in the folder."""
+    """The name of the file in the folder."""
     content: str
     """xxh3_128 of the data section, in hex."""
     num_bytes: int
-    """Of the file."""
+    """The size of the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What one model needs. Equal models have equal manifests.
+    """The group files that one model needs. Equal models have equal manifests.
 
     [Note: Manifests of edited weights]
-    What a model needs when it is set up stays needed: for whoever comes next. What it needs after an edit is needed for as
-    long as it lives, so it holds a shared lock on such a manifest for that long. One without a lock is *abandoned*: it counts
-    no more. `tidy` removes it at the end of the next set-up, if it is of this boot of the machine: else it may be another
-    machine's, whose locks nobody sees here.
+    The files that a model needs when it is set up stay needed, by whoever comes next. The files that it needs after an edit
+    are needed for as long as the model lives, so it holds a shared lock on such a manifest for that long. A manifest of edited
+    weights without a lock is *abandoned* and does not count any more. `tidy` removes it at the end of the next set-up if it is
+    of this boot of the machine. Otherwise it may be another machine's, whose locks cannot be seen here.
     """
 
     model_class: str
     entries: tuple[ManifestEntry, ...]
     """Sorted."""
     edited_in: str = field(default="", compare=False)
-    """If the weights were edited after they were set up: the boot of the machine that the process runs on."""
+    """The boot of the machine on which the weights were edited after their set-up. Empty if they were not edited."""
 
     @property
     def file_name(self) -> str:
-        """By the class and what the groups hold, not by where: so it stays when a file has to be written again."""
+        """The name follows from the class and the content of the groups. So it stays when a file has to be written again."""
         identity = json.dumps(
             [self.model_class, [[printable_id(entry.group_id), entry.content] for entry in self.entries]]
         )
@@ -78,12 +78,7 @@ class Manifest:
     def encode(self) -> bytes:
         """The bytes of the file."""
         groups = [asdict(entry) | {"group_id": printable_id(entry.group_id)} for entry in self.entries]
-        content: dict[str, object] = {
-            "kind": _KIND,
-            "version": _VERSION,
-            "model_class": self.model_class,
-            "groups": groups,
-        }
+        content = {"kind": _KIND, "version": _VERSION, "model_class": self.model_class, "groups": groups}
         if self.edited_in:
             content["edited_in"] = self.edited_in
         return json.dumps(content, indent=1).encode() + b"\n"
@@ -105,70 +100,65 @@ class Manifest:
         entries = tuple(sorted(_entry(group) for group in groups))
         return cls(as_text(content.get("model_class")), entries, as_text(content.get("edited_in", "")))
 
-
-def read_manifest(name: str | Path, dir_fd: int | None = None) -> Manifest:
-    """
-    Raises:
-        FileNotFoundError: it is not there.
-        GroupFileError: it cannot be read, or is no manifest.
-    """
-    with open_manifest(name, dir_fd) as (_, manifest):
-        return manifest
-
-
-@contextmanager
-def open_manifest(name: str | Path, dir_fd: int | None = None) -> Iterator[tuple[int, Manifest]]:
-    """The same, and a descriptor of the file."""
-    try:
-        fd = open_to_read(name, dir_fd)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise GroupFileError(f"it cannot be read: {error.strerror or error}") from error
-    try:
-        yield fd, _read(fd)
-    finally:
-        os.close(fd)
-
-
-def _read(fd: int) -> Manifest:
-    try:
+    @classmethod
+    def read(cls, fd: int) -> Manifest:
+        """
+        Raises:
+            GroupFileError: the file is no manifest that this version can read. The message does not name the file.
+            OSError: it cannot be read.
+        """
         size = os.fstat(fd).st_size
         if size > _MAX_BYTES:
             raise GroupFileError(f"it takes {size:,} bytes, which no manifest does")
         data = bytearray(size)
-        return Manifest.decode(bytes(data[: read_part(fd, memoryview(data), 0)]))
-    except GroupFileError:
-        raise
-    except OSError as error:
-        raise GroupFileError(f"it cannot be read: {error.strerror or error}") from error
+        return cls.decode(bytes(data[: read_part(fd, memoryview(data), 0)]))
+
+    def is_abandoned(self, fd: int) -> bool:
+        """Whether the process that needed the manifest behind `fd` is gone. See [Note: Manifests of edited weights]."""
+        return self.edited_in != "" and claim(fd, needs_locks=True)
 
 
-def publish_manifest(folder: Path, manifest: Manifest) -> tuple[Path, bool, int | None] | None:
+def describe_problem(error: OSError) -> str:
+    """Why a file of the folder is not a right one, for people."""
+    return str(error) if isinstance(error, GroupFileError) else f"it cannot be read: {error.strerror or error}"
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedManifest:
+    """A manifest that is in the folder."""
+
+    path: Path
+    is_new: bool
+    """Whether no file had its name before."""
+    lock: object = None
+    """Holds the lock on a manifest of edited weights for as long as this object lives."""
+
+
+def publish_manifest(folder: Path, manifest: Manifest) -> PublishedManifest | None:
     """Make sure that the folder has the manifest.
 
     Returns:
-        Its path, whether it was written now, and, of a manifest of edited weights, a descriptor to hold for as long as the
-        model lives; or None if it cannot be written or its name is somebody else's: then the log says so.
+        None if it cannot be written, or if another program's file has its name. The log says so.
     """
     path = folder / manifest.file_name
     is_new = True
     try:
-        with open_manifest(path) as (fd, found):
+        with opened_to_read(path) as fd:
+            found = Manifest.read(fd)
             is_new = False
             if found == manifest and not found.edited_in:
-                return path, False, None
-            if found == manifest and manifest.edited_in == found.edited_in:
-                with suppress(OSError):  # somebody takes it away
+                return PublishedManifest(path, is_new)
+            if found == manifest and found.edited_in == manifest.edited_in:
+                with suppress(OSError):  # another process removes it
                     mark_in_use(fd)
-                    return path, False, os.dup(fd)
+                    return PublishedManifest(path, is_new, _lock_of(fd))
     except FileNotFoundError:
         pass
-    except GroupFileError as error:
-        logger.warning("%s is in the way of a manifest: %s. It was left alone.", path, error)
+    except OSError as error:
+        logger.warning("%s is in the way of a manifest: %s. It was left alone.", path, describe_problem(error))
         return None
     try:
-        held = publish_anew(path, manifest.encode())
+        fd = publish_anew(path, manifest.encode())
     except OSError as error:
         logger.warning(
             "Cannot write %s: %s. The model works all the same; `group-offload prune` would take its files for unneeded.",
@@ -176,43 +166,52 @@ def publish_manifest(folder: Path, manifest: Manifest) -> tuple[Path, bool, int 
             error.strerror,
         )
         return None
-    if not manifest.edited_in:
-        os.close(held)
-        return path, is_new, None
-    return path, is_new, held
+    try:
+        return PublishedManifest(path, is_new, _lock_of(fd) if manifest.edited_in else None)
+    finally:
+        os.close(fd)
+
+
+def _lock_of(fd: int) -> object:
+    """Keeps the lock that the descriptor has. It takes no descriptor."""
+    with suppress(OSError):  # without it, the group files themselves are locked all the same
+        return map_file(fd, 1)
+    return None
 
 
 def tidy_manifests(folder: Path, model_class: str) -> None:
-    """Remove what models of a class needed that were edited and have died, and that no other model needs or uses.
+    """Remove the abandoned manifests of a class, and the group files that only they name and that are not in use.
 
-    Call it when a model of that class has all its files: what it has in common with them it uses by now.
+    Call this when a model of that class has all its files: those that it shares with an abandoned manifest are in use by now.
     """
     needed: set[str] = set()
-    abandoned: list[tuple[int, str, Manifest]] = []
-    with ExitStack() as opened, suppress(OSError):  # GroupFileError too: nobody knows what that manifest needs
+    abandoned: dict[str, Manifest] = {}
+    with suppress(OSError):  # GroupFileError too: the files that such a manifest needs are not known
         for name in _files_in(folder, MANIFEST_FILE):
-            with suppress(FileNotFoundError), ExitStack() as kept:
-                fd, manifest = kept.enter_context(open_manifest(folder / name))
-                is_ours = manifest.edited_in and (manifest.edited_in, manifest.model_class) == (boot(), model_class)
-                if is_ours and claim(fd, strictly=True):
-                    abandoned.append((fd, name, manifest))
-                    opened.enter_context(kept.pop_all())
+            with suppress(FileNotFoundError), opened_to_read(folder / name) as fd:
+                manifest = Manifest.read(fd)
+                is_ours = (manifest.edited_in, manifest.model_class) == (boot(), model_class)
+                if is_ours and manifest.is_abandoned(fd):
+                    abandoned[name] = manifest
                 else:
                     needed.update(entry.file for entry in manifest.entries)
-        for fd, name, manifest in abandoned:
+        for name, manifest in abandoned.items():
             for entry in manifest.entries:
                 if entry.file not in needed:
-                    _remove_unused(folder / entry.file, entry)
-            if os.fstat(fd).st_nlink:  # nobody has put another one in its place
-                os.unlink(folder / name)
+                    _remove_group_file(folder, entry)
+            # Last: if this process dies before, the next set-up finds the rest. A process that has come to the same weights
+            # meanwhile has locked its files before it locked the manifest, so it keeps both.
+            with suppress(FileNotFoundError):
+                remove_unused(folder / name, needs_locks=True)
 
 
 def tidy_temporary_files(folder: Path) -> None:
-    """Remove what processes were writing, on this boot of the machine, when they died."""
+    """Remove the files that processes were writing, on this boot of the machine, when they died."""
     with suppress(OSError):
         for name, found in _files_in(folder, TEMPORARY_FILE).items():
             if found[1] and found[1] == boot():
-                _remove_unused(folder / name)
+                with suppress(OSError):
+                    remove_unused(folder / name, needs_locks=True)
 
 
 def _files_in(folder: Path, pattern: re.Pattern[str]) -> dict[str, re.Match[str]]:
@@ -221,16 +220,11 @@ def _files_in(folder: Path, pattern: re.Pattern[str]) -> dict[str, re.Match[str]
     return {name: found for name in names if (found := pattern.fullmatch(name)) is not None}
 
 
-def _remove_unused(path: Path, entry: ManifestEntry | None = None) -> None:
-    """Remove a file that nobody uses or writes, if it is what `entry` says: a name alone may be somebody else's."""
+def _remove_group_file(folder: Path, entry: ManifestEntry) -> None:
     with suppress(OSError):
-        fd = open_to_read(path)
-        try:
-            is_ours = entry is None or read_header(fd).metadata.get(CONTENT_KEY) == entry.content
-            if is_ours and claim(fd, strictly=True) and os.fstat(fd).st_nlink:
-                os.unlink(path)
-        finally:
-            os.close(fd)
+        remove_unused(
+            folder / entry.file, needs_locks=True, is_right=lambda fd: read_header(fd).content == entry.content
+        )
 
 
 def _entry(group: object) -> ManifestEntry:

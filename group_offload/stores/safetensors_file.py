@@ -1,10 +1,14 @@
 """The format of group files: safetensors files whose data section is one flat image.
 
 The format is that of https://github.com/huggingface/safetensors: 8 bytes of header length, a JSON header, the data. Any
-reader opens these files. Two liberties that the format leaves are used: the header is padded with spaces so that the
-data begins on a page, and bytes between tensors are covered by `__padding_N` entries, so that an image read from the
-file is aligned as it was laid out. A tensor whose name the format cannot have, or has for something else, is the entry
-`__tensor_N`: the metadata has its name.
+reader opens these files.
+
+The writer is our own because the safetensors package cannot write these files. Direct reads need an image that lies in the file
+as it lies in memory: from a page on, with gaps between tensors. The package neither aligns the data to a page nor allows a gap.
+The format allows both: the header is padded with spaces so that the data begins on a page, and `__padding_N` entries cover the
+gaps. A tensor whose name the format cannot have, or has for something else, is the entry `__tensor_N`, and the metadata has its
+name. The checks of a header are our own because `verify` names the tensor that is wrong, and because the metadata of a group
+file has to agree with its tensors.
 """
 
 from __future__ import annotations
@@ -15,12 +19,11 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import xxhash
 
-from ..base.layout import Extent, ImageLayout, TensorSpec, extent_bytes, memory_of
+from ..base.layout import Extent, ImageLayout, TensorSpec, extent_bytes, memory_of, span_of
 from ..base.reading import read_into, read_part
 from ..base.strict_json import as_size, as_sizes, as_text, parse
 from ..errors import GroupFileError
@@ -28,9 +31,9 @@ from ..errors import GroupFileError
 DATA_ALIGNMENT = 4096
 FORMAT_VERSION = "2"
 _VERSION_KEY = "group_offload.version"
-CONTENT_KEY = "group_offload.content"
+_CONTENT_KEY = "group_offload.content"
 _MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""The limit of the format."""
 _TOO_LARGE = 1 << 64
 """The format counts with 64 bits."""
 _CHUNK_BYTES = 16 << 20
@@ -42,9 +45,9 @@ _BITS = {
     **dict.fromkeys(("I32", "U32", "F32"), 32),
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
 }
-"""All dtypes of the format."""
+"""The bits of an element, for each dtype of the format."""
 _RESERVED = re.compile(r"__metadata__|__(?:padding|tensor)_.*|.*[\ud800-\udfff].*", re.DOTALL)
-"""Names that a tensor's entry cannot have."""
+"""The names that the entry of a tensor cannot have."""
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -63,10 +66,10 @@ _DTYPE_NAMES = {
 
 
 def encode_header(layout: ImageLayout, group_id: str, model_class: str, content: str) -> bytes:
-    """The bytes before the data section. The same tensors of the same group always give the same header.
+    """The bytes before the data section. Equal tensors of one group always give equal headers.
 
     Args:
-        content: what `content_of` gives for the data section.
+        content: the hash of the data section, from `content_of`.
     """
     entries: dict[str, object] = {
         "__metadata__": {
@@ -75,7 +78,7 @@ def encode_header(layout: ImageLayout, group_id: str, model_class: str, content:
             "group_offload.model_class": model_class,
             "group_offload.group": printable_id(group_id),
             "group_offload.codec": "none",
-            CONTENT_KEY: content,
+            _CONTENT_KEY: content,
             "group_offload.tensors": json.dumps(
                 [[s.fqn, str(s.dtype).removeprefix("torch."), s.shape, s.stride, s.offset] for s in layout.specs]
             ),
@@ -103,12 +106,12 @@ def encode_header(layout: ImageLayout, group_id: str, model_class: str, content:
 
 
 def printable_id(group_id: str) -> str:
-    """The id of a group as files have it: names of modules may have halves of characters, which no text may."""
+    """The id of a group as it stands in files. The name of a module may have half of a surrogate pair, which no file may."""
     return group_id.encode(errors="backslashreplace").decode()
 
 
 def data_pieces(layout: ImageLayout, tensors: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
-    """The data section in order, as flat uint8 CPU tensors: what fills each extent, and zeros between them."""
+    """The data section in order, as flat uint8 CPU tensors: the bytes of each extent, and zeros between them."""
     end = 0
     for extent in layout.extents:
         yield torch.zeros(extent.offset - end, dtype=torch.uint8, device="cpu")
@@ -118,7 +121,7 @@ def data_pieces(layout: ImageLayout, tensors: Sequence[torch.Tensor]) -> Iterabl
 
 
 def content_of(data: Iterable[torch.Tensor]) -> str:
-    """The hash that stands in the header for the data section: xxh3_128, in hex."""
+    """The hash of the data section that stands in the header: xxh3_128, in hex."""
     digest = xxhash.xxh3_128()
     for piece in data:
         digest.update(memory_of(piece))
@@ -126,10 +129,10 @@ def content_of(data: Iterable[torch.Tensor]) -> str:
 
 
 def content_of_file(fd: int, start: int, on_read: Callable[[int], None]) -> str:
-    """The same, of what the file holds from byte `start` on.
+    """The same hash, of the bytes of a file from `start` on.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     digest = xxhash.xxh3_128()
     buffer = memoryview(bytearray(_CHUNK_BYTES))
@@ -140,8 +143,8 @@ def content_of_file(fd: int, start: int, on_read: Callable[[int], None]) -> str:
     return digest.hexdigest()
 
 
-def holds(fd: int, header: bytes, data: Iterable[torch.Tensor]) -> bool:
-    """Whether the file holds exactly `header` and `data`: every byte is compared, nothing is taken on trust."""
+def file_holds(fd: int, header: bytes, data: Iterable[torch.Tensor]) -> bool:
+    """Whether the file holds exactly `header` and `data`. Every byte is compared."""
     if not _equals(fd, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8)):
         return False
     position = len(header)
@@ -154,27 +157,28 @@ def holds(fd: int, header: bytes, data: Iterable[torch.Tensor]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The JSON header of a safetensors file, as it is there."""
+    """The JSON header of a safetensors file, as it stands there."""
 
     raw: bytes
-    """All that is before the data section."""
+    """All bytes before the data section."""
     entries: dict[str, object]
-    """By the tensor's name; not checked."""
+    """The entries of the tensors by name, not checked yet."""
     metadata: dict[str, str]
 
     @property
-    def is_ours(self) -> bool:
-        """Whether it says that it is a group file, of whatever version."""
-        return _VERSION_KEY in self.metadata
+    def version(self) -> str | None:
+        """The version of the format of group files that it claims to have. None: it does not claim to be a group file."""
+        return self.metadata.get(_VERSION_KEY)
 
     @property
-    def version(self) -> str:
-        return self.metadata[_VERSION_KEY]
+    def content(self) -> str | None:
+        """The hash of the data section that it claims, as `content_of` gives it."""
+        return self.metadata.get(_CONTENT_KEY)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupHeader:
-    """What a group file says that it holds."""
+    """What the header of a group file says about its content."""
 
     model_class: str
     group_id: str
@@ -188,7 +192,7 @@ def read_header(fd: int) -> Header:
 
     Raises:
         GroupFileError: it is not a safetensors file. The message does not name the file.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     size = os.fstat(fd).st_size
     prefix = _read(fd, 0, 8)
@@ -208,9 +212,9 @@ def read_header(fd: int) -> Header:
 
 
 def check_group_header(header: Header, file_bytes: int) -> GroupHeader:
-    """What the header of a group file says, after its tensors were checked against its metadata and the file's size.
+    """Check the header of a group file against its own metadata and the size of the file.
 
-    The header of a group file follows from its metadata: what differs from that in a single byte is damaged.
+    The whole header follows from the metadata, so a header that differs in a single byte is damaged.
 
     Raises:
         GroupFileError: the header contradicts itself or the file. The message does not name the file.
@@ -223,10 +227,8 @@ def check_group_header(header: Header, file_bytes: int) -> GroupHeader:
         found = GroupHeader(
             model_class=header.metadata["group_offload.model_class"],
             group_id=header.metadata["group_offload.group"],
-            content=header.metadata[CONTENT_KEY],
-            layout=_layout_of(
-                parse(header.metadata["group_offload.tensors"].encode(), may_have_halves=True), data_bytes
-            ),
+            content=header.metadata[_CONTENT_KEY],
+            layout=_layout_of(header.metadata["group_offload.tensors"], data_bytes),
         )
     except KeyError as error:
         raise GroupFileError(f"its metadata has no {error}") from error
@@ -239,7 +241,7 @@ def check_group_header(header: Header, file_bytes: int) -> GroupHeader:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor, as the header of a safetensors file has it."""
+    """A tensor, as the header of a safetensors file describes it."""
 
     dtype: str
     num_elements: int
@@ -247,7 +249,7 @@ class Entry:
 
 
 def check_tensor_entries(entries: dict[str, object], data_bytes: int) -> dict[str, Entry]:
-    """What a header says of its tensors, by their names, if they fill the data without a gap as the format wants it.
+    """The tensors of a header by name, checked: as the format wants it they fill the data section without a gap.
 
     Raises:
         GroupFileError: they do not. The message does not name the file.
@@ -261,14 +263,12 @@ def check_tensor_entries(entries: dict[str, object], data_bytes: int) -> dict[st
             raise GroupFileError(f"{name!r:.80} has the dtype {dtype!r:.40}, which the format does not have")
         for n in as_sizes(entry["shape"]):
             num_elements *= n
-            if num_elements >= _TOO_LARGE:
+            if num_elements >= _TOO_LARGE:  # not to the end: the product of many huge sizes takes for ever
                 break
-        if len(place) != 2 or num_elements * _BITS[dtype] >= _TOO_LARGE or num_elements * _BITS[dtype] % 8:
+        num_bits = num_elements * _BITS[dtype]
+        if len(place) != 2 or num_bits >= _TOO_LARGE or (place[1] - place[0]) * 8 != num_bits:
             raise GroupFileError(f"the dtype, the shape and the place of {name!r:.80} contradict each other")
-        num_bytes = num_elements * _BITS[dtype] // 8
-        if place[1] - place[0] != num_bytes:
-            raise GroupFileError(f"the dtype, the shape and the place of {name!r:.80} contradict each other")
-        found[name] = Entry(dtype, num_elements, num_bytes)
+        found[name] = Entry(dtype, num_elements, num_bits // 8)
         places.append(place)
     reach = 0
     for start, end in sorted(places):
@@ -283,19 +283,23 @@ def check_tensor_entries(entries: dict[str, object], data_bytes: int) -> dict[st
     return found
 
 
-def _layout_of(tensors: object, data_bytes: int) -> ImageLayout:
-    """The layout that was written as `group_offload.tensors`: what overlaps there is one extent, as `lay_out` made it."""
+def _layout_of(text: str, data_bytes: int) -> ImageLayout:
+    """The layout that `group_offload.tensors` describes. Tensors that overlap are one extent, as `lay_out` makes it."""
+    tensors = parse(text.encode(), may_have_halves=True)
     if not isinstance(tensors, list):
         raise GroupFileError("its metadata lists no tensors")
     specs = tuple(_spec_of(item) for item in tensors)
-    ranges = sorted((spec.offset, spec.offset + _span_bytes(spec), i) for i, spec in enumerate(specs))
+    ranges = sorted(
+        (spec.offset, spec.offset + span_of(spec.shape, spec.stride, spec.dtype.itemsize), i)
+        for i, spec in enumerate(specs)
+    )
     clusters: list[tuple[int, int, list[int]]] = []
     for start, end, index in ranges:
         if end > data_bytes:
             raise GroupFileError(f"by its metadata {specs[index].fqn!r:.80} lies past the end of the data")
         if start < end and clusters and start < clusters[-1][1]:
             low, high, members = clusters[-1]
-            members.append(index)  # in place: so this takes as long as there are tensors, whatever overlaps
+            members.append(index)  # in place, so the time is linear in the number of tensors, whatever overlaps
             clusters[-1] = low, max(high, end), members
         else:
             clusters.append((start, end, [index]))
@@ -306,33 +310,17 @@ def _layout_of(tensors: object, data_bytes: int) -> ImageLayout:
 def _spec_of(item: object) -> TensorSpec:
     if not isinstance(item, list) or len(item) != 5:
         raise GroupFileError("its metadata lists something else than tensors")
-    fqn, dtype, shape, stride, offset = item
-    spec = TensorSpec(as_text(fqn), _dtype_of(as_text(dtype)), as_sizes(shape), as_sizes(stride), as_size(offset))
+    fqn, dtype_name, shape, stride, offset = item
+    # Not getattr: torch imports some of its modules when their names are asked for.
+    dtype = vars(torch).get(as_text(dtype_name))
+    if not isinstance(dtype, torch.dtype):
+        raise GroupFileError(f"its metadata has a dtype that this torch does not: {dtype_name!r:.40}")
+    spec = TensorSpec(as_text(fqn), dtype, as_sizes(shape), as_sizes(stride), as_size(offset))
     if len(spec.shape) != len(spec.stride):
         raise GroupFileError(
             f"by its metadata {spec.fqn!r:.80} has {len(spec.shape)} sizes and {len(spec.stride)} strides"
         )
     return spec
-
-
-def _dtype_of(name: str) -> torch.dtype:
-    dtype = _all_dtypes().get(name)
-    if dtype is None:
-        raise GroupFileError(f"its metadata has a dtype that this torch does not: {name!r:.40}")
-    return dtype
-
-
-@cache
-def _all_dtypes() -> dict[str, torch.dtype]:
-    return {
-        str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
-    }
-
-
-def _span_bytes(spec: TensorSpec) -> int:
-    if 0 in spec.shape:
-        return 0
-    return (sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True)) + 1) * spec.dtype.itemsize
 
 
 def _read(fd: int, position: int, num_bytes: int) -> bytes:

@@ -1,6 +1,6 @@
-"""What is in a folder of group files, whether it is whole, and what nobody needs: for people, not for the engine.
+"""A survey of a folder of group files: which files are there, which are damaged, and which are needed by no model.
 
-Nothing here follows a link, trusts what a file says of itself, or reaches out of the folder.
+It is for people, not for the engine. Nothing here follows a link, trusts what a file says about itself, or leaves the folder.
 """
 
 from __future__ import annotations
@@ -14,43 +14,43 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from ..base.publish import claim, open_to_read
+from ..base.publish import opened_to_read
 from ..errors import GroupFileError
-from .manifest import GROUP_FILE, MANIFEST_FILE, TEMPORARY_FILE, Manifest, open_manifest
-from .safetensors_file import FORMAT_VERSION, GroupHeader, Header, check_group_header, content_of_file, read_header
+from .manifest import GROUP_FILE, MANIFEST_FILE, TEMPORARY_FILE, Manifest, describe_problem
+from .safetensors_file import FORMAT_VERSION, GroupHeader, check_group_header, content_of_file, read_header
 
 OUTDATED_VERSIONS = ("1",)
-"""No longer used. A version that is not known may be in use by a later release."""
+"""Formats that are not used any more. An unknown version may be that of a later release."""
 
 _NUM_LOOKS, _SECONDS_BETWEEN_LOOKS = 5, 0.1
 
-_RESTORE = "The model's next set-up writes it again; if nobody needs that model, delete its manifest."
+_RESTORE = "The model's next set-up writes it again. If you do not need that model, delete its manifest."
 _DELETE = "Delete it: the next set-up of its model writes it again."
 _MOVE = "Move it elsewhere: the next set-up of the model writes its own."
 
 
 class Kind(StrEnum):
-    """What a file in the folder is, as far as its name, its kind and its header tell."""
+    """The kind of a file in the folder, as far as its name, its mode and its header tell."""
 
     GROUP = "group"
     """A group file whose header is right."""
     DAMAGED = "damaged"
-    """It has the name of a group file, and cannot be one; or a manifest names it, and it is not there or another."""
+    """A file with the name of a group file that cannot be one, or a file that a manifest needs and that is missing or wrong."""
     OUTDATED = "outdated"
-    """A group file of an earlier format: nobody uses it."""
+    """A group file of an earlier format, which is not used any more."""
     LATER = "later"
-    """A group file of a later format: this version cannot tell more."""
+    """A group file of a later format, about which this version cannot tell more."""
     TEMPORARY = "temporary"
     """A file that is being written, or was when its process died."""
     ABANDONED = "abandoned"
-    """A manifest of weights that were edited in a process that is no more."""
+    """A manifest of weights that were edited in a process that is gone."""
     FOREIGN = "foreign"
-    """Somebody else's."""
+    """A file of another program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One file of the folder, or one that should be there."""
+    """A file of the folder, or a file that should be there."""
 
     name: str
     kind: Kind
@@ -58,46 +58,46 @@ class Finding:
     group: GroupHeader | None = None
     version: str = ""
     is_ours: bool = False
-    """We wrote it, whatever has become of it."""
+    """Whether this package wrote it, even if it was damaged since."""
     manifests: tuple[str, ...] = ()
-    """Names of the manifests that need it."""
+    """The names of the manifests that need it."""
     problem: str = ""
-    """What is wrong with a damaged one."""
+    """What is wrong with a damaged file."""
     remedy: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """All that is in a folder."""
+    """The files of a folder."""
 
     findings: tuple[Finding, ...]
-    """By name."""
+    """Sorted by name."""
     manifests: dict[str, Manifest]
     broken_manifests: dict[str, str]
-    """What is wrong with each."""
+    """The problem of each manifest that cannot be read."""
 
     @property
     def damaged(self) -> tuple[Finding, ...]:
         return tuple(finding for finding in self.findings if finding.kind is Kind.DAMAGED)
 
+    @property
+    def is_whole(self) -> bool:
+        return not self.damaged and not self.broken_manifests
+
 
 @contextmanager
 def open_folder(path: Path) -> Iterator[int]:
-    """A descriptor of the folder, so that all names are looked up in this very one.
+    """A descriptor of the folder, so that all names are looked up in this very folder.
 
     Raises:
-        GroupFileError: it does not exist, is no folder, or cannot be read.
+        GroupFileError: the folder does not exist, is no folder, or cannot be read.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except NotADirectoryError as error:
-        raise GroupFileError(
-            f"{path} is not a folder. Pass the folder that was given as offload_to_disk_path."
-        ) from error
     except OSError as error:
-        raise GroupFileError(
-            f"Cannot open {path}: {error.strerror}. Pass the folder that was given as offload_to_disk_path."
-        ) from error
+        is_file = isinstance(error, NotADirectoryError)
+        problem = f"{path} is not a folder" if is_file else f"Cannot open {path}: {error.strerror}"
+        raise GroupFileError(f"{problem}. Pass the folder that was given as offload_to_disk_path.") from error
     try:
         yield fd
     finally:
@@ -105,17 +105,17 @@ def open_folder(path: Path) -> Iterator[int]:
 
 
 def survey(folder_fd: int) -> Survey:
-    """Look at every file: names, headers and manifests, no data.
+    """Look at the name and the header of every file, and read all manifests.
 
-    Other processes may change the folder meanwhile: a file that goes is not there, and what looks damaged is looked at
-    again, since it may be half of a change.
+    Other processes may change the folder meanwhile. A file that they remove is not there. A folder that looks damaged is
+    looked at again, since another process may be in the middle of a change.
 
     Raises:
         GroupFileError: the folder cannot be listed.
     """
     found = _survey_once(folder_fd)
     for _ in range(_NUM_LOOKS - 1):
-        if not found.damaged and not found.broken_manifests:
+        if found.is_whole:
             break
         time.sleep(_SECONDS_BETWEEN_LOOKS)
         before, found = found, _survey_once(folder_fd)
@@ -137,15 +137,18 @@ def _survey_once(folder_fd: int) -> Survey:
             is_file = stat.S_ISREG(status.st_mode)
             if is_file and MANIFEST_FILE.fullmatch(name):
                 try:
-                    with open_manifest(name, folder_fd) as (fd, manifest):
-                        if manifest.edited_in and claim(fd, strictly=True):
+                    with opened_to_read(name, folder_fd) as fd:
+                        manifest = Manifest.read(fd)
+                        if manifest.is_abandoned(fd):
                             findings.append(Finding(name, Kind.ABANDONED, status.st_size, is_ours=True))
                         else:
                             manifests[name] = manifest
-                except GroupFileError as error:
-                    broken[name] = str(error)
+                except FileNotFoundError:
+                    pass
+                except OSError as error:
+                    broken[name] = describe_problem(error)
             elif is_file and GROUP_FILE.fullmatch(name):
-                findings.append(_look_at(name, folder_fd, status.st_size))
+                findings.append(_look_at(name, status.st_size, folder_fd))
             elif is_file and TEMPORARY_FILE.fullmatch(name):
                 findings.append(Finding(name, Kind.TEMPORARY, status.st_size, is_ours=True))
             else:
@@ -154,21 +157,32 @@ def _survey_once(folder_fd: int) -> Survey:
 
 
 def verify(folder_fd: int, found: Survey, on_read: Callable[[int], None]) -> Survey:
-    """Read the data of every group file, and find those whose content is not what their header says."""
-    findings = (_verify_one(finding, folder_fd, on_read) for finding in found.findings)
-    return replace(found, findings=tuple(finding for finding in findings if finding is not None))
+    """Read the data of every group file as well, and find the files whose content is not what their header says."""
+    findings = []
+    for finding in found.findings:
+        if finding.group is not None:
+            try:
+                now = _look_at(finding.name, finding.num_bytes, folder_fd, on_read)
+            except FileNotFoundError:  # an edit has just put another file in its place
+                if not finding.manifests:
+                    continue
+            else:  # held against its own header: another file may have the name by now
+                if now.kind is not Kind.GROUP:
+                    finding = replace(now, manifests=finding.manifests)
+        findings.append(finding)
+    return replace(found, findings=tuple(findings))
 
 
 def removable(found: Survey) -> tuple[Finding, ...]:
-    """What no manifest needs: group files that we wrote, and temporary files. They may be in use.
+    """The files of this package that no manifest needs. They may be in use.
 
     Raises:
-        GroupFileError: a manifest cannot be read, so that nobody knows what it needs.
+        GroupFileError: a manifest cannot be read, so the files that it needs are not known.
     """
     for name, problem in found.broken_manifests.items():
         raise GroupFileError(
-            f"Cannot tell which files {name!r} needs: {problem}. Upgrade group-offload if a later one wrote it, or delete it "
-            f"if nobody needs its model."
+            f"Cannot tell which files {name!r} needs: {problem}. Upgrade group-offload if a later version wrote it, or "
+            f"delete it if you do not need its model."
         )
     return tuple(
         finding
@@ -177,78 +191,41 @@ def removable(found: Survey) -> tuple[Finding, ...]:
     )
 
 
-def remove(finding: Finding, folder_fd: int) -> bool:
-    """Delete a file that `removable` gave, under the folder's lock.
+def _look_at(name: str, num_bytes: int, folder_fd: int, on_read: Callable[[int], None] | None = None) -> Finding:
+    """Check the header of a file with the name of a group file and, with `on_read`, its data.
 
-    Returns:
-        Whether it was: not if a process of this machine uses or writes it.
-
-    Raises:
-        OSError: the system said no.
-    """
-    fd = open_to_read(finding.name, folder_fd)
-    try:
-        if not claim(fd):
-            return False
-        os.unlink(finding.name, dir_fd=folder_fd)
-        return True
-    finally:
-        os.close(fd)
-
-
-def _look_at(name: str, folder_fd: int, num_bytes: int) -> Finding:
-    """
     Raises:
         FileNotFoundError: it is not there any more.
     """
-    header: Header | None = None
+    finding = Finding(name, Kind.DAMAGED, num_bytes)
     try:
-        fd = open_to_read(name, folder_fd)
-        try:
+        with opened_to_read(name, folder_fd) as fd:
             num_bytes = os.fstat(fd).st_size
+            finding = replace(finding, num_bytes=num_bytes)
             header = read_header(fd)
-        finally:
-            os.close(fd)
-        if not header.is_ours:  # diffusers has such names too
-            return Finding(name, Kind.FOREIGN, num_bytes)
-        if header.version != FORMAT_VERSION:
-            kind = Kind.OUTDATED if header.version in OUTDATED_VERSIONS else Kind.LATER
-            return Finding(name, kind, num_bytes, version=header.version, is_ours=True)
-        group = check_group_header(header, num_bytes)
-        return Finding(name, Kind.GROUP, num_bytes, group, FORMAT_VERSION, is_ours=True)
-    except GroupFileError as error:
-        return _damaged(Finding(name, Kind.DAMAGED, num_bytes, is_ours=header is not None), str(error))
+            if header.version is None:  # diffusers has such names too
+                return replace(finding, kind=Kind.FOREIGN)
+            finding = replace(finding, is_ours=True)
+            if header.version != FORMAT_VERSION:
+                kind = Kind.OUTDATED if header.version in OUTDATED_VERSIONS else Kind.LATER
+                return replace(finding, kind=kind, version=header.version)
+            group = check_group_header(header, num_bytes)
+            finding = replace(finding, kind=Kind.GROUP, group=group, version=header.version)
+            if on_read is not None:
+                content = content_of_file(fd, num_bytes - group.layout.num_bytes, on_read)
+                if content != group.content:
+                    raise GroupFileError(
+                        f"its data is not what was written: its hash is {content}, not {group.content}"
+                    )
+            return finding
     except FileNotFoundError:
         raise
     except OSError as error:
-        return _damaged(Finding(name, Kind.DAMAGED, num_bytes), f"it cannot be read: {error.strerror or error}")
-
-
-def _verify_one(finding: Finding, folder_fd: int, on_read: Callable[[int], None]) -> Finding | None:
-    """None if the file is not there any more, and no manifest needs it."""
-    if finding.group is None:
-        return finding
-    try:
-        fd = open_to_read(finding.name, folder_fd)
-        try:
-            num_bytes = os.fstat(fd).st_size
-            group = check_group_header(read_header(fd), num_bytes)  # another one may have its name by now
-            content = content_of_file(fd, num_bytes - group.layout.num_bytes, on_read)
-        finally:
-            os.close(fd)
-    except FileNotFoundError:  # its process has just put another one in its place
-        return finding if finding.manifests else None
-    except GroupFileError as error:
-        return _damaged(finding, str(error))
-    except OSError as error:
-        return _damaged(finding, f"it cannot be read: {error.strerror or error}")
-    if content != group.content:
-        return _damaged(finding, f"its data is not what was written: its hash is {content}, not {group.content}")
-    return finding
+        return _damaged(finding, describe_problem(error))
 
 
 def _with_manifests(findings: list[Finding], manifests: dict[str, Manifest]) -> Iterator[Finding]:
-    """The findings, and what manifests need that is not there, with the manifests that need them."""
+    """The findings with the manifests that need them, and one for each file that a manifest needs and that is missing."""
     needed: dict[str, list[str]] = {}
     by_name = {finding.name: finding for finding in findings}
     for manifest_name, manifest in manifests.items():

@@ -25,7 +25,7 @@ from group_offload.base.publish import boot, open_to_read
 from group_offload.cli.main import main
 from group_offload.stores import survey as survey_module
 from group_offload.stores.folder import Folder, ProvenFile, file_name
-from group_offload.stores.manifest import Manifest, publish_manifest, read_manifest
+from group_offload.stores.manifest import Manifest, publish_manifest
 from group_offload.stores.survey import Kind
 
 from ..support.common import Model, assert_at_rest, make, offload_to
@@ -37,6 +37,7 @@ from .test_folder import (
     fork,
     in_new_process,
     look,
+    manifest_in,
     manifests,
     names,
     prune,
@@ -206,12 +207,12 @@ def test_a_half_done_change_is_looked_at_again(tmp_path: Path, monkeypatch: pyte
     """An edit replaces a file, and then the manifest: who looks in between sees no damage."""
     view = Folder(tmp_path, "Model")
     files = [put(view, weights(0, group), group) for group in GROUPS]
-    first = view.publish_manifest([file.entry for file in files])
+    view.publish_manifest([file.entry for file in files])
     new = put(view, weights(1, GROUPS[1]), GROUPS[1], outdated=files[1].path)
     files[1].path.unlink()
 
     def finish(seconds: float) -> None:
-        view.publish_manifest([files[0].entry, new.entry], replaces=first)
+        view.publish_manifest([files[0].entry, new.entry])
 
     assert look(tmp_path).damaged
     monkeypatch.setattr(survey_module.time, "sleep", finish)
@@ -245,7 +246,7 @@ def killed(path: str, when: str, num_kills: str) -> None:
         print(sum(file.stat().st_size for file in folder.iterdir()))
     handle = offload_to(folder, make(Model))
     (manifest,) = manifests(folder)
-    assert names(folder) == {manifest.name, *(entry.file for entry in read_manifest(manifest).entries)}
+    assert names(folder) == {manifest.name, *(entry.file for entry in manifest_in(manifest).entries)}
     assert_whole(folder)
     handle.remove()
 
@@ -275,8 +276,8 @@ def edited(path: Path) -> tuple[Folder, list[ProvenFile], Path]:
     """What the engine does if the second group is edited."""
     view = Folder(path, "Model")
     files = [put(view, weights(0, group), group) for group in GROUPS]
-    first = view.publish_manifest([file.entry for file in files])
-    second, files = edit(view, first, files, 1)
+    view.publish_manifest([file.entry for file in files])
+    second, files = edit(view, files, 1)
     assert second is not None
     return view, files, second
 
@@ -284,7 +285,7 @@ def edited(path: Path) -> tuple[Folder, list[ProvenFile], Path]:
 def test_an_edited_model_that_lives_keeps_its_manifest(tmp_path: Path) -> None:
     """Until it goes: then the next set-up of its class, and no other one, removes what it needed alone."""
     view, files, manifest = edited(tmp_path)
-    assert read_manifest(manifest).edited_in == boot()
+    assert manifest_in(manifest).edited_in == boot()
     set_up(tmp_path)
     prune(tmp_path)
     assert manifest.exists() and files[1].path.exists()
@@ -296,6 +297,20 @@ def test_an_edited_model_that_lives_keeps_its_manifest(tmp_path: Path) -> None:
     assert_holds(set_up(tmp_path))
     assert not manifest.exists() and not files[1].path.exists()
     assert files[0].path.stat().st_ino == before, "what both need was written anew"
+    assert_whole(tmp_path)
+
+
+def test_weights_that_rested_elsewhere_until_they_were_edited(tmp_path: Path) -> None:
+    """A checkpoint: the first file in the folder is that of an edit, and goes with its process."""
+    view = Folder(tmp_path, "Model")
+    assert view.publish_manifest([]) is None
+    manifest = view.publish_manifest([put(view, weights()).entry])
+    assert manifest is not None and manifest_in(manifest).edited_in == boot()
+    set_up(tmp_path, seed=1)
+    assert manifest.exists()
+    del view
+    files = set_up(tmp_path, seed=1)
+    assert names(tmp_path) == {*(file.path.name for file in files), manifests(tmp_path)[0].name}
     assert_whole(tmp_path)
 
 
@@ -313,7 +328,7 @@ def test_what_a_set_up_does_not_remove(of: str, tmp_path: Path) -> None:
     view, files, manifest = edited(tmp_path)
     del view
     used, kept = None, {manifest.name, files[1].path.name}
-    found = read_manifest(manifest)
+    found = manifest_in(manifest)
     if of in ("another boot", "a set-up"):
         manifest.write_bytes(Manifest(found.model_class, found.entries, "00000000" if "boot" in of else "").encode())
     elif of == "an unknown process":
@@ -348,9 +363,9 @@ def test_without_locks_nothing_counts_as_dead(tmp_path: Path, monkeypatch: pytes
 def test_a_set_up_of_edited_weights_keeps_them(tmp_path: Path) -> None:
     """Whoever sets up what another one came to by an edit: its manifest stays for whoever comes next."""
     view, _, manifest = edited(tmp_path)
-    found = read_manifest(manifest)
+    found = manifest_in(manifest)
     assert publish_manifest(tmp_path, Manifest(found.model_class, found.entries)) is not None
-    assert not read_manifest(manifest).edited_in
+    assert not manifest_in(manifest).edited_in
     del view
     set_up(tmp_path)
     assert manifest.exists()

@@ -358,18 +358,39 @@ for options in ({"offload_device": "disk"}, {}):
 def test_a_file_that_changes_while_it_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last byte is compared, the file changes, and only then weights come to rest in it."""
     offload_to(tmp_path, make(Model)).remove()
-    real = folders.holds
+    real = folders.file_holds
 
-    def holds(fd: int, *args: Any) -> bool:
+    def file_holds(fd: int, *args: Any) -> bool:
         found = real(fd, *args)
         change(Path(os.readlink(f"/proc/self/fd/{fd}")))
         return found
 
-    monkeypatch.setattr(folders, "holds", holds)
+    monkeypatch.setattr(folders, "file_holds", file_holds)
     model, _ = pair()
     offload_to(tmp_path, model)
     with pytest.raises(GroupFileError):
         run(model, inputs())
+
+
+@pytest.mark.parametrize("when", ["link", "unlink"])
+def test_a_file_that_changes_as_soon_as_it_has_its_name(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its stamp is taken. It is not taken for what was written, and another file is used."""
+    real, changed = getattr(os, when), []
+
+    def then_changed(*args: Any) -> None:
+        real(*args)
+        for path in tmp_path.glob("group_*"):
+            if not changed:
+                changed.append(path)
+                change(path)
+
+    monkeypatch.setattr(os, when, then_changed)
+    model, reference = pair()
+    handle = offload_to(tmp_path, model)
+    assert changed and changed[0].name not in {group.where for group in handle.groups}
+    check(model, reference, inputs())
 
 
 # ---------------------------------------------------------------- other users, limits

@@ -32,10 +32,18 @@ from group_offload import GroupFileError, apply_group_offloading
 from group_offload.base import publish as publish_module
 from group_offload.base.layout import ImageLayout, lay_out
 from group_offload.base.mapping import map_file
-from group_offload.base.publish import boot
-from group_offload.stores.folder import Folder, ProvenFile, delete_if_unused, file_name, keep, leave, use
-from group_offload.stores.manifest import read_manifest
-from group_offload.stores.survey import Kind, Survey, open_folder, removable, remove, survey, verify
+from group_offload.base.publish import boot, remove_unused
+from group_offload.stores.folder import (
+    Folder,
+    ProvenFile,
+    add_user,
+    delete_if_unused,
+    file_name,
+    never_delete,
+    remove_user,
+)
+from group_offload.stores.manifest import Manifest
+from group_offload.stores.survey import Kind, Survey, open_folder, removable, survey, verify
 
 from ..support.common import Model, assert_at_rest, make, offload_to
 from ..support.new_process import ROOT, run_code
@@ -89,7 +97,7 @@ def assert_whole(path: Path) -> None:
 def prune(path: Path) -> None:
     with open_folder(path) as fd:
         for finding in removable(survey(fd)):
-            remove(finding, fd)
+            remove_unused(finding.name, fd)
 
 
 def names(path: Path) -> set[str]:
@@ -98,6 +106,10 @@ def names(path: Path) -> set[str]:
 
 def manifests(path: Path) -> list[Path]:
     return sorted(path.glob("manifest_*"))
+
+
+def manifest_in(path: Path) -> Manifest:
+    return Manifest.decode(path.read_bytes())
 
 
 def in_new_process(function: Callable[..., None], *args: object, under: Sequence[str] = (), **options: Any) -> str:
@@ -193,7 +205,7 @@ def test_equal_models_share_a_manifest(tmp_path: Path) -> None:
     assert [file.entry for file in set_up(tmp_path)] == [file.entry for file in files]
     assert names(tmp_path) == before
     (path,) = manifests(tmp_path)
-    manifest = read_manifest(path)
+    manifest = manifest_in(path)
     assert manifest.model_class == "Model" and manifest.entries == tuple(file.entry for file in files)
     set_up(tmp_path, seed=1)
     assert len(manifests(tmp_path)) == 2 and len(names(tmp_path)) == 6
@@ -205,26 +217,27 @@ def test_manifest_name_of_any_class(model_class: str, tmp_path: Path) -> None:
     folder = tmp_path / "groups"
     set_up(folder, model_class=model_class)
     assert names(tmp_path) == {"groups"}
-    assert read_manifest(manifests(folder)[0]).model_class == model_class
+    assert manifest_in(manifests(folder)[0]).model_class == model_class
     assert_whole(folder)
 
 
-def edit(folder: Folder, old: Path | None, before: list[ProvenFile], seed: int) -> tuple[Path | None, list[ProvenFile]]:
-    """The second group changes."""
+def edit(folder: Folder, before: list[ProvenFile], seed: int) -> tuple[Path | None, list[ProvenFile]]:
+    """What the engine does when the second group changes."""
     new = put(folder, weights(seed, GROUPS[1]), GROUPS[1], outdated=before[1].path)
+    folder.discard(before[1].path)
     files = [before[0], new]
-    return folder.publish_manifest([file.entry for file in files], replaces=old), files
+    return folder.publish_manifest([file.entry for file in files]), files
 
 
 def test_manifest_moves_with_an_edit(tmp_path: Path) -> None:
     folder = Folder(tmp_path, "Model")
     files = [put(folder, weights(0, group), group) for group in GROUPS]
     first = folder.publish_manifest([file.entry for file in files])
-    second, files = edit(folder, first, files, 1)
+    second, files = edit(folder, files, 1)
     assert manifests(tmp_path) == [second] and second != first
-    assert folder.publish_manifest([file.entry for file in files], replaces=second) == second
+    assert folder.publish_manifest([file.entry for file in files]) == second
     assert manifests(tmp_path) == [second]
-    third = folder.publish_manifest([], replaces=second)  # nothing rests here any more
+    third = folder.publish_manifest([])  # nothing rests here any more
     assert third is None and not manifests(tmp_path)
 
 
@@ -234,12 +247,12 @@ def test_manifest_that_others_need_stays(tmp_path: Path) -> None:
     first = folder.publish_manifest([file.entry for file in files])
     assert first is not None
     assert other.publish_manifest([file.entry for file in files]) == first
-    second, _ = edit(folder, first, files, 1)
+    second, _ = edit(folder, files, 1)
     assert set(manifests(tmp_path)) == {first, second}  # the other model's
-    leave(first)
-    keep(first)  # as if an earlier run had written it
-    use(first)
-    leave(first)
+    remove_user(first, other)
+    never_delete(first)  # as if an earlier run had written it
+    add_user(first, other)
+    remove_user(first, other)
     delete_if_unused(first)
     assert set(manifests(tmp_path)) == {first, second}
 
@@ -259,7 +272,7 @@ def test_manifest_that_cannot_be_written(
 
         with monkeypatch.context() as patch:
             patch.setattr(os, call, fails)
-            assert folder.publish_manifest([files[0].entry, new.entry], replaces=first) == first
+            assert folder.publish_manifest([files[0].entry, new.entry]) == first
         assert "No space left" in caplog.text and manifests(tmp_path) == [first]
         assert not [name for name in names(tmp_path) if name.endswith(".tmp")]
         caplog.clear()
@@ -272,7 +285,7 @@ def test_manifest_of_a_file_that_was_damaged(tmp_path: Path) -> None:
     again = set_up(tmp_path)
     assert again[0].path != files[0].path and len(manifests(tmp_path)) == 1
     assert_holds(again)
-    assert read_manifest(manifests(tmp_path)[0]).entries[0].file == again[0].path.name
+    assert manifest_in(manifests(tmp_path)[0]).entries[0].file == again[0].path.name
     prune(tmp_path)
     assert not files[0].path.exists()
     assert_whole(tmp_path)
@@ -472,8 +485,8 @@ def kill_at_every_step(path: str) -> None:
         die_at(step)
         files = set_up(folder)
         view = Folder(folder, "Model")
-        first = view.publish_manifest([file.entry for file in files])
-        edit(view, first, files, 1)
+        view.publish_manifest([file.entry for file in files])
+        edit(view, files, 1)
 
     for step in itertools.count(1):
         folder = Path(path) / str(step)
@@ -705,7 +718,7 @@ def mounted(path: str) -> None:
     os.close(filler)
     view = Folder(disk, "Model")
     first = view.publish_manifest([file.entry for file in files])
-    assert view.publish_manifest([files[0].entry], replaces=first) == first
+    assert view.publish_manifest([files[0].entry]) == first
     assert_whole(disk)
     (disk / "filler").unlink()
     subprocess.run(["mount", "-o", "remount,ro", path], check=True)
