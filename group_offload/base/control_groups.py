@@ -1,4 +1,4 @@
-"""How much memory the control groups of this process allow: containers have limits of their own."""
+"""The memory limits of the control groups of this process: a container may have less memory than its machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 def memory_limits() -> list[int]:
-    """The limits in bytes of the groups that the process is in, and of those around them."""
+    """The limits in bytes of the control groups that the process is in, and of their parents."""
     found = []
     for folder, limit, _ in _folders():
         with suppress(OSError, ValueError):
@@ -19,7 +19,7 @@ def memory_limits() -> list[int]:
 
 
 def memory_rooms() -> list[int]:
-    """The bytes that each of these groups has left. The page cache counts as free, as the kernel gives it up."""
+    """The bytes that each of these groups has left. The page cache counts as free, since the kernel gives it up."""
     found = []
     for folder, limit, usage in _folders():
         with suppress(OSError, ValueError, KeyError):
@@ -31,7 +31,7 @@ def memory_rooms() -> list[int]:
 
 
 def _folders() -> Iterator[tuple[Path, str, str]]:
-    """The folder of each group, and the names of the files with its limit and with its usage there."""
+    """The folder of each group, and the names of its files for the limit and for the usage."""
     lines: list[str] = []
     with suppress(OSError):
         lines = Path("/proc/self/cgroup").read_text().splitlines()

@@ -1,7 +1,10 @@
 """Memory mappings as torch tensors.
 
-The `mmap` module duplicates the file's descriptor for the life of the mapping: a model of a thousand groups would use up
-a process's descriptors. So mappings are made by the C library's `mmap`, and hold the file by themselves.
+Python's `mmap` module duplicates the descriptor of the file for the life of the mapping, and a model of a thousand groups would
+use up the descriptors of a process. So the mappings are made by the `mmap` of the C library, and hold the file by themselves.
+
+(November 2026: Python 3.13 has `mmap.mmap(..., trackfd=False)`, which does the same. Once 3.13 is the oldest supported version,
+`map_file` and `map_page_cache` can use it, and `_map` goes. `TwiceMapped` needs the C library for MAP_FIXED in any case.)
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
 _MADV_POPULATE_READ = 22
 _MIN_PIECE_BYTES = 32 << 20
 _MAX_PIECES = 64
-"""Each takes a file descriptor until it is filled."""
+"""Each piece takes a file descriptor until it is filled."""
 
 HUGE_PAGE = 2 << 20
 
@@ -46,9 +49,9 @@ class FileMapping:
     end: int
     file_offset: int
     path: str
-    """Of now: a file that was renamed has its new one. It ends in " (deleted)" without one; \\012 stands for a newline."""
+    """The present path, after a renaming too. It ends in " (deleted)" if the file has none. \\012 stands for a newline."""
     identity: tuple[str, int]
-    """Device and inode. (The device may be another one than `fstat` gives: that of btrfs and overlayfs is.)"""
+    """Device and inode. (On btrfs and overlayfs the device is another one than `fstat` gives.)"""
     is_private: bool
 
 
@@ -59,7 +62,7 @@ def file_mappings() -> list[FileMapping]:
 
 
 def mapping_at(address: int) -> FileMapping | None:
-    """The mapping that holds `address`. None if it is not of a file, or if that cannot be told now."""
+    """The mapping that holds `address`. None if it is not a mapping of a file, or if the system does not tell now."""
     with suppress(OSError), open("/proc/self/maps", "rb") as maps:
         for line in maps:
             if int(line[line.index(b"-") + 1 : line.index(b" ")], 16) > address:
@@ -78,7 +81,7 @@ def _parse_mapping(line: bytes) -> FileMapping | None:
 
 
 def read_mapped(address: int, target: memoryview) -> None:
-    """Copy from memory that may be mapped to a file that was cut off: touching that would be a SIGBUS.
+    """Copy from a mapping of a file that may have been cut off. To touch such memory would end the process (SIGBUS).
 
     Raises:
         OSError: it cannot be read.
@@ -103,14 +106,14 @@ def is_cut_off(address: int) -> bool:
     try:
         read_mapped(address, memoryview(bytearray(1)))
     except OSError as error:
-        return error.errno == errno.EFAULT  # others say that this cannot be asked
+        return error.errno == errno.EFAULT  # other errors say that the system does not answer
     return False
 
 
 def map_file(fd: int, num_bytes: int) -> Any:
     """A private, writable mapping of the first `num_bytes` of a file: a buffer that is unmapped with its last user.
 
-    What is written stays in pages of this process; the file never changes.
+    Writes stay in pages of this process. The file never changes.
 
     Raises:
         OSError: the system refuses the mapping.
@@ -119,7 +122,7 @@ def map_file(fd: int, num_bytes: int) -> Any:
 
 
 def map_page_cache(fd: int, start: int, num_bytes: int) -> Any:
-    """A shared, read-only mapping of a part of a file, from a whole page on: the pages of the page cache themselves.
+    """A shared, read-only mapping of a part of a file, from a whole page on. Its pages are those of the page cache.
 
     Raises:
         OSError: the system refuses the mapping.
@@ -128,10 +131,10 @@ def map_page_cache(fd: int, start: int, num_bytes: int) -> Any:
 
 
 class TwiceMapped:
-    """The same memory, mapped two times: shared, and private.
+    """Memory that is mapped twice: shared, and private.
 
-    The private mapping reads what was written to the shared one. What is written to the private one stays in pages of its
-    own (which the kernel can tell, see `pagemap`), until `forget_writes`.
+    Writes to the shared mapping are seen in the private one. Writes to the private mapping stay in pages that are the mapping's
+    alone (the kernel can tell which, see `pagemap`), until `forget_writes`.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -144,7 +147,7 @@ class TwiceMapped:
         self._piece_bytes = max(_MIN_PIECE_BYTES, whole_pages)
         self._files: list[int] = []
         self._finalizer = weakref.finalize(self, _close_all, self._files)
-        # Side by side, several files in memory: threads that write to one of them take turns in the kernel.
+        # Several files in memory, side by side: threads that write to the same file take turns in the kernel.
         for start in range(0, num_bytes, self._piece_bytes):
             size = min(self._piece_bytes, num_bytes - start)
             fd = os.memfd_create("group_offload", os.MFD_CLOEXEC)
@@ -155,9 +158,9 @@ class TwiceMapped:
                 _mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags | _MAP_FIXED, fd, 0)
 
     def write(self, runs: Sequence[tuple[int, memoryview]]) -> None:
-        """Put bytes where they belong (offset, content), with several threads.
+        """Write runs of bytes, each an offset and its content, with several threads.
 
-        Three times as fast as through the mapping, where the kernel would first clear each page that is touched.
+        This is three times as fast as through the mapping, where the kernel would first clear each page that is touched.
 
         Raises:
             OSError: the system has no memory left.
@@ -173,7 +176,7 @@ class TwiceMapped:
         run_all(partial(self._write_piece, piece, contents) for piece, contents in pieces.items())
 
     def seal(self) -> None:
-        """Nothing is written by `write` any more."""
+        """Close the files: `write` is not called any more."""
         self._finalizer()
 
     def _write_piece(self, piece: int, contents: list[tuple[int, memoryview]]) -> None:
@@ -182,7 +185,7 @@ class TwiceMapped:
             while done < len(content):
                 done += os.pwrite(self._files[piece], content[done:], offset + done)
         start = piece * self._piece_bytes
-        # Locking the pages is quick if they are mapped already. Where this is refused (Linux 5.14) it does it itself.
+        # Locking the pages is quick if they are mapped already. Where this is refused (before Linux 5.14) locking maps them.
         size = min(self._piece_bytes, len(self.shared) - start)
         _libc.madvise(ctypes.addressof(self.shared) + start, size, _MADV_POPULATE_READ)
 
@@ -196,7 +199,7 @@ def map_anonymous(num_bytes: int) -> Any:
 
 
 def cached_bytes(address: int, num_bytes: int) -> int:
-    """How much of a file mapping is in the page cache, from a whole page on: nothing is read, by this or from the drive.
+    """The bytes of a file mapping, from a whole page on, that are in the page cache. Nothing is read to find out.
 
     Raises:
         OSError: the system does not tell.
@@ -210,10 +213,10 @@ def cached_bytes(address: int, num_bytes: int) -> int:
 
 
 def forget_writes(address: int, num_bytes: int) -> None:
-    """Let whole pages of a private mapping read what is mapped again. What was written to them is gone."""
+    """Drop what was written to whole pages of a private mapping: they show the mapped bytes again."""
     if _libc.madvise(address, num_bytes, mmap.MADV_DONTNEED):
         error = _last_error()
-        # A process may have locked all of its memory (mlockall), and what is locked is not forgotten.
+        # A process may have locked all of its memory (mlockall), and locked pages are not dropped.
         if error.errno != errno.EINVAL or _libc.munlock(address, num_bytes):
             raise error
         if _libc.madvise(address, num_bytes, mmap.MADV_DONTNEED):
@@ -221,9 +224,9 @@ def forget_writes(address: int, num_bytes: int) -> None:
 
 
 def trim_heap() -> None:
-    """Give memory that was freed inside of the C library's heap back to the system.
+    """Give memory that was freed inside of the heap of the C library back to the system.
 
-    glibc keeps blocks of up to 32 MiB for later, which most weights are smaller than.
+    glibc keeps freed blocks of up to 32 MiB, and most weights are smaller.
     """
     trim = getattr(_libc, "malloc_trim", None)
     if trim is not None:
@@ -231,7 +234,7 @@ def trim_heap() -> None:
 
 
 def flat_view(buffer: Any, offset: int, num_bytes: int) -> torch.Tensor:
-    """`num_bytes` of a mapping as a uint8 tensor with a storage of its own, which keeps the mapping alive."""
+    """`num_bytes` of a mapping as a flat uint8 tensor. Its storage is not shared, and keeps the mapping alive."""
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     with torch.inference_mode(False):
@@ -248,14 +251,14 @@ def _close_all(files: list[int]) -> None:
 
 
 def _reserve(num_bytes: int) -> Any:
-    """Addresses, with nothing mapped there yet."""
+    """A range of addresses where nothing is mapped yet."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     return _owned(_mmap(None, num_bytes, _PROT_NONE, flags, -1, 0), num_bytes)
 
 
 def _owned(address: int, num_bytes: int) -> Any:
     buffer = (ctypes.c_char * num_bytes).from_address(address)
-    # Not at exit: tensors of the mapping may be read until the very end, and it goes with the process.
+    # Not at exit: tensors of the mapping may be read until the very end, and the mapping goes with the process.
     weakref.finalize(buffer, _libc.munmap, address, num_bytes).atexit = False
     return buffer
 

@@ -1,6 +1,6 @@
-"""Which pages of a private mapping were written to: the kernel knows.
+"""Asks the kernel which pages of a private mapping were written to.
 
-An edit through `.data` (what fusing a LoRA does) bumps no version counter. On a private mapping it leaves a page behind
+An edit through `.data` (fusing a LoRA makes such edits) bumps no version counter. On a private mapping it leaves a page behind
 that is present and no longer backed by the file. Linux 6.7 finds those with one ioctl (`PAGEMAP_SCAN`,
 Documentation/admin-guide/mm/pagemap.rst: 0.1 ms for 256 MiB), older kernels through `/proc/self/pagemap` (1 ms).
 """
@@ -17,7 +17,7 @@ from .mapping import TwiceMapped
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 SLOW_SCAN_SECONDS = 1e-3
-"""A scan takes longer than this only where somebody has read what is mapped: the kernel looks at pages that are there."""
+"""A scan takes longer than this only if the mapped bytes were read: the kernel looks at the pages that are present."""
 
 _PAGEMAP_SCAN = 0xC0606610  # _IOWR('f', 16, struct pm_scan_arg)
 _IS_FILE, _IS_PRESENT, _IS_SWAPPED = 1 << 2, 1 << 3, 1 << 4
@@ -26,24 +26,24 @@ _REQUEST = struct.Struct("12Q")
 """`struct pm_scan_arg`."""
 _WORD = struct.Struct("Q")
 _START, _WALK_END = 16, 32
-"""Where in it."""
+"""The offsets of `start` and `walk_end` in the request."""
 
 _PASSES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR}
-"""What is refused at one moment, and may be granted at the next."""
+"""The errors of a moment: the next try may succeed."""
 
 # Bits of one 64-bit entry of /proc/self/pagemap.
 _ENTRY_PRESENT, _ENTRY_SWAPPED, _ENTRY_FILE = 1 << 63, 1 << 62, 1 << 61
 
 
 def written_pages(address: int, num_bytes: int) -> list[tuple[int, int]] | None:
-    """`PageScan.written`, once."""
+    """Do one scan: see `PageScan.written`."""
     return PageScan(address, num_bytes).written()
 
 
 class PageScan:
-    """Looks again and again which pages of a private file mapping hold something of their own. Not thread-safe.
+    """Finds the written pages of a private file mapping, again and again. Not thread-safe.
 
-    All that can be made ready is: every segment is looked at when a pass begins, while the device has nothing to do.
+    The request to the kernel is prepared once: all segments are scanned when a pass begins, while the device has nothing to do.
     """
 
     def __init__(self, address: int, num_bytes: int) -> None:
@@ -75,8 +75,8 @@ class PageScan:
     def written(self) -> list[tuple[int, int]] | None:
         """
         Returns:
-            Byte ranges (start, end) of those pages, relative to the mapping's start, ascending and page-aligned; None if it
-            cannot be told, here or now: that is not "none".
+            The byte ranges (start, end) of the written pages, relative to the start of the mapping, ascending and page-aligned.
+            None if the system does not tell, at all or at this moment. Then any page may be written.
         """
         try:
             fd = _open_pagemap()
@@ -103,12 +103,12 @@ class PageScan:
 
 
 class _Known:
-    """What was found out about this process. A forked child finds out for itself: it may have other rights."""
+    """The facts that were found out about this process. A forked child starts anew: it may have other rights."""
 
     fd: int | None = None
-    """Of the page map."""
+    """The descriptor of the page map."""
     is_refused = False
-    """The page map may not be opened."""
+    """Whether opening the page map was refused."""
     detects_writes: bool | None = None
     """What `can_detect_writes` found out."""
 
@@ -123,7 +123,7 @@ os.register_at_fork(after_in_child=_Known.forget)
 
 
 def can_detect_writes() -> bool:
-    """Whether this system tells which pages of memory that is mapped twice were written to: tried out, once."""
+    """Whether the system tells which pages of memory that is mapped twice were written to. It is tried out once."""
     if _Known.detects_writes is None:
         try:
             _Known.detects_writes = _try_out()
@@ -165,10 +165,10 @@ def _read_entries(fd: int, address: int, length: int) -> list[tuple[int, int]]:
 
 
 def _open_pagemap() -> int | None:
-    """A descriptor of this process's page map, opened once. None if it may not be opened.
+    """A descriptor of the page map of this process, opened once. None if the system refuses it for good.
 
     Raises:
-        OSError: it cannot be opened at this moment.
+        OSError: the system refuses it at this moment.
     """
     if _Known.fd is None and not _Known.is_refused:
         try:

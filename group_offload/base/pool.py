@@ -1,10 +1,10 @@
-"""The process's threads for reading and filling memory. They own nothing; a forked child makes its own.
+"""The threads of the process that read files and fill memory. They own nothing. A forked child starts its own.
 
 [Note: Interrupts]
-Ctrl-C may raise between any two steps of a caller here, also while it waits or starts a thread. So nothing is guarded by a
-lock that such an exception could leave taken, and nothing is counted that it could leave wrong: the queue's calls are whole
-or have not happened, whoever claims a task first has it, and threads put themselves on the list. `concurrent.futures`
-leaves its locks taken.
+Ctrl-C may raise between any two steps of a caller here, also while the caller waits or starts a thread. So no lock is used that
+such an exception could leave taken, and no count is kept that it could leave wrong. The calls of a queue happen as a whole or
+not at all, the first thread that claims a task has it, and each thread puts itself on the list. `concurrent.futures` leaves its
+locks taken.
 
 Where no thread can be started, the calling thread does the work.
 """
@@ -22,21 +22,21 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 MIN_THREADS, MAX_THREADS = 4, 16
-"""A drive wants several reads at once, however few cores there are."""
+"""A drive is fast only with several reads at once, however few cores there are."""
 
 
 def num_threads() -> int:
-    """Threads that read at once: as many as the process may use, but not more than bring something."""
+    """The number of threads that read at once: the cores of the process, within limits beyond which more bring nothing."""
     return max(MIN_THREADS, min(MAX_THREADS, len(os.sched_getaffinity(0))))
 
 
 class Task(Generic[T]):
-    """Work for the pool. It holds all that it needs, memory too, until it is done or withdrawn."""
+    """Work for the pool. It keeps all objects that the work needs, memory too, until it is done or withdrawn."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work: Callable[[], T] | None = work
         self._claims: dict[str, object] = {}
-        """Who does it: a thread of the pool, or somebody else, who has done it by the time that others see it."""
+        """Under "by": the thread of the pool that does the work, or another object if a caller does it or has withdrawn it."""
         self._waiting: list[SimpleQueue[None]] = []
         self._result: list[T] = []
         self._error: BaseException | None = None
@@ -44,12 +44,12 @@ class Task(Generic[T]):
 
     @property
     def is_done(self) -> bool:
-        """Whether nobody is at it, nor will be."""
+        """Whether no thread does the work, or ever will."""
         by = self._claims.get("by")
         return self._is_over or not (by is None or isinstance(by, _Thread))
 
     def begin(self) -> None:
-        """Give it to the pool; do it here and now if the pool has no thread and gets none. If this raises, `withdraw`."""
+        """Give the work to the pool. If the pool has no thread and gets none, do it here. If this raises, call `withdraw`."""
         pool = _pool
         pool.tasks.put(self)
         is_started = pool.start_thread()
@@ -57,26 +57,26 @@ class Task(Generic[T]):
             self.do(object())
 
     def withdraw(self) -> None:
-        """Let nobody begin it any more."""
+        """Keep every thread from beginning the work."""
         self._claim(object())
         if self.is_done:
             self._work = None
 
     def wait(self) -> None:
-        """Return once nobody is at it. Begin or withdraw it first."""
+        """Return once no thread does the work. Begin or withdraw it first."""
         woken: SimpleQueue[None] = SimpleQueue()
         self._waiting.append(woken)
         while not self.is_done:
             woken.get()
 
     def result(self) -> T:
-        """What the work returned, once it is done. What it raised is raised."""
+        """The result of work that is done. An error of the work is raised."""
         if self._error is not None:
             raise self._error
         return self._result[0]
 
     def do(self, by: object) -> None:
-        """Do the work, unless somebody else has claimed it."""
+        """Do the work, unless another thread has claimed it."""
         work = self._work
         if not self._claim(by) or work is None:
             return
@@ -85,7 +85,7 @@ class Task(Generic[T]):
         except BaseException as error:
             self._error = error
             if not isinstance(by, _Thread) and not isinstance(error, Exception):
-                raise  # it is an interrupt of the caller
+                raise  # an interrupt of the caller
         self._work = work = None
         self._is_over = True
         for woken in self._waiting:
@@ -98,13 +98,13 @@ class Task(Generic[T]):
 class _Pool:
     def __init__(self) -> None:
         self.tasks: SimpleQueue[Task[Any] | None] = SimpleQueue()
-        """None is the last thing in it."""
+        """The last item is None."""
         self.threads: list[_Thread] = []
-        """Those that take tasks. Each one alone puts itself here, and removes itself."""
+        """The threads that take tasks. Only the thread itself adds and removes itself."""
         self.is_closed = False
 
     def start_thread(self) -> bool:
-        """Whether one more was started, since there are not enough."""
+        """Start one more thread if there are not enough, and return whether one was started."""
         if self.is_closed or len(self.threads) >= num_threads():
             return False
         try:
@@ -114,7 +114,7 @@ class _Pool:
         return True
 
     def close(self) -> None:
-        """At exit, while threads can still end: later, Python would end them in the middle of torch's C++."""
+        """End all threads at exit, while they can still end: later, Python would end them in the middle of torch's C++."""
         self.is_closed = True
         self.tasks.put(None)
         for thread in [*self.threads]:
@@ -131,10 +131,10 @@ class _Thread(threading.Thread):
         pool.threads.append(self)
         try:
             if pool.threads.index(self) >= num_threads():
-                return  # two callers started one at once
+                return  # two callers have started threads at the same moment
             while (task := pool.tasks.get()) is not None:
                 task.do(self)
-                del task  # what it holds may go
+                del task  # and the objects that it keeps
             pool.tasks.put(None)  # for the others
         finally:
             pool.threads.remove(self)
@@ -146,7 +146,7 @@ _pool = _Pool()
 def on_pool(work: Callable[..., T], *args: object) -> Task[T]:
     """Begin `work(*args)` on the pool.
 
-    If this raises, which only an interrupt makes it do, the work is either under way or never begins: nobody waits for it.
+    Only an interrupt makes this raise. The work is under way then, or never begins, and the caller does not wait for it.
     """
     task = Task(partial(work, *args))
     try:
@@ -158,10 +158,10 @@ def on_pool(work: Callable[..., T], *args: object) -> Task[T]:
 
 
 def run_all(works: Iterable[Callable[[], T]]) -> list[T]:
-    """Do all of it, and return the results. If a part of it raises, the first error is raised once no thread is at any of it.
+    """Do all works, and return the results. If one raises, the first error is raised once no thread is at any of them.
 
-    The same holds for an interrupt: what has not begun never does, and what has begun is waited for. A second interrupt
-    breaks that wait too: so what a part writes to has to belong to it.
+    The same holds for an interrupt: works that have not begun never begin, and those that have begun are waited for. A second
+    interrupt breaks that wait too, so a work has to own the memory that it writes to.
     """
     tasks = [Task(work) for work in works]
     try:
@@ -174,7 +174,7 @@ def run_all(works: Iterable[Callable[[], T]]) -> list[T]:
 
 
 def begin_all(works: Iterable[Callable[[], T]]) -> list[Task[T]]:
-    """The first half of `run_all`. If it raises, no thread is at any of it."""
+    """The first half of `run_all`. If it raises, no thread is at any of the works."""
     tasks = [Task(work) for work in works]
     try:
         for task in tasks:

@@ -18,14 +18,14 @@ def enable_progress_bar() -> None:
 
 
 def disable_progress_bar() -> None:
-    """Show no progress bar. So does the environment variable `GROUP_OFFLOAD_PROGRESS_BAR=0`."""
+    """Show no progress bar. The environment variable `GROUP_OFFLOAD_PROGRESS_BAR=0` does the same."""
     global _enabled
     _enabled = False
 
 
 @contextmanager
 def progress_bar(total_bytes: int, title: str) -> Iterator[Callable[[int], None]]:
-    """A bar over `total_bytes`; it is given the bytes done since the last call. Only a terminal shows it."""
+    """A bar over `total_bytes`, and the function that moves it on by a number of bytes. Only a terminal shows it."""
     with tqdm(
         total=total_bytes, desc=title, unit="B", unit_scale=True, unit_divisor=1024, disable=None if _enabled else True
     ) as bar:

@@ -1,4 +1,4 @@
-"""How much RAM there is to take."""
+"""How much RAM is available to this process, and how much it uses."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import psutil
 from .control_groups import memory_rooms
 
 _MAX_LIBRARY_BYTES = 512 << 20
-"""Pages of files that a process has touched, but for weights: code. More than this is not code."""
+"""The most that the code of libraries takes in pages of files. More than this is not code, but weights."""
 _RESERVE_BYTES = 1 << 30
-"""Left alone, whoever asks: the process itself and the system have to live too."""
+"""RAM that is left to the process itself and to the system, whatever is asked for."""
 
 
 class _Locked:
-    """Bytes of files that this process has page-locked. The kernel still counts these pages as reclaimable."""
+    """The bytes of files that this process has page-locked. The kernel still counts their pages as reclaimable."""
 
     def __init__(self) -> None:
         self._sizes: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
@@ -26,7 +26,7 @@ class _Locked:
         return sum([*self._sizes.values()])
 
     def add(self, lock: object, num_bytes: int) -> None:
-        """They count until the lock goes."""
+        """Count `num_bytes` for as long as `lock` exists."""
         self._sizes[lock] = num_bytes
 
 
@@ -34,16 +34,16 @@ locked = _Locked()
 
 
 def available_ram() -> int:
-    """Bytes that this process may take without anybody having to swap. What the page cache can give up counts.
+    """The bytes that this process may take before the system has to swap. The page cache counts, where it can be given up.
 
-    The system's own estimate, or less if a control group that the process is in (a container) is nearer to its limit;
-    and less what is page-locked in the page cache, which both take for what can be given up.
+    The figure is the system's own estimate, or less if a control group of the process (a container) is nearer to its limit. The
+    bytes that are page-locked in the page cache are subtracted, because both count them as reclaimable.
     """
     return max(0, min([int(psutil.virtual_memory().available), *memory_rooms()]) - locked.num_bytes)
 
 
 def ram_in_use() -> int:
-    """RAM that this process takes, without weights in the page cache: views of files, and what is page-locked there."""
+    """The bytes of RAM that this process takes, without the weights that rest in the page cache, locked there or not."""
     found = {}
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -54,5 +54,5 @@ def ram_in_use() -> int:
 
 
 def fits(num_bytes: int) -> bool:
-    """Whether RAM can be given to so many bytes of weights, for as long as they are offloaded."""
+    """Whether RAM has room for `num_bytes` of weights, for as long as they are offloaded."""
     return num_bytes + _RESERVE_BYTES <= available_ram()
