@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils.checkpoint import checkpoint
 
 from group_offload import ModuleError, OffloadHandle, StateError, apply_group_offloading, remove_group_offloading
-from group_offload.runtime import engine
+from group_offload.runtime import passes
 from group_offload.runtime.groups.part import Part
 
 from ..files.test_files import run_python
@@ -1194,7 +1194,7 @@ def test_blocks_that_a_forward_calls_in_threads_are_refused(
     offload_either: Offload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The forward waits for the threads: they must not wait for it."""
-    monkeypatch.setattr(engine, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(passes, "PATIENCE_SECONDS", 0.2)
 
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -1225,7 +1225,7 @@ def test_a_forward_that_works_in_threads_of_its_own_lets_others_wait(
     waits: list[float], calls_a_part: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread calls the same model meanwhile, as servers do; or a part of it, while the forward gets on."""
-    monkeypatch.setattr(engine, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(passes, "PATIENCE_SECONDS", 0.2)
     began = threading.Event()
 
     class Tiled(nn.Module):
