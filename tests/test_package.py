@@ -178,6 +178,15 @@ def test_imports_have_no_cycle() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError
 
 
+def test_activations_know_nothing_of_weights() -> None:
+    """They stand on what weights stand on too, and on nothing else."""
+    known = modules()
+    graph = {name: imports_of(name, known[name], set(known)) for name in known if name.startswith("activations")}
+    for name, imported in graph.items():
+        foreign = {other for other in imported if other.partition(".")[0] not in ("activations", "base", "errors")}
+        assert not foreign, f"group_offload.{name} imports {sorted(foreign)}"
+
+
 def test_the_reader_of_imports_reads_imports() -> None:
     known = modules()
     assert {"config", "runtime.gates", "stores.group_file"} <= imports_of(
