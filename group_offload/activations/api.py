@@ -15,8 +15,8 @@ from torch import nn
 from ..base import timeline
 from ..errors import ModuleError, StateError
 from .config import ActivationConfig, Skip
+from .gates import GROUP, RootGate
 from .groups import find_groups
-from .hooks import GROUP, RootHooks
 from .session import Session
 
 
@@ -69,19 +69,19 @@ class ActivationOffloadHandle:
         self.groups = tuple(groups)
         """The FQNs of the groups, in registration order."""
         session = Session(config, len(groups))
-        self._hooks: RootHooks | None = RootHooks(module, groups, session)
+        self._gate: RootGate | None = RootGate(module, groups, session)
         self._last_stats = _stats_of(session)
         module.__dict__[HANDLE] = self
 
     @property
     def is_active(self) -> bool:
         """Whether activations are offloaded: true until `remove()`."""
-        return self._hooks is not None
+        return self._gate is not None
 
     def stats(self) -> ActivationStats:
         """Counts and bytes since activation offloading was applied; after `remove()` as they were then."""
-        if self._hooks is not None:
-            self._last_stats = _stats_of(self._hooks.session)
+        if self._gate is not None:
+            self._last_stats = _stats_of(self._gate.session)
         return self._last_stats
 
     @contextmanager
@@ -99,9 +99,9 @@ class ActivationOffloadHandle:
             >>> with handle.trace("step.json"):
             ...     transformer(x).mean().backward()
         """
-        if self._hooks is None:
+        if self._gate is None:
             raise StateError(f"Activation offloading of {type(self.module).__name__} was removed.")
-        session = self._hooks.session
+        session = self._gate.session
         session.begin_trace(type(self.module).__name__)
         try:
             yield
@@ -115,12 +115,12 @@ class ActivationOffloadHandle:
         Graphs that exist can still be run backward; RAM and file are given back with the last of them. A forward that is in
         progress, or was interrupted, goes on without.
         """
-        if self._hooks is None:
+        if self._gate is None:
             return
-        self._hooks.remove()
-        self._hooks.session.close()
+        self._gate.remove()
+        self._gate.session.close()
         self.stats()
-        self._hooks = None  # and with it the session, unless a graph holds it
+        self._gate = None  # and with it the session, unless a graph holds it
         self.module.__dict__.pop(HANDLE, None)
 
     def __repr__(self) -> str:

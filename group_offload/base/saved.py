@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -19,6 +19,8 @@ from .torch_internals import (
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def hooks_in_force() -> tuple[Pack, Unpack] | None:
@@ -111,17 +113,17 @@ def view_of(
     return view.set_(memory.untyped_storage(), start, size, stride)
 
 
-def unwatched(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A hook that no compiler looks into, and no selective checkpoint. See [Note: Selective checkpoints]."""
+def unwatched(work: Callable[P, T]) -> Callable[P, T]:
+    """The same work, seen by no compiler and by no selective checkpoint. See [Note: Selective checkpoints]."""
 
-    def call(value: Any) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if torch.compiler.is_dynamo_compiling():
             torch._dynamo.skip_frame("group_offload has saved-tensor hooks here")
-            return hook(value)
+            return work(*args, **kwargs)
         compiler = set_eval_frame(None)
         modes = selective.hide()
         try:
-            return hook(value)
+            return work(*args, **kwargs)
         finally:
             if modes:
                 selective.show(modes)

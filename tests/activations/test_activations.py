@@ -1075,9 +1075,9 @@ def test_an_interrupt_of_the_work_on_activations(
     model = make()
     with on(device, model) as (put, get):
         handle = offload(model)
-        assert handle._hooks is not None
+        assert handle._gate is not None
         loss = model(data(0, put)).square().mean()
-        earlier = handle._hooks.session.lanes
+        earlier = handle._gate.session.lanes
         drained: list[CopyStreams] = []
         drain, bring = CopyStreams.drain, CopyStreams.bring
 
@@ -1100,7 +1100,7 @@ def test_an_interrupt_of_the_work_on_activations(
         model.zero_grad()
         torch.manual_seed(0)
         assert_same_bits(train(model, plain, put), expected, get)
-        assert not {*handle._hooks.session.lanes} & {*earlier}
+        assert not {*handle._gate.session.lanes} & {*earlier}
 
 
 def test_hooks_around_ours_get_what_we_leave() -> None:
