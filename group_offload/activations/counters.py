@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Counters:
+class ActivationCounters:
     passes: int = 0
     saved_tensors: int = 0
     offloads: int = 0

@@ -13,12 +13,12 @@ import torch
 from ..base.device import Backend, Event, Stream
 from ..errors import GroupFileError
 from .config import ActivationConfig
-from .counters import Counters
+from .counters import ActivationCounters
 from .slab import Slab
-from .spill import Job, SpillFile
-from .stash import Dead, Place, Remains, Stash
+from .spill import SpillFile, SpillJob
+from .stash import Dead, Remains, Stash, StashState
 from .streams import CONVOY_BYTES, CopyStreams
-from .trace import Tracer
+from .trace import ActivationTrace
 
 logger = logging.getLogger("group_offload")
 
@@ -34,7 +34,7 @@ class Lane:
     else is called.
     """
 
-    def __init__(self, backend: Backend, config: ActivationConfig, counters: Counters) -> None:
+    def __init__(self, backend: Backend, config: ActivationConfig, counters: ActivationCounters) -> None:
         self.backend = backend
         self._config = config
         self._counters = counters
@@ -47,7 +47,7 @@ class Lane:
         self._leaving: deque[weakref.ref[Stash]] = deque()
         self._oldest: deque[weakref.ref[Stash]] = deque()
         """Stashes in RAM, to be written to the file in this order: backward needs the first ones last."""
-        self._writes: deque[tuple[weakref.ref[Stash], Job, int]] = deque()
+        self._writes: deque[tuple[weakref.ref[Stash], SpillJob, int]] = deque()
         self._writing_bytes = 0
         self._reads: deque[weakref.ref[Stash]] = deque()
         """Stashes that were read from the file ahead of their use: they can be read again."""
@@ -56,18 +56,16 @@ class Lane:
         """Convoys share events: a stream that waited for one need not do so again."""
         self.dead: Dead = deque()
         self.inflight_bytes = 0
-        self.is_given_up = False
-        """An interrupt broke something off: nothing that it says of its stashes is trusted any more."""
 
     @property
     def slab(self) -> Slab:
         return self._slab
 
     @property
-    def tracer(self) -> Tracer | None:
+    def tracer(self) -> ActivationTrace | None:
         return self._streams.tracer
 
-    def trace(self, tracer: Tracer | None) -> None:
+    def trace(self, tracer: ActivationTrace | None) -> None:
         """Tell `tracer` of what happens from here on, or nobody."""
         self._depart()
         self._streams.tracer = tracer
@@ -80,7 +78,7 @@ class Lane:
 
     def send(self, stash: Stash) -> None:
         """Let the next convoy copy a stash to RAM. Without room it stays where it is."""
-        assert stash.place is Place.DEVICE
+        assert stash.state is StashState.ON_DEVICE
         if self.dead:
             self._take_back()
         if not self._take_block(stash):
@@ -88,7 +86,7 @@ class Lane:
             return
         if self._convoy and self._convoy[0].streams[0] != stash.streams[0]:
             self._depart()
-        stash.place = Place.LEAVING
+        stash.state = StashState.OFFLOADING
         stash.epoch = self._epoch
         counters = self._counters
         counters.offloads += 1
@@ -111,11 +109,11 @@ class Lane:
     def keep(self, stash: Stash, device: torch.Tensor) -> None:
         """A last group saves a stash as well that is to leave, or has left: it is on the device still."""
         self._depart()
-        if stash.place is Place.LEAVING:
+        if stash.state is StashState.OFFLOADING:
             self._stay(stash)
-        elif stash.place is Place.HOST:
-            stash.device, stash.streams = device, [self.backend.current_stream()]
-            stash.place = Place.BACK
+        elif stash.state is StashState.OFFLOADED:
+            stash.memory, stash.streams = device, [self.backend.current_stream()]
+            stash.state = StashState.RELOADED
 
     def tick(self) -> None:
         """Compute came to another group: what began to leave two groups ago has to be gone."""
@@ -140,9 +138,9 @@ class Lane:
         """
         self._depart()
         for stash in stashes:
-            if stash.place is Place.LEAVING:
+            if stash.state is StashState.OFFLOADING:
                 self._stay(stash)
-        away = [stash for stash in stashes if stash.place is Place.HOST]
+        away = [stash for stash in stashes if stash.state is StashState.OFFLOADED]
         self.read_ahead(away)
         self._bring([stash for stash in away if stash.block is not None and self._is_filled(stash)], stream)
         return away
@@ -152,7 +150,7 @@ class Lane:
         if self._file is None:
             return
         for stash in stashes:
-            if stash.place is Place.HOST and stash.block is None:
+            if stash.state is StashState.OFFLOADED and stash.block is None:
                 assert stash.spot is not None
                 stash.block = self._slab.take(stash.num_bytes)
                 if stash.block is None:
@@ -163,11 +161,11 @@ class Lane:
 
     def restore(self, stash: Stash, stream: Stream) -> torch.Tensor:
         """The bytes on the device, for compute on `stream` from now on."""
-        if stash.place is not Place.BACK:
+        if stash.state is not StashState.RELOADED:
             self.fetch([stash], stream)
-        if stash.place is Place.HOST:
+        if stash.state is StashState.OFFLOADED:
             self._bring_from_file(stash, stream)
-        assert stash.device is not None
+        assert stash.memory is not None
         if stash.arrived is not None and (stash.waited_on is None or stash.waited_on != stream):
             reached = None if self.tracer is None else self.tracer.now(stream)
             self._wait(stream, stash.arrived)
@@ -177,12 +175,12 @@ class Lane:
             if stream == stash.streams[0]:
                 stash.guard = None
         if stream != stash.streams[0]:
-            self.backend.record_stream(stash.device, stream)
-        return stash.device
+            self.backend.record_stream(stash.memory, stream)
+        return stash.memory
 
     def evict(self, stash: Stash) -> None:
         """Give the device memory of a stash back that is in RAM or in the file as well."""
-        if stash.place is Place.BACK:
+        if stash.state is StashState.RELOADED:
             self._drop(stash, is_done=False)
 
     def settle(self) -> None:
@@ -202,9 +200,9 @@ class Lane:
                 references.popleft()
 
     def give_up(self) -> None:
-        """Return once no copy is under way that was begun here."""
-        self.is_given_up = True
+        """Return once no copy is under way that was begun here. Nothing is called afterwards."""
         self._streams.drain()
+        self.dead.clear()
 
     def close(self) -> None:
         """Let go of all device memory that copies to RAM hold."""
@@ -220,8 +218,8 @@ class Lane:
         convoy, self._convoy, self._convoy_bytes = self._convoy, [], 0
         cargo = []
         for stash in convoy:
-            assert stash.block is not None and stash.device is not None
-            cargo.append((stash.block, stash.device, stash.name))
+            assert stash.block is not None and stash.memory is not None
+            cargo.append((stash.block, stash.memory, stash.name))
         left = self._streams.send(cargo, convoy[0].streams[0])
         for stash in convoy:
             stash.left = stash.guard = left
@@ -240,7 +238,7 @@ class Lane:
         done: Event | None = None
         while self._leaving:
             stash = self._leaving[0]()
-            if stash is None or stash.place is not Place.LEAVING:
+            if stash is None or stash.state is not StashState.OFFLOADING:
                 self._leaving.popleft()
                 continue
             assert stash.left is not None
@@ -256,15 +254,15 @@ class Lane:
         if stash.guard is not None and not is_done:
             for stream in stash.streams:
                 self._wait(stream, stash.guard)
-        if stash.place is Place.LEAVING:
+        if stash.state is StashState.OFFLOADING:
             self.inflight_bytes -= stash.num_bytes
-        stash.place = Place.HOST
-        stash.device = stash.guard = stash.waited_on = None
+        stash.state = StashState.OFFLOADED
+        stash.memory = stash.guard = stash.waited_on = None
 
     def _stay(self, stash: Stash) -> None:
         """Backward came for it before its device memory went: nothing has to come back."""
         self.inflight_bytes -= stash.num_bytes
-        stash.place = Place.BACK
+        stash.state = StashState.RELOADED
 
     def _refuse(self, stash: Stash) -> None:
         if stash.was_refused:  # it is tried again as long as it is saved
@@ -295,8 +293,8 @@ class Lane:
         if remains.guard is not None:
             for stream in remains.streams:
                 self._wait(stream, remains.guard)
-            remains.device = None
-        self.inflight_bytes -= remains.num_leaving_bytes
+            remains.memory = None
+        self.inflight_bytes -= remains.num_offloading_bytes
         if remains.block is not None:
             self._slab.give(remains.block, *remains.uses)
         if remains.spot is not None and self._file is not None:
@@ -323,8 +321,8 @@ class Lane:
             self._came_back(stash, memory, stream)
 
     def _came_back(self, stash: Stash, memory: torch.Tensor, stream: Stream) -> None:
-        stash.device, stash.streams, stash.guard, stash.waited_on = memory, [stream], stash.arrived, None
-        stash.place = Place.BACK
+        stash.memory, stash.streams, stash.guard, stash.waited_on = memory, [stream], stash.arrived, None
+        stash.state = StashState.RELOADED
         self._counters.reloads += 1
         self._counters.reloaded_bytes += stash.num_bytes
 
@@ -387,7 +385,12 @@ class Lane:
             return True
         while self._reads:
             stash = self._reads.popleft()()
-            if stash is not None and stash.place is Place.HOST and stash.job is not None and stash.left is None:
+            if (
+                stash is not None
+                and stash.state is StashState.OFFLOADED
+                and stash.job is not None
+                and stash.left is None
+            ):
                 with contextlib.suppress(GroupFileError):  # whoever needs it reads it again
                     self._end_read(stash)
                     assert stash.block is not None
@@ -430,7 +433,7 @@ class Lane:
             elif at_least >= 0:
                 wait_for_threads(job)
 
-    def _finish_write(self, stash: Stash, job: Job) -> None:
+    def _finish_write(self, stash: Stash, job: SpillJob) -> None:
         assert self._file is not None and stash.block is not None and stash.spot is not None
         stash.job = None
         try:
@@ -439,12 +442,12 @@ class Lane:
             self._file.give(stash.spot)
             stash.spot = None
             raise
-        if stash.place is Place.LEAVING:
+        if stash.state is StashState.OFFLOADING:
             self._drop(stash, is_done=True)
         self._slab.give(stash.block, stash.arrived)
         stash.block = stash.left = None
 
 
-def wait_for_threads(job: Job) -> None:
+def wait_for_threads(job: SpillJob) -> None:
     with contextlib.suppress(GroupFileError):  # of what nobody needs any more
         job.wait()

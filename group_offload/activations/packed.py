@@ -6,19 +6,21 @@ import torch
 
 from ..base.saved import check_version, describe, maker, view_of
 from .stash import Stash
+from .tape import Tape
 
 _nothing: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 """A tensor without memory, of each kind."""
 
 
-class Away:
-    """A view of a stash."""
+class PackedView:
+    """A view of a stash: what the pack hook gives autograd in place of a tensor."""
 
-    __slots__ = ("_dtype", "_made_by", "_offset", "_probe", "_size", "_stride", "_version", "position", "stash")
+    __slots__ = ("_dtype", "_made_by", "_offset", "_probe", "_size", "_stride", "_version", "position", "stash", "tape")
 
-    def __init__(self, tensor: torch.Tensor, stash: Stash, start: int, position: int) -> None:
+    def __init__(self, tensor: torch.Tensor, stash: Stash, start: int, tape: Tape) -> None:
         self.stash = stash
-        self.position = position
+        self.tape = tape
+        self.position = tape.position
         self._dtype = tensor.dtype
         self._size = tensor.size()
         self._stride = tensor.stride()

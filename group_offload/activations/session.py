@@ -12,13 +12,14 @@ input, is offloaded too.
 [Note: Interrupts of activation offloading]
 Ctrl-C, or an error that nothing here expects, may break off a lane's work between any two steps. Nobody can tell then
 which of its bytes are where. So all work is done through `Session._do`: it waits for the copies that are under way, before
-anything that they use is let go of, and gives the lanes up. The next pass gets new ones. A graph that has bytes in a lane
-that was given up refuses its backward.
+anything that they use is let go of, gives the lanes up, and lets all stashes go of their bytes. The next pass gets new
+lanes. A graph that has lost a stash refuses its backward.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -27,17 +28,17 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
-from ..base.device import Stream, backend_for
+from ..base.device import Backend, Stream, backend_for
 from ..base.saved import Kept, Pack, Passed, Unpack, hooks_in_force, keep, unwatched
 from ..base.torch_internals import are_saved_tensors_hooks_enabled, current_graph_task_id, current_transform
 from ..errors import GroupOffloadError, StateError
 from .config import ActivationConfig
-from .counters import Counters
+from .counters import ActivationCounters
 from .lane import Lane
-from .packed import Away
-from .stash import Place, Stash
+from .packed import PackedView
+from .stash import Stash, StashState
 from .tape import Tape
-from .trace import Tracer
+from .trace import ActivationTrace
 
 _READ_AHEAD = 2
 """Groups that are read from the file beyond those that are brought to the device."""
@@ -71,11 +72,13 @@ class Session:
 
     def __init__(self, config: ActivationConfig, num_groups: int) -> None:
         self.config = config
-        self.counters = Counters()
+        self.counters = ActivationCounters()
         self._lock = threading.RLock()  # backward has a thread for each device
         self._lanes: dict[torch.device, Lane] = {}
+        self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
+        """The passes whose graphs are alive, and those whose forward runs."""
         self._is_whole = True
-        """Nobody is in the middle of a lane's work, or was when something broke it off."""
+        """Whether no thread is in the middle of a lane's work, or was when something broke it off."""
         self._expected = num_groups
         self._thread = threading.local()
         self._title: str | None = None
@@ -108,11 +111,11 @@ class Session:
         for lane in self._lanes.values():
             lane.trace(self._tracer(lane))
 
-    def end_trace(self) -> list[Tracer]:
+    def end_trace(self) -> list[ActivationTrace]:
         """The traces of all devices."""
         return self._do(self._end_trace)
 
-    def _end_trace(self) -> list[Tracer]:
+    def _end_trace(self) -> list[ActivationTrace]:
         self._title = None
         found = []
         for lane in self._lanes.values():
@@ -122,8 +125,8 @@ class Session:
             lane.trace(None)
         return found
 
-    def _tracer(self, lane: Lane) -> Tracer | None:
-        return None if self._title is None else Tracer(lane.backend, f"{self._title} on {lane.backend.device}")
+    def _tracer(self, lane: Lane) -> ActivationTrace | None:
+        return None if self._title is None else ActivationTrace(lane.backend, f"{self._title} on {lane.backend.device}")
 
     def close(self) -> None:
         """No forward is seen any more: what copies to RAM hold on the device is let go."""
@@ -154,6 +157,8 @@ class Session:
     def _give_up(self) -> None:
         for lane in self._lanes.values():
             lane.give_up()
+        for tape in self._tapes:
+            tape.lose()
         self._lanes = {}
         self._is_whole = True
 
@@ -173,10 +178,16 @@ class Session:
         if torch.is_grad_enabled():
             weights = [tensor for tensor in _tensors_of(root) if type(tensor) in (torch.Tensor, nn.Parameter)]
             devices = {weight.device for weight in weights if self.config.offloads(weight.device)}
-            self._do(lambda: [self._lane(device) for device in devices])
-            current = self._thread.current = _Pass(self, Tape(self._expected), weights, outer)
+            tape = Tape(self._expected)
+            self._do(self._begin, tape, devices)
+            current = self._thread.current = _Pass(self, tape, weights, outer)
             current.open()
             self.counters.passes += 1
+
+    def _begin(self, tape: Tape, devices: Iterable[torch.device]) -> None:
+        self._tapes.add(tape)
+        for device in devices:
+            self._lane(device)
 
     def end(self) -> None:
         """The root's forward is over, whichever way."""
@@ -206,8 +217,8 @@ class Session:
         # A pass that is longer than expected: what was kept for its last groups is not needed first.
         while tape.num_decided <= tape.position - self.config.keep_last:
             for stash in [*tape.at(tape.num_decided)][::-1]:
-                if stash.place is Place.DEVICE:
-                    stash.lane.send(stash)
+                if stash.state is StashState.ON_DEVICE:
+                    self._lanes[stash.device].send(stash)
             tape.num_decided += 1
 
     def complete(self, tape: Tape) -> None:
@@ -217,7 +228,7 @@ class Session:
 
     # Pack
 
-    def pack(self, tensor: torch.Tensor) -> Kept | Passed | Away:
+    def pack(self, tensor: torch.Tensor) -> Kept | Passed | PackedView:
         current = self._pass
         if current is None:
             return keep(tensor, None)
@@ -261,33 +272,31 @@ class Session:
                 return counted
         return start, end
 
-    def _stash(self, tensor: torch.Tensor, start: int, end: int, current: _Pass) -> Away:
+    def _stash(self, tensor: torch.Tensor, start: int, end: int, current: _Pass) -> PackedView:
         tape, counters = current.tape, self.counters
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor._version, start, end - start
         counters.saved_tensors += 1
-        position = tape.position
-        is_last = position >= tape.expected - self.config.keep_last
+        is_last = tape.position >= tape.expected - self.config.keep_last
         stash = tape.find(key)
         if stash is not None:
             counters.shared_tensors += 1
             tape.mark(stash)
             if is_last:
-                stash.lane.keep(stash, _alias(tensor, start, end))
-            return Away(tensor, stash, start, position)
+                self._lanes[stash.device].keep(stash, _alias(tensor, start, end))
+            return PackedView(tensor, stash, start, tape)
         lane = self._lane(tensor.device)
         stream = lane.backend.current_stream()
-        stash = Stash(tape, lane, _alias(tensor, start, end), stream)
-        home = current.home(lane)
-        if stream != home:
-            stash.streams.append(home)
+        home = current.home(lane.backend)
+        streams = [stream] if stream == home else [stream, home]
+        stash = Stash(tape.names[-1], _alias(tensor, start, end), streams, lane.dead)
         tape.add(key, storage, stash)
         tape.mark(stash)
         if is_last:
             counters.kept_bytes += stash.num_bytes
         else:
             lane.send(stash)
-        return Away(tensor, stash, start, position)
+        return PackedView(tensor, stash, start, tape)
 
     def _lane(self, device: torch.device) -> Lane:
         lane = self._lanes.get(device)
@@ -298,58 +307,59 @@ class Session:
 
     # Unpack
 
-    def unpack(self, packed: Kept | Passed | Away) -> torch.Tensor:
-        if not isinstance(packed, Away):
+    def unpack(self, packed: Kept | Passed | PackedView) -> torch.Tensor:
+        if not isinstance(packed, PackedView):
             return packed.unpack()
         packed.check()
         return self._do(self._restore, packed)
 
-    def _restore(self, packed: Away) -> torch.Tensor:
+    def _restore(self, packed: PackedView) -> torch.Tensor:
         stash = packed.stash
-        if stash.lane.is_given_up:
+        if stash.state is StashState.LOST:
             raise StateError(
                 "An interrupt broke off the forward or the backward of this graph, or of another one of the same module, while "
                 "activations were on their way: what this graph saved is lost. Call the forward again, then its backward."
             )
-        stream = stash.lane.backend.current_stream()
-        if stash.tape.reached != packed.position:
-            self._arrive(packed, stream)
-        return packed.view(stash.lane.restore(stash, stream))
+        lane = self._lanes[stash.device]
+        stream = lane.backend.current_stream()
+        if packed.tape.reached != packed.position:
+            self._arrive(packed, lane, stream)
+        return packed.view(lane.restore(stash, stream))
 
-    def _arrive(self, packed: Away, stream: Stream) -> None:
-        """Backward came to a group: bring the rest of it, and what comes after it."""
-        tape, position = packed.stash.tape, packed.position
+    def _arrive(self, packed: PackedView, lane: Lane, stream: Stream) -> None:
+        """Backward came to a group, on `stream` of `lane`: bring the rest of it, and what comes after it."""
+        tape, position = packed.tape, packed.position
         tape.reached = position
-        for lane in self._lanes.values():
-            if lane.tracer is not None:
-                on = stream if lane is packed.stash.lane else lane.backend.current_stream()
-                lane.tracer.reach(f"{tape.names[position]} (backward)", on)
-            lane.tick()
+        for each in self._lanes.values():
+            if each.tracer is not None:
+                on = stream if each is lane else each.backend.current_stream()
+                each.tracer.reach(f"{tape.names[position]} (backward)", on)
+            each.tick()
         for past in [other for other in tape.fetched if other > position + 1]:
             tape.fetched.discard(past)
             for stash in tape.at(past):
                 if min(stash.positions) > position + 1:
-                    stash.lane.evict(stash)
+                    self._lanes[stash.device].evict(stash)
         here = dict.fromkeys((packed.stash, *tape.at(position)))
-        self.counters.stalls += sum(len(found) for found in self._fetch(here, packed.stash.lane, stream))
+        self.counters.stalls += sum(len(found) for found in self._fetch(here, lane, stream))
         tape.fetched.add(position)
         num_ahead = 0
         for ahead in range(position - 1, -1, -1):
             stashes = [*tape.at(ahead)]
             num_ahead += bool(stashes)  # a group may have saved nothing: it computes nothing to hide a copy behind
             if num_ahead <= self.config.prefetch:
-                self._fetch(stashes, packed.stash.lane, stream)
+                self._fetch(stashes, lane, stream)
                 tape.fetched.add(ahead)
             elif num_ahead <= self.config.prefetch + _READ_AHEAD:
                 for stash in stashes:
-                    stash.lane.read_ahead([stash])
+                    self._lanes[stash.device].read_ahead([stash])
             else:
                 break
 
     def _fetch(self, stashes: Iterable[Stash], lane: Lane, stream: Stream) -> list[list[Stash]]:
         by_lane: dict[Lane, list[Stash]] = {}
         for stash in stashes:
-            by_lane.setdefault(stash.lane, []).append(stash)
+            by_lane.setdefault(self._lanes[stash.device], []).append(stash)
         return [
             each.fetch(mine, stream if each is lane else each.backend.current_stream())
             for each, mine in by_lane.items()
@@ -370,7 +380,7 @@ class _Pass:
         self.tape = tape
         self.outer = outer
         """The hooks that ours are pushed over."""
-        self._homes = {lane: lane.backend.current_stream() for lane in session.lanes}
+        self._homes = {lane.backend: lane.backend.current_stream() for lane in session.lanes}
         self._weights = {weight.untyped_storage()._cdata for weight in weights}
         self._hooks = saved_tensors_hooks(unwatched(session.pack), unwatched(session.unpack))
 
@@ -384,11 +394,11 @@ class _Pass:
         self._session.complete(self.tape)
         self.tape.end()
 
-    def home(self, lane: Lane) -> Stream:
-        """The stream that the pass began on, on the lane's device."""
-        found = self._homes.get(lane)
+    def home(self, backend: Backend) -> Stream:
+        """The stream that the pass began on, on the backend's device."""
+        found = self._homes.get(backend)
         if found is None:
-            found = self._homes[lane] = lane.backend.current_stream()
+            found = self._homes[backend] = backend.current_stream()
         return found
 
     def is_weight(self, tensor: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ from ..base.pool import Task, begin_all, finish_all
 from ..base.reading import read_part
 from ..errors import GroupFileError
 from .ranges import ALIGNMENT, Range, Ranges
-from .trace import READS, WRITES, Tracer
+from .trace import READS, WRITES, ActivationTrace
 
 STEP_BYTES = 1 << 30
 """The file is allocated in steps of this size, so that a full disk shows before anything is written."""
@@ -26,7 +26,7 @@ PIECE_BYTES = 8 << 20
 """What one thread writes or reads at a time."""
 
 
-class Job:
+class SpillJob:
     """A write or read in progress."""
 
     def __init__(self, parts: Sequence[Task[None]]) -> None:
@@ -63,7 +63,7 @@ class SpillFile:
         self._ranges = Ranges()
         self._num_bytes = 0
         self.used_bytes = 0
-        self.tracer: Tracer | None = None
+        self.tracer: ActivationTrace | None = None
 
     def take(self, num_bytes: int) -> Range:
         """Room for `num_bytes`.
@@ -83,7 +83,7 @@ class SpillFile:
         self._ranges.give(spot)
         self.used_bytes -= spot.num_bytes
 
-    def write(self, source: torch.Tensor, spot: Range, left: Event, name: str) -> Job:
+    def write(self, source: torch.Tensor, spot: Range, left: Event, name: str) -> SpillJob:
         """Write RAM that is filled once the device reached `left`. `name` is for a trace."""
         tracer = self.tracer
 
@@ -96,7 +96,7 @@ class SpillFile:
 
         return self._start("write", write_filled, source, spot)
 
-    def read(self, target: torch.Tensor, spot: Range, last_uses: Sequence[Event], name: str) -> Job:
+    def read(self, target: torch.Tensor, spot: Range, last_uses: Sequence[Event], name: str) -> SpillJob:
         """Read into RAM that is free once the device reached `last_uses`."""
         tracer = self.tracer
 
@@ -111,7 +111,9 @@ class SpillFile:
 
         return self._start("read", read_when_free, target, spot)
 
-    def _start(self, verb: str, work: Callable[[int, memoryview, int], None], memory: torch.Tensor, spot: Range) -> Job:
+    def _start(
+        self, verb: str, work: Callable[[int, memoryview, int], None], memory: torch.Tensor, spot: Range
+    ) -> SpillJob:
         assert self._file is not None
         file, area, folder = self._file, memory_of(memory), self._folder
 
@@ -125,7 +127,7 @@ class SpillFile:
                     f"{str(folder)!r}: {error.strerror or error}. Pass another disk_path, or a larger host_budget_bytes."
                 ) from error
 
-        return Job(begin_all(partial(run, start) for start in range(0, len(area), PIECE_BYTES)))
+        return SpillJob(begin_all(partial(run, start) for start in range(0, len(area), PIECE_BYTES)))
 
     def _grow(self, num_bytes: int) -> None:
         try:

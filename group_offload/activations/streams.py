@@ -20,7 +20,7 @@ import torch
 
 from ..base.device import Backend, Event, Stream
 from .slab import Block
-from .trace import Tracer
+from .trace import ActivationTrace
 
 CONVOY_BYTES = 32 << 20
 
@@ -34,7 +34,7 @@ class CopyStreams:
         """D2H, beside forward; and beside backward's H2D, which takes the other direction of the link."""
         self._back = backend.new_stream()
         """H2D, beside backward."""
-        self.tracer: Tracer | None = None
+        self.tracer: ActivationTrace | None = None
 
     def send(self, cargo: Sequence[tuple[Block, torch.Tensor, str]], stream: Stream) -> Event:
         """Copy what was written on `stream` to RAM.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .stash import Stash
+from .stash import Stash, StashState
 
 Key = tuple[int, int, int, int]
 """A storage, the version of its content, and which part of it: first byte and number of bytes."""
@@ -19,8 +19,8 @@ Key = tuple[int, int, int, int]
 class Tape:
     """A pass, from its forward to its last backward.
 
-    Positions count the calls of groups, so that a group that is called two times has two. Whoever holds a stash holds its
-    tape; the tape holds none.
+    Positions count the calls of groups, so that a group that is called two times has two. Autograd holds stashes, and
+    the tape with them; the tape holds no stash.
     """
 
     expected: int
@@ -48,7 +48,7 @@ class Tape:
         """The stash of the same bytes, if this pass saved them before."""
         found = self.known.get(key)
         stash = None if found is None else found[1]()
-        return None if stash is None or stash.lane.is_given_up else stash
+        return None if stash is None or stash.state is StashState.LOST else stash
 
     def add(self, key: Key, storage: torch.UntypedStorage, stash: Stash) -> None:
         self.known[key] = StorageWeakRef(storage), weakref.ref(stash)  # type: ignore[no-untyped-call]
@@ -64,8 +64,17 @@ class Tape:
         if 0 <= position < len(self.stashes):
             for reference in reversed(self.stashes[position]):
                 stash = reference()
-                if stash is not None and not stash.lane.is_given_up:
+                if stash is not None and stash.state is not StashState.LOST:
                     yield stash
 
     def end(self) -> None:
+        """The forward is over: nothing more is saved."""
         self.known.clear()
+
+    def lose(self) -> None:
+        """Let all stashes go of their bytes. See [Note: Interrupts of activation offloading]."""
+        for stashes in self.stashes:
+            for reference in stashes:
+                stash = reference()
+                if stash is not None:
+                    stash.lose()

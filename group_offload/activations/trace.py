@@ -9,7 +9,7 @@ WRITES, READS = "file writes", "file reads"
 _OUT, _BACK, _COMPUTE = "D2H", "H2D", "compute"
 
 
-class Tracer(Timeline):
+class ActivationTrace(Timeline):
     """One device: lanes for the file, copies in both directions, compute, and stalls."""
 
     def __init__(self, backend: Backend, title: str) -> None:

@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import nn
 
+from group_offload import StateError
 from group_offload.activations import lane, slab, spill, streams
 
 from ..support.simulated import SimulatedDevice, use_simulated_device
@@ -296,6 +297,34 @@ def test_removed_at_once() -> None:
             handle.remove()
             assert device.pinned_bytes == 0
             device.synchronize()
+
+
+def test_what_an_interrupt_lost_takes_no_ram(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph whose saved bytes are lost is still held, and the next forward may take the whole budget."""
+    budget = 10_000
+    with simulated(host_budget_bytes=budget) as (device, model, x, expected):
+        held = [model(x).sum() for _ in range(2)]
+        assert 0 < device.pinned_bytes <= budget
+
+        def interrupt(*args: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(streams.CopyStreams, "bring", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                held[0].backward(retain_graph=True)
+        gc.collect()  # the traceback
+        assert device.pinned_bytes == 0
+        for loss in held:
+            with pytest.raises(StateError, match="Call the forward again"):
+                loss.backward()
+        take_gradients(model)
+        model(x).sum().backward()
+        assert 0 < device.pinned_bytes <= budget
+        actual = take_gradients(model)
+        assert_gradients(device, actual, expected)
+        del actual, loss
+        held.clear()
 
 
 def test_the_file_is_written_and_read_in_time() -> None:
