@@ -630,7 +630,7 @@ class TrainingRig:
 def sweep_activations(name: str, places: Places) -> Result:
     """Strike the training step of one model whose activations are offloaded."""
     result = Result()
-    small = {"slab.SEGMENT_BYTES": 16 << 10, "spill.STEP_BYTES": 16 << 10, "spill.PIECE_BYTES": 1 << 10}
+    small = {"host_pool.SEGMENT_BYTES": 16 << 10, "spill.STEP_BYTES": 16 << 10, "spill.PIECE_BYTES": 1 << 10}
     with ExitStack() as stack:
         for size, value in small.items():
             stack.enter_context(mock.patch(f"group_offload.activations.{size}", value))

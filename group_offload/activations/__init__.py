@@ -1,4 +1,4 @@
-"""Training: what is saved for backward rests in RAM, or in a file, between forward and backward."""
+"""Training: tensors that are saved for backward rest in RAM, or in a file, between forward and backward."""
 
 from .api import ActivationOffloadHandle, ActivationStats, activation_offloading, apply_activation_offloading
 from .session import no_activation_offloading

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from ..base import timeline
 from ..errors import ModuleError, StateError
-from .config import ActivationConfig, Skip
+from .config import ActivationConfig, Group, Skip, as_device, as_groups
 from .gates import GROUP, RootGate
 from .groups import find_groups
 from .session import Session
@@ -22,32 +22,32 @@ from .session import Session
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationStats:
-    """What has happened since activation offloading was applied. Bytes are bytes, everything else is a count."""
+    """Counts and bytes since activation offloading was applied."""
 
     passes: int
     """Forwards with gradients."""
     saved_tensors: int
     """Tensors that autograd saved in groups and that were large enough."""
     shared_tensors: int
-    """Those of `saved_tensors` whose bytes were saved before in the same forward, and moved with that."""
+    """Those of `saved_tensors` whose bytes the same forward had saved before: they move once."""
     offloads: int
     """Copies to RAM that were started."""
     offloaded_bytes: int
     kept_bytes: int
-    """What was saved by groups that are the last of their forward."""
+    """Bytes that stayed on the device because one of the last groups of a forward saved them."""
     refused_bytes: int
-    """What stayed on the device because there was no room in RAM."""
+    """Bytes that stayed on the device because there was no room in RAM."""
     reloads: int
     """Copies back to the device that were started."""
     reloaded_bytes: int
     stalls: int
-    """Tensors that were on their way back only when backward needed their group: nobody foresaw it."""
+    """Tensors whose copy back was started only when backward had come to their group, not ahead of it."""
     written_bytes: int
-    """What was written to the file."""
+    """Bytes written to the file."""
     read_bytes: int
-    """What was read from the file."""
+    """Bytes read from the file."""
     inflight_bytes: int
-    """Device memory that is held by copies to RAM now."""
+    """Device memory that copies to RAM hold now."""
     peak_inflight_bytes: int
     host_bytes: int
     """RAM that was taken."""
@@ -57,11 +57,11 @@ class ActivationStats:
     """The part of `host_bytes` that holds activations now."""
     peak_used_host_bytes: int
     file_bytes: int
-    """What the file holds now."""
+    """Bytes that the file holds now."""
 
 
 class ActivationOffloadHandle:
-    """A module whose activations are offloaded: what its groups are, what they have done, and the way back."""
+    """A module whose activations are offloaded: its groups, its statistics, and `remove()`."""
 
     def __init__(self, module: nn.Module, config: ActivationConfig, groups: dict[str, nn.Module]) -> None:
         self.module = module
@@ -86,10 +86,10 @@ class ActivationOffloadHandle:
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
-        """Write a timeline of what happens inside the `with` block, for https://ui.perfetto.dev or chrome://tracing.
+        """Write a timeline of the work inside the `with` block, for https://ui.perfetto.dev or chrome://tracing.
 
-        Each device has lanes for the file, copies out and back, compute (groups, forward and backward), and stalls (compute
-        waiting for a copy). Recording takes some time of its own.
+        Each device has rows for the file, copies out and back, compute (groups, forward and backward), and stalls (compute
+        waiting for a copy). Recording makes the work a little slower.
 
         Raises:
             StateError: a trace is being recorded already, or offloading was removed.
@@ -106,21 +106,21 @@ class ActivationOffloadHandle:
         try:
             yield
         finally:
-            tracers = session.end_trace()
-        timeline.write(Path(path), *tracers)
+            traces = session.end_trace()
+        timeline.write(Path(path), *traces)
 
     def remove(self) -> None:
         """Take the hooks off the module. Calling it again does nothing.
 
         Graphs that exist can still be run backward; RAM and file are given back with the last of them. A forward that is in
-        progress, or was interrupted, goes on without.
+        progress goes on without offloading.
         """
         if self._gate is None:
             return
         self._gate.remove()
         self._gate.session.close()
         self.stats()
-        self._gate = None  # and with it the session, unless a graph holds it
+        self._gate = None  # the session goes with it, unless a graph holds it
         self.module.__dict__.pop(HANDLE, None)
 
     def __repr__(self) -> str:
@@ -142,7 +142,7 @@ HANDLE = "_group_offload_activation_handle"
 def apply_activation_offloading(
     model: nn.Module,
     *,
-    groups: str | type[nn.Module] | Sequence[str | type[nn.Module]] | None = None,
+    groups: Group | Sequence[Group] | None = None,
     keep_last: int = 1,
     prefetch: int = 1,
     min_bytes: int = 1 << 20,
@@ -152,10 +152,10 @@ def apply_activation_offloading(
     disk_path: str | os.PathLike[str] | None = None,
     device: str | int | torch.device | None = None,
 ) -> ActivationOffloadHandle:
-    """Move what the groups of `model` save for backward to RAM during forward, and back, in time, during backward.
+    """Move the tensors that groups of `model` save for backward to RAM during forward, and back, in time, during backward.
 
     Losses and gradients keep every bit. Parameters are never moved, `forward` is not replaced, and `state_dict()` does not
-    change. It goes with gradient checkpointing (then the checkpoints' inputs move), autocast, DDP, FSDP and FSDP2.
+    change. It works with gradient checkpointing (then the checkpoints' inputs move), autocast, DDP, FSDP and FSDP2.
 
     Args:
         model: the module whose forward is followed by backward; with DDP or FSDP the wrapped one.
@@ -163,22 +163,22 @@ def apply_activation_offloading(
         keep_last: groups at the end of forward whose activations stay on the device: backward needs them first.
         prefetch: groups that are brought back ahead of backward.
         min_bytes: smaller tensors stay on the device.
-        max_inflight_bytes: device memory that copies to RAM may hold before compute waits for them. Default: what two
+        max_inflight_bytes: device memory that copies to RAM may hold before compute waits for them. Default: as much as two
             groups save.
-        host_budget_bytes: page-locked RAM for each device. What is beyond goes to `disk_path`, or stays on the device with
-            one warning. Default: no limit.
-        skip: is given a tensor and the FQN of its group; the tensor stays on the device if it returns True.
+        host_budget_bytes: page-locked RAM for each device. Activations beyond it go to `disk_path`, or stay on the device
+            with one warning. Default: no limit.
+        skip: a function of a tensor and the FQN of its group. The tensor stays on the device if it returns True.
         disk_path: a folder for one temporary file.
-        device: offload from this device alone, which may be "cpu" to try it out. Default: every accelerator.
+        device: the only device to offload from, which may be "cpu" to try it out. Default: every accelerator.
 
     Returns:
-        The handle. If the same options are applied already: the handle that there is.
+        The handle. A second call with the same options returns the same handle.
 
     Raises:
-        ConfigError: an option that is not understood, or contradicts another one.
+        ConfigError: an option is not understood, or contradicts another one.
         DeviceError: there is no accelerator, or not the one that was asked for.
         ModuleError: the model's groups are not known, or belong to another model that is offloaded.
-        StateError: other options are applied already.
+        StateError: activation offloading was applied with other options before.
 
     Example:
         >>> handle = apply_activation_offloading(transformer)
@@ -186,16 +186,16 @@ def apply_activation_offloading(
         >>> loss.backward()
         >>> handle.remove()
     """
-    config = ActivationConfig.from_options(
-        groups=groups,
+    config = ActivationConfig(
+        groups=as_groups(groups),
         keep_last=keep_last,
         prefetch=prefetch,
         min_bytes=min_bytes,
         max_inflight_bytes=max_inflight_bytes,
         host_budget_bytes=host_budget_bytes,
         skip=skip,
-        disk_path=disk_path,
-        device=device,
+        disk_path=None if disk_path is None else Path(disk_path),
+        device=as_device(device),
     )
     handle: ActivationOffloadHandle | None = model.__dict__.get(HANDLE)
     if handle is not None:
@@ -236,25 +236,14 @@ def activation_offloading(model: nn.Module, **options: Any) -> Iterator[Activati
 
 
 def _stats_of(session: Session) -> ActivationStats:
-    counters, lanes = session.counters, session.settle()
+    offloaders = session.settle()
+    pools = [offloader.host.pool for offloader in offloaders]
     return ActivationStats(
-        passes=counters.passes,
-        saved_tensors=counters.saved_tensors,
-        shared_tensors=counters.shared_tensors,
-        offloads=counters.offloads,
-        offloaded_bytes=counters.offloaded_bytes,
-        kept_bytes=counters.kept_bytes,
-        refused_bytes=counters.refused_bytes,
-        reloads=counters.reloads,
-        reloaded_bytes=counters.reloaded_bytes,
-        stalls=counters.stalls,
-        written_bytes=counters.written_bytes,
-        read_bytes=counters.read_bytes,
-        inflight_bytes=sum(lane.inflight_bytes for lane in lanes),
-        peak_inflight_bytes=counters.peak_inflight_bytes,
-        host_bytes=sum(lane.slab.num_bytes for lane in lanes),
-        pinned_bytes=sum(lane.slab.pinned_bytes for lane in lanes),
-        used_host_bytes=sum(lane.slab.used_bytes for lane in lanes),
-        peak_used_host_bytes=sum(lane.slab.peak_used_bytes for lane in lanes),
-        file_bytes=sum(lane.file_bytes for lane in lanes),
+        **asdict(session.counters),
+        inflight_bytes=sum(offloader.inflight_bytes for offloader in offloaders),
+        host_bytes=sum(pool.num_bytes for pool in pools),
+        pinned_bytes=sum(pool.pinned_bytes for pool in pools),
+        used_host_bytes=sum(pool.used_bytes for pool in pools),
+        peak_used_host_bytes=sum(pool.peak_used_bytes for pool in pools),
+        file_bytes=sum(offloader.host.file_bytes for offloader in offloaders),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,19 +13,20 @@ from ..base.device import backend_for, default_device
 from ..errors import ConfigError, DeviceError
 
 Skip = Callable[[torch.Tensor, str], bool]
+Group = str | type[nn.Module]
+"""The FQN of a module, or a class of modules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationConfig:
-    """What `apply_activation_offloading` was asked for.
+    """What `apply_activation_offloading` was asked for, which documents the options.
 
     Raises:
         ConfigError: a value that is not understood, or two options that contradict each other.
-        DeviceError: there is no accelerator to offload from.
     """
 
-    groups: tuple[str | type[nn.Module], ...] | None
-    """FQNs and classes; None: the elements of the ModuleLists."""
+    groups: tuple[Group, ...] | None
+    """None: the elements of the ModuleLists."""
     keep_last: int
     prefetch: int
     min_bytes: int
@@ -38,51 +38,29 @@ class ActivationConfig:
     device: torch.device | None
     """The only device whose tensors are offloaded; None: every accelerator."""
 
-    @classmethod
-    def from_options(
-        cls,
-        *,
-        groups: str | type[nn.Module] | Sequence[str | type[nn.Module]] | None = None,
-        keep_last: int = 1,
-        prefetch: int = 1,
-        min_bytes: int = 1 << 20,
-        max_inflight_bytes: int | None = None,
-        host_budget_bytes: int | None = None,
-        skip: Skip | None = None,
-        disk_path: str | os.PathLike[str] | None = None,
-        device: str | int | torch.device | None = None,
-    ) -> ActivationConfig:
-        counts = {"keep_last": keep_last, "prefetch": prefetch, "min_bytes": min_bytes}
-        limits = {"max_inflight_bytes": max_inflight_bytes, "host_budget_bytes": host_budget_bytes}
-        for name, value in {**counts, **{name: value for name, value in limits.items() if value is not None}}.items():
+    def __post_init__(self) -> None:
+        counts = {"keep_last": self.keep_last, "prefetch": self.prefetch, "min_bytes": self.min_bytes}
+        limits = {"max_inflight_bytes": self.max_inflight_bytes, "host_budget_bytes": self.host_budget_bytes}
+        for name, value in (counts | {name: value for name, value in limits.items() if value is not None}).items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ConfigError(f"{name}={value!r}: expected a whole number that is not negative.")
-        if disk_path is not None and host_budget_bytes is None:
+        if self.disk_path is not None and self.host_budget_bytes is None:
             raise ConfigError(
                 "disk_path is for activations past host_budget_bytes, and there is no such budget. Pass one, or drop disk_path."
             )
-        if skip is not None and not callable(skip):
-            raise ConfigError(f"skip={skip!r}: expected a function of a tensor and the group's FQN.")
-        return cls(
-            groups=_as_groups(groups),
-            keep_last=keep_last,
-            prefetch=prefetch,
-            min_bytes=min_bytes,
-            max_inflight_bytes=max_inflight_bytes,
-            host_budget_bytes=host_budget_bytes,
-            skip=skip,
-            disk_path=None if disk_path is None else Path(disk_path),
-            device=_as_device(device),
-        )
+        if self.skip is not None and not callable(self.skip):
+            raise ConfigError(f"skip={self.skip!r}: expected a function of a tensor and the group's FQN.")
 
     def offloads(self, device: torch.device) -> bool:
         """Whether tensors on `device` are offloaded."""
         return device.type not in ("cpu", "meta") if self.device is None else device == self.device
 
 
-def _as_groups(
-    groups: str | type[nn.Module] | Sequence[str | type[nn.Module]] | None,
-) -> tuple[str | type[nn.Module], ...] | None:
+def as_groups(groups: Group | Sequence[Group] | None) -> tuple[Group, ...] | None:
+    """
+    Raises:
+        ConfigError: there are none, or one is neither an FQN nor a class of modules.
+    """
     if groups is None:
         return None
     items = (groups,) if isinstance(groups, (str, type)) else tuple(groups)
@@ -94,7 +72,11 @@ def _as_groups(
     return items
 
 
-def _as_device(device: str | int | torch.device | None) -> torch.device | None:
+def as_device(device: str | int | torch.device | None) -> torch.device | None:
+    """
+    Raises:
+        DeviceError: it does not exist here; or it is None, and there is no accelerator.
+    """
     if device is not None:
         try:
             return backend_for(torch.device(device)).device

@@ -1,4 +1,4 @@
-"""What has been counted since activation offloading was applied."""
+"""Counts since activation offloading was applied."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class ActivationCounters:
+    """The part of `ActivationStats` that is counted, documented there."""
+
     passes: int = 0
     saved_tensors: int = 0
     offloads: int = 0

@@ -1,7 +1,7 @@
-"""Ranges of a slab or a file, handed out and taken back.
+"""Ranges of RAM or of a file, handed out and taken back.
 
-Training repeats itself: a step asks for the sizes that the step before gave back. So a free range first goes to whoever
-asks for exactly its size, the one that has been free longest first; only what finds none is cut from larger ranges.
+Training repeats itself: a step asks for the sizes that the step before gave back. So a request is first served with a free
+range of exactly its size, the one that has been free longest. Only if there is none, a range is cut from larger ones.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ ALIGNMENT = 512
 
 @dataclass(slots=True, eq=False)
 class Range:
-    """Bytes from `start` on. Whoever has it may change all but where it is."""
+    """Bytes from `start` on. Its holder may change everything but where it is."""
 
     start: int
     num_bytes: int
     last_uses: tuple[Event, ...] = ()
     """Copies that may still use the bytes."""
     memory: torch.Tensor | None = None
-    """The bytes, for whoever takes it next: views take their time."""
+    """The bytes of a range of RAM. They stay with a range that is given back, because making a view takes time."""
 
 
 class Ranges:
@@ -40,8 +40,8 @@ class Ranges:
         self._rest.append(Range(start, num_bytes))
 
     def take(self, num_bytes: int) -> Range | None:
-        """`num_bytes` (or a little more), or None if there are none in one piece."""
-        num_bytes = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        """`num_bytes` in one piece, rounded up to `ALIGNMENT`. None if no free piece is that large."""
+        num_bytes = round_up(num_bytes)
         same_size = self._by_size.get(num_bytes)
         if same_size:
             return same_size.popleft()
@@ -73,3 +73,7 @@ class Ranges:
                 self._rest[-1] = Range(last.start, last.num_bytes + each.num_bytes, uses)
             else:
                 self._rest.append(each)
+
+
+def round_up(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

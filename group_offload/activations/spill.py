@@ -17,7 +17,7 @@ from ..base.layout import memory_of
 from ..base.pool import Task, begin_all, finish_all
 from ..base.reading import read_part
 from ..errors import GroupFileError
-from .ranges import ALIGNMENT, Range, Ranges
+from .ranges import Range, Ranges, round_up
 from .trace import READS, WRITES, ActivationTrace
 
 STEP_BYTES = 1 << 30
@@ -27,10 +27,11 @@ PIECE_BYTES = 8 << 20
 
 
 class SpillJob:
-    """A write or read in progress."""
+    """A write or a read in progress, by several threads."""
 
-    def __init__(self, parts: Sequence[Task[None]]) -> None:
+    def __init__(self, parts: Sequence[Task[None]], *, is_read: bool) -> None:
         self._parts = parts
+        self.is_read = is_read
 
     @property
     def is_done(self) -> bool:
@@ -55,7 +56,7 @@ class _OpenFile:
 
 
 class SpillFile:
-    """A temporary file in `folder`, which nobody else sees and which goes with the process. Not thread-safe."""
+    """A temporary file in `folder`, which no other process sees and which goes with this one. Not thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -63,7 +64,7 @@ class SpillFile:
         self._ranges = Ranges()
         self._num_bytes = 0
         self.used_bytes = 0
-        self.tracer: ActivationTrace | None = None
+        self.trace: ActivationTrace | None = None
 
     def take(self, num_bytes: int) -> Range:
         """Room for `num_bytes`.
@@ -73,32 +74,42 @@ class SpillFile:
         """
         found = self._ranges.take(num_bytes)
         if found is None:
-            self._grow(-(-num_bytes // ALIGNMENT) * ALIGNMENT)
+            self._grow(round_up(num_bytes))
             found = self._ranges.take(num_bytes)
             assert found is not None
         self.used_bytes += found.num_bytes
         return found
 
-    def give(self, spot: Range) -> None:
-        self._ranges.give(spot)
-        self.used_bytes -= spot.num_bytes
+    def give(self, free: Range) -> None:
+        self._ranges.give(free)
+        self.used_bytes -= free.num_bytes
 
-    def write(self, source: torch.Tensor, spot: Range, left: Event, name: str) -> SpillJob:
-        """Write RAM that is filled once the device reached `left`. `name` is for a trace."""
-        tracer = self.tracer
+    def write(self, source: torch.Tensor, target: Range, left: Event, name: str) -> SpillJob:
+        """Write RAM that is filled once the device has reached `left`.
+
+        Args:
+            target: a range of this file.
+            name: the group's, for a trace.
+        """
+        trace = self.trace
 
         def write_filled(fd: int, part: memoryview, position: int) -> None:
             left.synchronize()
             started = time.perf_counter()
             write_part(fd, part, position)
-            if tracer is not None:
-                tracer.add_on_host(WRITES, name, started, time.perf_counter(), len(part))
+            if trace is not None:
+                trace.add_on_host(WRITES, name, started, time.perf_counter(), len(part))
 
-        return self._start("write", write_filled, source, spot)
+        return self._start(write_filled, source, target, is_read=False)
 
-    def read(self, target: torch.Tensor, spot: Range, last_uses: Sequence[Event], name: str) -> SpillJob:
-        """Read into RAM that is free once the device reached `last_uses`."""
-        tracer = self.tracer
+    def read(self, target: torch.Tensor, source: Range, last_uses: Sequence[Event], name: str) -> SpillJob:
+        """Read into RAM that is free once the device has reached `last_uses`.
+
+        Args:
+            source: a range of this file.
+            name: the group's, for a trace.
+        """
+        trace = self.trace
 
         def read_when_free(fd: int, part: memoryview, position: int) -> None:
             for use in last_uses:
@@ -106,13 +117,13 @@ class SpillFile:
             started = time.perf_counter()
             if read_part(fd, part, position) != len(part):
                 raise OSError(0, "it ends too early")
-            if tracer is not None:
-                tracer.add_on_host(READS, name, started, time.perf_counter(), len(part))
+            if trace is not None:
+                trace.add_on_host(READS, name, started, time.perf_counter(), len(part))
 
-        return self._start("read", read_when_free, target, spot)
+        return self._start(read_when_free, target, source, is_read=True)
 
     def _start(
-        self, verb: str, work: Callable[[int, memoryview, int], None], memory: torch.Tensor, spot: Range
+        self, work: Callable[[int, memoryview, int], None], memory: torch.Tensor, where: Range, *, is_read: bool
     ) -> SpillJob:
         assert self._file is not None
         file, area, folder = self._file, memory_of(memory), self._folder
@@ -120,14 +131,15 @@ class SpillFile:
         def run(start: int) -> None:
             part = area[start : start + PIECE_BYTES]
             try:
-                work(file.fd, part, spot.start + start)
+                work(file.fd, part, where.start + start)
             except OSError as error:
                 raise GroupFileError(
-                    f"Could not {verb} {len(part)} bytes of activations at byte {spot.start + start} of the temporary file in "
-                    f"{str(folder)!r}: {error.strerror or error}. Pass another disk_path, or a larger host_budget_bytes."
+                    f"Could not {'read' if is_read else 'write'} {len(part)} bytes of activations at byte "
+                    f"{where.start + start} of the temporary file in {str(folder)!r}: {error.strerror or error}. Pass another "
+                    f"disk_path, or a larger host_budget_bytes."
                 ) from error
 
-        return SpillJob(begin_all(partial(run, start) for start in range(0, len(area), PIECE_BYTES)))
+        return SpillJob(begin_all(partial(run, start) for start in range(0, len(area), PIECE_BYTES)), is_read=is_read)
 
     def _grow(self, num_bytes: int) -> None:
         try:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import torch
 
 from ..base.device import Event, Stream
 from .ranges import Range
-from .slab import Block
 from .spill import SpillJob
 
 
@@ -28,94 +28,80 @@ class StashState(Enum):
     """Nowhere: an interrupt broke off work on it. See [Note: Interrupts of activation offloading]."""
 
 
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Stash:
     """A storage, or a part of one, that was saved for backward. It lives as long as autograd holds what was packed.
 
-    Its lane alone changes it, under the session's lock.
+    Its offloader alone changes it, under the session's lock.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "arrived",
-        "block",
-        "dead",
-        "device",
-        "epoch",
-        "guard",
-        "job",
-        "left",
-        "memory",
-        "name",
-        "num_bytes",
-        "positions",
-        "spot",
-        "state",
-        "streams",
-        "waited_on",
-        "was_refused",
-    )
+    name: str
+    """The FQN of the group that saved it first."""
+    memory: torch.Tensor | None
+    """The bytes on the device, as uint8: an alias of the saved storage, or memory that was allocated for a copy back."""
+    streams: list[Stream]
+    """The streams that have to wait for `guard` before `memory` is freed: the stream that owns the memory comes first."""
+    dead: Dead
+    """Where it leaves behind what its offloader has to take back."""
+    device: torch.device
+    num_bytes: int
+    state: StashState = StashState.ON_DEVICE
+    positions: list[int] = field(default_factory=list)
+    """The positions of the tape at which it was saved."""
+    offloaded_at: int = 0
+    """The number of groups that its offloader had seen when it asked for the copy to RAM."""
+    was_refused: bool = False
+    """Whether there was once no room for it in RAM."""
+    host_range: Range | None = None
+    """The RAM that holds the bytes, or that they are on their way to."""
+    file_range: Range | None = None
+    """The part of the file that holds the bytes, or that they are on their way to."""
+    job: SpillJob | None = None
+    """The threads' work that writes from, or reads into, `host_range`."""
+    left: Event | None = None
+    """Recorded behind the copy to RAM."""
+    arrived: Event | None = None
+    """Recorded behind the last copy back."""
+    guard: Event | None = None
+    """The copy that still uses `memory`; None once `streams` have waited for it."""
+    waited_on: Stream | None = None
+    """The last stream that waited for `arrived`."""
 
-    def __init__(self, name: str, memory: torch.Tensor, streams: list[Stream], dead: Dead) -> None:
-        """
-        Args:
-            name: the FQN of the group that saves it first.
-            memory: the bytes on the device, an alias of the saved storage.
-            streams: the streams that use `memory`, its owner first.
-            dead: where the stash leaves behind what its lane has to take back.
-        """
-        self.state = StashState.ON_DEVICE
-        self.dead = dead
-        self.name = name
-        self.device = memory.device
-        self.num_bytes = memory.numel()
-        self.positions: list[int] = []
-        """The places in the pass where it was saved."""
-        self.memory: torch.Tensor | None = memory
-        """The bytes on the device: an alias of the saved storage, or memory that was allocated for a copy back."""
-        self.streams = streams
-        """The streams that have to wait for `guard` before `memory` is freed: the stream that owns the memory comes first."""
-        self.guard: Event | None = None
-        """The copy that still uses `memory`; None once `streams` have waited for it."""
-        self.block: Block | None = None
-        """The RAM that holds the bytes, or that they are on their way to."""
-        self.spot: Range | None = None
-        """The part of the file that holds the bytes, or that they are on their way to."""
-        self.job: SpillJob | None = None
-        """What threads write from, or read into, `block`."""
-        self.was_refused = False
-        """Whether there was once no room for it in RAM."""
-        self.left: Event | None = None
-        """Recorded behind the copy to RAM."""
-        self.arrived: Event | None = None
-        """Recorded behind the last copy back."""
-        self.waited_on: Stream | None = None
-        """The last stream that waited for `arrived`."""
-        self.epoch = 0
-        """The lane's count of groups when the copy to RAM was asked for."""
+    @property
+    def host_memory(self) -> torch.Tensor:
+        """The bytes of `host_range`."""
+        assert self.host_range is not None and self.host_range.memory is not None
+        return self.host_range.memory
+
+    @property
+    def is_being_read(self) -> bool:
+        """Whether threads read it from the file into `host_range`; true until `HostMemory.finish_read`."""
+        return self.job is not None and self.job.is_read
 
     def lose(self) -> None:
-        """Let go of all bytes. Only when no copy is under way; threads that use the RAM hold it themselves."""
+        """Free all bytes. Call it only when no copy is under way; threads that use the RAM hold it themselves."""
         self.state = StashState.LOST
-        self.memory = self.guard = self.block = self.spot = self.job = self.left = self.arrived = None
+        self.memory = self.host_range = self.file_range = None
+        self.guard = self.left = self.arrived = self.job = None
 
     def __del__(self) -> None:
-        # At any moment, in any thread, perhaps in the middle of the lane's own work: so the lane does it later.
+        # This runs at any moment, in any thread, perhaps in the middle of the offloader's own work. So it only leaves a note.
         state = getattr(self, "state", StashState.LOST)  # an interrupt may have come before it had one
         if state is not StashState.ON_DEVICE and state is not StashState.LOST:
             self.dead.append(Remains(self))
 
 
 class Remains:
-    """What a stash leaves behind, until its lane takes it back."""
+    """What a stash leaves behind, until its offloader takes it back."""
 
-    __slots__ = ("block", "guard", "job", "memory", "num_offloading_bytes", "spot", "streams", "uses")
+    __slots__ = ("file_range", "guard", "host_range", "job", "memory", "num_offloading_bytes", "streams", "uses")
 
     def __init__(self, stash: Stash) -> None:
         self.memory = stash.memory if stash.guard is not None else None
         self.guard = stash.guard
         self.streams = stash.streams
-        self.block = stash.block
-        self.spot = stash.spot
+        self.host_range = stash.host_range
+        self.file_range = stash.file_range
         self.job = stash.job
         self.uses = (stash.left, stash.arrived)
         self.num_offloading_bytes = stash.num_bytes if stash.state is StashState.OFFLOADING else 0

@@ -1,28 +1,37 @@
 """The two streams that activations move on, and every wait that their copies need.
 
 [Note: The life of an activation]
-A storage that is saved for backward leaves the device once and may come back several times. Compute writes it, the copy
+A storage that is saved for backward leaves the device once and may come back several times. Compute writes it, and the copy
 to RAM reads it: that copy starts behind *packed*, recorded on compute's stream. Its device memory goes back to the
-allocator only after compute waited for *left*, recorded behind the copy: the host is ahead of the device, so that the
-host let go of it says nothing. In backward its new memory is allocated for compute's stream; the copy back starts behind
+allocator only after compute waited for *left*, recorded behind the copy: the host is ahead of the device, so that the host
+let go of the memory says nothing. In backward its new memory is allocated for compute's stream. The copy back starts behind
 *born*, recorded there (what had the memory before may still be running), and behind *left* (the RAM has to be written).
 Compute waits for *arrived* before it reads. The RAM is used again behind *left* and the last *arrived*.
 
-Events and waits cost the host more than a small copy does, so what is saved in a row shares them: copies go in convoys of
-`CONVOY_BYTES`, which take the link about half a millisecond. Large activations are a convoy each.
+Events and waits cost the host more than a small copy does. So storages that are saved one after another share them: they
+are copied in batches of `BATCH_BYTES`, which take the link about half a millisecond. A large activation is a batch by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from ..base.device import Backend, Event, Stream
-from .slab import Block
-from .trace import ActivationTrace
+from .trace import BACK, OUT, ActivationTrace
 
-CONVOY_BYTES = 32 << 20
+BATCH_BYTES = 32 << 20
+
+
+class Copy(NamedTuple):
+    """One storage's copy."""
+
+    target: torch.Tensor
+    source: torch.Tensor
+    name: str
+    """The FQN of the group that saved it, for a trace."""
 
 
 class CopyStreams:
@@ -34,13 +43,10 @@ class CopyStreams:
         """D2H, beside forward; and beside backward's H2D, which takes the other direction of the link."""
         self._back = backend.new_stream()
         """H2D, beside backward."""
-        self.tracer: ActivationTrace | None = None
+        self.trace: ActivationTrace | None = None
 
-    def send(self, cargo: Sequence[tuple[Block, torch.Tensor, str]], stream: Stream) -> Event:
-        """Copy what was written on `stream` to RAM.
-
-        Args:
-            cargo: where to, what, and the group's name, for a trace.
+    def copy_out(self, batch: Sequence[Copy], after: Iterable[Event], stream: Stream) -> Event:
+        """Copy storages that were written on `stream` to RAM, behind the last uses of that RAM.
 
         Returns:
             *left*: recorded behind the copies.
@@ -48,18 +54,9 @@ class CopyStreams:
         packed = self._backend.new_event()
         packed.record(stream)
         self._out.wait_event(packed)
-        for use in dict.fromkeys(use for block, _, _ in cargo for use in block.range.last_uses):
-            self._out.wait_event(use)
-        if self.tracer is None:
-            self._backend.copy_all([(block.memory, source) for block, source, _ in cargo], self._out)
-        else:
-            for block, source, name in cargo:
-                begun = self.tracer.now(self._out)
-                self._backend.copy(block.memory, source, self._out)
-                self.tracer.left(name, begun, self.tracer.now(self._out), source.numel())
-        left = self._backend.new_event()
-        left.record(self._out)
-        return left
+        for event in dict.fromkeys(after):
+            self._out.wait_event(event)
+        return self._copy(batch, self._out, OUT)
 
     def allocate(self, sizes: Iterable[int], stream: Stream) -> tuple[list[torch.Tensor], Event]:
         """Device memory for activations that come back, owned by `stream`, and *born*, recorded behind it."""
@@ -69,11 +66,8 @@ class CopyStreams:
         born.record(stream)
         return memories, born
 
-    def bring(self, cargo: Sequence[tuple[torch.Tensor, torch.Tensor, str]], after: Iterable[Event]) -> list[Event]:
+    def copy_back(self, copies: Sequence[Copy], after: Iterable[Event]) -> list[Event]:
         """Copy RAM to the device, behind `after`: *born*, and each *left*.
-
-        Args:
-            cargo: where to, what, and the group's name, for a trace.
 
         Returns:
             *arrived* of each, recorded behind its copy.
@@ -81,33 +75,35 @@ class CopyStreams:
         for event in dict.fromkeys(after):
             self._back.wait_event(event)
         found: list[Event] = []
-        for convoy in _convoys(cargo):
-            if self.tracer is None:
-                self._backend.copy_all([(memory, source) for memory, source, _ in convoy], self._back)
-            else:
-                for memory, source, name in convoy:
-                    begun = self.tracer.now(self._back)
-                    self._backend.copy(memory, source, self._back)
-                    self.tracer.came_back(name, begun, self.tracer.now(self._back), memory.numel())
-            arrived = self._backend.new_event()
-            arrived.record(self._back)
-            found += [arrived] * len(convoy)
+        for batch in _batches(copies):
+            found += [self._copy(batch, self._back, BACK)] * len(batch)
         return found
 
+    def _copy(self, batch: Sequence[Copy], stream: Stream, row: str) -> Event:
+        """Start the copies of a batch. Returns the event behind them."""
+        if self.trace is None:
+            self._backend.copy_all([(copy.target, copy.source) for copy in batch], stream)
+        else:
+            for target, source, name in batch:
+                begun = self.trace.now(stream)
+                self._backend.copy(target, source, stream)
+                self.trace.add(row, name, begun, self.trace.now(stream), source.numel())
+        behind = self._backend.new_event()
+        behind.record(stream)
+        return behind
+
     def drain(self) -> None:
-        """Wait until no copy is on its way."""
+        """Wait until no copy is under way."""
         for stream in (self._out, self._back):
             end = self._backend.new_event()
             end.record(stream)
             end.synchronize()
 
 
-def _convoys(
-    cargo: Sequence[tuple[torch.Tensor, torch.Tensor, str]],
-) -> Iterable[Sequence[tuple[torch.Tensor, torch.Tensor, str]]]:
+def _batches(copies: Sequence[Copy]) -> Iterator[Sequence[Copy]]:
     first = num_bytes = 0
-    for index, (memory, _, _) in enumerate(cargo, 1):
-        num_bytes += memory.numel()
-        if num_bytes >= CONVOY_BYTES or index == len(cargo):
-            yield cargo[first:index]
+    for index, copy in enumerate(copies, 1):
+        num_bytes += copy.target.numel()
+        if num_bytes >= BATCH_BYTES or index == len(copies):
+            yield copies[first:index]
             first, num_bytes = index, 0

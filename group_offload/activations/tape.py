@@ -19,16 +19,18 @@ Key = tuple[int, int, int, int]
 class Tape:
     """A pass, from its forward to its last backward.
 
-    Positions count the calls of groups, so that a group that is called two times has two. Autograd holds stashes, and
-    the tape with them; the tape holds no stash.
+    Positions count the calls of groups, so a group that is called two times has two. Autograd holds the stashes and, with
+    them, the tape; the tape holds no stash.
     """
 
     expected: int
-    """Calls of groups that the pass is expected to have: what the last one had."""
+    """Calls of groups that the pass is expected to have: as many as the last pass had."""
     names: list[str] = field(default_factory=list)
+    """The group of each position."""
     stashes: list[list[weakref.ref[Stash]]] = field(default_factory=list)
+    """The stashes that each position saved."""
     num_decided: int = 0
-    """Positions before this one keep nothing on the device that may leave."""
+    """Positions before this one keep nothing on the device that may be offloaded."""
     known: dict[Key, tuple[StorageWeakRef, weakref.ref[Stash]]] = field(default_factory=dict)
     """The storages that this pass has saved. An address is not used again as long as there is a weak reference to it."""
     reached: int | None = None
@@ -54,7 +56,7 @@ class Tape:
         self.known[key] = StorageWeakRef(storage), weakref.ref(stash)  # type: ignore[no-untyped-call]
 
     def mark(self, stash: Stash) -> None:
-        """The group that the pass is in saved `stash`."""
+        """Note that the current group saved `stash`."""
         if not stash.positions or stash.positions[-1] != self.position:
             stash.positions.append(self.position)
             self.stashes[-1].append(weakref.ref(stash))
@@ -73,8 +75,6 @@ class Tape:
 
     def lose(self) -> None:
         """Let all stashes go of their bytes. See [Note: Interrupts of activation offloading]."""
-        for stashes in self.stashes:
-            for reference in stashes:
-                stash = reference()
-                if stash is not None:
-                    stash.lose()
+        for position in range(len(self.stashes)):
+            for stash in self.at(position):
+                stash.lose()

@@ -43,8 +43,8 @@ TOKENS = 8
 
 @pytest.fixture(autouse=True)
 def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the slab and the file grow, and nothing clears RAM that no test needs."""
-    monkeypatch.setattr("group_offload.activations.slab.SEGMENT_BYTES", 16 << 10)
+    """So that the pool of RAM and the file grow, and no test clears RAM that it does not need."""
+    monkeypatch.setattr("group_offload.activations.host_pool.SEGMENT_BYTES", 16 << 10)
     monkeypatch.setattr("group_offload.activations.spill.STEP_BYTES", 16 << 10)
     monkeypatch.setattr("group_offload.activations.spill.PIECE_BYTES", 1 << 10)
 
@@ -557,7 +557,7 @@ def test_the_last_group_is_not_known_at_first() -> None:
     assert second.offloaded_bytes - first.offloaded_bytes == third.offloaded_bytes - second.offloaded_bytes
 
 
-def test_a_slab_is_reused_step_after_step() -> None:
+def test_ram_is_reused_step_after_step() -> None:
     model = make()
     handle = offload(model)
     train(model, plain, num_steps=1)
@@ -1077,12 +1077,12 @@ def test_an_interrupt_of_the_work_on_activations(
         handle = offload(model)
         assert handle._gate is not None
         loss = model(data(0, put)).square().mean()
-        earlier = handle._gate.session.lanes
+        earlier = handle._gate.session.offloaders
         drained: list[CopyStreams] = []
-        drain, bring = CopyStreams.drain, CopyStreams.bring
+        drain, copy_back = CopyStreams.drain, CopyStreams.copy_back
 
-        def bring_in_part(*args: Any) -> Any:
-            bring(*args)
+        def copy_back_in_part(*args: Any) -> Any:
+            copy_back(*args)
             raise error
 
         def drain_and_note(streams: CopyStreams) -> None:
@@ -1090,17 +1090,17 @@ def test_an_interrupt_of_the_work_on_activations(
             drain(streams)
 
         with monkeypatch.context() as patch:
-            patch.setattr(CopyStreams, "bring", bring_in_part)
+            patch.setattr(CopyStreams, "copy_back", copy_back_in_part)
             patch.setattr(CopyStreams, "drain", drain_and_note)
             with pytest.raises(error):
                 loss.backward(retain_graph=True)
-        assert drained == [lane._streams for lane in earlier]
+        assert drained == [each._streams for each in earlier]
         with pytest.raises(StateError, match="Call the forward again"):
             loss.backward()
         model.zero_grad()
         torch.manual_seed(0)
         assert_same_bits(train(model, plain, put), expected, get)
-        assert not {*handle._gate.session.lanes} & {*earlier}
+        assert not {*handle._gate.session.offloaders} & {*earlier}
 
 
 def test_hooks_around_ours_get_what_we_leave() -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from group_offload import StateError
-from group_offload.activations import lane, slab, spill, streams
+from group_offload.activations import host_memory, host_pool, offloader, spill, streams
 
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from .test_activations import (
@@ -273,9 +273,9 @@ def test_a_group_saves_on_two_streams() -> None:
 
 
 @pytest.mark.parametrize("laziness", ["random", "lazy", "eager"])
-def test_large_activations_travel_in_several_convoys(laziness: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for owner in (lane, streams):
-        monkeypatch.setattr(owner, "CONVOY_BYTES", 1500)
+def test_large_activations_travel_in_several_batches(laziness: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner in (offloader, streams):
+        monkeypatch.setattr(owner, "BATCH_BYTES", 1500)
     for seed in range(6, 8):
         exercise(seed, laziness)
 
@@ -310,7 +310,7 @@ def test_what_an_interrupt_lost_takes_no_ram(monkeypatch: pytest.MonkeyPatch) ->
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(streams.CopyStreams, "bring", interrupt)
+            patch.setattr(streams.CopyStreams, "copy_back", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 held[0].backward(retain_graph=True)
         gc.collect()  # the traceback
@@ -356,7 +356,7 @@ def test_a_retained_graph_comes_from_the_file_twice() -> None:
 
 # ---------------------------------------------------------------- mutations
 
-MODULES: tuple[ModuleType, ...] = (lane, slab, spill, streams)
+MODULES: tuple[ModuleType, ...] = (offloader, host_memory, host_pool, spill, streams)
 CALLS = {"wait_event", "synchronize", "record", "record_stream", "_wait"}
 
 

@@ -314,7 +314,7 @@ def test_activations_take_what_the_link_or_compute_takes(copy_seconds: float, mo
 
     A step as a whole cannot take the longer of compute and of one direction: out is all in forward, back all in backward.
     """
-    monkeypatch.setattr("group_offload.activations.slab.SEGMENT_BYTES", 1 << 20)
+    monkeypatch.setattr("group_offload.activations.host_pool.SEGMENT_BYTES", 1 << 20)
     num_blocks, seconds = 24, 0.0023
     device = TimedDevice(LINK)
     saved_bytes = int(copy_seconds * LINK) // 4096 * 4096
@@ -338,7 +338,7 @@ def test_activations_take_what_the_link_or_compute_takes(copy_seconds: float, mo
 
 def test_a_trace_of_activations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two steps: what leaves and comes back, compute by group and direction, and where it waited."""
-    monkeypatch.setattr("group_offload.activations.slab.SEGMENT_BYTES", 1 << 20)
+    monkeypatch.setattr("group_offload.activations.host_pool.SEGMENT_BYTES", 1 << 20)
     device = TimedDevice(LINK)
     copy_seconds, seconds = 0.008, 0.002
     saved_bytes = int(copy_seconds * LINK) // 4096 * 4096

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from group_offload import OffloadHandle, apply_activation_offloading, apply_group_offloading
-from group_offload.activations.slab import Slab
+from group_offload.activations.host_pool import HostPool
 from group_offload.activations.streams import CopyStreams
 
 from ..activations.test_activations import CHECKPOINTS
@@ -178,23 +178,23 @@ class Hostile:
     """Late copies in one direction, NaN in memory that is free on the device, and in blocks of RAM that are given back."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, late: str) -> None:
-        name, stream = {"out": ("send", "_out"), "back": ("bring", "_back")}[late]
-        copy, give = getattr(CopyStreams, name), Slab.give
+        name, stream = {"out": ("copy_out", "_out"), "back": ("copy_back", "_back")}[late]
+        copy, give = getattr(CopyStreams, name), HostPool.give
 
         def copy_late(streams: CopyStreams, *args: Any) -> Any:
             with getattr(streams, stream):
                 torch.cuda._sleep(2_000_000)  # about 1 ms
             return copy(streams, *args)
 
-        def give_poisoned(slab: Slab, block: Any, *last_uses: Any) -> None:
+        def give_poisoned(pool: HostPool, free: Any, *last_uses: Any) -> None:
             for use in last_uses:
                 if use is not None:
                     use.synchronize()
-            block.memory.fill_(0xFF)
-            give(slab, block, *last_uses)
+            free.memory.fill_(0xFF)
+            give(pool, free, *last_uses)
 
         monkeypatch.setattr(CopyStreams, name, copy_late)
-        monkeypatch.setattr(Slab, "give", give_poisoned)
+        monkeypatch.setattr(HostPool, "give", give_poisoned)
 
     def poison(self, model: Model) -> None:
         """Whatever the allocator has free for compute is written after each block, forward and backward."""

@@ -1,58 +1,54 @@
-"""Page-locked RAM that activations rest in: a few large segments, cut into blocks."""
+"""The pool of page-locked RAM that activations rest in: a few large segments, cut into ranges."""
 
 from __future__ import annotations
 
 import logging
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from ..base.device import Backend, Event
 from ..base.mapping import flat_view, map_anonymous
 from ..base.page_lock import PageLock
-from .ranges import ALIGNMENT, Range, Ranges
+from .ranges import ALIGNMENT, Range, Ranges, round_up
 
 logger = logging.getLogger("group_offload")
 
 SEGMENT_BYTES = 256 << 20
-"""A segment is at least this large, or what is left of the budget; later ones are a quarter of all before."""
+"""The least size of a segment, unless less is left of the budget. Later ones are a quarter of all before, if that is more."""
 _SEGMENT_SPACING = 1 << 48
 
 
-@dataclass(slots=True, eq=False)
-class Block:
-    """A part of the slab."""
-
-    memory: torch.Tensor
-    range: Range
-
-
-class Slab:
+class HostPool:
     """The page-locked RAM for one device. It grows when it is full, and is given back as a whole with its owner.
 
-    A block that is given back may still be read or written by copies: `Range.last_uses` says which, and whoever takes it
-    next waits for those, on the device. Not thread-safe.
+    Copies may still read or write a range that is given back. `Range.last_uses` says which, and whoever takes the range next
+    lets its own copies wait for those, on the device. Not thread-safe.
     """
 
     def __init__(self, backend: Backend, budget_bytes: int | None, wait: Callable[[], None]) -> None:
+        """
+        Args:
+            wait: a function that returns once no copy is under way: before that the pages stay locked. It holds no
+                reference to the pool.
+        """
         self._backend = backend
         self._budget_bytes = budget_bytes
         self._wait = wait
-        """Returns once no copy is on its way: before that the pages stay locked. Holds no reference to the slab."""
         self._locks: list[PageLock] = []
-        """Of the segments that are page-locked."""
+        """The locks of the segments that could be page-locked in place."""
         self._segments: list[torch.Tensor] = []
         self._ranges = Ranges()
         self._is_refused = False
+        """Whether the system refused to page-lock more."""
         self.num_bytes = 0
         self.used_bytes = 0
         self.peak_used_bytes = 0
         self.pinned_bytes = 0
 
-    def take(self, num_bytes: int) -> Block | None:
-        """A block, or None if the budget, or what the system lets be locked, is used up."""
+    def take(self, num_bytes: int) -> Range | None:
+        """A range with its `memory`. None if the budget is used up, or the system locks no more pages."""
         found = self._ranges.take(num_bytes)
         if found is None and self._grow(num_bytes):
             found = self._ranges.take(num_bytes)
@@ -64,16 +60,16 @@ class Slab:
             index, start = divmod(found.start, _SEGMENT_SPACING)
             with torch.inference_mode(False):
                 found.memory = self._segments[index][start : start + num_bytes]
-        return Block(found.memory, found)
+        return found
 
-    def give(self, block: Block, *last_uses: Event | None) -> None:
-        """Take a block back. The copies behind `last_uses` may still be using it."""
-        block.range.last_uses = tuple(use for use in last_uses if use is not None)
-        self._ranges.give(block.range)
-        self.used_bytes -= block.range.num_bytes
+    def give(self, free: Range, *last_uses: Event | None) -> None:
+        """Take a range back. The copies behind `last_uses` may still be using it."""
+        free.last_uses = tuple(use for use in last_uses if use is not None)
+        self._ranges.give(free)
+        self.used_bytes -= free.num_bytes
 
     def _grow(self, num_bytes: int) -> bool:
-        num_bytes = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        num_bytes = round_up(num_bytes)
         size = max(num_bytes, SEGMENT_BYTES, self.num_bytes // 4 // ALIGNMENT * ALIGNMENT)
         if self._budget_bytes is not None:
             size = min(size, (self._budget_bytes - self.num_bytes) // ALIGNMENT * ALIGNMENT)
@@ -101,8 +97,8 @@ class Slab:
         refused = self._backend.empty_pinned(size)
         if refused is None:
             logger.warning(
-                "Could not page-lock %d bytes of RAM for activations of %s beyond %d bytes: what finds no room stays on the "
-                "device. Set host_budget_bytes, and disk_path for the rest.",
+                "Could not page-lock %d bytes of RAM for activations of %s beyond %d bytes: activations that find no room stay "
+                "on the device. Set host_budget_bytes, and disk_path for the rest.",
                 size,
                 self._backend.device,
                 self.num_bytes,
