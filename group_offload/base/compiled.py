@@ -1,7 +1,7 @@
-"""The seam at which modules are entered: the attribute where torch keeps what a module has compiled for itself.
+"""The seam at which calls enter a module: the attribute where torch keeps the call that a module has compiled for itself.
 
-`Module.__call__` calls what stands there in place of the module's forward and hooks. So gates stand there too, each around
-what was there before it.
+`Module.__call__` calls it in place of the module's forward and hooks. So gates stand there too, each around the call that was
+there before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Around:
     """A gate at the seam of one module."""
 
     compiled: Callable[..., Any] | None
-    """What stood there before: what the module has compiled for itself, another gate, or nothing."""
+    """The call that stood there before: the module's compiled call, another gate, or None."""
 
 
 def innermost(module: nn.Module, until: Around | None = None) -> tuple[Around | None, Any]:

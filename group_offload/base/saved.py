@@ -1,4 +1,4 @@
-"""What autograd gets to hold instead of a tensor that it saves for backward, for whoever pushes saved-tensor hooks."""
+"""The objects that our saved-tensor hooks give autograd instead of a tensor, where the tensor is not offloaded."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ T = TypeVar("T")
 
 
 def hooks_in_force() -> tuple[Pack, Unpack] | None:
-    """What this thread's saved-tensor hooks are: those that were pushed last, the only ones that autograd calls."""
+    """The saved-tensor hooks that were pushed last in this thread, the only ones that autograd calls."""
     found: tuple[Pack, Unpack] | None = top_saved_tensors_hooks(True)
     return found
 
 
 def pop_hooks(hooks: saved_tensors_hooks) -> None:
-    """Take saved-tensor hooks off this thread's, and leave those that lie over them."""
+    """Remove saved-tensor hooks from this thread's, and leave those that lie over them."""
     over = []
     while (top := hooks_in_force()) is not None:
         pop_saved_tensors_hooks()
@@ -72,7 +72,7 @@ class Passed:
 
 
 def keep(tensor: torch.Tensor, below: tuple[Pack, Unpack] | None) -> Kept | Passed:
-    """What is held of a tensor that is none of our business: what the hooks below make of it, if there are any."""
+    """The object to hold for a tensor that is not offloaded: the result of the hooks below, if there are any."""
     if below is None:
         return Kept(tensor)
     pack, unpack = below
@@ -80,7 +80,7 @@ def keep(tensor: torch.Tensor, below: tuple[Pack, Unpack] | None) -> Kept | Pass
 
 
 def check_version(actual: int, expected: int, name: str) -> None:
-    """Raise as autograd would, whose own check saved-tensor hooks switch off.
+    """Check what autograd itself would check. Saved-tensor hooks switch its check off.
 
     Raises:
         StateError: the tensor was modified since it was saved.
@@ -94,7 +94,7 @@ def check_version(actual: int, expected: int, name: str) -> None:
 
 
 def maker(tensor: torch.Tensor) -> str | None:
-    """The name of the operation that gave a tensor, for `describe`."""
+    """The name of the operation whose output a tensor is, for `describe`."""
     return None if tensor.grad_fn is None else tensor.grad_fn.name()
 
 

@@ -1,9 +1,10 @@
 """The engines' own operations, out of sight of selective checkpoints.
 
 [Note: Selective checkpoints]
-`torch.utils.checkpoint.create_selective_checkpoint_contexts` counts the operations of a forward, keeps what some of them give,
-and hands that out again to the same ones, by number, when the forward is repeated. Weights are brought at other moments
-then. If it counted that too, the repeated forward would be refused, or get something else than it computed.
+`torch.utils.checkpoint.create_selective_checkpoint_contexts` counts the operations of a forward, keeps the results of some of
+them, and hands these out again to the same operations, by number, when the forward is repeated. In the repeated forward
+weights are onloaded at other points. If the checkpoint counted the engine's operations too, it would refuse the repeated
+forward, or hand out the result of another operation.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from .torch_internals import (
 
 
 def hide() -> Sequence[TorchDispatchMode]:
-    """No selective checkpoint sees what this thread does, until `show` gets what this returns. Call it unseen by compilers."""
+    """Hide this thread's operations from selective checkpoints, until `show` gets the modes that this returns.
+
+    No compiler may see the call.
+    """
     if not dispatch_stack_length():
         return ()
     modes: list[TorchDispatchMode] = []

@@ -1,4 +1,4 @@
-"""What happened when, for people to look at.
+"""A timeline of work on a device and in threads, for people to look at.
 
 The file is in the Trace Event Format of Chrome (https://ui.perfetto.dev and chrome://tracing open it). Times on the device
 are those of its own events, times of threads those of the host; both count from when the timeline was made.
@@ -15,7 +15,7 @@ from pathlib import Path
 from .device import Backend, Event, Stream
 
 STALLS = "stalls"
-"""The lane in which what takes no time is nothing: a wait for what was there already."""
+"""In this lane slices that take no time are left out: they are waits for events that had been reached."""
 _NO_TIME = 1e-6
 
 
@@ -37,7 +37,7 @@ class _OnHost:
 
 
 class Timeline:
-    """Collects slices, in lanes, from when it is made until `write`. Threads may call `now` and both ways to add."""
+    """Collects slices, in lanes, from its construction until `write`. `now`, `add` and `add_on_host` are thread-safe."""
 
     def __init__(self, backend: Backend, title: str, *, host_lanes: Sequence[str], device_lanes: Sequence[str]) -> None:
         self._backend = backend
@@ -64,7 +64,7 @@ class Timeline:
         self._on_host[lane].append(_OnHost(name, started - origin, ended - origin, num_bytes))
 
     def events(self, process: int) -> list[dict[str, object]]:
-        """Wait for the device, and tell everything, as one process of a trace."""
+        """Wait for the device, and return all slices as events of one process of a trace."""
         rows: dict[str, list[_OnHost]] = {}
         for lane, mine in self._on_host.items():
             # A lane shows one thing at a time, and several threads work: so there is one for each of them.
@@ -94,7 +94,7 @@ class Timeline:
 
 
 def write(path: Path, *timelines: Timeline) -> None:
-    """Wait for the devices, and write what was collected.
+    """Wait for the devices, and write a trace of what the timelines collected.
 
     Raises:
         OSError: the file cannot be written.
