@@ -13,7 +13,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of child processes; here it is said below
 import pytest
 import torch
 
-from group_offload.plan.speeds import MachineSpeeds
+from .support.fixtures import place  # noqa: F401
+from .support.speeds import KNOWN_SPEEDS
 
 # Sums round by the number of threads, and threads that read files may run what the simulated device has queued: theirs is
 # that of the moment they were made. It is also faster for small tensors, most of all on a busy machine.
@@ -56,23 +57,10 @@ def _tiny_groups_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("group_offload.runtime.placer.MIN_WINDOW_BYTES", 0)
 
 
-SPEEDS = MachineSpeeds(
-    h2d=50 * 10**9,
-    drive=2 * 10**9,
-    cached=20 * 10**9,
-    is_direct=True,
-    problem="",
-    device="",
-    driver="",
-    filesystem="",
-    measured_at="",
-)
-
-
 @pytest.fixture(autouse=True)
 def _speeds_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is measured behind a test's back, and nothing written to the user's folders."""
-    monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: SPEEDS)
+    monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: KNOWN_SPEEDS)
 
 
 @pytest.fixture(autouse=True)

@@ -42,10 +42,10 @@ from tqdm import tqdm
 import group_offload
 from group_offload import StateError, apply_activation_offloading, apply_group_offloading, free_slots
 
-from .activations.test_activations import DIM, TOKENS
-from .activations.test_activations import make as make_trained
-from .support.common import same_bits
+from .support.asserts import same_bits
 from .support.simulated import SimulatedDevice, use_simulated_device
+from .support.training import DIM, TOKENS
+from .support.training import make as make_trained
 
 _NUM_PARTS = 3
 """In which a sweep is cut, each in a process of its own."""

@@ -10,9 +10,7 @@ import pickle
 import time
 import tracemalloc
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +19,10 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from group_offload import ConfigError, DeviceError, GroupFileError, ModuleError, StateError
 from group_offload.activations import (
-    ActivationOffloadHandle,
     activation_offloading,
     apply_activation_offloading,
     no_activation_offloading,
@@ -34,149 +31,30 @@ from group_offload.activations import (
 from group_offload.activations.streams import CopyStreams
 from group_offload.base.reading import read_part
 
-from ..support.common import same_bits
+from ..support.activations import DEVICES, Call, Calls, check, offload, on
 from ..support.simulated import SimulatedDevice, use_simulated_device
-
-DIM = 16
-TOKENS = 8
-
-
-@pytest.fixture(autouse=True)
-def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the pool of RAM and the file grow, and no test clears RAM that it does not need."""
-    monkeypatch.setattr("group_offload.activations.host_pool.SEGMENT_BYTES", 16 << 10)
-    monkeypatch.setattr("group_offload.activations.spill.STEP_BYTES", 16 << 10)
-    monkeypatch.setattr("group_offload.activations.spill.PIECE_BYTES", 1 << 10)
-
-
-class Block(nn.Module):
-    """Chunks of one tensor, a product with its own transpose, an expanded tensor, dropout, and one tensor for all blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(DIM)
-        self.qkv = nn.Linear(DIM, 3 * DIM)
-        self.out = nn.Linear(DIM, DIM)
-        self.up = nn.Linear(DIM, 2 * DIM)
-        self.down = nn.Linear(2 * DIM, DIM)
-
-    def forward(self, x: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norm(x.to(self.norm.weight.dtype))).chunk(3, dim=-1)
-        x = x + F.dropout(self.out((q @ k.transpose(-1, -2)).softmax(-1) @ v), 0.2, self.training)
-        x = x * shared
-        scale = (x @ x.transpose(-1, -2)).mean(-1, keepdim=True).expand_as(x)
-        return x + torch.tanh(scale) * self.down(F.gelu(self.up(x)))
-
-
-class Model(nn.Module):
-    def __init__(self, num_blocks: int = 4) -> None:
-        super().__init__()
-        self.embed = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
-        self.head = nn.Linear(DIM, DIM)
-        self.run_block: Callable[..., torch.Tensor] = lambda block, *args: block(*args)
-        self.order = list(range(num_blocks))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
-        shared = torch.sigmoid(x.mean(1, keepdim=True)).expand_as(x).contiguous()
-        for index in self.order:
-            x = self.run_block(self.blocks[index], x, shared)
-        result: torch.Tensor = self.head(x)
-        return result
-
-
-Put = Callable[[torch.Tensor], torch.Tensor]
-Step = Callable[[nn.Module, Put], torch.Tensor]
-
-
-def data(seed: int, put: Put) -> torch.Tensor:
-    return put(torch.randn(2, TOKENS, DIM, generator=torch.Generator().manual_seed(seed)))
-
-
-def plain(model: nn.Module, put: Put) -> torch.Tensor:
-    loss = model(data(0, put)).square().mean()
-    loss.backward()
-    return loss.detach()
-
-
-def accumulated(model: nn.Module, put: Put) -> torch.Tensor:
-    losses = []
-    for seed in range(3):
-        loss = model(data(seed, put)).square().mean() / 3
-        loss.backward()
-        losses.append(loss.detach())
-    return torch.stack(losses)
-
-
-def retained(model: nn.Module, put: Put) -> torch.Tensor:
-    loss = model(data(0, put)).square().mean()
-    loss.backward(retain_graph=True)
-    loss.backward(retain_graph=True)
-    (loss * 2).backward()
-    return loss.detach()
-
-
-def doubled(model: nn.Module, put: Put) -> torch.Tensor:
-    x = data(0, put).requires_grad_()
-    loss = model(x).square().mean()
-    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-    (loss + slope.square().sum()).backward()
-    return loss.detach()
-
-
-def two_by_two(model: nn.Module, put: Put) -> torch.Tensor:
-    first, second = model(data(0, put)).square().mean(), model(data(1, put)).square().mean()
-    first.backward()
-    second.backward()
-    return first.detach() + second.detach()
-
-
-def two_by_two_reversed(model: nn.Module, put: Put) -> torch.Tensor:
-    first, second = model(data(0, put)).square().mean(), model(data(1, put)).square().mean()
-    second.backward()
-    first.backward()
-    return first.detach() + second.detach()
-
-
-def both_at_once(model: nn.Module, put: Put) -> torch.Tensor:
-    loss = (model(data(0, put)) * model(data(1, put))).mean()
-    loss.backward()
-    return loss.detach()
-
-
-def autocast(model: nn.Module, put: Put) -> torch.Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = model(data(0, put)).float().square().mean()
-    loss.backward()
-    return loss.detach()
-
-
-class _Stop(Exception):
-    pass
-
-
-def stopped_forward(model: nn.Module, put: Put) -> torch.Tensor:
-    def stop(*args: Any) -> None:
-        raise _Stop
-
-    hook = model.blocks[2].up.register_forward_pre_hook(stop)  # type: ignore[union-attr, index]
-    with pytest.raises(_Stop):
-        model(data(1, put))
-    hook.remove()
-    return plain(model, put)
-
-
-def stopped_backward(model: nn.Module, put: Put) -> torch.Tensor:
-    def stop(*args: Any) -> None:
-        raise _Stop
-
-    hook = model.blocks[1].down.register_full_backward_hook(stop)  # type: ignore[union-attr, index]
-    with pytest.raises(_Stop):
-        plain(model, put)
-    hook.remove()
-    model.zero_grad()
-    return plain(model, put)
+from ..support.training import (
+    CHECKPOINTS,
+    DIM,
+    STEPS,
+    TOKENS,
+    Put,
+    Step,
+    TrainingBlock,
+    TrainingModel,
+    assert_same_bits,
+    autocast,
+    data,
+    doubled,
+    make,
+    plain,
+    reentrant,
+    retained,
+    selective,
+    stopped_backward,
+    train,
+    two_by_two,
+)
 
 
 def half_retained(model: nn.Module, put: Put) -> torch.Tensor:
@@ -186,128 +64,6 @@ def half_retained(model: nn.Module, put: Put) -> torch.Tensor:
     result = plain(model, put)
     loss.backward()
     return result
-
-
-def evaluated(model: nn.Module, put: Put) -> torch.Tensor:
-    with torch.no_grad():
-        before = model(data(1, put)).square().mean()
-    return before + plain(model, put)
-
-
-def in_part(model: nn.Module, put: Put) -> torch.Tensor:
-    """Gradients of some parameters, of a graph that is then dropped."""
-    loss = model(data(0, put)).square().mean()
-    model.head.weight.grad = torch.autograd.grad(loss, [model.head.weight])[0]  # type: ignore[union-attr]
-    return loss.detach()
-
-
-STEPS: dict[str, Step] = {
-    step.__name__: step
-    for step in (
-        plain,
-        accumulated,
-        retained,
-        doubled,
-        two_by_two,
-        two_by_two_reversed,
-        both_at_once,
-        autocast,
-        stopped_forward,
-        stopped_backward,
-        evaluated,
-        in_part,
-    )
-}
-
-
-def reentrant(block: nn.Module, *args: torch.Tensor) -> torch.Tensor:
-    return checkpoint(block, *args, use_reentrant=True)
-
-
-def non_reentrant(block: nn.Module, *args: torch.Tensor) -> torch.Tensor:
-    return checkpoint(block, *args, use_reentrant=False)
-
-
-def non_reentrant_to_the_end(block: nn.Module, *args: torch.Tensor) -> torch.Tensor:
-    return checkpoint(block, *args, use_reentrant=False, early_stop=False)
-
-
-def selective(block: nn.Module, *args: torch.Tensor) -> torch.Tensor:
-    """Results of matrix products, and slices, are kept; the rest is computed again."""
-
-    def run(*args: torch.Tensor) -> torch.Tensor:
-        y = block(*args)
-        return torch.sin(torch.cat([y[:1], y[1:]]))
-
-    aten = torch.ops.aten
-    kept = [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.slice.Tensor]
-    context = partial(create_selective_checkpoint_contexts, kept)
-    return checkpoint(run, *args, use_reentrant=False, context_fn=context)
-
-
-CHECKPOINTS: list[Callable[..., torch.Tensor]] = [reentrant, non_reentrant, non_reentrant_to_the_end]
-DEVICES = ["cpu", "lazy", "random", "eager"]
-
-
-def make(num_blocks: int = 4, **attributes: Any) -> Model:
-    torch.manual_seed(0)
-    model = Model(num_blocks)
-    for name, value in attributes.items():
-        setattr(model, name, value)
-    return model
-
-
-@contextmanager
-def on(device: str, model: nn.Module, seed: int = 0) -> Iterator[tuple[Put, Put]]:
-    """Train on the CPU, or on a simulated device: how a tensor gets there, and how it comes back."""
-    if device == "cpu":
-        yield torch.clone, torch.clone
-        return
-    simulated = SimulatedDevice(seed, device)  # type: ignore[arg-type]
-    with use_simulated_device(simulated):
-        with simulated.running():
-            for tensor in (*model.parameters(), *model.buffers()):
-                tensor.data = simulated.put(tensor.data)
-            yield simulated.put, simulated.get
-        simulated.synchronize()
-
-
-def train(model: nn.Module, step: Step, put: Put = torch.clone, num_steps: int = 2) -> list[torch.Tensor]:
-    """Losses and all gradients of some steps with AdamW, and the parameters after them."""
-    torch.manual_seed(1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
-    bits = []
-    for _ in range(num_steps):
-        bits.append(step(model, put).clone())
-        bits += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-        optimizer.step()
-        optimizer.zero_grad()
-    return bits + [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def assert_same_bits(actual: list[torch.Tensor], expected: list[torch.Tensor], get: Put = torch.clone) -> None:
-    assert len(actual) == len(expected)
-    for one, other in zip(actual, expected, strict=True):
-        assert same_bits(get(one), other)
-
-
-def offload(model: nn.Module, **options: Any) -> ActivationOffloadHandle:
-    return apply_activation_offloading(model, **{"device": "cpu", "min_bytes": 0, **options})
-
-
-def check(step: Step, device: str = "cpu", seed: int = 0, model: Callable[[], nn.Module] = make, **options: Any) -> Any:
-    """Training is the same bits with and without; afterwards nothing is held."""
-    expected = train(model(), step)
-    ours = model()
-    with on(device, ours, seed) as (put, get):
-        handle = offload(ours, **options)
-        actual = train(ours, step, put)
-        assert_same_bits(actual, expected, get)
-        gc.collect()  # an exception's traceback holds its frames, and those hold graphs
-        stats = handle.stats()
-        assert stats.used_host_bytes == stats.file_bytes == stats.inflight_bytes == 0
-        handle.remove()
-    return stats
 
 
 # ---------------------------------------------------------------- bits
@@ -368,7 +124,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"host_budget_bytes": 0},
     {"skip": skip_some},
     {"groups": ["blocks.1", "blocks.2", "head"]},
-    {"groups": Block, "keep_last": 2},
+    {"groups": TrainingBlock, "keep_last": 2},
     {"groups": nn.Linear},
 ]
 
@@ -497,7 +253,7 @@ def test_device_memory_does_not_grow_with_the_number_of_groups() -> None:
     resident = peaks(12)[1] - peaks(6)[1]
     with_options = {"keep_last": 1}
     small, large = peaks(6, **with_options), peaks(12, **with_options)
-    weights = 6 * sum(p.nbytes for p in Block().parameters())
+    weights = 6 * sum(p.nbytes for p in TrainingBlock().parameters())
     assert resident - weights > 4 * saved_bytes_per_group()
     kept = large[1] - large[0] - (small[1] - small[0])
     assert kept < 0.1 * (resident - weights)
@@ -604,29 +360,6 @@ def test_no_address_is_taken_for_another() -> None:
 
 
 # ---------------------------------------------------------------- what is saved
-
-
-class Call(nn.Module):
-    """One group that runs a function."""
-
-    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(DIM, DIM, generator=torch.Generator().manual_seed(3)))
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(x, self.weight)
-
-
-class Calls(nn.Module):
-    def __init__(self, *functions: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Call(function) for function in functions)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
@@ -805,7 +538,7 @@ def test_nested_tensors_stay() -> None:
 
 
 def test_where_hooks_are_forbidden_nothing_is_offloaded() -> None:
-    model = Model()
+    model = TrainingModel()
     with activation_offloading(model, device="cpu", min_bytes=0) as handle:
         with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
             plain(model, torch.clone)
@@ -987,7 +720,7 @@ def test_the_module_stays_as_it_was() -> None:
     keys = list(model.state_dict())
     handle = offload(model)
     assert list(model.state_dict()) == keys
-    assert "forward" not in model.__dict__ and type(model) is Model
+    assert "forward" not in model.__dict__ and type(model) is TrainingModel
     handle.remove()
     for name, module in model.named_modules():
         assert {k: v for k, v in module.__dict__.items() if v or k in before[name]} == before[name]

@@ -24,24 +24,10 @@ from torch import nn
 from group_offload import StateError
 from group_offload.activations import host_memory, host_pool, offloader, spill, streams
 
+from ..support.activations import Call, Calls, check, offload
+from ..support.asserts import same_bits
 from ..support.simulated import SimulatedDevice, use_simulated_device
-from .test_activations import (
-    DIM,
-    STEPS,
-    Call,
-    Calls,
-    _small_segments,
-    check,
-    make,
-    offload,
-    plain,
-    retained,
-    same_bits,
-    stopped_backward,
-    two_by_two,
-)
-
-__all__ = ["_small_segments"]
+from ..support.training import DIM, STEPS, make, plain, retained, stopped_backward, two_by_two
 
 
 @contextmanager

@@ -23,11 +23,10 @@ from group_offload import StateError, apply_activation_offloading
 from group_offload.integrations.training import ActivationOffloadCallback
 
 from ..support import distributed_training, tiny_models
-from ..support.common import same_bits
+from ..support.activations import offload
+from ..support.asserts import same_bits
 from ..support.simulated import SimulatedDevice, use_simulated_device
-from .test_activations import Block, _small_segments, assert_same_bits, make, offload, plain, train
-
-__all__ = ["_small_segments"]
+from ..support.training import TrainingBlock, assert_same_bits, make, plain, train
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -45,7 +44,7 @@ def test_checkpoint_wrapper(impl: CheckpointImpl, applied: str) -> None:
         apply_activation_checkpointing(
             model,
             checkpoint_wrapper_fn=lambda module: checkpoint_wrapper(module, checkpoint_impl=impl),
-            check_fn=lambda module: isinstance(module, Block),
+            check_fn=lambda module: isinstance(module, TrainingBlock),
         )
         return model
 
@@ -55,11 +54,11 @@ def test_checkpoint_wrapper(impl: CheckpointImpl, applied: str) -> None:
         handle = offload(model)
     else:
         model = make()
-        handle = offload(model, groups=Block)
+        handle = offload(model, groups=TrainingBlock)
         apply_activation_checkpointing(
             model,
             checkpoint_wrapper_fn=lambda module: checkpoint_wrapper(module, checkpoint_impl=impl),
-            check_fn=lambda module: isinstance(module, Block),
+            check_fn=lambda module: isinstance(module, TrainingBlock),
         )
     num_calls = 0
 
@@ -68,7 +67,7 @@ def test_checkpoint_wrapper(impl: CheckpointImpl, applied: str) -> None:
         num_calls += 1
 
     for module in model.modules():
-        if isinstance(module, Block):
+        if isinstance(module, TrainingBlock):
             module.register_forward_pre_hook(count)
     assert_same_bits(train(model, plain), expected)
     stats = handle.stats()

@@ -22,6 +22,8 @@ from group_offload.base.publish import folder_lock
 from group_offload.cli import main as cli
 from group_offload.stores.folder import Folder, file_name
 
+from ..support.terminal import Terminal
+
 ROOT = Path(__file__).parents[2]
 GROUPS = ("blocks_0", "blocks_1")
 FILES = [file_name(group) for group in GROUPS]
@@ -45,19 +47,6 @@ def write(path: Path, seed: int = 0, model_class: str = "Model", groups: tuple[s
 def folder(tmp_path: Path) -> Path:
     write(tmp_path / "groups")
     return tmp_path / "groups"
-
-
-class Terminal:
-    """Runs the command in this process."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def __call__(self, *arguments: object, status: int = 0) -> str:
-        actual = cli.main([str(argument) for argument in arguments])
-        said = self._capsys.readouterr()
-        assert actual == status, said
-        return said.out + said.err
 
 
 @pytest.fixture

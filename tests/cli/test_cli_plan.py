@@ -36,8 +36,8 @@ from group_offload.cli.outline import find_checkpoint, outline
 from group_offload.plan import speeds
 
 from ..support import tiny_models
-from ..units.test_speeds import SIZES, SPEEDS
-from .test_cli import Terminal
+from ..support.speeds import SIZES, SPEEDS
+from ..support.terminal import Terminal
 
 MIB, GIB = 1 << 20, 1 << 30
 ROUND = 256

@@ -27,7 +27,9 @@ from group_offload import (
 from group_offload.api import handle_of
 
 from ..interrupts import Strike, contained
-from ..support.common import Model, assert_at_rest, assert_same, inputs, make, named_tensors, run
+from ..support.asserts import assert_at_rest, assert_same, named_tensors
+from ..support.models import Model, inputs, make
+from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 
 

@@ -31,11 +31,14 @@ from group_offload import (
 from group_offload.runtime.budget.budgeter import MARGIN_RAM_BYTES
 from group_offload.runtime.copies.reader import STAGING_BYTES
 
-from ..conftest import SPEEDS
-from ..files.test_files import run_python
 from ..support import tiny_models as tiny
+from ..support.models import DIM, RoutedModel
+from ..support.on_device import exercise, forward, from_file
+from ..support.processes import run_python
+from ..support.reads import watch_file_reads
+from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, SimulatedEvent, SimulatedStream, use_simulated_device
-from .test_streams import DIM, Model, exercise, forward, from_file, run, watch_file_reads
+from ..support.speeds import KNOWN_SPEEDS
 
 WIDTHS = [64] * 6
 MODES: list[dict[str, Any]] = [{}, {"record_stream": True}, {"offload_type": "leaf_level"}]
@@ -46,7 +49,7 @@ every_mode = pytest.mark.parametrize("options", MODES, ids=str)
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
     monkeypatch.setattr("group_offload.runtime.budget.budgeter.MARGIN_BYTES", 0)
-    slow = replace(SPEEDS, h2d=2, drive=1)  # a simulated second is one thing that ran
+    slow = replace(KNOWN_SPEEDS, h2d=2, drive=1)  # a simulated second is one thing that ran
     monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: slow)
     device = SimulatedDevice(0, "random")
     with use_simulated_device(device), watch_file_reads(device):
@@ -57,7 +60,7 @@ def weight_bytes(handle: OffloadHandle) -> int:
     return sum(group.num_bytes for group in handle.groups)
 
 
-def check(device: SimulatedDevice, model: Model, resident: Model, batch: int = 2) -> None:
+def check(device: SimulatedDevice, model: RoutedModel, resident: RoutedModel, batch: int = 2) -> None:
     x = torch.randn(batch, DIM)
     output = forward(device, model, x)
     model.alive.clear()
@@ -69,12 +72,12 @@ def offload(model: Any, **options: Any) -> OffloadHandle:
     return api.offload(model, onload_device="cpu", **options)
 
 
-def offloaded(resident: Model, **options: Any) -> tuple[Model, OffloadHandle]:
+def offloaded(resident: RoutedModel, **options: Any) -> tuple[RoutedModel, OffloadHandle]:
     model = copy.deepcopy(resident)
     return model, offload(model, **options)
 
 
-def needed(device: SimulatedDevice, resident: Model, **options: Any) -> tuple[int, int]:
+def needed(device: SimulatedDevice, resident: RoutedModel, **options: Any) -> tuple[int, int]:
     """Bytes of weights, and the device's peak without a budget."""
     model, handle = offloaded(resident, **options)
     num_bytes = weight_bytes(handle)
@@ -87,9 +90,9 @@ def needed(device: SimulatedDevice, resident: Model, **options: Any) -> tuple[in
     return num_bytes, peak
 
 
-def all_resident(device: SimulatedDevice, **options: Any) -> tuple[Model, Model, OffloadHandle]:
+def all_resident(device: SimulatedDevice, **options: Any) -> tuple[RoutedModel, RoutedModel, OffloadHandle]:
     """A resident model, its offloaded twin with room for all of it on the device, and the handle of that."""
-    resident = Model(WIDTHS).eval()
+    resident = RoutedModel(WIDTHS).eval()
     num_bytes, peak = needed(device, resident, **options)
     model, handle = offloaded(resident, vram_budget=peak + num_bytes, **options)
     for _ in range(4):
@@ -108,7 +111,7 @@ def nothing_is_foreseen(handle: OffloadHandle) -> None:
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_a_budget_for_the_device(share: float, options: dict[str, Any], device: SimulatedDevice) -> None:
     """Never more than that, never less sent than it allows, and the same bits."""
-    resident = Model(WIDTHS).eval()
+    resident = RoutedModel(WIDTHS).eval()
     num_bytes, peak = needed(device, resident, **options)
     budget = peak + int(share * num_bytes)
     model, handle = offloaded(resident, vram_budget=budget, **options)
@@ -135,7 +138,7 @@ def test_a_budget_for_ram(
     share: float, options: dict[str, Any], tier: str, device: SimulatedDevice, tmp_path: Path
 ) -> None:
     """So much of the files is page-locked, after they were read once, and the rest is read past the page cache."""
-    resident = Model([1000] * 8).eval()
+    resident = RoutedModel([1000] * 8).eval()
     model, options = place(resident, tier, tmp_path, options)
     num_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
     num_bytes += num_bytes // 10  # images begin where kernels want them to
@@ -160,7 +163,7 @@ def test_a_budget_for_ram(
     assert device.pinned_bytes == 0 and device.allocated_bytes == 0
 
 
-def place(resident: Model, tier: str, folder: Path, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def place(resident: RoutedModel, tier: str, folder: Path, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     if tier == "checkpoint":
         return from_file(resident, folder / "model.safetensors"), {**options, "offload_device": "disk"}
     return copy.deepcopy(resident), {**options, "offload_to_disk_path": folder}
@@ -169,7 +172,7 @@ def place(resident: Model, tier: str, folder: Path, options: dict[str, Any]) -> 
 @pytest.mark.parametrize("tier", ["checkpoint", "folder"])
 def test_both_budgets(tier: str, device: SimulatedDevice, tmp_path: Path) -> None:
     """Three tiers at once; groups move between them when the first pass has told what activations need."""
-    resident = Model([1000] * 10).eval()
+    resident = RoutedModel([1000] * 10).eval()
     model, options = place(resident, tier, tmp_path, {})
     num_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
     handle = offload(model, **options, vram_budget=num_bytes // 2, ram_budget="1GiB", ram_share=num_bytes // 4)
@@ -192,14 +195,14 @@ def test_both_budgets(tier: str, device: SimulatedDevice, tmp_path: Path) -> Non
 def test_a_plan_for_the_cpu_speaks_of_ram_and_reading_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("group_offload.runtime.placer.ram_for_weights", lambda budget, in_ram, staging, **_: ram)
     ram = 1 << 30
-    handle = apply_group_offloading(Model(WIDTHS).eval(), "cpu", offload_to_disk_path=tmp_path, ram_budget="1GiB")
+    handle = apply_group_offloading(RoutedModel(WIDTHS).eval(), "cpu", offload_to_disk_path=tmp_path, ram_budget="1GiB")
     text = str(handle.plan)
     assert "stay in RAM; each forward reads 0 B from the drive." in text
     assert text.endswith("All weights are in RAM: a forward waits for none.")
     num_bytes = sum(group.num_bytes for group in handle.plan.details.problem.groups)
     handle.remove()
     ram = num_bytes
-    model = Model(WIDTHS).eval()
+    model = RoutedModel(WIDTHS).eval()
     handle = apply_group_offloading(model, "cpu", offload_to_disk_path=tmp_path, ram_budget="1GiB")
     for _ in range(3):
         model(torch.zeros(1, DIM))
@@ -229,14 +232,14 @@ def test_an_edit_of_what_stays_on_the_device(options: dict[str, Any], device: Si
     check_at_rest(model, resident)
 
 
-def check_at_rest(model: Model, resident: Model) -> None:
+def check_at_rest(model: RoutedModel, resident: RoutedModel) -> None:
     state = resident.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
 def test_larger_inputs_are_foreseen(device: SimulatedDevice) -> None:
     """Activations grow with the inputs: groups are given up before the forward, and come back after it."""
-    resident = Model(WIDTHS).eval()
+    resident = RoutedModel(WIDTHS).eval()
     num_bytes, peak = needed(device, resident)
     budget = peak + num_bytes // 2
     model, handle = offloaded(resident, vram_budget=budget)
@@ -248,12 +251,12 @@ def test_larger_inputs_are_foreseen(device: SimulatedDevice) -> None:
     handle.remove()
 
 
-class Captioned(Model):
+class Captioned(RoutedModel):
     def forward(self, x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return super().forward(x + text.mean())
 
 
-class Attending(Model):
+class Attending(RoutedModel):
     """Activations grow with the square of the tokens."""
 
     def forward(self, x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -304,7 +307,7 @@ def test_memory_runs_out(options: dict[str, Any], device: SimulatedDevice) -> No
     taken = device.empty(weight_bytes(handle))
     device.capacity = device.total.now + 2 * DIM * 4  # room for the input, and no more
     nothing_is_foreseen(handle)
-    with pytest.raises(torch.OutOfMemoryError, match=r"Groups of Model.*given up: call it again.*vram_budget='"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"Groups of RoutedModel.*given up: call it again.*vram_budget='"):
         check(device, model, resident)
     assert handle.stats().resident_bytes == 0
     model.alive.clear()
@@ -320,13 +323,13 @@ def test_memory_runs_out(options: dict[str, Any], device: SimulatedDevice) -> No
 
 
 def test_memory_runs_out_where_nothing_can_be_given_up(device: SimulatedDevice) -> None:
-    resident = Model(WIDTHS).eval()
+    resident = RoutedModel(WIDTHS).eval()
     _, peak = needed(device, resident)
     model, handle = offloaded(resident, vram_budget=peak)
     for _ in range(2):
         check(device, model, resident)
     device.capacity = device.total.now + 1
-    with pytest.raises(torch.OutOfMemoryError, match="No group of Model stays on the device"):
+    with pytest.raises(torch.OutOfMemoryError, match="No group of RoutedModel stays on the device"):
         check(device, model, resident)
     device.capacity = 1 << 40
     model.alive.clear()
@@ -436,7 +439,7 @@ def test_what_a_forward_replaces_is_freed(device: SimulatedDevice) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"vram_budget": 1000}, "vram_budget is 1000 B.*weights of Model alone take turns in"),
+        ({"vram_budget": 1000}, "vram_budget is 1000 B.*weights of RoutedModel alone take turns in"),
         ({"vram_budget": "-1GiB"}, "vram_budget='-1GiB'"),
         ({"vram_budget": 0}, "vram_budget=0"),
         ({"vram_budget": "lots"}, "vram_budget='lots'.*'8GiB'"),
@@ -449,7 +452,7 @@ def test_what_a_forward_replaces_is_freed(device: SimulatedDevice) -> None:
 )
 def test_bad_budgets(options: dict[str, Any], message: str, device: SimulatedDevice) -> None:
     """A clear error, and the module is as it was."""
-    resident = Model(WIDTHS).eval()
+    resident = RoutedModel(WIDTHS).eval()
     model = copy.deepcopy(resident)
     before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     with pytest.raises(ConfigError, match=message):
@@ -462,7 +465,7 @@ def test_bad_budgets(options: dict[str, Any], message: str, device: SimulatedDev
 
 def test_a_budget_larger_than_the_device(device: SimulatedDevice, caplog: pytest.LogCaptureFixture) -> None:
     device.capacity = 1 << 30
-    model = Model(WIDTHS).eval()
+    model = RoutedModel(WIDTHS).eval()
     handle = offload(model, vram_budget="4GiB")
     assert handle.config.vram_budget == 1 << 30 and "more than there is" in caplog.text
     handle.remove()
@@ -470,13 +473,13 @@ def test_a_budget_larger_than_the_device(device: SimulatedDevice, caplog: pytest
 
 def test_the_cpu_has_no_memory_of_its_own() -> None:
     with pytest.raises(ConfigError, match=r"has no memory of its own\. Pass ram_budget"):
-        apply_group_offloading(Model(WIDTHS), "cpu", vram_budget="1GiB")
+        apply_group_offloading(RoutedModel(WIDTHS), "cpu", vram_budget="1GiB")
 
 
 @every_mode
 def test_more_than_enough(options: dict[str, Any], device: SimulatedDevice) -> None:
     """The first guess is right already."""
-    resident = Model(WIDTHS).eval()
+    resident = RoutedModel(WIDTHS).eval()
     model, handle = offloaded(resident, vram_budget=1 << 30, **options)
     for _ in range(3):
         check(device, model, resident)
@@ -499,7 +502,7 @@ def test_groups_that_stay_put_nothing_between_kernels(
         record(event, stream)
 
     def recorded(widths: list[int]) -> int:
-        resident = Model(widths)
+        resident = RoutedModel(widths)
         num_bytes, peak = needed(device, resident, **options)
         model, handle = offloaded(resident, vram_budget=peak + num_bytes, **options)
         for _ in range(6):
@@ -517,7 +520,7 @@ def test_groups_that_stay_put_nothing_between_kernels(
 
 def test_two_models_in_turn(device: SimulatedDevice) -> None:
     """Device memory goes to whoever runs; the budget holds for both together."""
-    residents = [Model(WIDTHS).eval(), Model([48] * 9).eval()]
+    residents = [RoutedModel(WIDTHS).eval(), RoutedModel([48] * 9).eval()]
     needs = [needed(device, resident) for resident in residents]
     budget = max(peak + num_bytes // 2 for num_bytes, peak in needs)
     twins = [offloaded(resident, vram_budget=budget) for resident in residents]
@@ -534,7 +537,7 @@ def test_ram_that_others_need(
     device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Page-locked files are given up, a part at a time, and read instead."""
-    resident = Model([1000] * 8).eval()
+    resident = RoutedModel([1000] * 8).eval()
     model, options = place(resident, "checkpoint", tmp_path, {})
     handle = offload(model, **options, ram_budget="1GiB", ram_share=1 << 20)
     for _ in range(3):
@@ -557,7 +560,7 @@ def test_ram_that_others_need(
 def test_budgets_whatever_happens(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Routes that change, exceptions, edits, two streams, two models that take turns."""
     monkeypatch.setattr("group_offload.runtime.budget.budgeter.MARGIN_BYTES", 0)
-    slow = replace(SPEEDS, h2d=2, drive=1)
+    slow = replace(KNOWN_SPEEDS, h2d=2, drive=1)
     monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: slow)
     rng = random.Random(seed)
     options = {
@@ -621,7 +624,7 @@ def test_four_gib_in_one(tmp_path: Path) -> None:
 def test_weights_that_have_no_file_need_ram(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names a budget that works."""
     monkeypatch.setattr("group_offload.runtime.budget.budgeter.ram_in_use", lambda: 100 << 20)
-    model = Model(WIDTHS)
+    model = RoutedModel(WIDTHS)
     pipeline = SimpleNamespace(components={"transformer": model})
     named = ""
     for call in (
@@ -665,7 +668,7 @@ def test_a_module_that_is_cut_again_keeps_its_ram(
     where: str, device: SimulatedDevice, ram: dict[str, int], tmp_path: Path
 ) -> None:
     """By then the process has taken what weights are read into, pages that it has locked, and whatever else it needs."""
-    resident = Model(WIDTHS).eval()
+    resident = RoutedModel(WIDTHS).eval()
     model: Any = (
         from_file(resident, tmp_path / "model.safetensors") if where == "checkpoint" else copy.deepcopy(resident)
     )
@@ -688,7 +691,7 @@ def test_a_module_that_is_cut_again_keeps_its_ram(
 def test_one_budget_for_ram_is_for_all_modules(device: SimulatedDevice, ram: dict[str, int], tmp_path: Path) -> None:
     models, residents, handles = [], [], []
     for number in range(2):
-        residents.append(Model([640] * 6).eval())
+        residents.append(RoutedModel([640] * 6).eval())
         models.append(from_file(residents[-1], tmp_path / f"{number}.safetensors"))
     whole = sum(parameter.nbytes for parameter in models[0].parameters())
     for model in models:
@@ -713,7 +716,7 @@ def test_weights_that_nothing_tells_edits_of_do_not_keep_others_from_staying(
     device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("group_offload.stores.pinned.can_detect_writes", lambda: False)
-    resident = Model(WIDTHS).eval()
+    resident = RoutedModel(WIDTHS).eval()
     num_bytes, peak = needed(device, resident)
     model: Any = from_file(resident, tmp_path / "model.safetensors")
     handle = offload(model, offload_device="disk", vram_budget=peak + num_bytes)
@@ -754,8 +757,8 @@ def test_the_budget_that_an_error_names_works(device: SimulatedDevice, monkeypat
     """The device has less than the budget: what the budget was says nothing about how much there is."""
     monkeypatch.setattr("group_offload.runtime.budget.budgeter.MARGIN_BYTES", 4096)
     monkeypatch.setattr(SimulatedDevice, "total_bytes", lambda self: 1 << 30)
-    resident = Model(WIDTHS).eval()
-    model = Model(WIDTHS).eval()
+    resident = RoutedModel(WIDTHS).eval()
+    model = RoutedModel(WIDTHS).eval()
     model.load_state_dict(resident.state_dict())
     handle = offload(model, vram_budget="90%")
     for _ in range(4):
@@ -791,7 +794,7 @@ def test_three_tiers_read_each_group_of_the_drive_once(
     if chunk_bytes is not None:
         for name in ("CHUNK_BYTES", "SMALL_CHUNK_BYTES"):
             monkeypatch.setattr(f"group_offload.runtime.copies.reader.{name}", chunk_bytes)
-    resident = Model([1296] * 6 + [540] * 12).eval()
+    resident = RoutedModel([1296] * 6 + [540] * 12).eval()
     with use_simulated_device(SimulatedDevice(0, schedule)) as device:
         model, options = place(resident, "checkpoint", tmp_path, {})
         num_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
@@ -821,7 +824,7 @@ def test_a_pipeline_with_a_budget_for_ram(
 ) -> None:
     """The smallest and the largest images have room around them: what must be in RAM is no more than what may."""
     device = request.getfixturevalue("device") if device_kind == "simulated" else None
-    residents = {"text_encoder": Model([30] * 6).eval(), "transformer": Model([50] * 6).eval()}
+    residents = {"text_encoder": RoutedModel([30] * 6).eval(), "transformer": RoutedModel([50] * 6).eval()}
     models = copy.deepcopy(residents)
     options: dict[str, Any] = {}
     if tier == "checkpoint":
@@ -878,7 +881,9 @@ def test_a_ram_budget_that_an_error_names_works(tmp_path: Path) -> None:
 
 
 def test_too_small_a_budget_of_a_pipeline_names_what_is_enough_for_all(device: SimulatedDevice) -> None:
-    models = {name: Model([width] * 4).eval() for name, width in (("first", 100), ("largest", 400), ("last", 200))}
+    models = {
+        name: RoutedModel([width] * 4).eval() for name, width in (("first", 100), ("largest", 400), ("last", 200))
+    }
     pipeline = SimpleNamespace(components=models)
     with pytest.raises(ConfigError, match="vram_budget is 1000 B") as caught:
         enable_group_offload(pipeline, "cpu", vram_budget=1000)
@@ -894,9 +899,9 @@ def test_a_pipeline(device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest
     """Two denoisers of one class, and an encoder that runs once: both budgets hold for all of them together."""
     monkeypatch.setattr("group_offload.integrations.sharing.ram_for_weights", lambda budget, in_ram, staging, **_: ram)
     residents = {
-        "text_encoder": Model([300] * 6).eval(),
-        "transformer": Model([500] * 6).eval(),
-        "transformer_2": Model([500] * 6).eval(),
+        "text_encoder": RoutedModel([300] * 6).eval(),
+        "transformer": RoutedModel([500] * 6).eval(),
+        "transformer_2": RoutedModel([500] * 6).eval(),
     }
     models = {name: from_file(model, tmp_path / f"{name}.safetensors") for name, model in residents.items()}
     num_bytes = {name: sum(t.nbytes for t in model.state_dict().values()) for name, model in models.items()}

@@ -22,13 +22,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from group_offload import GroupFileError, OffloadHandle, StateError, apply_group_offloading
 
 from ..support import tiny_models as tiny
-from ..support.common import LEVELS, TIERS, WIDTH, assert_at_rest, assert_same, check, inputs, make, offload_to, run
-from ..support.common import Block as PlainBlock
-from ..support.common import Model as PlainModel
+from ..support.asserts import assert_at_rest, assert_same
+from ..support.models import WIDTH, Block, Model, inputs, make
+from ..support.rigs import LEVELS, TIERS, check, offload_to, run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 
 
-class Block(PlainBlock):
+class Block(Block):
     """A block that computes with whatever was added to it."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Block(PlainBlock):
         return x / 2
 
 
-class Model(PlainModel):
+class Model(Model):
     def __init__(self) -> None:
         super().__init__(0)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
@@ -389,7 +389,7 @@ def test_edits_after_one_that_could_not_be_written(
     level: str, after: int, then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was taken up before it rests elsewhere by then: edits of that count too."""
-    model, reference = make(PlainModel), make(PlainModel)
+    model, reference = make(Model), make(Model)
     handle = offload_to(tmp_path, model, level)
     assert_same(run(model, inputs()), run(reference, inputs()))
 
@@ -423,7 +423,7 @@ def test_edits_after_one_that_could_not_be_written(
 
 def test_edits_on_two_tiers_and_a_new_module(tmp_path: Path) -> None:
     """Weights of one block come from a checkpoint, those of another one rest in a group file."""
-    model, reference = make(PlainModel), make(PlainModel)
+    model, reference = make(Model), make(Model)
     save_file(model.blocks[0].state_dict(), tmp_path / "model.safetensors")
     model.blocks[0].load_state_dict(load_file(tmp_path / "model.safetensors"), assign=True)
     handle = offload_to(tmp_path, model)

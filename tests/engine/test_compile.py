@@ -19,7 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 from group_offload import ActivationOffloadHandle, apply_activation_offloading
 
-from ..support.common import LEVELS, TIERS, WIDTH, Model, assert_at_rest, assert_same, inputs, make, offload_to, run
+from ..support.asserts import assert_at_rest, assert_same
+from ..support.models import WIDTH, Model, inputs, make
+from ..support.rigs import LEVELS, TIERS, offload_to, run
 
 every_level = pytest.mark.parametrize("level", LEVELS)
 

@@ -28,9 +28,11 @@ from group_offload.runtime.slots import arena
 from group_offload.runtime.slots import slot as slots
 
 from .. import interrupts
-from ..files.test_files import run_python
 from ..interrupts import OPERATIONS, SCENARIOS, Place, Places, Scenario, Strike, contained
-from ..support.common import Model, assert_at_rest, assert_same, check, inputs, make, offload_to, run
+from ..support.asserts import assert_at_rest, assert_same
+from ..support.models import Model, inputs, make
+from ..support.processes import run_python
+from ..support.rigs import check, offload_to, run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 
 NUM_STRUCK = 5

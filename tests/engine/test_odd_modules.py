@@ -17,20 +17,9 @@ from torch import nn
 
 from group_offload import ModuleError, StateError, apply_group_offloading, remove_group_offloading
 
-from ..support.common import (
-    LEVELS,
-    TIERS,
-    WIDTH,
-    Block,
-    Model,
-    assert_at_rest,
-    assert_same,
-    check,
-    inputs,
-    make,
-    offload_to,
-    run,
-)
+from ..support.asserts import assert_at_rest, assert_same
+from ..support.models import WIDTH, Block, Model, inputs, make
+from ..support.rigs import LEVELS, TIERS, check, offload_to, run
 
 every_tier = pytest.mark.parametrize("tier", TIERS)
 every_level = pytest.mark.parametrize("level", LEVELS)

@@ -26,21 +26,9 @@ from group_offload import (
     remove_group_offloading,
 )
 
-from ..support.common import (
-    LEVELS,
-    TIERS,
-    WIDTH,
-    Block,
-    Model,
-    assert_at_rest,
-    assert_same,
-    check,
-    inputs,
-    make,
-    named_tensors,
-    offload_to,
-    run,
-)
+from ..support.asserts import assert_at_rest, assert_same, named_tensors
+from ..support.models import WIDTH, Block, Model, inputs, make
+from ..support.rigs import LEVELS, TIERS, check, offload_to, run
 
 needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
 

@@ -12,41 +12,17 @@ import pytest
 import torch
 
 from group_offload import ConfigError, GroupFileError, apply_group_offloading
-from group_offload.base import pagemap
 from group_offload.base.pagemap import can_detect_writes
 from group_offload.stores import checkpoint
 
-from ..files.test_file_identity import as_root, loaded, place  # noqa: F401
-from ..files.test_files import flip_a_bit, pair, run_python
-from ..support.common import Model, check, inputs, make, offload_to, run
+from ..support.files import as_root, flip_a_bit, loaded
+from ..support.models import Model, inputs, make
+from ..support.page_map import PageMap
+from ..support.processes import run_python
+from ..support.rigs import check, offload_to, pair, run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 
 pytestmark = pytest.mark.skipif(not can_detect_writes(), reason="this system does not tell which pages were written")
-
-
-class PageMap:
-    """Lets this process open its page map, or not."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self._code = 0
-        real = os.open
-
-        def open_(path: Any, *args: Any, **kwargs: Any) -> int:
-            if path == "/proc/self/pagemap" and self._code:
-                raise OSError(self._code, os.strerror(self._code), path)
-            return real(path, *args, **kwargs)
-
-        patch.setattr(os, "open", open_)
-
-    def refuse(self, code: int = errno.EACCES) -> None:
-        """As it is in a forked child that has other rights."""
-        self._code = code
-        pagemap._Known.forget()
-
-    def allow(self, *, forgets: bool = True) -> None:
-        self._code = 0
-        if forgets:
-            pagemap._Known.forget()
 
 
 @pytest.fixture
@@ -135,6 +111,7 @@ def test_edits_beside_weights_are_kept(tmp_path: Path, monkeypatch: pytest.Monke
 
 # ---------------------------------------------------------------- locked memory
 
+
 _MADE = """
 import ctypes
 import tests.engine.test_processes as t
@@ -219,6 +196,7 @@ rig.close()
 
 
 # ---------------------------------------------------------------- forks
+
 
 _FORKS = """
 import warnings; warnings.simplefilter("ignore")
@@ -305,7 +283,7 @@ for how in ("edit", "replace", "write"):
 
 @as_root
 @every_tier
-def test_a_child_that_may_not_read_its_page_map(tier: str, place: Path) -> None:  # noqa: F811
+def test_a_child_that_may_not_read_its_page_map(tier: str, place: Path) -> None:
     """Forked from a process that could: a server that loads a model and gives its workers fewer rights."""
     done = run_python(
         _MADE

@@ -22,8 +22,10 @@ from group_offload.runtime.copies.transfer import Transfer
 from group_offload.stores.base import Tier
 from group_offload.stores.pinned import RamImage, Segment
 
+from ..support.models import DIM, EditsItsBlocks, NormedModel, RoutedBlock, RoutedModel
+from ..support.on_device import assert_same_state, forward, offload, on_their_way
+from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
-from .test_streams import DIM, Block, Model, assert_at_rest, forward, offload, on_their_way, run
 
 MODES: list[dict[str, Any]] = [
     {},
@@ -122,7 +124,7 @@ EDITS = [in_place, through_data, new_data, through_the_state_dict, through_numpy
 def test_an_edit_while_the_next_pass_is_on_its_way(
     edit: Callable[[nn.Module, str], None], options: dict[str, Any], is_told_of_edits: bool, device: SimulatedDevice
 ) -> None:
-    model = Model([16, 24, 16, 16])
+    model = RoutedModel([16, 24, 16, 16])
     resident = copy.deepcopy(model)
     handle = offload(model, **options)
     x = torch.randn(2, DIM)
@@ -135,7 +137,7 @@ def test_an_edit_while_the_next_pass_is_on_its_way(
             with device.running():
                 edit(model, name)
             edit(resident, name)
-            assert_at_rest(model, resident, device)
+            assert_same_state(model, resident, device)
             pending.append((forward(device, model, x), run(resident, x)))
             if is_told_of_edits:
                 assert private_bytes(handle) == 0
@@ -148,7 +150,7 @@ def test_an_edit_while_the_next_pass_is_on_its_way(
 @any_mode
 def test_an_edit_and_its_undoing(options: dict[str, Any], device: SimulatedDevice) -> None:
     """What is on its way holds neither value for sure. (The case of a LoRA that is fused and unfused.)"""
-    model = Model([16] * 4)
+    model = RoutedModel([16] * 4)
     resident = copy.deepcopy(model)
     handle = offload(model, **options)
     x = torch.randn(2, DIM)
@@ -166,7 +168,7 @@ def test_an_edit_and_its_undoing(options: dict[str, Any], device: SimulatedDevic
 
 def test_edits_take_no_memory_for_good(device: SimulatedDevice) -> None:
     """Every weight edited: until the next pass each page is there twice, and then once again."""
-    model = Model([64] * 8)
+    model = RoutedModel([64] * 8)
     handle = offload(model)
     with taken_away(handle, device, model):
         x = torch.randn(2, DIM)
@@ -183,26 +185,6 @@ def test_edits_take_no_memory_for_good(device: SimulatedDevice) -> None:
 
 
 # ---------------------------------------------------------------- edits in the middle of a pass
-
-
-class EditsItsBlocks(nn.Module):
-    """Changes weights of each block right before the block is called, when its image is on the device already."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(16, counts=False) for _ in range(4)])
-        self.shift = nn.Parameter(torch.randn(DIM))
-        self.edits = True
-        self.before_edit: Callable[[], object] = lambda: None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            if self.edits:
-                self.before_edit()
-                block.up.weight.mul_(1.25)
-                block.gain.add_(1)
-            x = block(x)
-        return x + self.shift
 
 
 @any_mode
@@ -279,36 +261,6 @@ def test_another_form_in_the_middle_of_a_forward_is_refused(
 
 
 # ---------------------------------------------------------------- forwards that change their own weights
-
-
-class Normed(nn.Module):
-    """A batch norm in training, a counter, and a parameter: all of several blocks in one page."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(DIM)
-        self.proj = nn.Linear(DIM, DIM)
-        self.register_buffer("calls", torch.zeros(1))
-        self.gain = nn.Parameter(torch.randn(DIM))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        with torch.no_grad():
-            self.gain.add_(0.125)
-        return x + self.proj(self.norm(x)) * self.gain + self.calls
-
-
-class NormedModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Normed() for _ in range(4))
-        self.on_block: Callable[[int, nn.Module], None] = lambda position, block: None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for position, block in enumerate(self.blocks):
-            x = block(x)
-            self.on_block(position, self)
-        return x
 
 
 @told(MODES[0])
@@ -409,7 +361,7 @@ def test_page_locking_is_refused(
     monkeypatch.setattr(device, "pin", lambda memory, *, read_only=False: None)
     monkeypatch.setattr(device, "empty_pinned", empty_pinned)
     monkeypatch.setattr("group_offload.runtime.groups.build.SEGMENT_BYTES", 4096)
-    model = Model([16, 24, 16, 16])
+    model = RoutedModel([16, 24, 16, 16])
     resident = copy.deepcopy(model)
     with caplog.at_level(logging.WARNING, "group_offload"):
         handle = offload(model, **options)
@@ -434,7 +386,7 @@ def test_page_locking_is_refused(
                 through_data(model, "shift")
             in_place(resident, "blocks.0.up.weight")
             through_data(resident, "shift")
-        assert_at_rest(model, resident, device)
+        assert_same_state(model, resident, device)
     for output, expected in outputs:
         assert torch.equal(device.get(output), expected)
     del outputs, output
@@ -453,7 +405,7 @@ def test_the_next_pass_is_on_its_way_before_it_begins(
     options: dict[str, Any], device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In steady state nothing waits for its copy to be started, and each image is brought once in a pass."""
-    model = Model([16] * 6)
+    model = RoutedModel([16] * 6)
     events: list[str] = []
     send = Transfer.send
 
@@ -488,7 +440,7 @@ class TwoWays(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder, self.decoder = Model([16, 24, 16]), Model([24, 16, 16, 16])
+        self.encoder, self.decoder = RoutedModel([16, 24, 16]), RoutedModel([24, 16, 16, 16])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.decoder(self.encoder(x))
@@ -524,7 +476,7 @@ def test_free_slots(
     gc.collect()  # it is for all devices: those of other tests too, which may have ended in the middle of something
     if goes_with_last_reference:
         monkeypatch.setattr(device, "free", lambda memory: None)
-    model = Model([16, 24, 16, 16])
+    model = RoutedModel([16, 24, 16, 16])
     resident = copy.deepcopy(model)
     handle = offload(model, **options)
     with taken_away(handle, device, model):
@@ -544,7 +496,7 @@ def test_free_slots(
 @any_mode
 def test_free_slots_in_the_middle_of_a_pass(options: dict[str, Any], device: SimulatedDevice) -> None:
     """It leaves what is running alone."""
-    model = Model([16, 24, 16, 16])
+    model = RoutedModel([16, 24, 16, 16])
     resident = copy.deepcopy(model)
     handle = offload(model, **options)
 
@@ -571,7 +523,7 @@ def test_two_models_take_the_memory_of_one(
     """Slots of other sizes take the place of those of before: never the sum."""
     if goes_with_last_reference:
         monkeypatch.setattr(device, "free", lambda memory: None)
-    small, large = Model([16] * 4), Model([40] * 4)
+    small, large = RoutedModel([16] * 4), RoutedModel([40] * 4)
     twins = copy.deepcopy(small), copy.deepcopy(large)
     handles = [offload(small, **options), offload(large, **options)]
     x = torch.randn(2, DIM)
@@ -589,7 +541,7 @@ def test_two_models_take_the_memory_of_one(
 @any_mode
 def test_device_memory_is_the_formula(options: dict[str, Any], device: SimulatedDevice) -> None:
     """The rings; without them one group in use, and on its way as much as the largest one takes, or four of those."""
-    model = Model([16, 16, 40, 16, 16, 24, 16, 16])
+    model = RoutedModel([16, 16, 40, 16, 16, 24, 16, 16])
     handle = offload(model, **options)
     with taken_away(handle, device, model):
         assert handle._engine is not None
@@ -614,7 +566,7 @@ def test_device_memory_is_the_formula(options: dict[str, Any], device: Simulated
 def test_a_module_that_is_dropped_right_after_a_forward(
     options: dict[str, Any], num_passes: int, device: SimulatedDevice
 ) -> None:
-    model = Model([16] * 4)
+    model = RoutedModel([16] * 4)
     resident = copy.deepcopy(model)
     handle = offload(model, **options)
     x = torch.randn(2, DIM)
@@ -632,7 +584,7 @@ def test_a_module_that_is_dropped_right_after_a_forward(
 
 
 def test_remove_in_the_middle_of_a_pass_is_refused(device: SimulatedDevice) -> None:
-    model = Model([16] * 4)
+    model = RoutedModel([16] * 4)
     resident = copy.deepcopy(model)
     handle = offload(model)
 
@@ -676,7 +628,7 @@ def test_memory_is_unlocked_before_it_is_unmapped(device: SimulatedDevice, monke
     libc = mapping._libc
     monkeypatch.setattr(SimulatedDevice, "pin", watched_pin)
     monkeypatch.setattr(mapping, "_libc", WatchedLibc())
-    model = Model([16] * 3)
+    model = RoutedModel([16] * 3)
     offload(model)
     forward(device, model, torch.randn(2, DIM))
     device.synchronize()
@@ -699,7 +651,7 @@ def test_a_weight_that_is_replaced_in_the_middle_of_a_forward(options: dict[str,
 
     def replace(which: EditsItsBlocks) -> None:
         for block in which.blocks:
-            assert isinstance(block, Block)
+            assert isinstance(block, RoutedBlock)
             block.gain.data = block.gain.data + 1
 
     for number in range(5):
@@ -722,7 +674,7 @@ def test_a_weight_of_another_form_in_the_middle_of_a_forward(device: SimulatedDe
 
     def replace() -> None:
         block = model.blocks[1]
-        assert isinstance(block, Block)
+        assert isinstance(block, RoutedBlock)
         block.gain.data = block.gain.data.double()
 
     model.before_edit = replace

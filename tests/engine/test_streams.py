@@ -9,15 +9,13 @@ from __future__ import annotations
 import ast
 import copy
 import gc
-import os
 import random
 import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +23,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from group_offload import GroupFileError, OffloadHandle, apply_group_offloading
+from group_offload import GroupFileError, apply_group_offloading
 from group_offload.runtime import engine, memory, passes, placer
 from group_offload.runtime.copies import jobs, reader, staging, transfer
 from group_offload.runtime.copies import last as copies
-from group_offload.runtime.copies.reader import Reader
 from group_offload.runtime.copies.transfer import Transfer
 from group_offload.runtime.foresight import lookahead
 from group_offload.runtime.foresight.schedule import Schedule
@@ -41,297 +36,21 @@ from group_offload.runtime.slots import arena
 from group_offload.runtime.slots import slot as slots
 from group_offload.stores.source import SourceFile
 
+from ..support.models import DIM, RoutedBlock, RoutedModel
+from ..support.on_device import (
+    assert_reads_have_owners,
+    exercise,
+    forward,
+    from_file,
+    hop_between,
+    offload,
+    on_their_way,
+    options_for,
+    raise_interrupt,
+)
+from ..support.reads import held_reads, hold_what_the_next_pass_needs, many_frames, watch_file_reads
+from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
-
-DIM = 8
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, counts: bool) -> None:
-        super().__init__()
-        self.up = nn.Linear(DIM, width)
-        self.down = nn.Linear(width, DIM)
-        self.gain = nn.Parameter(torch.randn(DIM))
-        if counts:
-            self.register_buffer("calls", torch.zeros(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.down(torch.relu(self.up(x))) * self.gain
-        if "calls" in self._buffers:
-            self.calls.add_(1)
-            x = x + self.calls.sum()
-        return x / 2
-
-
-class Stop(Exception):
-    pass
-
-
-def stay(position: int) -> Any:
-    return nullcontext()
-
-
-class Model(nn.Module):
-    def __init__(self, widths: list[int], counts: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList([Block(width, counts) for width in widths])
-        self.shift = nn.Parameter(torch.randn(DIM))
-        self.route = list(range(len(widths)))
-        self.stop_at = -1
-        self.on_block: Callable[[int], Any] = stay
-        self.alive: list[torch.Tensor] = []
-        """Activations that cross streams: whoever does that has to keep them until they are used."""
-
-    def forward(self, x: torch.Tensor, finish: bool = True) -> torch.Tensor:
-        x = self.embed(x) + self.shift
-        for position, index in enumerate(self.route):
-            self.alive.append(x)
-            if position == self.stop_at:
-                raise Stop
-            with self.on_block(position):
-                x = self.blocks[index](x)
-        self.alive.append(x)
-        return x * self.shift if finish else x
-
-
-@contextmanager
-def watch_file_reads(device: SimulatedDevice) -> Iterator[None]:
-    """Tell the device of what the file tier writes into host memory behind torch's back."""
-    read = SourceFile.read
-
-    def watched(self: SourceFile, area: memoryview, position: int, num_bytes: int, *, direct: bool) -> bool:
-        device.host_access(torch.frombuffer(area, dtype=torch.uint8), write=True)
-        return read(self, area, position, num_bytes, direct=direct)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SourceFile, "read", watched)
-        yield
-
-
-class HeldReads:
-    """Some reads wait from `close` on until `open`."""
-
-    def __init__(self) -> None:
-        self._is_open = threading.Event()
-
-    def open(self) -> None:
-        self._is_open.set()
-
-    def close(self) -> None:
-        self._is_open.clear()
-
-    def wait(self) -> None:
-        assert self._is_open.wait(60)
-
-
-@contextmanager
-def held_reads(*names: str) -> Iterator[HeldReads]:
-    """Reads for groups whose names begin like this can be held; there are threads enough for the others."""
-    held, read = HeldReads(), Reader._read
-    threads = ThreadPoolExecutor(16)
-
-    def reading(self: Reader, job: Any, chunk: Any) -> None:
-        if any(each.label.startswith(names) for _, reads in chunk.spans for each in reads):
-            held.wait()
-        read(self, job, chunk)
-
-    held.open()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "on_pool", threads.submit)
-        patch.setattr(reader, "num_threads", lambda: 16)
-        patch.setattr(Reader, "_read", reading)
-        try:
-            yield held
-        finally:
-            held.open()
-            threads.shutdown()
-
-
-def hold_what_the_next_pass_needs(model: Model, held: HeldReads) -> RemovableHandle:
-    """Close when the first block is there, before its memory goes to others and it can be read for the next pass."""
-    return model.blocks[0].down.register_forward_pre_hook(lambda *_: held.close())
-
-
-@contextmanager
-def many_frames() -> Iterator[None]:
-    """The staging memory has room for all that is on its way, although the model is small."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "CHUNK_BYTES", 4096)
-        yield
-
-
-@contextmanager
-def late_reads(rng: random.Random) -> Iterator[None]:
-    """Files are read late and in any order, in small pieces with room for few of them, directly or not."""
-    threads = ThreadPoolExecutor(4)
-
-    def submit(task: Callable[..., Any], *args: Any) -> Any:
-        delay = rng.choice([0, 0, 0.001, 0.004])
-
-        def later() -> Any:
-            time.sleep(delay)
-            return task(*args)
-
-        return threads.submit(later)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "on_pool", submit)
-        patch.setattr(reader, "num_threads", lambda: rng.choice([1, 2, 3]))
-        patch.setattr(reader, "NUM_FRAMES", rng.choice([1, 2, 5]))
-        patch.setattr(reader, "CHUNK_BYTES", rng.choice([2 * 4096, 3 * 4096, 16 << 20]))
-        if rng.random() < 0.5:
-            patch.setattr("group_offload.stores.ways.available_ram", lambda: 0)
-            patch.setattr(SourceFile, "is_cached", lambda *args: rng.random() < 0.2)
-        yield
-    threads.shutdown()
-
-
-def from_file(model: nn.Module, path: Path) -> nn.Module:
-    """The model as a loader leaves it that copies nothing."""
-    if not path.exists():
-        save_file(model.state_dict(), path)
-        os.utime(path, (1e9, 1e9))  # so that a change shows in the time, however soon it comes
-    loaded = copy.deepcopy(model)
-    loaded.load_state_dict(load_file(path), assign=True)
-    return loaded
-
-
-def offload(model: nn.Module, **options: Any) -> OffloadHandle:
-    return apply_group_offloading(model, "cpu", **options)  # what the simulated device stands for
-
-
-def forward(device: SimulatedDevice, model: nn.Module, x: torch.Tensor, stream: Any = None) -> torch.Tensor:
-    """Enqueue a forward; the output is on the device, and mostly not computed yet."""
-    with torch.no_grad(), device.use_stream(stream or device.current_stream()), device.running():
-        result: torch.Tensor = model(device.put(x))
-    return result
-
-
-def exercise(seed: int, laziness: Any, options: dict[str, Any], *, num_passes: int = 4) -> OffloadHandle:
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
-    device = SimulatedDevice(seed, laziness)
-    widths = [rng.choice([4, 8, 8, 24, 40]) for _ in range(rng.randint(1, 6))]
-    model = Model(widths, counts=rng.random() < 0.3)
-    resident = copy.deepcopy(model)
-    other = Model([rng.choice([8, 32])] * 2)
-    other_resident = copy.deepcopy(other)
-    streams = [device.current_stream(), device.new_stream()]
-    with ExitStack() as stack:
-        stack.enter_context(use_simulated_device(device))
-        stack.enter_context(watch_file_reads(device))
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        if options.get("in_checkpoint"):
-            model = from_file(resident, Path(folder) / "model.safetensors")
-            options = {**options, "offload_device": "disk"}
-        if options.get("in_files"):
-            options = {**options, "offload_to_disk_path": folder}
-        if {"in_files", "in_checkpoint"} & options.keys():
-            stack.enter_context(late_reads(rng))
-        if not options.get("is_told_of_edits", True):
-            patch = stack.enter_context(pytest.MonkeyPatch.context())
-            patch.setattr("group_offload.stores.pinned.can_detect_writes", lambda: False)
-        ours = ("in_files", "in_checkpoint", "is_told_of_edits")
-        options = {name: value for name, value in options.items() if name not in ours}
-        handle = offload(model, **options)
-        other_handle = offload(other)
-        outputs = []
-        for _ in range(num_passes):
-            route = list(range(len(widths)))
-            if rng.random() < 0.5:
-                route = [rng.randrange(len(widths)) for _ in range(rng.randint(0, 8))]
-            model.route = resident.route = route
-            model.stop_at = resident.stop_at = rng.randrange(len(route)) if route and rng.random() < 0.15 else -1
-            if rng.random() < 0.3:  # blocks that compute on streams of their own, one after another
-                model.on_block = hop_between(device, streams)
-            x = torch.randn(3, DIM)
-            stream = rng.choice(streams)
-            try:
-                outputs.append((forward(device, model, x, stream), run(resident, x)))
-            except Stop:
-                with pytest.raises(Stop):
-                    run(resident, x)
-            model.on_block = stay
-            assert_at_rest(model, resident, device)
-            if rng.random() < 0.3:
-                outputs.append((forward(device, other, x, rng.choice(streams)), run(other_resident, x)))
-            if rng.random() < 0.4:  # while kernels, and copies unless somebody waited, are on their way
-                edit(device, rng, model, resident)
-        for output, expected in outputs:
-            assert torch.equal(device.get(output), expected)
-        device.synchronize()
-        model.alive.clear()
-        other.alive.clear()
-        stats = handle.stats()
-        assert stats.passes >= 1
-        handle.remove()
-        other_handle.remove()
-        assert_at_rest(model, resident, device)
-        assert device.pinned_bytes == 0
-        assert device.allocated_bytes == 0
-    return handle
-
-
-def hop_between(device: SimulatedDevice, streams: list[Any]) -> Callable[[int], Any]:
-    @contextmanager
-    def on_block(position: int) -> Iterator[None]:
-        before, mine = device.current_stream(), streams[position % 2]
-        event = device.new_event()
-        event.record(before)
-        mine.wait_event(event)  # what a caller owes for its activations; the weights are the engine's business
-        with device.use_stream(mine):
-            yield
-        event = device.new_event()
-        event.record(mine)
-        before.wait_event(event)
-
-    return on_block
-
-
-def run(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        result: torch.Tensor = model(x)
-    return result
-
-
-def edit(device: SimulatedDevice, rng: random.Random, model: Model, resident: Model) -> None:
-    name = rng.choice([name for name, _ in model.named_parameters()])
-    with device.running(), torch.no_grad():
-        if rng.random() < 0.5:
-            model.get_parameter(name).data.mul_(2)
-        else:
-            model.get_parameter(name).data = model.get_parameter(name).data * 2
-    resident.get_parameter(name).data.mul_(2)
-
-
-def assert_at_rest(model: Model, resident: Model, device: SimulatedDevice) -> None:
-    with device.running():
-        for (name, value), expected in zip(model.state_dict().items(), resident.state_dict().values(), strict=True):
-            assert torch.equal(value, expected), name
-
-
-@contextmanager
-def options_for(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The options for `offload`, with a folder for `in_files`."""
-    with tempfile.TemporaryDirectory() as folder:
-        real = {name: value for name, value in options.items() if name != "in_files"}
-        yield {**real, "offload_to_disk_path": folder} if options.get("in_files") else real
-
-
-def assert_reads_have_owners(handle: OffloadHandle) -> None:
-    """What is read ahead is read for a group that waits for it: else it has its part of the staging memory for good."""
-    engine = handle._engine
-    assert engine is not None
-    engine.transfer.wait_until_enqueued()
-    jobs = {ahead.job for ahead in engine._lookahead._ahead.values()}
-    assert set(engine.transfer._reader._announced) <= jobs and not engine.transfer._reader._submitted
-
-
-def on_their_way(device: SimulatedDevice) -> int:
-    """Copies to the device that were enqueued and have not run."""
-    return sum(work.access.label == "copy H2D" for stream in device._streams for work in stream.queue)
-
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -370,7 +89,7 @@ def test_any_seed_matches_the_resident_one(seed: int, laziness: str, options: di
 def test_copies_overlap_with_compute() -> None:
     """While a block computes the next image is already on its way: in steady state nothing is started on demand."""
     device = SimulatedDevice(0, "lazy")
-    model = Model([16] * 6)
+    model = RoutedModel([16] * 6)
     with use_simulated_device(device):
         handle = offload(model)
         for _ in range(3):
@@ -384,7 +103,7 @@ def test_copies_overlap_with_compute() -> None:
 @pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)
 def test_the_host_never_waits(options: dict[str, Any]) -> None:
     device = SimulatedDevice(0, "lazy")
-    model = Model([16] * 6)
+    model = RoutedModel([16] * 6)
     with use_simulated_device(device):
         handle = offload(model, **options)
         for _ in range(4):
@@ -396,7 +115,7 @@ def test_the_host_never_waits(options: dict[str, Any]) -> None:
 def test_the_host_waits_for_copies_from_what_can_be_edited() -> None:
     """Where the system does not tell which weights were edited, they rest in the memory that copies read."""
     device = SimulatedDevice(0, "lazy")
-    model = Model([16] * 6)
+    model = RoutedModel([16] * 6)
     with use_simulated_device(device), pytest.MonkeyPatch.context() as patch:
         patch.setattr("group_offload.stores.pinned.can_detect_writes", lambda: False)
         handle = offload(model)
@@ -411,7 +130,7 @@ def test_the_host_waits_for_copies_from_what_can_be_edited() -> None:
 def test_device_memory_is_the_formula(options: dict[str, Any]) -> None:
     """The rest, and the largest blocks, however far the host runs ahead of the device."""
     device = SimulatedDevice(0, "lazy")
-    model = Model([16, 16, 40, 16, 16, 16, 16, 16])
+    model = RoutedModel([16, 16, 40, 16, 16, 16, 16, 16])
     with use_simulated_device(device):
         handle = offload(model, **options)
         sizes = sorted((g.num_bytes for g in handle.groups if g.group_id.startswith("blocks")), reverse=True)
@@ -425,7 +144,7 @@ def test_device_memory_is_the_formula(options: dict[str, Any]) -> None:
 
 def test_at_rest_nothing_moves() -> None:
     device = SimulatedDevice(0, "lazy")
-    model = Model([16] * 4)
+    model = RoutedModel([16] * 4)
     with use_simulated_device(device):
         handle = offload(model)
         forward(device, model, torch.randn(2, DIM))
@@ -441,7 +160,7 @@ class TwoAtOnce(nn.Module):
 
     def __init__(self, device: SimulatedDevice) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block(16, counts=False) for _ in range(4)])
+        self.blocks = nn.ModuleList([RoutedBlock(16, counts=False) for _ in range(4)])
         self.device = [device, device.new_stream()]
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -511,7 +230,7 @@ def test_an_edit_waits_for_copies_on_all_streams() -> None:
 def test_what_a_forward_changed_is_fetched_after_it_was_changed(options: dict[str, Any]) -> None:
     """The pass ends on another stream than the one on which a block, still expected again, was used last."""
     device = SimulatedDevice(0, "lazy")
-    model = Model([16, 16], counts=True)
+    model = RoutedModel([16, 16], counts=True)
     side = device.new_stream()
 
     @contextmanager
@@ -544,7 +263,7 @@ def test_files_and_pageable_ram_go_through_the_staging_buffers_in_turn() -> None
 
 def test_a_lease_goes_from_stream_to_stream() -> None:
     device = SimulatedDevice(0, "lazy")
-    one, two = Model([16] * 3), Model([16] * 3)
+    one, two = RoutedModel([16] * 3), RoutedModel([16] * 3)
     side = device.new_stream()
     with use_simulated_device(device):
         handles = [offload(one), offload(two)]
@@ -559,7 +278,7 @@ def test_a_lease_goes_from_stream_to_stream() -> None:
 def test_slots_go_to_another_model_while_copies_to_them_are_on_their_way() -> None:
     """Two models whose slots are of one size alternate; the first one's next pass is on its way when the other begins."""
     device = SimulatedDevice(0, "lazy")
-    one, two = Model([16] * 4), Model([16] * 4)
+    one, two = RoutedModel([16] * 4), RoutedModel([16] * 4)
     x = torch.randn(2, DIM)
     expected = [run(one, x), run(two, x)]
     with use_simulated_device(device):
@@ -579,7 +298,7 @@ def test_slots_go_to_another_model_while_copies_to_them_are_on_their_way() -> No
 def test_slots_go_to_another_model_while_files_are_being_read(options: dict[str, Any]) -> None:
     """The first one's next pass is being read when the other one, in RAM, takes its slots; then those reads end."""
     device = SimulatedDevice(0, "lazy")
-    one, two = Model([16] * 4), Model([16] * 4)
+    one, two = RoutedModel([16] * 4), RoutedModel([16] * 4)
     x = torch.randn(2, DIM)
     expected = [run(one, x), run(two, x)]
     with (
@@ -611,7 +330,7 @@ def test_slots_go_to_another_model_while_files_are_being_read(options: dict[str,
 def test_what_was_read_ahead_in_vain_is_given_up() -> None:
     """Whatever the order is, it holds no frame for longer than until something else is expected sooner."""
     device = SimulatedDevice(0, "random")
-    model = Model([16] * 8)
+    model = RoutedModel([16] * 8)
     resident = copy.deepcopy(model)
     x = torch.randn(2, DIM)
     rng = random.Random(0)
@@ -637,7 +356,7 @@ def test_what_was_read_ahead_in_vain_is_given_up() -> None:
 def test_an_edit_of_what_is_read_ahead(where: str) -> None:
     """The old bytes lie in the staging memory, for a group that has no slot yet."""
     device = SimulatedDevice(0, "random")
-    model: Any = Model([16] * 6)
+    model: Any = RoutedModel([16] * 6)
     resident = copy.deepcopy(model)
     x = torch.randn(2, DIM)
     with (
@@ -673,7 +392,7 @@ def test_an_edit_of_what_is_read_ahead(where: str) -> None:
 @pytest.mark.parametrize("end", ["remove", "change"])
 def test_files_are_being_read_when(end: str) -> None:
     device = SimulatedDevice(0, "lazy")
-    model = Model([16] * 4)
+    model = RoutedModel([16] * 4)
     x = torch.randn(2, DIM)
     with (
         use_simulated_device(device),
@@ -691,7 +410,7 @@ def test_files_are_being_read_when(end: str) -> None:
         assert handle._engine is not None and handle._engine.transfer._reader._submitted
         threading.Timer(0.2, held.open).start()
         if end == "change":
-            model.blocks[2] = Block(400, counts=False)
+            model.blocks[2] = RoutedBlock(400, counts=False)
             assert device.get(forward(device, model, x)).isfinite().all()
         handle.remove()
         device.synchronize()
@@ -702,7 +421,7 @@ def test_files_are_being_read_when(end: str) -> None:
 def test_removed_after_an_interrupt_at_the_end_of_a_pass() -> None:
     """Copies from staging buffers of pageable RAM are on their way: nobody waited for them."""
     device = SimulatedDevice(0, "lazy")
-    model = Model([16] * 4)
+    model = RoutedModel([16] * 4)
     with use_simulated_device(device), pytest.MonkeyPatch.context() as patch:
         handle = offload(model, low_cpu_mem_usage=True)
         forward(device, model, torch.randn(2, DIM))
@@ -717,7 +436,7 @@ def test_removed_after_an_interrupt_at_the_end_of_a_pass() -> None:
 def test_removed_after_an_edit_in_the_middle_of_a_forward() -> None:
     """What is edited then goes through staging buffers, and nobody waited for the copies."""
     device = SimulatedDevice(0, "lazy")
-    resident = Model([16] * 4)
+    resident = RoutedModel([16] * 4)
     with use_simulated_device(device), tempfile.TemporaryDirectory() as folder:
         model: Any = from_file(resident, Path(folder) / "model.safetensors")
         handle = offload(model, offload_device="disk")
@@ -741,7 +460,7 @@ def test_what_rests_in_ram_does_not_overtake_what_is_read() -> None:
     That one has to wait for the large block's compute as well, although its bytes are behind the first small one's.
     """
     device = SimulatedDevice(0, "lazy")
-    resident = Model([400, 400, 100, 100, 100]).eval()
+    resident = RoutedModel([400, 400, 100, 100, 100]).eval()
     x = torch.randn(2, DIM)
     with (
         use_simulated_device(device),
@@ -773,7 +492,7 @@ def test_what_rests_in_ram_does_not_overtake_what_is_read() -> None:
 def test_what_could_not_be_read_ahead_is_read_again() -> None:
     """One read in four fails, but none of the same bytes two times in a row: so no forward does."""
     device = SimulatedDevice(0, "lazy")
-    model = Model([16] * 6)
+    model = RoutedModel([16] * 6)
     resident = copy.deepcopy(model)
     read, num_reads = SourceFile.read, 0
     failed: set[Any] = set()
@@ -810,16 +529,12 @@ def test_what_could_not_be_read_ahead_is_read_again() -> None:
         handle.remove()
 
 
-def raise_interrupt(*args: Any, **kwargs: Any) -> None:
-    raise KeyboardInterrupt
-
-
 class Fork(nn.Module):
     """Its last block computes on another stream, and nothing inside of the pass waits for that."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block(16, counts=False) for _ in range(3)])
+        self.blocks = nn.ModuleList([RoutedBlock(16, counts=False) for _ in range(3)])
         self.device = [device, device.new_stream()]
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -861,7 +576,7 @@ def test_slots_go_to_another_model_while_a_side_stream_reads_them(options: dict[
 def test_removed_right_after_a_forward(options: dict[str, Any]) -> None:
     """The output is not computed, and copies (through staging buffers, or the next pass's) are on their way."""
     device = SimulatedDevice(0, "lazy")
-    model = Model([16] * 4)
+    model = RoutedModel([16] * 4)
     resident = copy.deepcopy(model)
     with use_simulated_device(device), watch_file_reads(device), many_frames(), options_for(options) as options:
         handle = offload(model, **options)
@@ -883,7 +598,7 @@ def test_removed_right_after_a_forward(options: dict[str, Any]) -> None:
 def test_cut_into_groups_again_right_after_a_forward(options: dict[str, Any]) -> None:
     """What is on its way then is for images, slots and staging buffers of other sizes."""
     device = SimulatedDevice(0, "lazy")
-    model = Model([16] * 4)
+    model = RoutedModel([16] * 4)
     resident = copy.deepcopy(model)
     with use_simulated_device(device), watch_file_reads(device), many_frames(), options_for(options) as options:
         handle = offload(model, **options)
@@ -892,7 +607,7 @@ def test_cut_into_groups_again_right_after_a_forward(options: dict[str, Any]) ->
         assert handle._engine is not None
         handle._engine.transfer.wait_until_enqueued()
         assert on_their_way(device) > 0
-        large = Block(40, counts=False)
+        large = RoutedBlock(40, counts=False)
         resident.blocks[2] = copy.deepcopy(large)
         model.blocks[2] = large
         outputs += [(forward(device, model, x), run(resident, x)) for _ in range(3)]
@@ -918,7 +633,7 @@ INTERRUPTED: list[tuple[Any, str, int]] = [
 def test_an_interrupt_in_the_middle_of_the_engine(options: dict[str, Any], where: tuple[Any, str, int]) -> None:
     """Ctrl-C comes while copies are being enqueued, or as the pass ends; then another model takes the slots."""
     device = SimulatedDevice(0, "lazy")
-    model, other = Model([16] * 4), Model([16] * 4)
+    model, other = RoutedModel([16] * 4), RoutedModel([16] * 4)
     x = torch.randn(2, DIM)
     expected = [run(model, x), run(other, x)]
     owner, name, at = where
@@ -963,7 +678,7 @@ def test_an_interrupt_in_the_middle_of_the_engine(options: dict[str, Any], where
 def test_memory_of_the_allocator_is_freed_after_another_stream_used_it() -> None:
     """With record_stream: the group before took the memory on one stream, the block computes on another one."""
     device = SimulatedDevice(0, "lazy")
-    model = Model([16] * 4)
+    model = RoutedModel([16] * 4)
     x = torch.randn(2, DIM)
     expected = run(model, x)
     with use_simulated_device(device):
@@ -977,6 +692,7 @@ def test_memory_of_the_allocator_is_freed_after_another_stream_used_it() -> None
 
 
 # ---------------------------------------------------------------- mutations
+
 
 CALLS = {
     "wait_event",

@@ -15,9 +15,10 @@ import torch
 
 from group_offload import OffloadHandle, StateError, apply_group_offloading
 
-from ..support import common
+from ..support.models import DIM, RoutedModel, Stop, inputs, make
+from ..support.on_device import forward, offload, options_for
+from ..support.rigs import TIERS, offload_to, run
 from ..support.simulated import SimulatedDevice, use_simulated_device
-from .test_streams import DIM, Model, Stop, forward, offload, options_for, run
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -67,7 +68,7 @@ def group_of(name: str) -> tuple[str, int]:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_timeline(options: dict[str, Any], tmp_path: Path, device: SimulatedDevice) -> None:
-    model = Model([16, 24, 16, 16])
+    model = RoutedModel([16, 24, 16, 16])
     resident = copy.deepcopy(model)
     x = torch.randn(2, DIM)
     with options_for(options) as options:
@@ -105,7 +106,7 @@ def test_timeline(options: dict[str, Any], tmp_path: Path, device: SimulatedDevi
 
 
 def test_one_trace_at_a_time(tmp_path: Path, device: SimulatedDevice) -> None:
-    model = Model([16] * 3)
+    model = RoutedModel([16] * 3)
     handle = offload(model)
     with handle.trace(tmp_path / "one.json"):
         with pytest.raises(StateError, match="already"), handle.trace(tmp_path / "two.json"):
@@ -122,7 +123,7 @@ def test_one_trace_at_a_time(tmp_path: Path, device: SimulatedDevice) -> None:
 
 def test_trace_of_a_forward_that_raises(tmp_path: Path, device: SimulatedDevice) -> None:
     """The error comes through, and the next trace works."""
-    model = Model([16] * 3)
+    model = RoutedModel([16] * 3)
     resident = copy.deepcopy(model)
     handle = offload(model)
     x = torch.randn(2, DIM)
@@ -140,12 +141,12 @@ def test_trace_of_a_forward_that_raises(tmp_path: Path, device: SimulatedDevice)
     handle.remove()
 
 
-@pytest.mark.parametrize("tier", common.TIERS)
+@pytest.mark.parametrize("tier", TIERS)
 def test_timeline_on_the_cpu(tier: str, tmp_path: Path) -> None:
-    model = common.make()
-    handle = common.offload_to(tmp_path / "groups" if tier == "file" else None, model)
+    model = make()
+    handle = offload_to(tmp_path / "groups" if tier == "file" else None, model)
     with handle.trace(tmp_path / "trace.json"):
-        common.run(model, common.inputs())
+        run(model, inputs())
     lanes = lanes_of(tmp_path / "trace.json")
     names = [group.group_id for group in handle.groups]
     assert list(lanes) == LANES
@@ -161,7 +162,7 @@ def stalled(handle: OffloadHandle) -> dict[str, float]:
 @pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)
 def test_stalls_in_seconds(options: dict[str, Any], device: SimulatedDevice) -> None:
     """Copies that are late: how long compute waited is told once the device has got there, and nobody waits for that."""
-    model = Model([16] * 4)
+    model = RoutedModel([16] * 4)
     handle = offload(model, **options)
     assert (handle.stats().stalled_seconds, handle.stats().worst_stall) == (0, None)
     for _ in range(3):
@@ -181,7 +182,7 @@ def test_stalls_in_seconds(options: dict[str, Any], device: SimulatedDevice) -> 
 
 def test_copies_that_are_in_time_stall_nobody() -> None:
     with use_simulated_device(SimulatedDevice(0, "eager")) as device:
-        model = Model([16] * 4)
+        model = RoutedModel([16] * 4)
         handle = offload(model)
         for _ in range(2):
             forward(device, model, torch.randn(2, DIM))
@@ -192,11 +193,11 @@ def test_copies_that_are_in_time_stall_nobody() -> None:
         handle.remove()
 
 
-@pytest.mark.parametrize("tier", common.TIERS)
+@pytest.mark.parametrize("tier", TIERS)
 def test_a_profile_names_the_groups(tier: str, tmp_path: Path) -> None:
-    model = common.make()
+    model = make()
     handle = apply_group_offloading(model, "cpu", offload_to_disk_path=tmp_path if tier == "file" else None)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
-        common.run(model, common.inputs())
+        run(model, inputs())
     names = {event.name for event in profile.events() if event.name.startswith("group_offload.onload")}
     assert names == {f"group_offload.onload {group.group_id}" for group in handle.groups}

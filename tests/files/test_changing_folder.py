@@ -28,14 +28,12 @@ from group_offload.stores.folder import Folder, ProvenFile, file_name
 from group_offload.stores.manifest import Manifest, publish_manifest
 from group_offload.stores.survey import Kind
 
-from ..support.common import Model, assert_at_rest, make, offload_to
-from .test_folder import (
+from ..support.asserts import assert_at_rest
+from ..support.folders import (
     GROUPS,
     assert_holds,
     assert_whole,
     edit,
-    fork,
-    in_new_process,
     look,
     manifest_in,
     manifests,
@@ -43,9 +41,11 @@ from .test_folder import (
     prune,
     put,
     set_up,
-    status_of,
     weights,
 )
+from ..support.models import Model, make
+from ..support.processes import fork, in_new_process, status_of
+from ..support.rigs import offload_to
 
 ROOT = Path(__file__).parents[2]
 
@@ -230,7 +230,7 @@ def test_another_file_of_the_same_name(tmp_path: Path, monkeypatch: pytest.Monke
         assert put(Folder(tmp_path), weights(1)).path == file.path
         return found
 
-    monkeypatch.setattr("tests.files.test_folder.survey", then_replaced)
+    monkeypatch.setattr("tests.support.folders.survey", then_replaced)
     assert_whole(tmp_path)
 
 

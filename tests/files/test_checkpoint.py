@@ -29,13 +29,13 @@ from transformers import T5EncoderModel
 
 from group_offload import ConfigError, GroupFileError, OffloadHandle, apply_group_offloading
 
-from ..engine.test_residence import NormedModel
-from ..engine.test_streams import DIM, Model, from_file
 from ..support import tiny_models as tiny
-from ..support.common import LEVELS, inputs, named_tensors, same_bits
-from ..support.common import Model as PlainModel
+from ..support.asserts import named_tensors, same_bits
+from ..support.models import DIM, Model, NormedModel, RoutedModel, inputs
+from ..support.on_device import from_file
+from ..support.processes import run_python
+from ..support.rigs import LEVELS
 from ..support.simulated import SimulatedDevice, use_simulated_device
-from .test_files import run_python
 
 CLASSES: dict[str, Any] = {
     "flux": FluxTransformer2DModel,
@@ -213,7 +213,7 @@ def loaded_by_hand(resident: nn.Module, path: Path, *, shift: int) -> nn.Module:
 @every_level
 @pytest.mark.parametrize("shift", [0, 2, 4, 6, 8, 12, 14])
 def test_tensors_that_lie_anywhere(shift: int, level: str, where: Where, tmp_path: Path) -> None:
-    resident = nn.Module.to(Model([24, 40, 8]), torch.bfloat16).eval()
+    resident = nn.Module.to(RoutedModel([24, 40, 8]), torch.bfloat16).eval()
     path = tmp_path / "model.safetensors"
     model = loaded_by_hand(resident, path, shift=shift)
     assert {parameter.data_ptr() % 16 for parameter in model.parameters()} >= {shift % 16}
@@ -233,7 +233,7 @@ def test_tensors_that_lie_anywhere(shift: int, level: str, where: Where, tmp_pat
 @pytest.mark.parametrize("shift", [1, 3, 9])
 def test_data_at_odd_places(shift: int, level: str, where: Where, tmp_path: Path) -> None:
     """Where no dtype may lie. Whatever a loader makes of it, the weights stay right."""
-    resident = nn.Module.to(Model([24, 40, 8]), torch.bfloat16).eval()
+    resident = nn.Module.to(RoutedModel([24, 40, 8]), torch.bfloat16).eval()
     model = loaded_by_hand(resident, tmp_path / "model.safetensors", shift=shift)
     (tmp_path / "groups").mkdir()
     handle = offload(model, level, offload_to_disk_path=tmp_path / "groups")
@@ -286,7 +286,7 @@ def test_odd_tensors(shift: int, level: str, where: Where, tmp_path: Path) -> No
 
 
 def test_tensors_of_a_group_in_several_files(where: Where, tmp_path: Path) -> None:
-    resident = Model([16] * 3).eval()
+    resident = RoutedModel([16] * 3).eval()
     state = resident.state_dict()
     model = copy.deepcopy(resident)
     parts: dict[str, torch.Tensor] = {}
@@ -311,7 +311,7 @@ def test_tensors_of_a_group_in_several_files(where: Where, tmp_path: Path) -> No
 @every_level
 @pytest.mark.parametrize("with_folder", [False, True], ids=["", "with a folder"])
 def test_a_parameter_that_is_in_no_file(with_folder: bool, level: str, where: Where, tmp_path: Path) -> None:
-    resident = Model([16] * 3).eval()
+    resident = RoutedModel([16] * 3).eval()
     model: Any = from_file(resident, tmp_path / "model.safetensors")
     for twin in (model, resident):
         twin.blocks[1].up.weight = nn.Parameter(torch.ones_like(twin.blocks[1].up.weight))
@@ -391,7 +391,7 @@ EDITS = [
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
 def test_edits(edit: Callable[[Any], None], level: str, with_folder: bool, where: Where, tmp_path: Path) -> None:
     """Right in the next pass, in state_dict() and after remove(); the file never changes."""
-    resident = Model([16] * 3).eval()
+    resident = RoutedModel([16] * 3).eval()
     path = tmp_path / "model.safetensors"
     model = from_file(resident, path)
     content = path.read_bytes()
@@ -475,7 +475,7 @@ def test_what_is_saved(where: Where, tmp_path: Path) -> None:
 
 
 def test_two_models_of_one_file(where: Where, tmp_path: Path) -> None:
-    resident = Model([16] * 3).eval()
+    resident = RoutedModel([16] * 3).eval()
     models = [from_file(resident, tmp_path / "model.safetensors") for _ in range(2)]
     handles = [offload(model) for model in models]
     edited = aligned(resident)
@@ -496,7 +496,7 @@ def test_two_models_of_one_file(where: Where, tmp_path: Path) -> None:
 def test_copies(how: str, where: Where, tmp_path: Path) -> None:
     """A copy is a resident model of its own: it neither needs the file nor shares memory with the first."""
     torch.manual_seed(0)
-    resident = PlainModel(3).eval()
+    resident = Model(3).eval()
     model: Any = from_file(resident, path := tmp_path / "model.safetensors")
     handle = offload(model)
     x = inputs()
@@ -529,7 +529,7 @@ def test_copies(how: str, where: Where, tmp_path: Path) -> None:
 @every_level
 @pytest.mark.parametrize("what", ["deleted", "replaced"])
 def test_a_checkpoint_that_goes(what: str, level: str, where: Where, tmp_path: Path) -> None:
-    resident = Model([16] * 3).eval()
+    resident = RoutedModel([16] * 3).eval()
     path = tmp_path / "model.safetensors"
     model = from_file(resident, path)
     handle = offload(model, level)
@@ -556,7 +556,7 @@ def test_a_checkpoint_that_is_changed_in_place(
     what: str, level: str, verifies: bool, where: Where, tmp_path: Path
 ) -> None:
     """Every forward says so, until it is what it was if that can be told: by the hash of what was read before."""
-    resident = Model([300] * 3).eval()
+    resident = RoutedModel([300] * 3).eval()
     path = tmp_path / "model.safetensors"
     model = from_file(resident, path)
     content, stat = path.read_bytes(), path.stat()

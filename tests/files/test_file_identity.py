@@ -9,48 +9,21 @@ import copy
 import errno
 import mmap
 import os
-import shutil
 import subprocess
-import tempfile
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from group_offload import ConfigError, GroupFileError, apply_group_offloading
 from group_offload.stores import folder as folders
 
-from ..support.common import Model, assert_at_rest, assert_same, check, inputs, make, offload_to, run
-from .test_files import pair, run_python
-
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs to be root")
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    """A folder that any user may write to: pytest's own are for its user alone."""
-    path = Path(tempfile.mkdtemp(prefix="group_offload-test-"))
-    path.chmod(0o777)
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
-
-
-def loaded(path: Path, seed: int = 0, num_files: int = 1, num_blocks: int = 4) -> tuple[Any, Any]:
-    """A model whose weights are views of checkpoints in `path`, and its resident twin."""
-    reference = make(Model, num_blocks, seed=seed)
-    names = [*reference.state_dict()]
-    path.mkdir(parents=True, exist_ok=True)
-    model, state = copy.deepcopy(reference), {}
-    for number in range(num_files):
-        mine = {name: reference.state_dict()[name] for name in names[number::num_files]}
-        if mine:
-            save_file(mine, path / f"{number}.safetensors")
-            state |= load_file(path / f"{number}.safetensors")
-    model.load_state_dict(state, assign=True)
-    return model, reference
+from ..support.asserts import assert_at_rest, assert_same
+from ..support.files import as_root, loaded
+from ..support.models import Model, inputs, make
+from ..support.processes import run_python
+from ..support.rigs import check, offload_to, pair, run
 
 
 def offloaded(tier: str, path: Path, *, many: bool, **options: Any) -> tuple[Any, Any, Any, list[Path]]:
@@ -182,6 +155,8 @@ def go_through(tier: str, root: Path, *, many: bool, verifies: bool, may_lose: b
 _CASES = """
 import ctypes, resource
 import tests.files.test_file_identity as t
+from safetensors.torch import load_file, save_file
+from tests.support.files import loaded
 tier, root, verifies, limit, user = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3] == "True", *map(int, sys.argv[4:])
 import torch._dynamo
 os.fsync = os.fstat
@@ -219,6 +194,7 @@ t.go_through(tier, root, many=True, verifies=verifies, with_mounts=with_mounts,
 
 # ---------------------------------------------------------------- set-up
 
+
 _WAYS: dict[str, dict[str, Any]] = {
     "ram": {},
     "disk": {"offload_device": "disk"},
@@ -231,12 +207,14 @@ def test_set_up_with_files_that_were_cut_off(place: Path) -> None:
     done = run_python(
         """
         import tests.files.test_file_identity as t
+        from safetensors.torch import load_file, save_file
+        from tests.support.files import loaded
         for way, options in t._WAYS.items():
             for case in ("cut", "cut+rm", "cut+mv"):
                 print(way, case, flush=True)
                 folder = pathlib.Path(sys.argv[1]) / way / case
                 folder.mkdir(parents=True)
-                model, reference = t.loaded(folder, num_files=2)
+                model, reference = loaded(folder, num_files=2)
                 for path in sorted(folder.glob("*.safetensors")):
                     for step in t.HARMFUL[case]:
                         step(path)
@@ -255,7 +233,9 @@ def test_a_file_that_is_cut_off_while_a_forward_changes_weights(place: Path) -> 
     done = run_python(
         """
         import tests.files.test_file_identity as t
-        from tests.engine.test_residence import NormedModel, DIM
+        from safetensors.torch import load_file, save_file
+        from tests.support.files import loaded
+        from tests.support.models import DIM, NormedModel
         os.fsync = os.fstat
         root = pathlib.Path(sys.argv[1])
         for tier in ("groups", "checkpoint"):
@@ -265,8 +245,8 @@ def test_a_file_that_is_cut_off_while_a_forward_changes_weights(place: Path) -> 
             folder.mkdir()
             options = {"offload_to_disk_path": folder}
             if tier == "checkpoint":
-                t.save_file(model.state_dict(), folder / "model.safetensors")
-                model.load_state_dict(t.load_file(folder / "model.safetensors"), assign=True)
+                save_file(model.state_dict(), folder / "model.safetensors")
+                model.load_state_dict(load_file(folder / "model.safetensors"), assign=True)
                 options = {"offload_device": "disk"}
             handle = apply_group_offloading(model, "cpu", **options)
             def cut(module, args, output):
@@ -332,7 +312,7 @@ if not with_mounts:
     sys.exit()
 def mounted(seed):
     assert not os.system(f"mount -t tmpfs tmpfs '{root}'")
-    found = t.loaded(root, seed=seed)
+    found = loaded(root, seed=seed)
     return *found, (root / "0.safetensors").stat()
 model, reference, first = mounted(0)
 _, _, second = mounted(1)
@@ -464,6 +444,8 @@ def test_a_limit_of_address_space(tier: str, tmp_path: Path) -> None:
         """
         import resource
         import tests.files.test_file_identity as t
+        from safetensors.torch import load_file, save_file
+        from tests.support.files import loaded
         from tests.support.simulated import SimulatedDevice, use_simulated_device
         tier, root = sys.argv[1], pathlib.Path(sys.argv[2])
         def made():
@@ -472,8 +454,8 @@ def test_a_limit_of_address_space(tier: str, tmp_path: Path) -> None:
         model = made()
         options = {"groups": {"offload_to_disk_path": root}, "disk": {"offload_device": "disk"}, "ram": {}}[tier]
         if tier == "disk":
-            t.save_file(model.state_dict(), root / "model.safetensors")
-            model.load_state_dict(t.load_file(root / "model.safetensors"), assign=True)
+            save_file(model.state_dict(), root / "model.safetensors")
+            model.load_state_dict(load_file(root / "model.safetensors"), assign=True)
         x = torch.randn(1, 2048)
         expected = run(model, x)
         apply_group_offloading(made(), "cpu").remove()

@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import subprocess
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,27 +22,13 @@ from torch import nn
 from group_offload import GroupFileError, apply_group_offloading
 from group_offload.stores.checkpoint import FileMap
 
-from ..support.common import (
-    LEVELS,
-    Model,
-    assert_at_rest,
-    assert_own_memory,
-    assert_same,
-    check,
-    inputs,
-    make,
-    named_tensors,
-    offload_to,
-    run,
-)
-from ..support.new_process import run_code
+from ..support.asserts import assert_at_rest, assert_own_memory, assert_same, named_tensors
+from ..support.files import flip_a_bit
+from ..support.models import Model, inputs, make
+from ..support.processes import run_python
+from ..support.rigs import LEVELS, check, offload_to, pair, run
 
 every_level = pytest.mark.parametrize("level", LEVELS)
-
-
-def pair(seed: int = 0) -> tuple[nn.Module, nn.Module]:
-    model = make(Model, seed=seed)
-    return model, copy.deepcopy(model)
 
 
 def name_of(group_id: str) -> str:
@@ -57,13 +42,6 @@ def contents(folder: Path) -> dict[str, tuple[int, int, bytes]]:
         for path in folder.glob("*.safetensors")
         if path.is_file()
     }
-
-
-def run_python(code: str, *args: object) -> subprocess.CompletedProcess[str]:
-    """Run `code` in a process of its own, which may die."""
-    prelude = "import copy, os, sys, pathlib, torch\nfrom torch import nn\n"
-    prelude += "from tests.support.common import *\nfrom group_offload import *\n"
-    return run_code(prelude + textwrap.dedent(code), args)
 
 
 # ---------------------------------------------------------------- names and content
@@ -501,6 +479,7 @@ def test_full_disk(small_disk: Path) -> None:
 
 # ---------------------------------------------------------------- other programs, under a running model
 
+
 _MISHAPS = {
     "truncated": "os.truncate(path, 5000)",
     "emptied": "os.truncate(path, 0)",
@@ -657,17 +636,6 @@ def test_ram_falls_by_the_weights(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- bits that flip
-
-
-def flip_a_bit(path: Path, position: int) -> None:
-    """As a drive does it: the file's time of change stays."""
-    before = path.stat()
-    with path.open("r+b") as file:
-        file.seek(position)
-        (byte,) = file.read(1)
-        file.seek(position)
-        file.write(bytes([byte ^ 4]))
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 @every_level

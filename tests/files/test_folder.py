@@ -15,136 +15,49 @@ import shutil
 import signal
 import stat
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from group_offload import GroupFileError, apply_group_offloading
 from group_offload.base import publish as publish_module
-from group_offload.base.layout import ImageLayout, lay_out
 from group_offload.base.mapping import map_file
-from group_offload.base.publish import boot, remove_unused
-from group_offload.stores.folder import (
-    Folder,
-    ProvenFile,
-    add_user,
-    delete_if_unused,
-    file_name,
-    never_delete,
-    remove_user,
-)
+from group_offload.base.publish import boot
+from group_offload.stores.folder import Folder, add_user, delete_if_unused, file_name, never_delete, remove_user
 from group_offload.stores.manifest import Manifest
-from group_offload.stores.survey import Kind, Survey, open_folder, removable, survey, verify
+from group_offload.stores.survey import Kind
 
-from ..support.common import Model, assert_at_rest, make, offload_to
-from ..support.new_process import ROOT, run_code
+from ..support.asserts import assert_at_rest
+from ..support.folders import (
+    GROUPS,
+    assert_holds,
+    assert_whole,
+    edit,
+    layout_of,
+    look,
+    manifests,
+    names,
+    prune,
+    put,
+    set_up,
+    weights,
+)
+from ..support.models import Model, make
+from ..support.processes import fork, in_new_process, status_of
+from ..support.rigs import offload_to
 
-GROUPS = ("blocks_0", "blocks_1")
-
-
-def weights(seed: int = 0, group: str = "blocks_0") -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {f"{group}.{name}": torch.randn(3, 5, generator=generator) for name in ("up", "down")}
-
-
-def layout_of(named: dict[str, torch.Tensor]) -> ImageLayout:
-    return lay_out(list(named), list(named.values()))
-
-
-def put(folder: Folder, named: dict[str, torch.Tensor], group: str = "blocks_0", **options: Any) -> ProvenFile:
-    """Find or write the file of a group, and close it."""
-    found = folder.find_or_write(group, layout_of(named), list(named.values()), lambda num_bytes: None, **options)
-    os.close(found.fd)
-    return found
-
-
-def set_up(path: Path, seed: int = 0, model_class: str = "Model") -> list[ProvenFile]:
-    """What the engine does for a model of two groups."""
-    folder = Folder(path, model_class)
-    with folder.locked():
-        folder.prepare(1000)
-        files = [put(folder, weights(seed, group), group) for group in GROUPS]
-        folder.publish_manifest([file.entry for file in files])
-    return files
-
-
-def assert_holds(files: Sequence[ProvenFile], seed: int = 0) -> None:
-    for file, group in zip(files, GROUPS, strict=True):
-        loaded = load_file(file.path)
-        for name, value in weights(seed, group).items():
-            assert torch.equal(loaded[name], value)
-
-
-def look(path: Path) -> Survey:
-    with open_folder(path) as fd:
-        return verify(fd, survey(fd), lambda num_bytes: None)
-
-
-def assert_whole(path: Path) -> None:
-    found = look(path)
-    assert not found.damaged and not found.broken_manifests
-
-
-def prune(path: Path) -> None:
-    with open_folder(path) as fd:
-        for finding in removable(survey(fd)):
-            remove_unused(finding.name, fd)
-
-
-def names(path: Path) -> set[str]:
-    return {file.name for file in path.iterdir()}
-
-
-def manifests(path: Path) -> list[Path]:
-    return sorted(path.glob("manifest_*"))
+# ---------------------------------------------------------------- what a file says, and when it is used
 
 
 def manifest_in(path: Path) -> Manifest:
     return Manifest.decode(path.read_bytes())
-
-
-def in_new_process(function: Callable[..., None], *args: object, under: Sequence[str] = (), **options: Any) -> str:
-    """Run a function of a test in a process of its own, which may fork: pytest's has threads. Returns what it says."""
-    code = f"import sys; from {function.__module__} import {function.__name__} as f; f(*sys.argv[1:])"
-    if under or options:
-        command = [*under, sys.executable, "-c", code, *map(str, args)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=100, env=environment, **options
-        )
-    else:
-        done = run_code(code, args)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout + done.stderr
-
-
-def fork(body: Callable[[], object]) -> int:
-    """Run `body` in a child; returns its pid."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            body()
-            status = 0
-        finally:
-            os._exit(status)
-    return pid
-
-
-def status_of(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-# ---------------------------------------------------------------- what a file says, and when it is used
 
 
 def test_metadata(tmp_path: Path) -> None:
@@ -219,14 +132,6 @@ def test_manifest_name_of_any_class(model_class: str, tmp_path: Path) -> None:
     assert names(tmp_path) == {"groups"}
     assert manifest_in(manifests(folder)[0]).model_class == model_class
     assert_whole(folder)
-
-
-def edit(folder: Folder, before: list[ProvenFile], seed: int) -> tuple[Path | None, list[ProvenFile]]:
-    """What the engine does when the second group changes."""
-    new = put(folder, weights(seed, GROUPS[1]), GROUPS[1], outdated=before[1].path)
-    folder.discard(before[1].path)
-    files = [before[0], new]
-    return folder.publish_manifest([file.entry for file in files]), files
 
 
 def test_manifest_moves_with_an_edit(tmp_path: Path) -> None:
@@ -456,6 +361,7 @@ def test_a_folder_that_is_none(kind: str, tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- kills
+
 
 _CALLS = ("open", "write", "fsync", "link", "replace", "unlink")
 

@@ -23,9 +23,10 @@ from group_offload.stores import folder
 from group_offload.stores.checkpoint import FileMap
 from group_offload.stores.descriptors import KeptDescriptors
 
-from ..engine.test_residence import EditsItsBlocks, NormedModel
-from ..engine.test_streams import DIM, Model, assert_at_rest, forward, from_file, offload, on_their_way, run
 from ..support import tiny_models as tiny
+from ..support.models import DIM, EditsItsBlocks, NormedModel, RoutedModel
+from ..support.on_device import assert_same_state, forward, from_file, offload, on_their_way
+from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 
 MODES: list[dict[str, Any]] = [{}, {"offload_type": "leaf_level", "record_stream": True}]
@@ -135,14 +136,14 @@ def test_outputs_and_memory(
 
     monkeypatch.setattr(device, "pin", spy)
     monkeypatch.setattr("group_offload.runtime.groups.build.Segment", no_segment)
-    resident = Model(widths)
+    resident = RoutedModel(widths)
     model = from_file(resident, path)
     handle = offload(model, **options)
     assert all(in_page_cache(handle))
     x = torch.randn(2, DIM)
     outputs = [forward(device, model, x) for _ in range(3)]
     assert device.num_host_waits == 0 and on_their_way(device) > 0
-    assert_at_rest(model, resident, device)
+    assert_same_state(model, resident, device)
     for output in outputs:
         assert torch.equal(device.get(output), run(resident, x))
     del outputs, output
@@ -152,7 +153,7 @@ def test_outputs_and_memory(
 
 
 def test_two_models_of_one_file(path: Path, device: SimulatedDevice) -> None:
-    resident = Model(NARROW)
+    resident = RoutedModel(NARROW)
     models = [from_file(resident, path) for _ in range(2)]
     handles = [offload(model) for model in models]
     assert all(in_page_cache(handles[0]) + in_page_cache(handles[1]))
@@ -195,7 +196,7 @@ def test_tied_weights(path: Path, device: SimulatedDevice) -> None:
         assert torch.equal(device.get(forward(device, model, x)), run(resident, x)), number
         assert model.blocks[2].weight is model.blocks[0].weight
         assert model.blocks[3].weight.data_ptr() == model.blocks[1].weight.data_ptr()
-        assert_at_rest(model, resident, device)
+        assert_same_state(model, resident, device)
     end(handle, device, model, resident, path)
 
 
@@ -205,7 +206,7 @@ def test_tied_weights(path: Path, device: SimulatedDevice) -> None:
 @pytest.mark.parametrize("options", [{"low_cpu_mem_usage": True}, {"offload_device": "disk"}], ids=str)
 def test_what_is_read_from_the_checkpoint(options: Any, path: Path, device: SimulatedDevice) -> None:
     """RAM that is not to be locked; files that were asked for."""
-    resident = Model(NARROW)
+    resident = RoutedModel(NARROW)
     model = from_file(resident, path)
     handle = offload(model, **options)
     assert {(group.tier, group.where) for group in handle.groups} == {("file", path.name)}
@@ -218,7 +219,7 @@ def test_what_is_read_from_the_checkpoint(options: Any, path: Path, device: Simu
 
 def test_what_does_not_rest_in_the_page_cache(path: Path, device: SimulatedDevice) -> None:
     """Weights that are no longer what the file has."""
-    resident = Model(NARROW)
+    resident = RoutedModel(NARROW)
     model = from_file(resident, path)
     for each in (model, resident):
         for parameter in each.parameters():
@@ -235,7 +236,7 @@ def test_what_does_not_rest_in_the_page_cache(path: Path, device: SimulatedDevic
 def test_a_device_that_locks_no_files(path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     pin = device.pin
     monkeypatch.setattr(device, "pin", lambda memory, *, read_only=False: None if read_only else pin(memory))
-    resident = Model(NARROW)
+    resident = RoutedModel(NARROW)
     model = from_file(resident, path)
     messages: list[str] = []  # not caplog, which would hold the error, and with it the mapping
     logger = logging.getLogger("group_offload")
@@ -280,7 +281,7 @@ def test_edits(
     device: SimulatedDevice,
 ) -> None:
     """What was edited rests in RAM from then on. What shares no page with it stays in the page cache."""
-    resident = Model(widths)
+    resident = RoutedModel(widths)
     model = from_file(resident, path)
     handle = offload(model, **options)
     num_groups = len(in_page_cache(handle))
@@ -291,9 +292,9 @@ def test_edits(
         with device.running():
             edit(model.blocks[index].down.weight)
         edit(resident.blocks[index].down.weight)
-        assert_at_rest(model, resident, device)
+        assert_same_state(model, resident, device)
         pending.append((forward(device, model, x), run(resident, x)))
-        assert_at_rest(model, resident, device)
+        assert_same_state(model, resident, device)
         num_left = sum(in_page_cache(handle))
         if widths is WIDE and edit is not edit_by_new_data:
             assert num_left == num_groups - min(number + 1, 2)
@@ -320,7 +321,7 @@ def test_forwards_that_change_their_weights(
     for number in range(5):
         x = torch.randn(3, DIM)
         assert torch.equal(device.get(forward(device, model, x)), run(resident, x)), number
-        assert_at_rest(model, resident, device)
+        assert_same_state(model, resident, device)
         if edit_between:
             for each in (model, resident):
                 with device.running():
@@ -340,7 +341,7 @@ def test_an_edit_in_the_middle_of_a_forward(options: dict[str, Any], path: Path,
     for number in range(5):
         model.edits = resident.edits = number in (1, 3, 4)
         assert torch.equal(device.get(forward(device, model, x)), run(resident, x)), number
-        assert_at_rest(model, resident, device)
+        assert_same_state(model, resident, device)
     end(handle, device, model, resident, path)
 
 
@@ -352,7 +353,7 @@ def test_an_edit_in_the_middle_of_a_forward(options: dict[str, Any], path: Path,
 @pytest.mark.parametrize("what", ["deleted", "replaced"])
 def test_a_file_that_goes(what: str, edits: bool, options: dict[str, Any], path: Path, device: SimulatedDevice) -> None:
     """What was mapped is still there, however often the groups are made again."""
-    resident = Model(WIDE)
+    resident = RoutedModel(WIDE)
     model = from_file(resident, path)
     handle = offload(model, **options)
     x = torch.randn(2, DIM)
@@ -367,15 +368,15 @@ def test_a_file_that_goes(what: str, edits: bool, options: dict[str, Any], path:
             for each in (model, resident):
                 edit_through_data(each.blocks[1].down.weight)
         assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
-        assert_at_rest(model, resident, device)
+        assert_same_state(model, resident, device)
     handle.remove()
-    assert_at_rest(model, resident, device)
+    assert_same_state(model, resident, device)
     model.alive.clear()
 
 
 def test_a_file_that_was_replaced_before(path: Path, device: SimulatedDevice) -> None:
     """Between loading and offloading: the weights are what was loaded, and not what is under that name now."""
-    resident = Model(NARROW)
+    resident = RoutedModel(NARROW)
     model = from_file(resident, path)
     save_file({name: value + 1 for name, value in resident.state_dict().items()}, path.with_name("other"))
     path.with_name("other").replace(path)
@@ -390,7 +391,7 @@ def test_a_file_that_was_replaced_before(path: Path, device: SimulatedDevice) ->
 @pytest.mark.parametrize("what", ["written to", "cut off"])
 def test_a_file_that_is_changed(what: str, options: dict[str, Any], path: Path, device: SimulatedDevice) -> None:
     """By another program, in place: the next forward says so, and none is silently wrong."""
-    resident = Model(NARROW)
+    resident = RoutedModel(NARROW)
     model = from_file(resident, path)
     handle = offload(model, **options)
     x = torch.randn(2, DIM)
@@ -419,19 +420,19 @@ def test_a_file_that_is_changed(what: str, options: dict[str, Any], path: Path, 
 
 def test_weights_given_back_are_the_views_that_they_were(path: Path, device: SimulatedDevice) -> None:
     """A model that does not fit in RAM can be given back too."""
-    resident = Model(NARROW)
+    resident = RoutedModel(NARROW)
     model = from_file(resident, path)
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
     offload(model).remove()
     assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
     assert all(FileMap().find(parameter.detach()) is not None for parameter in model.parameters())
     path.unlink()
-    assert_at_rest(model, resident, device)
+    assert_same_state(model, resident, device)
 
 
 def test_a_module_that_is_dropped(path: Path, device: SimulatedDevice) -> None:
     """The pages of the file are unlocked once the copies from them are done."""
-    resident = Model(NARROW)
+    resident = RoutedModel(NARROW)
     model = from_file(resident, path)
     handle = offload(model)
     x = torch.randn(2, DIM)
@@ -460,7 +461,7 @@ def test_a_model_is_collected_by_a_thread_that_has_a_lock(
     gc.collect()
     locked_before, open_before = locked.num_bytes, KeptDescriptors.num_open()
     for options in ({}, {"offload_to_disk_path": tmp_path / "groups"}):
-        model: nn.Module = Model(WIDE)
+        model: nn.Module = RoutedModel(WIDE)
         if not options:
             model = from_file(model, path)
         offload(model, **options)

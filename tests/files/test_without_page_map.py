@@ -10,24 +10,24 @@ import pytest
 from group_offload import apply_group_offloading
 from group_offload.base.pagemap import can_detect_writes
 
-from ..engine import test_weights
-from ..engine.test_processes import PageMap
-from ..engine.test_weights import folder, level, offload, offload_either, tier  # noqa: F401
-from ..support import common
+from ..engine.weights import test_at_rest, test_changes_in_forward, test_edits
+from ..support import rigs
+from ..support.fixtures import folder, level, offload, offload_either, tier  # noqa: F401
+from ..support.page_map import PageMap
 from . import test_checkpoint, test_files
 from .test_checkpoint import _inputs_are_on_the_cpu, where  # noqa: F401
 
 pytestmark = pytest.mark.skipif(not can_detect_writes(), reason="this system does not tell which pages were written")
 
 _EDITS: dict[Any, list[str]] = {
-    test_weights: [
+    test_at_rest: ["test_load_state_dict"],
+    test_changes_in_forward: ["test_forward_changes_its_own_tensors"],
+    test_edits: [
         "test_edit_after_a_forward",
         "test_edit_is_kept_by_remove",
         "test_edits_do_not_reach_a_forward_that_is_over",
         "test_edit_breaks_no_tie_and_a_broken_tie_stays_broken",
         "test_tie_made_after_applying_holds",
-        "test_load_state_dict",
-        "test_forward_changes_its_own_tensors",
     ],
     test_files: [
         "test_edit_writes_a_new_file_and_removes_the_old_one",
@@ -60,7 +60,7 @@ def _writes_are_not_told(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
             pytest.skip("offload_device='disk' alone is refused then")
         page_map.refuse()
     else:
-        for module in (common, test_checkpoint, test_files):
+        for module in (rigs, test_checkpoint, test_files):
             monkeypatch.setattr(module, "apply_group_offloading", apply)
     yield
     page_map.allow()

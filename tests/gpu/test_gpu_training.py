@@ -16,8 +16,8 @@ from group_offload import OffloadHandle, apply_activation_offloading, apply_grou
 from group_offload.activations.host_pool import HostPool
 from group_offload.activations.streams import CopyStreams
 
-from ..activations.test_activations import CHECKPOINTS
-from ..support.common import same_bits
+from ..support.asserts import same_bits
+from ..support.training import CHECKPOINTS
 
 pytestmark = [
     pytest.mark.gpu,

@@ -31,7 +31,8 @@ from group_offload.integrations.casts import PostponedCasts
 from group_offload.integrations.opening import from_pretrained
 
 from ..support import tiny_models as tiny
-from ..support.common import assert_same, named_tensors, run, same_bits
+from ..support.asserts import assert_same, named_tensors, same_bits
+from ..support.rigs import run
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 MODELS = {name: tiny.MODELS[name] for name in ("flux", "wan", "kl", "unet", "t5", "clip")}

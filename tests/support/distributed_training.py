@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from group_offload.activations import apply_activation_offloading
 
-from ..activations.test_activations import DIM, Block, Model
-from .common import same_bits
+from .asserts import same_bits
+from .training import DIM, TrainingBlock, TrainingModel
 
 KINDS = ("ddp", "fsdp", "fsdp2", "fsdp2-bf16", "ddp+c", "fsdp+c", "fsdp2+c")
 BATCHES = {"cpu": (3, 7), "cuda": (48, 112)}
@@ -30,14 +30,14 @@ BATCHES = {"cpu": (3, 7), "cuda": (48, 112)}
 
 def build(kind: str, device: torch.device) -> nn.Module:
     torch.manual_seed(0)
-    model = Model(3).to(device)
+    model = TrainingModel(3).to(device)
     kind, _, checkpointing = kind.partition("+")
     if checkpointing:
         model.run_block = lambda block, *args: checkpoint(block, *args, use_reentrant=False)
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     if kind == "fsdp":
-        return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=device, use_orig_params=True)
+        return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({TrainingBlock}), device_id=device, use_orig_params=True)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if kind == "fsdp2-bf16" else MixedPrecisionPolicy()
     for block in model.blocks:

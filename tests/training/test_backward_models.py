@@ -14,7 +14,7 @@ from torch import nn
 from group_offload import OffloadHandle, apply_group_offloading, enable_group_offload, from_pretrained
 
 from ..support import tiny_models as tiny
-from ..support.common import same_bits
+from ..support.asserts import same_bits
 
 DENOISERS = ["flux", "sd3", "wan", "unet"]
 LEVELS = ["block_level", "leaf_level"]

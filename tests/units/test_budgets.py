@@ -16,7 +16,7 @@ from group_offload import ConfigError
 from group_offload.plan import budgets
 from group_offload.plan.budgets import AUTO, auto_ram, describe_bytes, parse_budget, parse_bytes, total_ram
 
-from .test_ram import Cgroups, stat
+from ..support.control_groups import Cgroups, stat
 
 GIB = 1 << 30
 LARGE = 1 << 60

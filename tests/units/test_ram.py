@@ -12,50 +12,20 @@ import torch
 from torch import nn
 
 from group_offload import apply_group_offloading
-from group_offload.base import control_groups, ram
 from group_offload.base.ram import available_ram
 from group_offload.stores import ways
 from group_offload.stores.ways import choose_ways
 
-from ..engine.test_streams import DIM, Model, forward, from_file, run
+from ..support.control_groups import GIB, Cgroups, stat
+from ..support.models import DIM, RoutedModel
+from ..support.on_device import forward, from_file
+from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
-
-GIB = 1 << 30
-
-
-class Cgroups:
-    """A tree of control groups in files of its own, and what /proc/self/cgroup says."""
-
-    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
-        self.root = folder / "cgroup"
-        self._said = folder / "self"
-        self.root.mkdir()
-        patch.setattr(control_groups, "_ROOT", self.root)
-        real = Path.read_text
-
-        def read_text(path: Path, *args: Any, **kwargs: Any) -> str:
-            return real(self._said if str(path) == "/proc/self/cgroup" else path, *args, **kwargs)
-
-        patch.setattr(Path, "read_text", read_text)
-        patch.setattr(ram.psutil, "virtual_memory", lambda: SimpleNamespace(available=100 * GIB))
-
-    def say(self, *lines: str) -> None:
-        self._said.write_text("".join(f"{line}\n" for line in lines))
-
-    def write(self, name: str, version: int = 2, **files: object) -> None:
-        folder = self.root / ("memory" if version == 1 else "") / name.lstrip("/")
-        folder.mkdir(parents=True, exist_ok=True)
-        for file, value in files.items():
-            (folder / file.replace("__", ".")).write_text(f"{value}\n")
 
 
 @pytest.fixture
 def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cgroups:
     return Cgroups(tmp_path, monkeypatch)
-
-
-def stat(inactive: int, active: int) -> str:
-    return f"anon 5\nfile {inactive + active}\ninactive_anon 0\ninactive_file {inactive}\nactive_file {active}"
 
 
 def test_the_system_itself() -> None:
@@ -206,7 +176,7 @@ def test_images_of_several_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ways_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    resident = Model([64] * 8).eval()
+    resident = RoutedModel([64] * 8).eval()
     x = torch.randn(2, DIM)
     num_bytes = sum(parameter.nbytes for parameter in resident.parameters())
     device = SimulatedDevice(0)
@@ -237,7 +207,7 @@ def device() -> Any:
         yield device
 
 
-def offloaded(resident: Model, tier: str, folder: Path, **options: Any) -> tuple[Any, Any]:
+def offloaded(resident: RoutedModel, tier: str, folder: Path, **options: Any) -> tuple[Any, Any]:
     if tier == "checkpoint":
         model = from_file(resident, folder / "model.safetensors")
         return model, apply_group_offloading(model, "cpu", offload_device="disk", **options)
@@ -267,7 +237,7 @@ def test_files_are_locked_once_they_are_cached(
     monkeypatch.setattr(
         "group_offload.stores.source.SourceFile.seems_cached", lambda source, pieces: source.bytes_cached > 0
     )
-    resident = Model([64] * 4).eval()
+    resident = RoutedModel([64] * 4).eval()
     model, handle = offloaded(resident, tier, tmp_path, **options)
     assert device.pinned_bytes == 0 and "locked" not in {group.way for group in handle.groups}
     for _ in range(4):
@@ -300,7 +270,7 @@ def test_files_are_locked_once_they_are_cached(
 @pytest.mark.usefixtures("_may_lock_half")
 @pytest.mark.parametrize("tier", ["checkpoint", "folder"])
 def test_files_that_are_cached_already_are_locked_at_once(tier: str, tmp_path: Path, device: SimulatedDevice) -> None:
-    resident = Model([64] * 4).eval()
+    resident = RoutedModel([64] * 4).eval()
     if tier == "checkpoint":
         from_file(resident, tmp_path / "model.safetensors")
         (tmp_path / "model.safetensors").read_bytes()
@@ -318,7 +288,7 @@ def test_files_that_are_cached_already_are_locked_at_once(tier: str, tmp_path: P
 def test_locked_files_of_a_model_that_is_dropped(tier: str, tmp_path: Path, device: SimulatedDevice) -> None:
     import gc
 
-    resident = Model([64] * 4).eval()
+    resident = RoutedModel([64] * 4).eval()
     model, handle = offloaded(resident, tier, tmp_path)
     check(device, model, resident)
     check(device, model, resident)
@@ -334,7 +304,7 @@ def test_locked_files_of_a_model_that_is_dropped(tier: str, tmp_path: Path, devi
 @pytest.mark.parametrize("tier", ["checkpoint", "folder"])
 def test_never_locked(tier: str, tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither with low_cpu_mem_usage, nor where RAM is scarce, nor by a device that refuses."""
-    resident = Model([64] * 4).eval()
+    resident = RoutedModel([64] * 4).eval()
     pin = device.pin
     for number, case in enumerate(("low_cpu_mem_usage", "scarce", "refused")):
         with monkeypatch.context() as patch:
@@ -357,7 +327,7 @@ def test_never_locked(tier: str, tmp_path: Path, device: SimulatedDevice, monkey
 
 @pytest.mark.usefixtures("_may_lock_half")
 def test_two_models_lock_one_file(tmp_path: Path, device: SimulatedDevice) -> None:
-    resident = Model([64] * 4).eval()
+    resident = RoutedModel([64] * 4).eval()
     models = [offloaded(resident, "checkpoint", tmp_path) for _ in range(2)]
     for _ in range(3):
         for model, _ in models:
@@ -372,7 +342,7 @@ def test_two_models_lock_one_file(tmp_path: Path, device: SimulatedDevice) -> No
 
 def test_the_cpu_locks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ways, "LOCKED_SHARE", 0.5)
-    resident: nn.Module = Model([64] * 4).eval()
+    resident: nn.Module = RoutedModel([64] * 4).eval()
     for tier in ("checkpoint", "folder"):
         model, handle = offloaded(resident, tier, tmp_path)  # type: ignore[arg-type]
         x = torch.randn(2, DIM)

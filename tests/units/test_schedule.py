@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from ..engine.test_streams import DIM, forward, offload, options_for, run
+from ..support.models import DIM
+from ..support.on_device import forward, offload, options_for
+from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 
 

@@ -20,31 +20,10 @@ from group_offload.base.device import Backend, HostBackend
 from group_offload.base.mapping import cached_bytes, flat_view, map_page_cache
 from group_offload.cli.outline import find_checkpoint
 from group_offload.plan import speeds
-from group_offload.plan.speeds import (
-    MachineSpeeds,
-    filesystem_of,
-    known_speeds,
-    measure,
-    record,
-    record_file,
-    recorded,
-)
+from group_offload.plan.speeds import MachineSpeeds, filesystem_of, known_speeds, measure, record, record_file, recorded
 
 from ..support.simulated import SimulatedDevice, use_simulated_device
-
-MIB = 1 << 20
-SIZES: dict[str, Any] = {"link_bytes": 2 * MIB, "max_drive_bytes": 4 * MIB, "min_drive_bytes": 1 * MIB}
-SPEEDS = MachineSpeeds(
-    h2d=10,
-    drive=5,
-    cached=7,
-    is_direct=True,
-    problem="",
-    device="Device",
-    driver="1.0",
-    filesystem="/ (1:2)",
-    measured_at="2026-01-01T00:00:00+00:00",
-)
+from ..support.speeds import MIB, SIZES, SPEEDS
 
 
 @pytest.fixture(autouse=True)

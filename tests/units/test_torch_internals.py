@@ -16,7 +16,7 @@ from torch import nn
 import group_offload
 from group_offload.base import torch_internals
 
-from ..support.new_process import run_code
+from ..support.processes import run_code
 
 PACKAGE = Path(group_offload.__file__).parent
 MODULE = "base/torch_internals.py"

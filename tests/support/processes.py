@@ -10,11 +10,13 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
+
 
 _SERVER = """
 import json, os, socket, sys
@@ -83,3 +85,43 @@ def run_code(code: str, arguments: Sequence[object] = (), timeout: float = 100) 
             file.seek(0)
             said.append(file.read().decode())
     return subprocess.CompletedProcess(command, status, *said)
+
+
+def run_python(code: str, *args: object) -> subprocess.CompletedProcess[str]:
+    """Run `code` in a process of its own, which may die."""
+    prelude = "import copy, os, sys, pathlib, torch\nfrom torch import nn\n"
+    for module in ("tests.support.asserts", "tests.support.models", "tests.support.rigs", "group_offload"):
+        prelude += f"from {module} import *\n"
+    return run_code(prelude + textwrap.dedent(code), args)
+
+
+def in_new_process(function: Callable[..., None], *args: object, under: Sequence[str] = (), **options: Any) -> str:
+    """Run a function of a test in a process of its own, which may fork: pytest's has threads. Returns what it says."""
+    code = f"import sys; from {function.__module__} import {function.__name__} as f; f(*sys.argv[1:])"
+    if under or options:
+        command = [*under, sys.executable, "-c", code, *map(str, args)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=100, env=environment, **options
+        )
+    else:
+        done = run_code(code, args)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def fork(body: Callable[[], object]) -> int:
+    """Run `body` in a child; returns its pid."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            body()
+            status = 0
+        finally:
+            os._exit(status)
+    return pid
+
+
+def status_of(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -1,0 +1,266 @@
+"""Inference mode, and gradients through weights that are offloaded."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from group_offload import StateError
+
+from ...support.asserts import assert_at_rest, assert_same, same_bits
+from ...support.changing import CHANGING, Around
+from ...support.edits import edit_in_place, edit_through_data
+from ...support.kinds import KINDS, Blocks
+from ...support.models import WIDTH, Block, inputs, make
+from ...support.rigs import Offload, check, pair, run
+
+
+def test_inference_mode(offload: Offload) -> None:
+    model, reference = pair()
+    offload(model)
+    expected = run(reference, inputs())
+    for _ in range(3):
+        with torch.inference_mode():
+            assert_same(model(inputs()), expected)
+        assert not any(tensor.is_inference() for tensor in model.parameters())
+        assert_at_rest(model, reference)
+        check(model, reference, inputs(), passes=1)
+        edit_in_place(model)
+        edit_in_place(reference)
+        expected = run(reference, inputs())
+
+
+def test_offloaded_in_inference_mode(offload: Offload) -> None:
+    model, reference = pair()
+    with torch.inference_mode():
+        offload(model)
+        assert_same(model(inputs()), reference(inputs()))
+    assert not any(tensor.is_inference() for tensor in model.parameters())
+    check(model, reference, inputs())
+    edit_in_place(model)
+    edit_in_place(reference)
+    check(model, reference, inputs())
+
+
+def test_model_made_in_inference_mode(offload: Offload) -> None:
+    with torch.inference_mode():
+        model, reference = pair()
+        handle = offload(model)
+        check(model, reference, inputs())
+        edit_in_place(model)
+        edit_in_place(reference)
+        check(model, reference, inputs())
+        handle.remove()
+        assert_at_rest(model, reference)
+
+
+def test_model_made_in_inference_mode_and_used_outside(offload: Offload) -> None:
+    with torch.inference_mode():
+        model, reference = pair()
+    handle = offload(model)
+    check(model, reference, inputs())
+    edit_through_data(model)
+    edit_through_data(reference)
+    check(model, reference, inputs())
+    handle.remove()
+    assert_at_rest(model, reference)
+
+
+def test_changing_model_in_inference_mode(offload: Offload) -> None:
+    torch.manual_seed(0)
+    model, reference = pair(Around(CHANGING["BatchNorm"]))
+    offload(model)
+    x = inputs(0, 4, 3, WIDTH)
+    for _ in range(3):
+        with torch.inference_mode():
+            assert_same(model(x), reference(x))
+        assert_at_rest(model, reference)
+
+
+@pytest.mark.parametrize("kind", ["BatchNorm", "counter"])
+def test_changing_model_made_in_inference_mode(kind: str, offload_either: Offload) -> None:
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        model, reference = pair(Around(CHANGING[kind]))
+        offload_either(model)
+        check(model, reference, inputs(0, 4, 3, WIDTH))
+
+
+def test_grad_enabled_forward(offload: Offload) -> None:
+    model, reference = pair()
+    offload(model)
+    for _ in range(3):
+        assert_same(model(inputs()), reference(inputs()))
+        assert_at_rest(model, reference)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_backward_over_offloaded_weights(frozen: bool, offload_either: Offload) -> None:
+    model, reference = pair()
+    model.requires_grad_(not frozen)
+    offload_either(model)
+    for _ in range(2):
+        x, y = inputs().requires_grad_(), inputs().requires_grad_()
+        loss = model(x).sum()
+        if not frozen:
+            with pytest.raises(StateError, match="leave a gradient in"):
+                loss.backward()
+            continue
+        loss.backward()
+        reference(y).sum().backward()
+        assert_same(x.grad, y.grad)
+        assert_at_rest(model, reference)
+
+
+def gradients_of_input(model: nn.Module, x: torch.Tensor, is_checkpointing: bool) -> torch.Tensor | None:
+    """What backward leaves in the input; None if it raises."""
+    x = x.clone().requires_grad_()
+    output = checkpoint(model, x, use_reentrant=False) if is_checkpointing else model(x)
+    try:
+        output.square().sum().backward()
+    except RuntimeError:
+        return None
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize("is_checkpointing", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_every_kind(kind: str, is_checkpointing: bool, offload: Offload) -> None:
+    torch.manual_seed(0)
+    model, reference = pair(KINDS[kind]().eval().requires_grad_(False))
+    offload(model)
+    for _ in range(2):
+        x = inputs(0, 2, 3, WIDTH)
+        expected = gradients_of_input(reference, x, is_checkpointing)
+        assert expected is not None
+        assert_same(gradients_of_input(model, x, is_checkpointing), expected)
+        assert_at_rest(model, reference)
+
+
+@pytest.mark.parametrize("kind", CHANGING)
+def test_gradients_through_what_changes_itself(kind: str, offload_either: Offload) -> None:
+    """Right, or an error if there is one without offloading."""
+    torch.manual_seed(0)
+    model = Around(CHANGING[kind]).requires_grad_(False)
+    reference = copy.deepcopy(model)
+    x = inputs(0, 4, 3, WIDTH)
+    offload_either(model)
+    for _ in range(3):
+        expected = gradients_of_input(reference, x, False)
+        actual = gradients_of_input(model, x, False)
+        if actual is not None:
+            assert_same(actual, expected)
+        elif kind != "codebook, other parameter":  # the new one requires gradients, and is offloaded
+            assert expected is None
+        assert_at_rest(model, reference)
+
+
+@pytest.mark.parametrize("path", ["blocks.1", "blocks.1.up", "proj_in"])
+def test_backward_of_one_part_is_right_or_raises(path: str, offload_either: Offload) -> None:
+    model, reference = pair()
+    offload_either(model)
+    x, y = inputs().requires_grad_(), inputs().requires_grad_()
+    output = model.get_submodule(path)(x).square().sum()
+    run(model, inputs(1))
+    reference.get_submodule(path)(y).square().sum().backward()
+    try:
+        output.backward()
+    except RuntimeError:
+        return
+    assert_same(x.grad, y.grad)
+
+
+class LocalGrad(nn.Module):
+    """Switches gradients on for some of its layers only, inside a call that has them off (or the other way round)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = torch.mm(x, self.weight.t() * 1).sin()
+            x = torch.mm(x, self.weight.t())
+            x = self.linear(x)
+            x = self.blocks[1](self.blocks[0](x))
+        with torch.no_grad():
+            self.blocks[2](x)
+        return x
+
+
+@pytest.mark.parametrize("outer", [torch.no_grad, torch.enable_grad])
+def test_backward_with_gradients_on_inside_only(outer: Any, offload: Offload) -> None:
+    model, reference = pair(LocalGrad)
+    offload(model)
+    x, y = inputs().requires_grad_(), inputs().requires_grad_()
+    with outer():
+        output = model(x).square().sum() if outer is torch.enable_grad else model(x)
+        expected = reference(y).square().sum() if outer is torch.enable_grad else reference(y)
+    run(model, inputs(1))
+    expected.sum().backward()
+    try:
+        output.sum().backward()
+    except RuntimeError:
+        return
+    assert_same(x.grad, y.grad)
+    for (name, parameter), (_, twin) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        assert (parameter.grad is None) == (twin.grad is None), name
+        if twin.grad is not None:
+            assert same_bits(parameter.grad, twin.grad), name
+
+
+class RootGrad(nn.Module):
+    """Only weights of the root itself, which are offloaded when the call is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            return torch.mm(x, self.weight.t())
+
+
+def test_backward_over_weights_of_a_root_without_gradients(offload: Offload) -> None:
+    model, reference = pair(RootGrad)
+    other, _ = pair(make(RootGrad, seed=1))
+    offload(model)
+    offload(other)
+    x, y = inputs().requires_grad_(), inputs().requires_grad_()
+    output, expected = run(model, x), run(reference, y)
+    run(other, inputs())  # lands in the same slot
+    expected.sum().backward()
+    try:
+        output.sum().backward()
+    except RuntimeError:
+        return
+    assert_same(x.grad, y.grad)
+
+
+def test_gradients_within_a_forward(offload: Offload) -> None:
+    """Guidance computes gradients of a block's own weights before the block's call ends."""
+
+    class Guided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                (grad,) = torch.autograd.grad(F.linear(x, self.weight).square().sum(), x)
+            return self.linear(grad)
+
+    model, reference = pair(Blocks(Guided(), Guided()).eval())
+    offload(model)
+    check(model, reference, inputs())

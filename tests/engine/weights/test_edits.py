@@ -1,0 +1,200 @@
+"""Everything that users do to weights between forwards is in the next forward's output, and is kept by `remove`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ...support.asserts import assert_at_rest, assert_same
+from ...support.edits import any_edit, edit_in_place, edit_one_element_through_data, tie_data
+from ...support.models import inputs
+from ...support.rigs import Offload, check, offload_to, pair, run, run_onloaded
+
+
+@any_edit
+def test_edit_after_a_forward(edit: Callable[[Any], None], offload_either: Offload) -> None:
+    model, reference = pair()
+    handle = offload_either(model)
+    check(model, reference, inputs(), passes=2)
+    edit(model)
+    edit(reference)
+    assert_at_rest(model, reference)
+    x = inputs().to(next(reference.parameters()).dtype)
+    check(model, reference, x)
+    assert handle.stats().rebuilds <= 2
+    handle.remove()
+    assert_at_rest(model, reference)
+    assert_same(run(model, x), run(reference, x))
+
+
+@any_edit
+def test_edit_before_the_first_forward_and_twice(edit: Callable[[Any], None], offload_either: Offload) -> None:
+    model, reference = pair()
+    offload_either(model)
+    for twin in (model, reference):
+        edit(twin)
+    x = inputs().to(next(reference.parameters()).dtype)
+    check(model, reference, x, passes=1)
+    for twin in (model, reference):
+        twin.gain.data.mul_(2)
+        twin.blocks[0].down.weight.data.mul_(2)
+    assert_at_rest(model, reference)
+    check(model, reference, x)
+
+
+@any_edit
+def test_edit_is_kept_by_remove(edit: Callable[[Any], None], offload_either: Offload) -> None:
+    model, reference = pair()
+    handle = offload_either(model)
+    run(model, inputs())
+    edit(model)
+    edit(reference)
+    handle.remove()
+    assert_at_rest(model, reference)
+    x = inputs().to(next(reference.parameters()).dtype)
+    assert_same(run(model, x), run(reference, x))
+
+
+def test_edit_in_a_folder_of_ram(level: str) -> None:
+    """Pages of a tmpfs file are told from edited pages too."""
+    memory = Path("/dev/shm")
+    if not memory.is_dir():
+        pytest.skip("needs /dev/shm")
+    import tempfile
+
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        model, reference = pair()
+        offload_to(Path(folder), model, level)
+        for _ in range(3):
+            for twin in (model, reference):
+                edit_one_element_through_data(twin)
+                twin.gain.data[0] += 1
+            check(model, reference, inputs(), passes=1)
+
+
+def test_edits_do_not_reach_a_forward_that_is_over(offload: Offload) -> None:
+    model, _ = pair()
+    offload(model)
+    output = run(model, inputs())
+    kept = output.clone()
+    edit_in_place(model)
+    run(model, inputs())
+    assert torch.equal(output, kept)
+
+
+def test_edit_breaks_no_tie_and_a_broken_tie_stays_broken(offload: Offload) -> None:
+    """Two parameters over one storage; then one of them gets memory of its own, as `.data = ` does."""
+    model, reference = pair()
+    for twin in (model, reference):
+        twin.blocks[2].up.weight.data = twin.blocks[0].up.weight.data
+    handle = offload(model)
+    for twin in (model, reference):
+        twin.blocks[2].up.weight.data.mul_(2)  # changes both
+    check(model, reference, inputs())
+    for twin in (model, reference):
+        twin.blocks[2].up.weight.data = twin.blocks[2].up.weight.data * 2  # one of them
+    check(model, reference, inputs())
+    handle.remove()
+    assert_at_rest(model, reference)
+
+
+def test_tie_made_after_applying_holds(offload: Offload) -> None:
+    model, reference = pair()
+    handle = offload(model)
+    run(model, inputs())
+    for twin in (model, reference):
+        tie_data(twin)
+    check(model, reference, inputs())
+    for twin in (model, reference):
+        twin.blocks[0].up.weight.data.mul_(2)
+    check(model, reference, inputs())
+    handle.remove()
+    for twin in (model, reference):
+        twin.blocks[0].up.weight.data.mul_(2)
+    assert_at_rest(model, reference)
+
+
+def test_to_meta_is_refused_and_loses_nothing_that_is_loaded_again(offload: Offload) -> None:
+    """Weights that were thrown away raise; once values are there again the forward is right."""
+    model, reference = pair()
+    offload(model)
+    run(model, inputs())
+    model.blocks[1].to("meta")
+    with pytest.raises((ValueError, RuntimeError)):
+        run(model, inputs())
+    model.load_state_dict(copy.deepcopy(reference.state_dict()), assign=True)
+    check(model, reference, inputs())
+
+
+def test_values_that_are_exchanged_are_kept(offload_either: Offload) -> None:
+    """`w.data, other = other, w.data`, as averages of weights are tried: neither is lost."""
+    model, reference = pair()
+    handle = offload_either(model)
+    x = inputs()
+    kept = [{name: 2 * w.detach() for name, w in twin.named_parameters()} for twin in (model, reference)]
+    for _ in range(3):
+        for twin, values in zip((model, reference), kept, strict=True):
+            for name, w in twin.named_parameters():
+                w.data, values[name] = values[name], w.data
+        assert_same(run_onloaded(model, x), run(reference, x))
+        assert all(torch.equal(value, kept[1][name]) for name, value in kept[0].items())
+    before = [twin.state_dict() for twin in (model, reference)]
+    for twin in (model, reference):
+        for w in twin.parameters():
+            w.data = w.data + 1
+    assert_same(run_onloaded(model, x), run(reference, x))
+    for twin, values in zip((model, reference), before, strict=True):
+        twin.load_state_dict(values)
+    assert_same(run_onloaded(model, x), run(reference, x))
+    handle.remove()
+    assert_at_rest(model, reference)
+
+
+@pytest.mark.parametrize("when", ["before the first forward", "later"])
+def test_weights_that_were_moved_to_shared_memory_can_be_edited(when: str, offload_either: Offload) -> None:
+    model, reference = pair()
+    handle = offload_either(model)
+    x = inputs()
+    if when == "later":
+        assert_same(run_onloaded(model, x), run(reference, x))
+    model.share_memory()
+    for factor in (2.0, 0.5):
+        with torch.no_grad():
+            for twin in (model, reference):
+                for w in twin.parameters():
+                    w.mul_(factor)
+        assert_same(run_onloaded(model, x), run(reference, x))
+        assert_at_rest(model, reference)
+    handle.remove()
+    assert_at_rest(model, reference)
+
+
+def test_files_of_its_own_are_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They are given up when the module is laid out again."""
+    model, reference = pair()
+    handle = offload_to(tmp_path, model)
+    for dtype in (torch.float64, torch.float32):
+        for twin in (model, reference):
+            twin.to(dtype)
+        assert_same(run_onloaded(model, inputs().to(dtype)), run(reference, inputs().to(dtype)))
+    assert "names of groups" not in caplog.text
+    handle.remove()
+
+
+def test_edits_of_what_was_taken_from_weights_in_files_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, _ = pair()
+    handle = offload_to(tmp_path, model)
+    state = model.state_dict()
+    run(model, inputs())
+    with torch.no_grad():
+        next(iter(state.values())).mul_(2)
+    run(model, inputs())
+    assert caplog.text.count("are copies now") == 1
+    handle.remove()

@@ -1,0 +1,91 @@
+"""Modules of every kind give the bits of their resident twin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ...support.asserts import assert_at_rest, assert_same
+from ...support.kinds import KINDS
+from ...support.models import WIDTH, Block, inputs
+from ...support.processes import run_python
+from ...support.rigs import Offload, check, pair, run, run_onloaded
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_module_of_every_kind(kind: str, folder: Path | None, offload: Offload) -> None:
+    torch.manual_seed(0)
+    model, reference = pair(KINDS[kind]().eval())
+    handle = offload(model)
+    assert_at_rest(model, reference)
+    brought = []
+    for _ in range(3):
+        before = handle.stats()
+        check(model, reference, inputs(0, 2, 3, WIDTH), passes=1)
+        after = handle.stats()
+        num_bytes = sum(after.bytes_onloaded.values()) - sum(before.bytes_onloaded.values())
+        brought.append((after.onloads - before.onloads, num_bytes))
+    stats = handle.stats()
+    assert stats.passes == 3 and stats.rebuilds == 0 and stats.tensors_brought_back == 0
+    assert brought[0][0] >= 1 and brought[1] == brought[2]
+    if folder is None:
+        assert brought[0] == brought[1]
+    else:  # what came from files is brought again unless it was in a slot all the time
+        assert brought[0][1] - stats.peak_device_bytes <= brought[1][1] <= brought[0][1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_module_of_every_kind_is_given_back(kind: str, offload_either: Offload) -> None:
+    torch.manual_seed(0)
+    model, reference = pair(KINDS[kind]().eval())
+    handle = offload_either(model)
+    run(model, inputs(0, 2, 3, WIDTH))
+    handle.remove()
+    assert_same(run(model, inputs(0, 2, 3, WIDTH)), run(reference, inputs(0, 2, 3, WIDTH)))
+    assert_at_rest(model, reference)
+
+
+def test_list_as_root_whose_elements_are_called(offload: Offload) -> None:
+    model, reference = pair(nn.ModuleList(Block() for _ in range(3)).eval())
+    handle = offload(model)
+    for block, twin in zip(model, reference, strict=True):
+        assert_same(run_onloaded(model, inputs(), call=block), run(twin, inputs()))
+    assert handle.stats().onloads >= 3
+    assert_at_rest(model, reference)
+
+
+def test_weights_of_fsdp2_are_refused() -> None:
+    """Before, and when they become such in place of offloaded ones."""
+    done = run_python(
+        """
+        import torch
+        import torch.distributed as dist
+        from torch import nn
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from group_offload import ModuleError, apply_group_offloading
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        mesh = init_device_mesh("cpu", (1,))
+
+        def refused(call):
+            try:
+                call()
+            except ModuleError as error:
+                assert "weight is a DTensor" in str(error) and "CPUOffloadPolicy" in str(error), error
+            else:
+                raise AssertionError
+
+        model = fully_shard(nn.Sequential(nn.Linear(8, 8)), mesh=mesh)
+        refused(lambda: apply_group_offloading(model, "cpu"))
+        model = nn.Sequential(nn.Linear(8, 8))
+        apply_group_offloading(model, "cpu")
+        fully_shard(model, mesh=mesh)
+        refused(lambda: model(torch.zeros(1, 8)))
+        dist.destroy_process_group()
+        """
+    )
+    assert done.returncode == 0, done.stderr

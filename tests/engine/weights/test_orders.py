@@ -1,0 +1,192 @@
+"""Blocks may be called in any order, and parts of a model without the model."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from group_offload import StateError
+
+from ...support.asserts import assert_at_rest, assert_same
+from ...support.models import WIDTH, Model, inputs
+from ...support.rigs import Offload, check, offload_to, pair, run, run_onloaded
+
+
+class AnyOrder(Model):
+    def forward(self, x: torch.Tensor, order: tuple[int, ...] = (), extra: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.proj_in(x)
+        for index in order:
+            x = self.blocks[index](x)
+        if extra is not None:
+            x = x + self.blocks[0](extra)
+        return self.norm(x) * self.gain
+
+
+ORDERS = [
+    [(0, 1, 2, 3)] * 2,
+    [(0, 0, 1, 2, 3, 3)] * 3,
+    [(3, 3)] * 3,
+    [(3, 2, 1, 0), (0, 1, 2, 3), (3, 2, 1, 0)],
+    [(0, 2), (0, 1, 2, 3), (1, 3), ()],
+    [(), (0,), (), (3, 0, 3, 0)],
+    [(1,) * 5, (2,) * 5, (0, 1) * 3],
+]
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3])
+@pytest.mark.parametrize("orders", ORDERS, ids=str)
+def test_any_order_of_blocks(orders: list[tuple[int, ...]], num_blocks: int, folder: Path | None) -> None:
+    model, reference = pair(AnyOrder)
+    offload_to(folder, model, num_blocks_per_group=num_blocks)
+    for order in orders:
+        for extra in (None, inputs(1)):
+            check(model, reference, inputs(), order, extra=extra, passes=2)
+
+
+@pytest.mark.parametrize("orders", ORDERS, ids=str)
+def test_any_order_of_layers(orders: list[tuple[int, ...]], folder: Path | None) -> None:
+    model, reference = pair(AnyOrder)
+    offload_to(folder, model, "leaf_level")
+    for order in orders:
+        for extra in (None, inputs(1)):
+            check(model, reference, inputs(), order, extra=extra, passes=2)
+
+
+class Encoder(nn.Module):
+    """As text encoders are: what is around the blocks lies two levels down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text_model = nn.Module()
+        self.text_model.scale = nn.Parameter(torch.rand(()))
+        self.text_model.embeddings = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.text_model.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.text_model.norm = nn.LayerNorm(WIDTH)
+        self.text_model.forward = self.encode
+        self.norms_itself = False
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.text_model.embeddings(x) * self.text_model.scale
+        for layer in self.text_model.layers:
+            x = layer(x)
+        return x if self.norms_itself else self.text_model.norm(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.text_model(x)
+        return self.text_model.norm(x) if self.norms_itself else x
+
+
+def test_parts_of_parts_called_without_the_root(offload_either: Offload) -> None:
+    """`text_encoder.text_model.final_layer_norm(x)`, as pipelines do that skip layers of CLIP."""
+    model, reference = pair(Encoder)
+    handle = offload_either(model)
+    x = inputs()
+    for part in (
+        "text_model.norm",
+        "text_model.embeddings",
+        "text_model.embeddings.0",
+        "text_model",
+        "",
+        "text_model.norm",
+    ):
+        for _ in range(2):
+            before = handle.stats().passes
+            expected = run(reference.get_submodule(part), x)
+            assert_same(run_onloaded(model, x, call=model.get_submodule(part)), expected)
+            assert handle.stats().passes == before + 1
+            assert_at_rest(model, reference)
+    for twin in (model, reference):
+        twin.norms_itself = True  # outside of the call whose weights it uses, inside of a forward
+    for _ in range(2):
+        assert_same(run_onloaded(model, x), run(reference, x))
+
+
+def test_a_shallow_copy_computes_too(offload_either: Offload) -> None:
+    model, reference = pair(Encoder)
+    handle = offload_either(model)
+    for twins in (model, reference), (copy.copy(model), copy.copy(reference)), (model, reference):
+        assert_same(run_onloaded(model, inputs(), call=twins[0]), run(twins[1], inputs()))
+    handle.remove()
+    assert_same(run(copy.copy(model), inputs()), run(reference, inputs()))
+
+
+def test_a_block_of_another_offloaded_model_is_refused(offload_either: Offload, tmp_path: Path) -> None:
+    (model, reference), (other, other_reference) = pair(), pair()
+    handle = offload_either(model)
+    other_handle = offload_to(None, other)
+    x = inputs()
+    mine, theirs = model.blocks[1], other.blocks[1]
+    model.blocks[1] = theirs
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"blocks\.1 of Model is group-offloaded as a part of another module"):
+            run(model, x)
+        assert_same(run_onloaded(other, x), run(other_reference, x))
+    model.blocks[1] = mine
+    assert_same(run_onloaded(model, x), run(reference, x))
+    other_handle.remove()
+    model.blocks[1], reference.blocks[1] = theirs, other_reference.blocks[1]
+    assert_same(run_onloaded(model, x), run(reference, x))
+    handle.remove()
+
+
+def test_what_others_take_for_a_mark_of_compiling(offload_either: Offload) -> None:
+    """peft looks whether `_compiled_call_impl` is true."""
+    model, _ = pair(Encoder)
+    offload_either(model)
+    assert not any(getattr(module, "_compiled_call_impl", False) for module in model.modules())
+
+
+def test_part_called_without_the_root(offload_either: Offload) -> None:
+    class Autoencoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.decoder = Model(2), Model(3)
+            self.quant = nn.Linear(WIDTH, WIDTH)
+            self.scale = nn.Parameter(torch.rand(()))
+
+        def decode(self, x: torch.Tensor) -> torch.Tensor:
+            return self.decoder(self.quant(x))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.decode(self.encoder(x) * self.scale)
+
+    model, reference = pair(Autoencoder)
+    handle = offload_either(model)
+    x = inputs()
+    in_files = handle.groups[0].tier == "file"
+    for part in ("decoder", "encoder", "quant", "decoder.blocks.1", ""):
+        for number in range(2):
+            before = handle.stats()
+            expected = run(reference.get_submodule(part), x)
+            assert_same(run_onloaded(model, x, call=model.get_submodule(part)), expected)
+            after = handle.stats()
+            assert after.passes == before.passes + 1
+            # A layer that came from a file is still in its slot if it is called twice with nothing in between.
+            is_there = in_files and part == "quant" and number == 1
+            assert (after.onloads == before.onloads) == is_there
+            assert_at_rest(model, reference)
+    with torch.no_grad():
+        assert_same(model.decode(x), reference.decode(x))
+
+
+@pytest.mark.parametrize("path", ["blocks.1", "blocks.3", "proj_in", "norm"])
+def test_block_called_without_the_root(path: str, offload_either: Offload) -> None:
+    model, reference = pair()
+    offload_either(model)
+    for _ in range(2):
+        expected = run(reference.get_submodule(path), inputs())
+        assert_same(run_onloaded(model, inputs(), call=model.get_submodule(path)), expected)
+        assert_at_rest(model, reference)
+    check(model, reference, inputs())
+
+
+def test_layer_called_without_the_block(offload: Offload) -> None:
+    """At block level nothing onloads for the layer by itself; on the CPU it is right either way."""
+    model, reference = pair()
+    offload(model)
+    assert_same(run(model.blocks[1].up, inputs()), run(reference.blocks[1].up, inputs()))
+    assert_at_rest(model, reference)

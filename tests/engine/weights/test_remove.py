@@ -1,0 +1,225 @@
+"""`remove` gives the module back as it was, and whatever is dropped is collected."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from group_offload import StateError, remove_group_offloading
+from group_offload.runtime import engine
+from group_offload.runtime.groups.part import Part
+
+from ...support.asserts import assert_at_rest, assert_own_memory, assert_same
+from ...support.edits import edit_in_place
+from ...support.models import WIDTH, inputs
+from ...support.processes import run_python
+from ...support.rigs import LEVELS, Offload, check, offload_to, pair, run
+
+_HOOK_TABLES = [name for name in vars(nn.Module()) if "hooks" in name or "_with_kwargs" in name or "always" in name]
+
+
+def _snapshot(model: nn.Module) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        found[name] = (
+            module,
+            type(module),
+            list(module.__dict__),
+            module.__dict__.get("forward"),
+            {table: dict(module.__dict__[table]) for table in _HOOK_TABLES},
+            {key: id(value) for key, value in {**module._parameters, **module._buffers}.items()},
+        )
+    return found
+
+
+def test_remove_gives_the_module_back(offload: Offload) -> None:
+    model, reference = pair()
+    calls: list[str] = []
+    model.blocks[1].register_forward_pre_hook(lambda *args: calls.append("pre"))
+    model.register_forward_hook(lambda *args, **kwargs: calls.append("root"), with_kwargs=True, always_call=True)
+    original = model.blocks[0].forward
+    model.blocks[0].forward = lambda x: original(x)
+    before = _snapshot(model)
+    handle = offload(model)
+    run(model, inputs())
+    edit_in_place(model)
+    edit_in_place(reference)
+    handle.remove()
+    assert _snapshot(model) == before
+    assert_at_rest(model, reference)
+    assert_own_memory(model)
+    assert not handle.is_active
+    assert_same(run(model, inputs()), run(reference, inputs()))
+    assert calls == ["pre", "root"] * 2
+    handle.remove()  # nothing more to do
+    remove_group_offloading(model)
+    with pytest.raises(StateError):
+        handle.stats()
+
+
+def test_remove_that_finds_no_room_loses_nothing(offload: Offload, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What got memory of its own before keeps it; the next forward takes all up again, or `remove()` goes on."""
+    model, reference = pair()
+    handle = offload(model)
+    real, num_left = engine.materialise, 0
+
+    def materialise(part: Part) -> None:
+        nonlocal num_left
+        num_left -= 1
+        if num_left < 0:
+            raise MemoryError("no room")
+        real(part)
+
+    monkeypatch.setattr(engine, "materialise", materialise)
+    num_parts = sum(len(group.parts) for group in handle._engine.groups)
+    for at in range(num_parts):
+        check(model, reference, inputs())
+        edit_in_place(model)
+        edit_in_place(reference)
+        for _ in range(2):
+            num_left = at
+            with pytest.raises(MemoryError):
+                handle.remove()
+            assert handle.is_active
+            assert_at_rest(model, reference)
+        check(model, reference, inputs(), passes=2)
+    num_left = num_parts - 1
+    with pytest.raises(MemoryError):
+        handle.remove()
+    num_left = num_parts
+    handle.remove()
+    assert_at_rest(model, reference)
+    assert_own_memory(model)
+    assert_same(run(model, inputs()), run(reference, inputs()))
+
+
+_PEAK_OF_REMOVE = """
+import contextlib
+from group_offload.runtime.groups import build
+build.SEGMENT_BYTES = 32 << 20
+peak = lambda: next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+where = contextlib.nullcontext()
+if sys.argv[1] == "mapped twice":
+    from tests.support.simulated import SimulatedDevice, use_simulated_device
+    where = use_simulated_device(SimulatedDevice())
+with where:
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Linear(2048, 2048, bias=False) for _ in range(24))
+    handle = apply_group_offloading(model, "cpu")
+    with contextlib.suppress(OSError):
+        open("/proc/self/clear_refs", "w").write("5")  # forget the peak
+    before = peak()
+    handle.remove()
+print(peak() - before, sum(weight.nbytes for weight in model.parameters()))
+"""
+
+
+@pytest.mark.parametrize("memory", ["pageable", "mapped twice"])
+def test_remove_takes_no_second_copy_of_the_model(memory: str) -> None:
+    done = run_python(_PEAK_OF_REMOVE, memory)
+    assert done.returncode == 0, done.stderr[-2000:]
+    more, model = map(int, done.stdout.split())
+    assert model == 24 << 24 and more < model / 4
+
+
+def test_remove_keeps_hooks_that_came_later(offload: Offload) -> None:
+    model, reference = pair()
+    handle = offload(model)
+    calls: list[str] = []
+    model.blocks[1].register_forward_hook(lambda *args: calls.append("block"))
+    model.register_forward_pre_hook(lambda *args: calls.append("root"), prepend=True)
+    handle.remove()
+    assert_same(run(model, inputs()), run(reference, inputs()))
+    assert calls == ["root", "block"]
+
+
+def test_removed_model_trains(offload: Offload) -> None:
+    model, reference = pair()
+    handle = offload(model)
+    run(model, inputs())
+    remove_group_offloading(model)
+    assert not handle.is_active
+    for twin in (model, reference):
+        twin(inputs()).square().sum().backward()
+        torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    assert_at_rest(model, reference)
+
+
+def test_applying_twice_is_refused(offload: Offload) -> None:
+    model, reference = pair()
+    handle = offload(model)
+    with pytest.raises(StateError, match="remove_group_offloading"):
+        offload(model)
+    with pytest.raises(StateError, match="remove_group_offloading"):
+        offload(nn.Sequential(model))
+    check(model, reference, inputs())
+    handle.remove()
+    offload(model)
+    check(model, reference, inputs())
+
+
+@pytest.mark.parametrize("path", ["blocks", "blocks.1", "blocks.1.up", "proj_in", "norm"])
+def test_applying_to_a_part_is_refused(path: str, offload: Offload) -> None:
+    model, reference = pair()
+    offload(model)
+    with pytest.raises(StateError, match="remove_group_offloading"):
+        offload(model.get_submodule(path))
+    check(model, reference, inputs())
+
+
+def test_applying_again_with_other_options(tmp_path: Path) -> None:
+    model, reference = pair()
+    for _ in range(2):
+        for level in LEVELS:
+            for folder in (None, tmp_path):
+                handle = offload_to(folder, model, level)
+                check(model, reference, inputs(), passes=2)
+                handle.remove()
+                assert_own_memory(model)
+    assert_same(run(model, inputs()), run(reference, inputs()))
+
+
+@pytest.mark.parametrize("is_run", [False, True])
+def test_dropped_model_is_collected(is_run: bool, offload: Offload) -> None:
+    model, _ = pair()
+    handle = offload(model)
+    if is_run:
+        run(model, inputs())
+    engine, weight, block = weakref.ref(handle._engine), weakref.ref(model.gain), weakref.ref(model.blocks[0])
+    del model, handle
+    gc.collect()
+    assert engine() is None and weight() is None and block() is None
+
+
+def test_removed_model_is_collected(offload: Offload) -> None:
+    model, _ = pair()
+    handle = offload(model)
+    run(model, inputs())
+    engine = weakref.ref(handle._engine)
+    handle.remove()
+    gc.collect()
+    assert engine() is None
+    weight = weakref.ref(model.gain)
+    del model, handle
+    gc.collect()
+    assert weight() is None
+
+
+def test_replaced_weights_are_freed(offload: Offload) -> None:
+    """What no module holds any more goes with the next forward."""
+    model, _ = pair()
+    offload(model)
+    run(model, inputs())
+    weight, block = weakref.ref(model.blocks[1].up.weight), weakref.ref(model.blocks[2])
+    model.blocks[1].up.weight = nn.Parameter(torch.randn(2 * WIDTH, WIDTH))
+    del model.blocks[2]
+    run(model, inputs())
+    run(model, inputs())
+    gc.collect()
+    assert weight() is None and block() is None

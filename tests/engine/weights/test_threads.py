@@ -1,0 +1,152 @@
+"""Forwards, edits and set-ups in several threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+from group_offload import StateError
+from group_offload.runtime import passes
+
+from ...support.asserts import assert_at_rest, assert_same
+from ...support.models import WIDTH, Model, inputs, make
+from ...support.rigs import Offload, check, offload_to, pair, run, run_onloaded
+
+
+def test_blocks_that_a_forward_calls_in_threads_are_refused(
+    offload_either: Offload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward waits for the threads: they must not wait for it."""
+    monkeypatch.setattr(passes, "PATIENCE_SECONDS", 0.2)
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+            self.max_workers = 2
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.max_workers:
+                return sum(block(x) for block in self.blocks)
+            with ThreadPoolExecutor(self.max_workers) as pool:
+                return sum(pool.map(lambda block: block(x), self.blocks))
+
+    model, reference = pair(Branches)
+    handle = offload_either(model)
+    with pytest.raises(StateError, match="in another thread than a forward that is in progress"):
+        run(model, inputs())
+    model.max_workers = 0
+    assert_same(run_onloaded(model, inputs()), run(reference, inputs()))
+    handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("waits", "calls_a_part"),
+    [pytest.param([1.0], False, id="once"), pytest.param([0.02] * 50, True, id="often")],
+)
+def test_a_forward_that_works_in_threads_of_its_own_lets_others_wait(
+    waits: list[float], calls_a_part: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread calls the same model meanwhile, as servers do; or a part of it, while the forward gets on."""
+    monkeypatch.setattr(passes, "PATIENCE_SECONDS", 0.2)
+    began = threading.Event()
+
+    class Tiled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.blocks[0](x)
+            began.set()
+            for seconds in waits:
+                pool.submit(time.sleep, seconds).result()
+            return self.blocks[1](x)
+
+    model, reference = pair(Tiled)
+    x = inputs()
+    with ThreadPoolExecutor(4) as pool:
+        wanted = [run(called, x) for called in (reference, reference.blocks[0] if calls_a_part else reference)]
+        began.clear()
+        handle = offload_to(None, model)
+        first = pool.submit(run_onloaded, model, x)
+        assert began.wait(60)
+        second = pool.submit(run_onloaded, model.blocks[0] if calls_a_part else model, x)
+        for found, expected in zip((first, second), wanted, strict=True):
+            assert_same(found.result(), expected)
+    handle.remove()
+
+
+def _in_threads(*jobs: Callable[[], None]) -> None:
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(len(jobs))
+
+    def work(job: Callable[[], None]) -> None:
+        try:
+            barrier.wait(60)
+            job()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+def _job(model: nn.Module, reference: nn.Module, seed: int, passes: int = 8) -> Callable[[], None]:
+    expected = run(reference, inputs(seed))
+
+    def job() -> None:
+        for _ in range(passes):
+            assert_same(run(model, inputs(seed)), expected)
+
+    return job
+
+
+def test_two_threads_on_one_model(offload: Offload) -> None:
+    model, reference = pair()
+    handle = offload(model)
+    _in_threads(*(_job(model, reference, seed) for seed in range(3)))
+    assert handle.stats().passes == 24
+    assert_at_rest(model, reference)
+
+
+def test_two_threads_on_parts_of_one_model(offload: Offload) -> None:
+    model, reference = pair()
+    offload(model)
+    _in_threads(_job(model, reference, 0), *(_job(model.blocks[i], reference.blocks[i], i) for i in (1, 2)))
+    assert_at_rest(model, reference)
+
+
+def test_two_models_in_two_threads(offload: Offload) -> None:
+    pairs = [pair(make(Model, count, seed=count)) for count in (2, 4, 3)]
+    for model, _ in pairs:
+        offload(model)
+    _in_threads(*(_job(model, reference, 0) for model, reference in pairs))
+    for model, reference in pairs:
+        assert_at_rest(model, reference)
+
+
+def test_applying_and_running_in_two_threads(offload: Offload) -> None:
+    model, reference = pair()
+    offload(model)
+    twins = [pair(make(Model, 2, seed=seed)) for seed in range(4)]
+
+    def apply_all() -> None:
+        for other, other_reference in twins:
+            handle = offload(other)
+            check(other, other_reference, inputs())
+            handle.remove()
+
+    _in_threads(_job(model, reference, 0, passes=20), apply_all)

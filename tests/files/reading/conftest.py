@@ -1,0 +1,36 @@
+"""Fixtures of the tests of reads under a running model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from group_offload.runtime.copies import reader
+from group_offload.stores.source import SourceFile
+
+from ...support.reading import DEVICES, SMALL_CHUNK, TIERS, Preadv, Rig
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "CHUNK_BYTES", SMALL_CHUNK)
+
+
+@pytest.fixture(params=[(where, tier) for where in DEVICES for tier in TIERS], ids="-".join)
+def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
+    with Rig(*request.param, tmp_path) as rig:
+        yield rig
+
+
+@pytest.fixture
+def preadv(monkeypatch: pytest.MonkeyPatch) -> Preadv:
+    return Preadv(monkeypatch)
+
+
+@pytest.fixture
+def scarce_ram(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All files are to be read past the page cache, and nothing is in it."""
+    monkeypatch.setattr("group_offload.stores.ways.available_ram", lambda: 0)
+    monkeypatch.setattr(SourceFile, "is_cached", lambda *args: False)

@@ -1,0 +1,214 @@
+"""Reads past the page cache, and what happens where the system refuses them."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from group_offload import GroupFileError
+from group_offload.base import reading
+from group_offload.base.mapping import cached_bytes, forget_writes
+from group_offload.runtime.copies import reader
+
+from ...support.reading import (
+    DEVICES,
+    TIERS,
+    WIDTHS,
+    Preadv,
+    Rig,
+    assert_tells,
+    every_device,
+    every_tier,
+    has_direct_reads,
+    is_direct,
+)
+
+
+@every_tier
+@every_device
+@pytest.mark.parametrize("widths", [WIDTHS, [3, 5, 300, 7], [1000]], ids=str)
+def test_direct_reads(
+    widths: list[int], where: str, tier: str, tmp_path: Path, preadv: Preadv, scarce_ram: None
+) -> None:
+    """At any position, also where a file ends inside a block: most of these do."""
+    if not has_direct_reads(tmp_path):
+        pytest.skip("this file system has none")
+    with Rig(where, tier, tmp_path, widths) as rig:
+        preadv.arm(-1, -1)  # set-up has looked at what else is in the folder
+        rig.check(3)
+        rig.settle()
+        stats = rig.handle.stats()
+        assert preadv.num_direct == preadv.num_calls > 0
+        assert stats.bytes_read["direct"] > 0 and stats.bytes_read["page cache"] == 0
+        assert {group.way for group in rig.handle.groups if group.num_bytes} == {"direct"}
+
+
+@every_device
+def test_a_cold_file_is_read_past_the_page_cache(
+    where: str, tmp_path: Path, preadv: Preadv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is told to the reader here but that RAM is scarce: the page cache really does not have the file."""
+    if not has_direct_reads(tmp_path):
+        pytest.skip("this file system has none")
+    monkeypatch.setattr("group_offload.stores.ways.available_ram", lambda: 0)
+    monkeypatch.setattr(reader, "CHUNK_BYTES", 256 << 10)
+    widths = [60_000] * 3
+    with Rig(where, "checkpoint", tmp_path, widths) as rig:
+        (path,) = rig.paths()
+        size = path.stat().st_size
+        drop_from_page_cache(path)
+        if num_cached(path) > size / 5:
+            pytest.skip("the page cache cannot be emptied here")
+        rig.check()
+        rig.settle()
+        assert rig.handle.stats().bytes_read["direct"] > size * 0.7 and preadv.num_direct > 0
+        assert num_cached(path) < size / 3  # and it did not get there by that
+        path.read_bytes()
+        preadv.arm(-1, -1)
+        rig.check(2)
+        rig.settle()
+        assert preadv.num_direct < preadv.num_calls / 2
+
+
+def drop_from_page_cache(path: Path) -> None:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith(str(path)):  # what is mapped stays
+            start, end = (int(address, 16) for address in line.split()[0].split("-"))
+            forget_writes(start, end - start)
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fdatasync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def num_cached(path: Path) -> int:
+    whole = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
+    return cached_bytes(whole.data_ptr(), whole.numel())
+
+
+@pytest.fixture
+def warnings_of_reads() -> Iterator[list[str]]:
+    messages: list[str] = []
+    logger = logging.getLogger("group_offload")
+    handler = logging.Handler()
+
+    def emit(record: logging.LogRecord) -> None:
+        messages.append(record.getMessage())
+        time.sleep(0.02)  # long enough for another thread that reads to have something to say
+
+    handler.emit = emit  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    reading._said.clear()
+    yield messages
+    logger.removeHandler(handler)
+    reading._said.clear()
+
+
+@every_tier
+@every_device
+@pytest.mark.parametrize(("first", "code"), [(0, errno.EINVAL), (0, errno.EFAULT), (4, errno.EOPNOTSUPP)], ids=str)
+def test_direct_reads_that_are_refused(
+    first: int,
+    code: int,
+    where: str,
+    tier: str,
+    tmp_path: Path,
+    preadv: Preadv,
+    scarce_ram: None,
+    warnings_of_reads: list[str],
+) -> None:
+    """Then files are read through the page cache, which is said once."""
+    if not has_direct_reads(tmp_path):
+        pytest.skip("this file system has none")
+
+    def refuse(real: Any, fd: int, buffers: Any, position: int) -> int:
+        if is_direct(fd):
+            raise OSError(code, os.strerror(code))
+        count: int = real(fd, buffers, position)
+        return count
+
+    with Rig(where, tier, tmp_path) as rig:
+        preadv.arm(first, 10**9, refuse)
+        rig.check(3)
+        rig.settle()
+        assert rig.handle.stats().bytes_read["page cache"] > 0
+    told = [message for message in warnings_of_reads if "Direct reads" in message]
+    assert len(told) == 1 and os.strerror(code) in told[0]
+
+
+@every_device
+def test_files_that_cannot_be_opened_for_direct_reads(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scarce_ram: None, warnings_of_reads: list[str]
+) -> None:
+    real = os.open
+
+    def refuse(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+    for tier in TIERS:
+        with Rig(where, tier, tmp_path / tier if tier == "folder" else tmp_path) as rig:
+            rig.check(3)
+    assert len([message for message in warnings_of_reads if "Direct reads" in message]) == 1
+
+
+def test_direct_reads_on_a_file_system_in_ram(scarce_ram: None) -> None:
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("there is none")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        for where in DEVICES:
+            for tier in TIERS:
+                (Path(folder) / where / tier).mkdir(parents=True)
+                with Rig(where, tier, Path(folder) / where / tier) as rig:
+                    rig.check(3)
+
+
+def test_an_error_of_a_direct_read(tmp_path: Path, preadv: Preadv, scarce_ram: None) -> None:
+    """A real one: it is told, and not taken for a refusal."""
+    if not has_direct_reads(tmp_path):
+        pytest.skip("this file system has none")
+    for where in DEVICES:
+        with Rig(where, "checkpoint", tmp_path) as rig:
+            preadv.fail(errno.EIO, 0, 10**6)
+            with pytest.raises(GroupFileError) as caught:
+                rig.check(2)
+            assert_tells(caught.value, rig, os.strerror(errno.EIO))
+            preadv.arm(-1, -1)
+            rig.check(2)
+            rig.settle()
+            assert rig.handle.stats().bytes_read["page cache"] == 0
+
+
+@every_tier
+@every_device
+@pytest.mark.parametrize("size", [4096, 512, 1000])
+def test_direct_reads_that_return_less(
+    size: int, where: str, tier: str, tmp_path: Path, preadv: Preadv, scarce_ram: None
+) -> None:
+    """The file is whole: what a read did not bring comes with the next one."""
+    if not has_direct_reads(tmp_path):
+        pytest.skip("this file system has none")
+
+    def short(real: Any, fd: int, buffers: Any, position: int) -> int:
+        if not is_direct(fd):
+            count: int = real(fd, buffers, position)
+            return count
+        return min(real(fd, buffers, position), size)
+
+    with Rig(where, tier, tmp_path) as rig:
+        preadv.arm(0, 10**9, short)
+        rig.check(2)
+        assert preadv.num_faults

@@ -1,0 +1,206 @@
+"""Files that are read under a running model: what is left, what is counted, and reads that come late in any order."""
+
+from __future__ import annotations
+
+import errno
+import json
+import random
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from group_offload import GroupFileError
+from group_offload.base import pool
+from group_offload.runtime.copies import reader
+
+from ...support.models import Stop
+from ...support.on_device import exercise
+from ...support.reading import (
+    SMALL_CHUNK,
+    TIERS,
+    WIDTHS,
+    Preadv,
+    Rig,
+    eventually,
+    every_device,
+    every_tier,
+    num_fds,
+    num_mappings,
+    num_threads,
+)
+from ...support.reads import late_reads
+from ...support.simulated import SimulatedDevice
+
+# ---------------------------------------------------------------- what is left
+
+
+@every_tier
+@every_device
+@pytest.mark.parametrize(
+    ("how", "fault"), [("remove", "error"), ("drop", "none"), ("drop", "error"), ("drop", "interrupt")]
+)
+def test_nothing_is_left(how: str, fault: str, where: str, tier: str, tmp_path: Path, preadv: Preadv) -> None:
+    """Neither descriptors nor mappings, and no threads beyond those of the pools."""
+
+    def once(folder: Path) -> None:
+        folder.mkdir()
+        with Rig(where, tier, folder) as rig:
+            rig.check()
+            if fault == "error":
+                preadv.fail(errno.EIO, 3, 10**6)
+                with pytest.raises(GroupFileError):
+                    rig.check(3)
+                preadv.arm(-1, -1)
+                rig.check()
+            if fault == "interrupt":
+                rig.model.stop_at = 2
+                with pytest.raises(Stop):
+                    rig.forward()
+                rig.model.stop_at = -1
+                rig.check()
+            if how == "drop":
+                rig.drop()
+
+    once(tmp_path / "first")  # what is opened once a process is open now
+    assert eventually(lambda: num_mappings(tmp_path) == 0)
+    before = num_fds()
+    threads = {name: num_threads(name) for name in ("io", "pump", "lock")}
+    for number in range(2):
+        once(tmp_path / str(number))
+    assert eventually(lambda: num_mappings(tmp_path) == 0)
+    assert eventually(lambda: num_fds() <= before), (num_fds(), before)
+    assert num_threads("io") <= pool.num_threads()
+    # One pump is enough for one model after another; one that is on its way out may make another one begin.
+    assert num_threads("pump") <= threads["pump"] + 2
+    assert num_threads("lock") == 0
+
+
+@every_tier
+def test_dropped_while_files_are_read(tier: str, tmp_path: Path, preadv: Preadv) -> None:
+    def slowly(real: Any, fd: int, buffers: Any, position: int) -> int:
+        time.sleep(0.003)
+        count: int = real(fd, buffers, position)
+        return count
+
+    before = num_fds()
+    device = SimulatedDevice(0)
+    with Rig("simulated", tier, tmp_path) as rig:
+        assert rig.device is not None
+        device = rig.device
+        rig.check(2)
+        preadv.arm(0, 10**9, slowly)
+        rig.check()  # what the next pass needs first is being read
+        rig.drop()
+        assert eventually(lambda: num_mappings(tmp_path) == 0)
+    device.synchronize()
+    assert eventually(lambda: device.pinned_bytes == 0)
+    assert eventually(lambda: num_fds() <= before)
+
+
+# ---------------------------------------------------------------- what is counted
+
+
+@every_tier
+@every_device
+def test_figures(where: str, tier: str, tmp_path: Path) -> None:
+    with Rig(where, tier, tmp_path) as rig:
+        file_bytes = sum(group.num_bytes for group in rig.handle.groups)
+        for number in range(1, 4):
+            rig.check()
+            rig.settle()
+            stats = rig.handle.stats()
+            num_bytes, num_read = stats.bytes_onloaded["file"], sum(stats.bytes_read.values())
+            # What a slot still holds is not brought again; of the next pass there is what there is room for.
+            least = number * file_bytes - (number - 1) * stats.peak_device_bytes
+            assert least <= num_bytes <= number * file_bytes + stats.peak_device_bytes
+            # Images in a checkpoint are padded, so that tensors begin where kernels want them to.
+            assert (0.9 if tier == "checkpoint" else 1) * num_bytes <= num_read <= num_bytes + stats.staging_bytes
+            if where == "cpu" and number == 1:
+                assert num_bytes == file_bytes
+            assert stats.bytes_onloaded["ram"] == stats.bytes_onloaded["pageable ram"] == 0
+            assert stats.pinned_bytes == 0 and stats.host_bytes == 0 and stats.file_bytes == file_bytes
+            limit = min(reader.NUM_FRAMES, 1 - -file_bytes // SMALL_CHUNK) * SMALL_CHUNK
+            assert stats.staging_bytes == (limit if where == "simulated" else 0)
+
+
+@every_tier
+def test_staging_memory_is_a_formula(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fixed number of chunks, or fewer for a small model."""
+    for frames, widths in ((1, WIDTHS), (2, WIDTHS), (4, WIDTHS), (18, [8]), (18, WIDTHS)):
+        monkeypatch.setattr(reader, "NUM_FRAMES", frames)
+        with Rig("simulated", tier, tmp_path, widths) as rig:
+            for path in rig.paths():
+                path.rename(path.with_suffix(".gone"))
+            assert rig.device is not None
+            file_bytes = sum(group.num_bytes for group in rig.handle.groups)
+            rig.check(3)
+            rig.settle()
+            expected = min(frames, 1 - -file_bytes // SMALL_CHUNK) * SMALL_CHUNK
+            assert rig.handle.stats().staging_bytes == rig.device.pinned_bytes == expected
+
+
+@every_tier
+@every_device
+def test_a_trace_shows_the_reads(where: str, tier: str, tmp_path: Path) -> None:
+    with Rig(where, tier, tmp_path) as rig:
+        rig.check(2)
+        rig.settle()
+        read_before = sum(rig.handle.stats().bytes_read.values())
+        with rig.handle.trace(tmp_path / "trace.json"):
+            rig.check()
+        num_bytes = sum(rig.handle.stats().bytes_read.values()) - read_before
+        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+        reads = [e for e in events if e["ph"] == "X" and lanes[e["tid"]].startswith("file reads")]
+        assert sum(event["args"]["bytes"] for event in reads) == num_bytes > 0
+        assert {event["name"] for event in reads} <= {group.group_id for group in rig.handle.groups}
+        assert len({event["name"] for event in reads}) >= len(WIDTHS)
+        assert "H2D" in {lanes[event["tid"]] for event in events if event["ph"] == "X"}
+
+
+# ---------------------------------------------------------------- late, in any order
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from(["random", "lazy", "eager"]),
+    st.sampled_from(["in_files", "in_checkpoint"]),
+    st.sampled_from([{}, {"offload_type": "leaf_level"}, {"record_stream": True}, {"use_stream": False}]),
+)
+def test_late_and_reordered_reads(seed: int, laziness: Any, tier: str, options: dict[str, Any]) -> None:
+    exercise(seed, laziness, {tier: True, **options}, num_passes=3)
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 2**32), st.sampled_from(["random", "eager"]), st.sampled_from(TIERS))
+def test_late_reads_of_which_some_fail(seed: int, laziness: Any, tier: str) -> None:
+    """Every forward is right or says that a file cannot be read, and those without a fault become right again."""
+    rng = random.Random(seed)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        pytest.MonkeyPatch.context() as patch,
+        late_reads(rng),
+    ):
+        preadv = Preadv(patch)
+        rig = Rig("simulated", tier, Path(folder), [rng.choice([4, 24, 300]) for _ in range(rng.randint(1, 5))])
+        assert rig.device is not None
+        rig.device.laziness = laziness
+        with rig:
+            for _ in range(4):
+                if rng.random() < 0.7:
+                    first = rng.randrange(30)
+                    preadv.fail(errno.EIO, first, first + rng.choice([0, 0, 3]))
+                with suppress(GroupFileError):
+                    rig.check(rng.randint(1, 2))
+            rig.settle()
+            preadv.arm(-1, -1)
+            with suppress(GroupFileError):  # of what was read ahead
+                rig.check()
+            rig.check(2)

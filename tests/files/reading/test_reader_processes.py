@@ -1,0 +1,204 @@
+"""Reads at the exit of the interpreter, in forked processes, and where no thread can be started."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from ...support.processes import run_python
+from ...support.reading import Rig, every_device, every_tier
+
+_IN_A_CHILD = """
+import group_offload.stores.ways
+group_offload.stores.ways.LOCKED_SHARE = 0.0
+import group_offload.runtime.copies.reader as reader, time, signal, threading
+reader.CHUNK_BYTES = 8192
+import tests.support.reading as t
+where, folder = sys.argv[1], pathlib.Path(sys.argv[2])
+rig = t.Rig(where, "checkpoint", folder)
+rig.__enter__()
+rig.check(2)
+real = os.preadv
+def slow(fd, buffers, position):
+    time.sleep(0.02)
+    return real(fd, buffers, position)
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "end"),
+    [("cpu", "return"), ("simulated", "return"), ("simulated", "raise KeyboardInterrupt")],
+)
+def test_interpreter_exit_with_reads_in_flight(end: str, where: str, tmp_path: Path) -> None:
+    ending = {"return": "pass"}.get(end, end)
+    # Not a daemon: Python ends those inside of torch's C++, which ends the process.
+    begin = (
+        "rig.forward()" if where == "simulated" else "threading.Thread(target=rig.forward).start(); time.sleep(0.03)"
+    )
+    done = run_python(f"{_IN_A_CHILD}\nos.preadv = slow\n{begin}\n{ending}", where, tmp_path)
+    assert done.returncode in ((0,) if "Keyboard" not in end else (1, 130, -2)), done.stderr[-2000:]
+    assert done.stderr == "" or end != "return", done.stderr[-2000:]
+    assert "Fatal" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr[-2000:]
+
+
+def test_a_forward_at_interpreter_exit(tmp_path: Path) -> None:
+    """When no thread can be started any more: right or an error, and no hang."""
+    done = run_python(
+        _IN_A_CHILD
+        + """
+import atexit
+def last():
+    try:
+        try:
+            t.within_here(60, rig.forward)
+            print("ran", flush=True)
+        except (RuntimeError, GroupFileError) as error:
+            print(type(error).__name__, flush=True)
+        t.within_here(60, rig.handle.remove)
+        print("removed", flush=True)
+    except BaseException as error:
+        import traceback; traceback.print_exc()
+        os._exit(4)
+atexit.register(last)
+""",
+        "simulated",
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "removed" in done.stdout
+
+
+def test_fork_while_files_are_read(tmp_path: Path) -> None:
+    """The child has none of its parent's threads, and ends all the same; the parent goes on."""
+    done = run_python(
+        _IN_A_CHILD
+        + """
+import warnings; warnings.simplefilter("ignore")
+os.preadv = slow
+thread = threading.Thread(target=lambda: [rig.forward() for _ in range(3)])
+thread.start()
+for _ in range(4):
+    time.sleep(0.03)
+    child = os.fork()
+    if not child:
+        sys.exit(0) if _ % 2 else os._exit(0)
+    for _ in range(200):
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            break
+        time.sleep(0.05)
+    else:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        print("the child hangs", flush=True)
+        os._exit(3)
+    assert status == 0, status
+thread.join()
+os.preadv = real
+rig.check(2)
+""",
+        "simulated",
+        tmp_path,
+    )
+    assert done.returncode == 0, (done.stdout, done.stderr[-2000:])
+
+
+@every_tier
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_model_that_is_used_in_a_forked_child(tier: str, tmp_path: Path) -> None:
+    with Rig("cpu", tier, tmp_path) as rig:
+        rig.check()
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                torch.set_num_threads(1)  # OpenMP's threads are not there either
+                rig.check(2)
+                rig.handle.remove()
+                rig.check_at_rest()
+                code = 0
+            finally:
+                os._exit(code)
+        deadline = time.monotonic() + 30
+        found, status = 0, 0
+        while not found and time.monotonic() < deadline:
+            found, status = os.waitpid(child, os.WNOHANG)
+            time.sleep(0.01)
+        if not found:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+        assert found and status == 0
+        rig.check(2)
+
+
+def test_a_handle_in_a_forked_child_can_be_removed(tmp_path: Path) -> None:
+    """Reads were under way in the parent as it forked: nobody ends them in the child."""
+    done = run_python(
+        _IN_A_CHILD
+        + """
+import warnings; warnings.simplefilter("ignore")
+os.preadv = slow
+rig.forward()  # what the next pass needs first is being read
+child = os.fork()
+if not child:
+    os.preadv = real
+    try:
+        t.within_here(60, rig.handle.remove)
+        rig.check_at_rest()
+    except BaseException:
+        import traceback; traceback.print_exc()
+        os._exit(4)
+    os._exit(0)
+status = os.waitpid(child, 0)[1]
+os.preadv = real
+rig.check(2)
+sys.exit(0 if status == 0 else 5)
+""",
+        "simulated",
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@every_device
+def test_no_more_threads_can_be_started(where: str, tmp_path: Path) -> None:
+    """A process at its limit: the forward is right or raises, and does not hang; nor does remove(). Later it works again."""
+    done = run_python(
+        _IN_A_CHILD
+        + """
+from group_offload.base import pool
+rig.settle()
+pool._forget()  # a new one, with no threads yet
+start = threading.Thread.start
+is_full = True
+def refuse(thread):
+    if is_full and thread.name.startswith("group_offload-io"):
+        raise RuntimeError("can't start new thread")
+    start(thread)
+threading.Thread.start = refuse
+def fails():
+    try:
+        rig.check(2)
+    except RuntimeError as error:
+        return "can't start new thread" in str(error)
+    return True  # another thread did it
+try:
+    rig.model.route = rig.resident.route = [3, 2, 1, 0]  # so that there is something to read
+    for number in range(2):
+        assert t.within(60, fails), number
+    is_full = False
+    t.within(60, lambda: rig.check(3))
+    t.within(60, rig.handle.remove)
+    rig.check_at_rest()
+except BaseException:
+    import traceback; traceback.print_exc()
+    os._exit(4)
+""",
+        where,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr[-2500:]

@@ -1,0 +1,167 @@
+"""Exceptions in the middle of reads, and several threads that read."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from group_offload import apply_group_offloading
+from group_offload.runtime.copies import reader
+
+from ...support.on_device import from_file, raise_interrupt
+from ...support.reading import Preadv, Rig, Slow, every_device, every_tier
+
+
+@every_tier
+@every_device
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_exception_in_the_middle_of_a_forward(
+    error: type[BaseException], where: str, tier: str, tmp_path: Path, preadv: Preadv
+) -> None:
+    """While the next blocks are read."""
+    with Rig(where, tier, tmp_path) as rig:
+
+        @contextmanager
+        def raises(position: int) -> Iterator[None]:
+            if position == 1:
+                raise error
+            yield
+
+        def slowly(real: Any, fd: int, buffers: Any, position: int) -> int:
+            time.sleep(0.002)
+            count: int = real(fd, buffers, position)
+            return count
+
+        rig.check(2)
+        usual = rig.model.on_block
+        preadv.arm(0, 10**9, slowly)
+        for _ in range(3):
+            rig.model.on_block = raises
+            with pytest.raises(error):
+                rig.forward()
+            rig.model.on_block = usual
+            rig.check()
+        rig.check_at_rest()
+
+
+def test_an_interrupt_while_compute_waits_for_the_drive(tmp_path: Path, preadv: Preadv) -> None:
+    """A real Ctrl-C, which comes in the main thread as it waits for a read that takes long."""
+    import _thread
+
+    with Rig("simulated", "checkpoint", tmp_path) as rig:
+        slow = Slow(preadv)
+
+        def interrupt() -> None:
+            slow.waiting.wait(60)
+            time.sleep(0.05)
+            _thread.interrupt_main()
+            time.sleep(0.2)
+            slow.go.set()
+
+        thread = threading.Thread(target=interrupt)
+        # A shell lets what it runs in the background ignore Ctrl-C.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            thread.start()
+            with pytest.raises(KeyboardInterrupt):
+                rig.check(2)
+            thread.join()
+        finally:
+            signal.signal(signal.SIGINT, before)
+        preadv.arm(-1, -1)
+        rig.check(3)
+
+
+@pytest.mark.parametrize(("where", "method"), [("simulated", "submit"), ("cpu", "read_now")])
+def test_an_interrupt_inside_of_the_reader(
+    where: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Rig(where, "checkpoint", tmp_path) as rig:
+        rig.check()
+        for _ in range(2):
+            with monkeypatch.context() as patch:
+                patch.setattr(reader.Reader, method, raise_interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    rig.forward()
+            rig.check(2)
+
+
+@every_tier
+@every_device
+def test_two_threads_run_one_model(where: str, tier: str, tmp_path: Path) -> None:
+    """Passes of several threads take turns."""
+    with Rig(where, tier, tmp_path) as rig:
+        expected = rig.expected()
+        rig.model.alive = Nothing()
+        outputs: list[torch.Tensor] = []
+        errors: list[BaseException] = []
+        lock = threading.Lock()
+
+        def task() -> None:
+            try:
+                for _ in range(5):
+                    with torch.no_grad():
+                        if rig.device is None:
+                            output = rig.model(rig.x)
+                        else:
+                            with lock, rig.device.running():  # activations are the caller's business
+                                output = rig.device.get(rig.model(rig.device.put(rig.x)))
+                    outputs.append(output)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=task, daemon=True) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads) and not errors
+        assert len(outputs) == 15 and all(torch.equal(output, expected) for output in outputs)
+
+
+class Nothing(list[torch.Tensor]):
+    def append(self, value: torch.Tensor) -> None:
+        pass
+
+
+@every_device
+def test_two_models_at_once(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share the threads that read, of which there are few."""
+    (tmp_path / "other").mkdir()
+    with Rig(where, "checkpoint", tmp_path) as rig:
+        other = from_file(rig.resident, tmp_path / "model.safetensors")
+        handle = apply_group_offloading(other, "cpu", offload_device="disk")
+        expected = rig.expected()
+        errors: list[BaseException] = []
+
+        def task(model: Any) -> None:
+            try:
+                model.alive = Nothing()
+                for _ in range(6):
+                    with torch.no_grad():
+                        if rig.device is None:
+                            output = model(rig.x)
+                        else:
+                            with rig.device.running():
+                                output = model(rig.device.put(rig.x))
+                            output = rig.device.get(output)
+                    assert torch.equal(output, expected)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=task, args=(model,), daemon=True) for model in (rig.model, other)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads)
+        assert not errors, errors
+        handle.remove()

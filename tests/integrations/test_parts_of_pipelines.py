@@ -1,0 +1,219 @@
+"""Parts of a pipeline that are called without its forward, text encoders, and weights that others read."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch._dynamo.testing
+from diffusers import AutoencoderTiny
+from torch import nn
+
+from group_offload import apply_group_offloading, enable_group_offload
+
+from ..support import tiny_models as tiny
+from ..support.pipelines import any_level, any_tier, tier_options
+
+# ---------------------------------------------------------------- parts of a model
+
+
+@pytest.fixture
+def tiled() -> Any:
+    def switch(vae: nn.Module) -> None:
+        if isinstance(vae, diffusers.AutoencoderKLWan):
+            vae.enable_tiling(16, 16, 8, 8)
+        else:
+            vae.enable_tiling()
+            vae.tile_sample_min_size, vae.tile_latent_min_size = 8, 4
+
+    return switch
+
+
+@pytest.mark.parametrize("name", ["kl", "sd_kl", "wan_kl"])
+@any_tier
+@any_level
+@pytest.mark.parametrize("mode", ["plain", "sliced", "tiled"])
+def test_vae_without_its_forward(
+    name: str, tier: str, level: str, mode: str, device: torch.device, tmp_path: Path, tiled: Any
+) -> None:
+    make, inputs = tiny.MODELS[name]
+    sample = tiny.randn(1, 3, 5, 32, 24) if name == "wan_kl" else inputs()["sample"]
+    reference, model = make().to(device), make()
+    for vae in (reference, model):
+        if mode == "sliced":
+            vae.enable_slicing()
+        if mode == "tiled":
+            tiled(vae)
+    handle = apply_group_offloading(model, device, offload_type=level, **tier_options(tier, tmp_path))
+    with torch.no_grad():
+        for _ in range(2):
+            expected = reference.encode(sample).latent_dist.mean
+            found = model.encode(sample).latent_dist.mean
+            assert torch.equal(found, expected)
+            assert torch.equal(model.decode(found).sample, reference.decode(expected).sample)
+    assert handle.stats().onloads > 0
+    assert {tensor.device.type for tensor in model.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize("name", ["kl", "sd_kl", "wan_kl"])
+def test_decoding_alone_does_not_onload_the_encoder(name: str, device: torch.device) -> None:
+    make, inputs = tiny.MODELS[name]
+    reference, model = make().to(device), make()
+    with torch.no_grad():
+        latents = reference.encode(inputs()["sample"]).latent_dist.mean
+        expected = reference.decode(latents).sample
+        handle = apply_group_offloading(model, device)
+        assert torch.equal(model.decode(latents).sample, expected)
+    decoder = sum(t.numel() * t.element_size() for t in model.decoder.parameters())
+    total = sum(t.numel() * t.element_size() for t in model.parameters())
+    onloaded = sum(handle.stats().bytes_onloaded.values())
+    assert 0 < onloaded < total * 2
+    assert handle.stats().peak_device_bytes < total
+    assert decoder < total
+
+
+class PlainKL(diffusers.AutoencoderKL):
+    """An autoencoder that does not say where its blocks are."""
+
+    _group_offload_block_modules = None
+
+
+def tiny_taesd() -> AutoencoderTiny:
+    return tiny.seeded(
+        0,
+        lambda: AutoencoderTiny(
+            in_channels=3,
+            out_channels=3,
+            encoder_block_out_channels=(8, 8),
+            decoder_block_out_channels=(8, 8),
+            num_encoder_blocks=(1, 1),
+            num_decoder_blocks=(1, 1),
+            latent_channels=4,
+        ),
+    )
+
+
+def plain_kl() -> PlainKL:
+    model = tiny.sd_kl()
+    model.__class__ = PlainKL
+    return model
+
+
+@pytest.mark.parametrize("make", [plain_kl, tiny_taesd])
+@any_tier
+@any_level
+def test_vae_that_names_no_blocks(make: Any, tier: str, level: str, device: torch.device, tmp_path: Path) -> None:
+    reference, model = make().to(device), make()
+    sample = tiny.randn(1, 3, 16, 16)
+    apply_group_offloading(model, device, offload_type=level, **tier_options(tier, tmp_path))
+    with torch.no_grad():
+        for _ in range(2):
+            latents = [vae.encode(sample, return_dict=False)[0] for vae in (reference, model)]
+            latents = [found if isinstance(found, torch.Tensor) else found.mode() for found in latents]
+            assert torch.equal(*latents)
+            images = [vae.decode(latents[0], return_dict=False)[0] for vae in (reference, model)]
+            assert torch.equal(*images)
+
+
+def test_vae_tiling_through_the_pipeline(device: torch.device, tmp_path: Path, tiled: Any) -> None:
+    reference, pipe = tiny.sd_pipeline().to(device), tiny.sd_pipeline()
+    tiled(reference.vae)
+    expected = tiny.run(reference)
+    enable_group_offload(pipe, onload_device=device, offload_to_disk_path=tmp_path)
+    tiled(pipe.vae)
+    assert torch.equal(tiny.run(pipe), expected)
+
+
+# ---------------------------------------------------------------- text encoders
+
+
+@pytest.mark.parametrize("name", ["clip", "t5"])
+@any_tier
+def test_text_encoders_are_cut_into_blocks(
+    name: str, tier: str, device: torch.device, tmp_path: Path, resident_calls: dict[str, torch.Tensor]
+) -> None:
+    make, inputs = tiny.MODELS[name]
+    model = make()
+    handle = apply_group_offloading(model, device, **tier_options(tier, tmp_path))
+    for _ in range(2):
+        assert torch.equal(tiny.call(model, inputs()), resident_calls[name])
+    blocks = [group for group in handle.groups if group.num_bytes]
+    total = sum(group.num_bytes for group in blocks)
+    assert len(blocks) > 3
+    assert handle.stats().peak_device_bytes < total * 0.75
+
+
+@pytest.mark.parametrize("name", ["clip", "t5"])
+def test_a_large_text_encoder_takes_a_fraction_of_its_size(name: str, device: torch.device) -> None:
+    model = tiny.t5(num_layers=16) if name == "t5" else tiny.clip(num_hidden_layers=16)
+    handle = apply_group_offloading(model, device)
+    tiny.call(model, tiny.tokens())
+    total = sum(group.num_bytes for group in handle.groups)
+    assert handle.stats().peak_device_bytes < total / 4
+
+
+# ---------------------------------------------------------------- weights that others read
+
+
+@any_tier
+def test_statistics_that_a_pipeline_reads(tier: str, device: torch.device, tmp_path: Path) -> None:
+    """As Flux.2's pipeline does with its VAE: `vae.bn.running_mean`, which no call of a module brings along."""
+
+    class Vae(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+            self.bn = nn.BatchNorm1d(8, affine=False)
+            self.prior = nn.Parameter(torch.randn(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.decoder(x)
+
+        def decode(self, x: torch.Tensor) -> torch.Tensor:
+            shift = self.bn.running_mean.to(x.device) + self.prior.to(x.device)  # a parameter used outside of forward
+            return self.decoder(x + shift)
+
+    torch.manual_seed(0)
+    model = Vae().eval()
+    model.bn.running_mean.normal_()
+    reference = copy.deepcopy(model).to(device)
+    x = tiny.randn(4, 8)
+    apply_group_offloading(model, device, **tier_options(tier, tmp_path))
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(model.decode(x), reference.decode(x))
+            assert torch.equal(model(x), reference(x))
+            assert torch.equal(model.bn.running_mean, reference.bn.running_mean.cpu())
+
+
+@any_tier
+@any_level
+def test_control_branch(tier: str, level: str, device: torch.device, tmp_path: Path) -> None:
+    """Two models in turns in each step, one of them with and without what the other one gives."""
+    inputs = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in tiny.unet_inputs().items()
+    }
+    condition = tiny.randn(inputs["sample"].shape[0], 3, 8 * inputs["sample"].shape[2], 8 * inputs["sample"].shape[3])
+
+    def step(unet: Any, control: Any) -> torch.Tensor:
+        with torch.no_grad():
+            down, mid = control(**inputs, controlnet_cond=condition)
+            guided = unet(**inputs, down_block_additional_residuals=down, mid_block_additional_residual=mid)
+            return guided[0] - unet(**inputs)[0]
+
+    def make() -> tuple[Any, Any]:
+        unet = tiny.unet()
+        return unet, tiny.seeded(
+            1, lambda: diffusers.ControlNetModel.from_unet(unet, load_weights_from_unet=False)
+        ).eval()
+
+    resident = [model.to(device) for model in make()]
+    offloaded = make()
+    for name, model in zip(("unet", "control"), offloaded, strict=True):
+        apply_group_offloading(model, device, offload_type=level, **tier_options(tier, tmp_path / name))
+    for _ in range(3):
+        assert torch.equal(step(*offloaded), step(*resident))

@@ -1,0 +1,246 @@
+"""diffusers' own calls on this engine, and `compile_repeated_blocks` with it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import diffusers.hooks.group_offloading as stock
+import pytest
+import torch._dynamo.testing
+from diffusers import FluxTransformer2DModel
+from diffusers.hooks import apply_group_offloading as imported_before_patching
+from diffusers.models.modeling_utils import ModelMixin
+
+from group_offload import (
+    ModuleError,
+    OffloadHandle,
+    apply_group_offloading,
+    disable_group_offload,
+    patch_diffusers,
+    unpatch_diffusers,
+)
+
+from ..support import tiny_models as tiny
+from ..support.pipelines import PIPELINES, any_level, any_model, any_pipeline, any_tier, models_of, tier_options
+
+# ---------------------------------------------------------------- patched calls
+
+
+@any_pipeline
+def test_patched_pipeline_without_arguments(
+    kind: str, patched: None, resident_outputs: dict[str, torch.Tensor]
+) -> None:
+    pipe = PIPELINES[kind]()
+    handles = pipe.enable_group_offload()
+    assert all(isinstance(handle, OffloadHandle) for handle in handles.values())
+    assert torch.equal(tiny.run(pipe), resident_outputs[kind])
+    assert all(handle.stats().onloads for handle in handles.values())
+    pipe.disable_group_offload()
+    assert not any(handle.is_active for handle in handles.values())
+    assert torch.equal(tiny.run(pipe.to(tiny.device())), resident_outputs[kind])
+
+
+@any_level
+@any_tier
+def test_patched_pipeline_with_diffusers_arguments(
+    level: str,
+    tier: str,
+    device: torch.device,
+    tmp_path: Path,
+    patched: None,
+    resident_outputs: dict[str, torch.Tensor],
+) -> None:
+    pipe = tiny.flux_pipeline()
+    pipe.enable_group_offload(
+        device,
+        torch.device("cpu"),
+        level,
+        1 if level == "block_level" else None,
+        False,
+        False,
+        False,
+        False,
+        str(tmp_path) if tier == "disk" else None,
+        "vae",
+    )
+    assert not stock._is_group_offload_enabled(pipe.vae)
+    for _ in range(2):
+        assert torch.equal(tiny.run(pipe), resident_outputs["flux"])
+    assert any(tmp_path.iterdir()) == (tier == "disk")
+
+
+@any_model
+def test_patched_model_without_arguments(
+    name: str, patched: None, device: torch.device, resident_calls: dict[str, torch.Tensor]
+) -> None:
+    make, inputs = tiny.MODELS[name]
+    model = make()
+    handle = imported_before_patching(model) if name in ("clip", "t5") else model.enable_group_offload()
+    assert isinstance(handle, OffloadHandle)
+    assert handle.config.onload_device == device
+    assert torch.equal(tiny.call(model, inputs()), resident_calls[name])
+    assert handle.stats().onloads > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"onload_device": "cpu"},
+        {"onload_device": torch.device("cpu"), "offload_type": "leaf_level"},
+        {
+            "onload_device": torch.device("cpu"),
+            "offload_device": torch.device("cpu"),
+            "offload_type": stock.GroupOffloadingType.BLOCK_LEVEL,
+            "num_blocks_per_group": 2,
+            "block_modules": ["transformer_blocks"],
+            "exclude_kwargs": ["joint_attention_kwargs"],
+        },
+    ],
+    ids=["none", "device", "leaf", "all"],
+)
+def test_a_name_imported_before_patching(options: dict[str, Any], patched: None) -> None:
+    on_cpu = options and tiny.device().type != "cpu"
+    if on_cpu:
+        pytest.skip("the inputs are on the accelerator")
+    model = tiny.flux_transformer()
+    expected = tiny.call(tiny.flux_transformer().to(tiny.device()), tiny.flux_inputs())
+    handle = imported_before_patching(model, **options)
+    assert isinstance(handle, OffloadHandle)
+    assert diffusers.hooks.apply_group_offloading is imported_before_patching
+    assert torch.equal(tiny.call(model, tiny.flux_inputs()), expected)
+    assert handle.stats().onloads > 0
+
+
+def test_patched_signatures_accept_no_arguments(patched: None) -> None:
+    for call in (
+        imported_before_patching,
+        ModelMixin.enable_group_offload,
+        diffusers.DiffusionPipeline.enable_group_offload,
+    ):
+        first = [p for name, p in inspect.signature(call).parameters.items() if name == "onload_device"]
+        assert first[0].default is None
+
+
+def state_of_diffusers() -> dict[str, Any]:
+    apply = imported_before_patching
+    names = ("enable_group_offload", "disable_group_offload")
+    return {
+        "code": apply.__code__,
+        "defaults": apply.__defaults__,
+        "kwdefaults": apply.__kwdefaults__,
+        "annotations": dict(apply.__annotations__),
+        "doc": apply.__doc__,
+        "name": (apply.__name__, apply.__qualname__, apply.__module__),
+        "signature": inspect.signature(apply),
+        "model": {name: ModelMixin.__dict__.get(name) for name in names},
+        "pipeline": {name: diffusers.DiffusionPipeline.__dict__.get(name) for name in names},
+        "has": [hasattr(owner, name) for owner in (ModelMixin, diffusers.DiffusionPipeline) for name in names],
+    }
+
+
+def test_unpatch_restores_diffusers(device: torch.device) -> None:
+    before = state_of_diffusers()
+    patch_diffusers()
+    patch_diffusers()
+    assert state_of_diffusers() != before
+    unpatch_diffusers()
+    assert state_of_diffusers() == before
+    unpatch_diffusers()
+    assert state_of_diffusers() == before
+
+    with pytest.raises(TypeError):
+        imported_before_patching(tiny.flux_transformer())
+    with pytest.raises(TypeError):
+        tiny.flux_transformer().enable_group_offload()
+    with pytest.raises(TypeError):
+        tiny.flux_pipeline().enable_group_offload()
+    model = tiny.flux_transformer()
+    assert model.enable_group_offload(device, num_blocks_per_group=1) is None
+    assert isinstance(stock._get_top_level_group_offload_hook(model), stock.GroupOffloadingHook)
+    expected = tiny.call(tiny.flux_transformer().to(device), tiny.flux_inputs())
+    assert torch.equal(tiny.call(model, tiny.flux_inputs()), expected)
+    pipe = tiny.flux_pipeline()
+    pipe.enable_group_offload(device, num_blocks_per_group=1)
+    assert isinstance(stock._get_top_level_group_offload_hook(pipe.vae), stock.GroupOffloadingHook)
+
+
+def test_what_is_offloaded_stays_so_after_unpatching(
+    device: torch.device, resident_outputs: dict[str, torch.Tensor]
+) -> None:
+    patch_diffusers()
+    try:
+        pipe = tiny.flux_pipeline()
+        handles = pipe.enable_group_offload(device)
+    finally:
+        unpatch_diffusers()
+    assert torch.equal(tiny.run(pipe), resident_outputs["flux"])
+    assert handles["transformer"].stats().onloads > 0
+    stock._maybe_remove_and_reapply_group_offloading(pipe.transformer)  # as LoRA loading does
+    assert torch.equal(tiny.run(pipe), resident_outputs["flux"])
+    assert handles["transformer"].is_active
+    disable_group_offload(pipe)
+    assert torch.equal(tiny.run(pipe.to(device)), resident_outputs["flux"])
+
+
+def test_models_that_do_not_support_it(device: torch.device, patched: None) -> None:
+    class Whole(FluxTransformer2DModel):
+        _supports_group_offloading = False
+
+    model = Whole(
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=[4, 4, 8],
+    )
+    with pytest.raises(ValueError, match="support group offloading"):
+        model.enable_group_offload(device)
+    pipe = tiny.flux_pipeline()
+    pipe.register_modules(transformer=model)
+    with pytest.raises(ModuleError, match="exclude_modules"):
+        pipe.enable_group_offload(device)
+    assert not any(stock._is_group_offload_enabled(part) for part in models_of(pipe).values())
+
+
+# ---------------------------------------------------------------- compiled
+
+
+@functools.cache
+def compiled_resident(device: torch.device) -> tuple[torch.Tensor, int]:
+    """What it gives, and how many graphs it takes."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    model = tiny.flux_transformer().to(device)
+    model.compile_repeated_blocks(fullgraph=True, backend=counter)
+    return [tiny.call(model, tiny.flux_inputs()) for _ in range(3)][-1], counter.frame_count
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # importing torch's compiler
+@any_tier
+@any_level
+@pytest.mark.parametrize("is_first", [True, False], ids=["compiled first", "offloaded first"])
+def test_compile_repeated_blocks(tier: str, level: str, is_first: bool, device: torch.device, tmp_path: Path) -> None:
+    """diffusers' regional compilation, in whole graphs: as many of them as for a resident model, however many blocks."""
+    expected, num_graphs = compiled_resident(device)
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    model = tiny.flux_transformer()
+    if is_first:
+        model.compile_repeated_blocks(fullgraph=True, backend=counter)
+    handle = apply_group_offloading(model, device, offload_type=level, **tier_options(tier, tmp_path))
+    if not is_first:
+        model.compile_repeated_blocks(fullgraph=True, backend=counter)
+    for _ in range(3):
+        before = handle.stats().onloads
+        assert torch.equal(tiny.call(model, tiny.flux_inputs()), expected)
+        assert handle.stats().onloads >= before + len(model.transformer_blocks) + len(model.single_transformer_blocks)
+    assert counter.frame_count == num_graphs
+    torch._dynamo.reset()

@@ -1,0 +1,62 @@
+"""What it means for tensors, outputs and modules to be right: the same bits, at rest, in memory of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def plain_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """All parameters and buffers, tensor subclasses taken apart."""
+
+    def take_apart(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        if is_traceable_wrapper_subclass(tensor):
+            for part in tensor.__tensor_flatten__()[0]:
+                yield from take_apart(f"{name}.{part}", getattr(tensor, part))
+        else:
+            yield name, tensor
+
+    for name, tensor in named_tensors(module):
+        yield from take_apart(name, tensor)
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equal dtype, shape and bits: also for dtypes without `torch.equal`, and for NaN."""
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    left, right = (t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for t in (left, right))
+    return torch.equal(left.view(torch.uint8), right.view(torch.uint8)) if left.numel() else True
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Bitwise equality of outputs."""
+    left, right = tree_leaves(actual), tree_leaves(expected)
+    assert len(left) == len(right)
+    for a, e in zip(left, right, strict=True):
+        assert same_bits(a, e) if isinstance(e, torch.Tensor) else a == e
+
+
+def assert_at_rest(module: nn.Module, reference: nn.Module) -> None:
+    """Every weight is on the CPU and reads the value that it has in `reference`."""
+    expected = dict(plain_tensors(reference))
+    actual = dict(plain_tensors(module))
+    assert actual.keys() == expected.keys()
+    for name, tensor in actual.items():
+        assert tensor.device.type == "cpu", name
+        assert same_bits(tensor, expected[name]), name
+
+
+def assert_own_memory(module: nn.Module) -> None:
+    """No tensor's storage is larger than the tensor, so that whoever saves it saves no more."""
+    for name, tensor in plain_tensors(module):
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size(), name

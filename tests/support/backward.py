@@ -1,0 +1,165 @@
+"""Training of LoRA layers over offloaded weights, on the CPU or on the simulated device."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn import functional as F
+
+from group_offload import OffloadHandle, apply_group_offloading
+
+from .asserts import same_bits
+from .simulated import SimulatedDevice, use_simulated_device
+from .training import DIM, Put, Step, assert_same_bits, train
+
+
+class Lora(nn.Module):
+    """A frozen layer, and a small one beside it that is trained."""
+
+    def __init__(self, num_in: int, num_out: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(num_in, num_out).requires_grad_(False)
+        self.down = nn.Linear(num_in, 2, bias=False)
+        self.up = nn.Linear(2, num_out, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.base(x) + 0.5 * self.up(self.down(x))
+        return result
+
+
+class LoraAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = Lora(DIM, 3 * DIM)
+        self.out = nn.Linear(DIM, DIM).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        result: torch.Tensor = self.out((q @ k.transpose(-1, -2)).softmax(-1) @ v)
+        return result
+
+
+class LoraBlock(nn.Module):
+    """A norm, parts that a checkpoint may be around, dropout, and weights that are used in more ways than a layer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM).requires_grad_(False)
+        self.attention = LoraAttention()
+        self.up = nn.Linear(DIM, 2 * DIM).requires_grad_(False)
+        self.down = Lora(2 * DIM, DIM)
+        self.scale = nn.Parameter(torch.randn(3, DIM), requires_grad=False)
+        self.mix = nn.Parameter(torch.randn(DIM, DIM) / 4, requires_grad=False)
+        self.run_part: Callable[..., torch.Tensor] = lambda part, *args: part(*args)
+
+    def forward(self, x: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+        shift, gain, gate = self.scale.chunk(3)
+        x = x + F.dropout(self.run_part(self.attention, self.norm(x) * gain + shift), 0.2, self.training) * gate
+        x = x * shared + x @ self.mix.t() @ self.mix
+        return x + self.run_part(self.down, F.gelu(self.run_part(self.up, x)))
+
+
+class LoraModel(nn.Module):
+    def __init__(self, num_blocks: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Linear(DIM, DIM).requires_grad_(False)
+        self.blocks = nn.ModuleList(LoraBlock() for _ in range(num_blocks))
+        self.shift = nn.Parameter(torch.randn(DIM), requires_grad=False)
+        self.head = nn.Linear(DIM, DIM)
+        self.run_block: Callable[..., torch.Tensor] = lambda block, *args: block(*args)
+        self.order = list(range(num_blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x) * self.shift
+        if torch.is_grad_enabled() and not x.requires_grad:
+            x.requires_grad_()  # as `enable_input_require_grads` does, for reentrant checkpoints
+        shared = torch.sigmoid(x.mean(1, keepdim=True)).expand_as(x).contiguous()
+        for index in self.order:
+            x = self.run_block(self.blocks[index], x, shared)
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+def make(num_blocks: int = 3, run_part: Any = None, **attributes: Any) -> LoraModel:
+    torch.manual_seed(0)
+    model = LoraModel(num_blocks)
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    for block in model.blocks:
+        if run_part is not None:
+            block.run_part = run_part  # type: ignore[assignment]
+    return model
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "block": {},
+    "pairs": {"num_blocks_per_group": 2},
+    "no stream": {"use_stream": False},
+    "record_stream": {"record_stream": True},
+    "leaf": {"offload_type": "leaf_level"},
+    "leaf, no stream": {"offload_type": "leaf_level", "use_stream": False},
+    "files": {"in_files": True},
+    "files, leaf": {"in_files": True, "offload_type": "leaf_level"},
+    "checkpoint": {"in_checkpoint": True},
+    "budget": {"vram_budget": 120_000},
+}
+
+
+@contextmanager
+def offloaded(
+    model: nn.Module, device: str, folder: Path, seed: int = 0, **options: Any
+) -> Iterator[tuple[nn.Module, OffloadHandle, Put, Put]]:
+    """The model, offloaded: how a tensor gets to the device, and how it comes back."""
+    with ExitStack() as stack:
+        put: Put = torch.clone
+        get: Put = torch.clone
+        simulated = None
+        if device != "cpu":
+            simulated = SimulatedDevice(seed, device)  # type: ignore[arg-type]
+            stack.enter_context(use_simulated_device(simulated))
+            put, get = simulated.put, simulated.get
+        if options.pop("in_checkpoint", False):
+            save_file(model.state_dict(), folder / "model.safetensors")
+            os.utime(folder / "model.safetensors", (1e9, 1e9))
+            model.load_state_dict(load_file(folder / "model.safetensors"), assign=True)
+            options["offload_device"] = "disk"
+        if options.pop("in_files", False):
+            options["offload_to_disk_path"] = folder
+        handle = apply_group_offloading(model, "cpu", **options)
+        if simulated is not None:
+            stack.enter_context(simulated.running())
+        yield model, handle, put, get
+        if simulated is not None:
+            simulated.synchronize()
+
+
+def frozen_bits(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: parameter.detach().clone() for name, parameter in model.named_parameters() if not parameter.requires_grad
+    }
+
+
+def check(
+    step: Step, device: str, folder: Path, model: Callable[[], nn.Module] = make, num_steps: int = 2, **options: Any
+) -> Any:
+    """Training is the same bits as without offloading, and the frozen weights are what they were."""
+    expected = train(model(), step, num_steps=num_steps)
+    ours = model()
+    before = frozen_bits(ours)
+    with offloaded(ours, device, folder, **options) as (ours, handle, put, get):
+        actual = train(ours, step, put, num_steps=num_steps)
+        assert_same_bits(actual, expected, get)
+        stats = handle.stats()
+        gc.collect()
+        handle.remove()
+        for name, value in frozen_bits(ours).items():
+            assert same_bits(value, before[name]), name
+    return stats

@@ -1,0 +1,83 @@
+"""Folders of group files as the engine leaves them, without a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from group_offload.base.layout import ImageLayout, lay_out
+from group_offload.base.publish import remove_unused
+from group_offload.stores.folder import Folder, ProvenFile
+from group_offload.stores.survey import Survey, open_folder, removable, survey, verify
+
+GROUPS = ("blocks_0", "blocks_1")
+
+
+def weights(seed: int = 0, group: str = "blocks_0") -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"{group}.{name}": torch.randn(3, 5, generator=generator) for name in ("up", "down")}
+
+
+def layout_of(named: dict[str, torch.Tensor]) -> ImageLayout:
+    return lay_out(list(named), list(named.values()))
+
+
+def put(folder: Folder, named: dict[str, torch.Tensor], group: str = "blocks_0", **options: Any) -> ProvenFile:
+    """Find or write the file of a group, and close it."""
+    found = folder.find_or_write(group, layout_of(named), list(named.values()), lambda num_bytes: None, **options)
+    os.close(found.fd)
+    return found
+
+
+def set_up(path: Path, seed: int = 0, model_class: str = "Model") -> list[ProvenFile]:
+    """What the engine does for a model of two groups."""
+    folder = Folder(path, model_class)
+    with folder.locked():
+        folder.prepare(1000)
+        files = [put(folder, weights(seed, group), group) for group in GROUPS]
+        folder.publish_manifest([file.entry for file in files])
+    return files
+
+
+def assert_holds(files: Sequence[ProvenFile], seed: int = 0) -> None:
+    for file, group in zip(files, GROUPS, strict=True):
+        loaded = load_file(file.path)
+        for name, value in weights(seed, group).items():
+            assert torch.equal(loaded[name], value)
+
+
+def look(path: Path) -> Survey:
+    with open_folder(path) as fd:
+        return verify(fd, survey(fd), lambda num_bytes: None)
+
+
+def assert_whole(path: Path) -> None:
+    found = look(path)
+    assert not found.damaged and not found.broken_manifests
+
+
+def prune(path: Path) -> None:
+    with open_folder(path) as fd:
+        for finding in removable(survey(fd)):
+            remove_unused(finding.name, fd)
+
+
+def names(path: Path) -> set[str]:
+    return {file.name for file in path.iterdir()}
+
+
+def manifests(path: Path) -> list[Path]:
+    return sorted(path.glob("manifest_*"))
+
+
+def edit(folder: Folder, before: list[ProvenFile], seed: int) -> tuple[Path | None, list[ProvenFile]]:
+    """What the engine does when the second group changes."""
+    new = put(folder, weights(seed, GROUPS[1]), GROUPS[1], outdated=before[1].path)
+    folder.discard(before[1].path)
+    files = [before[0], new]
+    return folder.publish_manifest([file.entry for file in files]), files

@@ -1,0 +1,237 @@
+"""Modules of every kind that a model may be made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .models import WIDTH, Block, Model
+
+
+class Blocks(nn.Module):
+    """A layer of interest inside a block inside a list."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(layer) for layer in layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class OnlyLists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(Block() for _ in range(2))
+        self.up = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in (*self.down, *self.up):
+            x = block(x)
+        return x
+
+
+class NestedLists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(nn.ModuleList(Block() for _ in range(n)) for n in (2, 1, 3))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for stage in self.stages:
+            for block in stage:
+                x = block(x)
+        return self.out(x)
+
+
+class DeepLists(nn.Module):
+    """Lists and dicts in lists, three deep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(
+            nn.ModuleList([nn.ModuleDict({"attn": Block(), "mlp": nn.ModuleList([Block()])}), Block()])
+            for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for pair_of_blocks, last in self.stages:
+            x = last(pair_of_blocks["mlp"][0](pair_of_blocks["attn"](x)))
+        return x
+
+
+class Dicts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleDict({"a": Block(), "b": Block()})
+        self.gains = nn.ParameterDict({"a": torch.rand(WIDTH), "b": torch.rand(WIDTH)})
+        self.shifts = nn.ParameterList([torch.rand(WIDTH), torch.rand(WIDTH)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for shift, (name, expert) in zip(self.shifts, self.experts.items(), strict=True):
+            x = expert(x) * self.gains[name] + shift
+        return x
+
+
+class ListsInBlocks(nn.Module):
+    """Parameter containers deep inside blocks."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shifts = nn.ParameterList([torch.rand(WIDTH), torch.rand(WIDTH)])
+            self.heads = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return sum(head(x) + shift for head, shift in zip(self.heads, self.shifts, strict=True))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Inner() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class DirectWeights(nn.Module):
+    """An inner module reads its own weights, and its child's, without calling the child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.register_buffer("offset", torch.randn(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.inner(F.linear(x, self.weight)) + self.offset)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mha = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.mlp = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(self.mha(x, x, x, need_weights=False)[0])
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, bidirectional=True, batch_first=True)
+        self.out = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.lstm(x)[0])
+
+
+class Recursive(nn.Module):
+    """A block that calls itself."""
+
+    class Inner(Block):
+        def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+            x = super().forward(x)
+            return self(x, depth - 1) + self.scale if depth else x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Inner() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class SharedModule(nn.Module):
+    """One module object inside two blocks, and once more at the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), shared) for _ in range(3))
+        self.out = shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+class SharedBlock(nn.Module):
+    """The same block object at three places of the list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = Block()
+        self.blocks = nn.ModuleList([shared, Block(), shared, shared])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def weight_normed() -> nn.Module:
+    norm = torch.nn.utils.parametrizations.weight_norm
+    return Blocks(norm(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH), norm(nn.Linear(WIDTH, WIDTH)))
+
+
+def orthogonal() -> nn.Module:
+    return Blocks(torch.nn.utils.parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)), Block())
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, batch_first=True)
+    return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+
+def decoder_layer() -> nn.Module:
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(
+                nn.TransformerDecoderLayer(WIDTH, 4, 2 * WIDTH, batch_first=True) for _ in range(2)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x, x)
+            return x
+
+    return Decoder()
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "model": Model,
+    "only lists": OnlyLists,
+    "nested lists": NestedLists,
+    "deep lists": DeepLists,
+    "dicts": Dicts,
+    "lists in blocks": ListsInBlocks,
+    "direct weights": lambda: Blocks(DirectWeights(), DirectWeights()),
+    "MultiheadAttention": lambda: Blocks(Attention(), Attention()),
+    "MultiheadAttention as root": Attention,
+    "TransformerEncoder": encoder,
+    "TransformerDecoderLayer": decoder_layer,
+    "LSTM": lambda: Blocks(Recurrent(), Recurrent()),
+    "LSTM as child": Recurrent,
+    "recursive": Recursive,
+    "shared module": SharedModule,
+    "shared block": SharedBlock,
+    "weight_norm": weight_normed,
+    "orthogonal": orthogonal,
+    "Sequential as root": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), nn.Sequential(Block(), nn.Tanh())),
+    "Linear as root": lambda: nn.Linear(WIDTH, WIDTH),
+    "weight_norm as root": lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
+    "Block as root": Block,
+}

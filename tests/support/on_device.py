@@ -1,0 +1,168 @@
+"""Models on the simulated device: how a test offloads and calls them, and `exercise`, which does both at random."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from group_offload import OffloadHandle, apply_group_offloading
+
+from .models import DIM, RoutedModel, Stop, stay
+from .reads import late_reads, watch_file_reads
+from .rigs import run
+from .simulated import SimulatedDevice, use_simulated_device
+
+
+def from_file(model: nn.Module, path: Path) -> nn.Module:
+    """The model as a loader leaves it that copies nothing."""
+    if not path.exists():
+        save_file(model.state_dict(), path)
+        os.utime(path, (1e9, 1e9))  # so that a change shows in the time, however soon it comes
+    loaded = copy.deepcopy(model)
+    loaded.load_state_dict(load_file(path), assign=True)
+    return loaded
+
+
+def offload(model: nn.Module, **options: Any) -> OffloadHandle:
+    return apply_group_offloading(model, "cpu", **options)  # what the simulated device stands for
+
+
+def forward(device: SimulatedDevice, model: nn.Module, x: torch.Tensor, stream: Any = None) -> torch.Tensor:
+    """Enqueue a forward; the output is on the device, and mostly not computed yet."""
+    with torch.no_grad(), device.use_stream(stream or device.current_stream()), device.running():
+        result: torch.Tensor = model(device.put(x))
+    return result
+
+
+def exercise(seed: int, laziness: Any, options: dict[str, Any], *, num_passes: int = 4) -> OffloadHandle:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    device = SimulatedDevice(seed, laziness)
+    widths = [rng.choice([4, 8, 8, 24, 40]) for _ in range(rng.randint(1, 6))]
+    model = RoutedModel(widths, counts=rng.random() < 0.3)
+    resident = copy.deepcopy(model)
+    other = RoutedModel([rng.choice([8, 32])] * 2)
+    other_resident = copy.deepcopy(other)
+    streams = [device.current_stream(), device.new_stream()]
+    with ExitStack() as stack:
+        stack.enter_context(use_simulated_device(device))
+        stack.enter_context(watch_file_reads(device))
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        if options.get("in_checkpoint"):
+            model = from_file(resident, Path(folder) / "model.safetensors")
+            options = {**options, "offload_device": "disk"}
+        if options.get("in_files"):
+            options = {**options, "offload_to_disk_path": folder}
+        if {"in_files", "in_checkpoint"} & options.keys():
+            stack.enter_context(late_reads(rng))
+        if not options.get("is_told_of_edits", True):
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            patch.setattr("group_offload.stores.pinned.can_detect_writes", lambda: False)
+        ours = ("in_files", "in_checkpoint", "is_told_of_edits")
+        options = {name: value for name, value in options.items() if name not in ours}
+        handle = offload(model, **options)
+        other_handle = offload(other)
+        outputs = []
+        for _ in range(num_passes):
+            route = list(range(len(widths)))
+            if rng.random() < 0.5:
+                route = [rng.randrange(len(widths)) for _ in range(rng.randint(0, 8))]
+            model.route = resident.route = route
+            model.stop_at = resident.stop_at = rng.randrange(len(route)) if route and rng.random() < 0.15 else -1
+            if rng.random() < 0.3:  # blocks that compute on streams of their own, one after another
+                model.on_block = hop_between(device, streams)
+            x = torch.randn(3, DIM)
+            stream = rng.choice(streams)
+            try:
+                outputs.append((forward(device, model, x, stream), run(resident, x)))
+            except Stop:
+                with pytest.raises(Stop):
+                    run(resident, x)
+            model.on_block = stay
+            assert_same_state(model, resident, device)
+            if rng.random() < 0.3:
+                outputs.append((forward(device, other, x, rng.choice(streams)), run(other_resident, x)))
+            if rng.random() < 0.4:  # while kernels, and copies unless somebody waited, are on their way
+                edit(device, rng, model, resident)
+        for output, expected in outputs:
+            assert torch.equal(device.get(output), expected)
+        device.synchronize()
+        model.alive.clear()
+        other.alive.clear()
+        stats = handle.stats()
+        assert stats.passes >= 1
+        handle.remove()
+        other_handle.remove()
+        assert_same_state(model, resident, device)
+        assert device.pinned_bytes == 0
+        assert device.allocated_bytes == 0
+    return handle
+
+
+def hop_between(device: SimulatedDevice, streams: list[Any]) -> Callable[[int], Any]:
+    @contextmanager
+    def on_block(position: int) -> Iterator[None]:
+        before, mine = device.current_stream(), streams[position % 2]
+        event = device.new_event()
+        event.record(before)
+        mine.wait_event(event)  # what a caller owes for its activations; the weights are the engine's business
+        with device.use_stream(mine):
+            yield
+        event = device.new_event()
+        event.record(mine)
+        before.wait_event(event)
+
+    return on_block
+
+
+def edit(device: SimulatedDevice, rng: random.Random, model: RoutedModel, resident: RoutedModel) -> None:
+    name = rng.choice([name for name, _ in model.named_parameters()])
+    with device.running(), torch.no_grad():
+        if rng.random() < 0.5:
+            model.get_parameter(name).data.mul_(2)
+        else:
+            model.get_parameter(name).data = model.get_parameter(name).data * 2
+    resident.get_parameter(name).data.mul_(2)
+
+
+def assert_same_state(model: RoutedModel, resident: RoutedModel, device: SimulatedDevice) -> None:
+    with device.running():
+        for (name, value), expected in zip(model.state_dict().items(), resident.state_dict().values(), strict=True):
+            assert torch.equal(value, expected), name
+
+
+@contextmanager
+def options_for(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The options for `offload`, with a folder for `in_files`."""
+    with tempfile.TemporaryDirectory() as folder:
+        real = {name: value for name, value in options.items() if name != "in_files"}
+        yield {**real, "offload_to_disk_path": folder} if options.get("in_files") else real
+
+
+def assert_reads_have_owners(handle: OffloadHandle) -> None:
+    """What is read ahead is read for a group that waits for it: else it has its part of the staging memory for good."""
+    engine = handle._engine
+    assert engine is not None
+    engine.transfer.wait_until_enqueued()
+    jobs = {ahead.job for ahead in engine._lookahead._ahead.values()}
+    assert set(engine.transfer._reader._announced) <= jobs and not engine.transfer._reader._submitted
+
+
+def on_their_way(device: SimulatedDevice) -> int:
+    """Copies to the device that were enqueued and have not run."""
+    return sum(work.access.label == "copy H2D" for stream in device._streams for work in stream.queue)
+
+
+def raise_interrupt(*args: Any, **kwargs: Any) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,36 @@
+"""A page map of this process that may be refused, as a system does."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Any
+
+import pytest
+
+from group_offload.base import pagemap
+
+
+class PageMap:
+    """Lets this process open its page map, or not."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._code = 0
+        real = os.open
+
+        def open_(path: Any, *args: Any, **kwargs: Any) -> int:
+            if path == "/proc/self/pagemap" and self._code:
+                raise OSError(self._code, os.strerror(self._code), path)
+            return real(path, *args, **kwargs)
+
+        patch.setattr(os, "open", open_)
+
+    def refuse(self, code: int = errno.EACCES) -> None:
+        """As it is in a forked child that has other rights."""
+        self._code = code
+        pagemap._Known.forget()
+
+    def allow(self, *, forgets: bool = True) -> None:
+        self._code = 0
+        if forgets:
+            pagemap._Known.forget()

@@ -1,0 +1,56 @@
+"""Tiny diffusers pipelines, and what offloading must not change in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch._dynamo.testing
+from torch import nn
+
+from . import tiny_models as tiny
+
+PIPELINES = {"flux": tiny.flux_pipeline, "sd": tiny.sd_pipeline, "wan": tiny.wan_pipeline}
+
+
+any_pipeline = pytest.mark.parametrize("kind", PIPELINES)
+any_model = pytest.mark.parametrize("name", tiny.MODELS)
+any_tier = pytest.mark.parametrize("tier", ["ram", "disk"])
+any_level = pytest.mark.parametrize("level", ["block_level", "leaf_level"])
+
+
+def tier_options(tier: str, folder: Path) -> dict[str, Any]:
+    return {} if tier == "ram" else {"offload_to_disk_path": folder}
+
+
+def models_of(pipe: Any) -> dict[str, nn.Module]:
+    return {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+
+
+def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def assert_same_weights(module: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    found = weights_of(module)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name].cpu(), tensor.cpu()), name
+
+
+def traces(module: nn.Module) -> list[tuple[str, type, list[str], Any, int, int]]:
+    """Everything about the modules of a model that offloading might leave behind."""
+    return [
+        (
+            name,
+            type(part),
+            sorted(part.__dict__),
+            part.__dict__.get("forward"),
+            len(part._forward_hooks),
+            len(part._forward_pre_hooks),
+        )
+        for name, part in module.named_modules()
+    ]

@@ -1,0 +1,255 @@
+"""Models that rest in files, and faults of the drive: the tests in tests/files/reading/ share them."""
+
+from __future__ import annotations
+
+import copy
+import fcntl
+import gc
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from group_offload import GroupFileError, apply_group_offloading
+from group_offload.base import pool
+
+from .models import DIM, RoutedModel
+from .on_device import from_file
+from .reads import watch_file_reads
+from .simulated import SimulatedDevice, use_simulated_device
+
+WIDTHS = [300] * 4
+"""Blocks of several chunks of `SMALL_CHUNK`."""
+SMALL_CHUNK = 8192
+TIERS = ("checkpoint", "folder")
+DEVICES = ("cpu", "simulated")
+
+
+every_tier = pytest.mark.parametrize("tier", TIERS)
+every_device = pytest.mark.parametrize("where", DEVICES)
+
+
+class Rig:
+    """A model that rests in files, and its twin that does not."""
+
+    def __init__(self, where: str, tier: str, folder: Path, widths: list[int] = WIDTHS, **options: Any) -> None:
+        self.device = SimulatedDevice(0) if where == "simulated" else None
+        torch.manual_seed(0)
+        self.resident = RoutedModel(widths).eval()
+        self.x = torch.randn(2, DIM)
+        if tier == "checkpoint":
+            self.model: Any = from_file(self.resident, folder / "model.safetensors")
+            self.options = {"offload_device": "disk", **options}
+        else:
+            self.model = copy.deepcopy(self.resident)
+            self.options = {"offload_to_disk_path": folder, **options}
+        self.folder = folder
+        self.handle: Any = None
+        self._scope = ExitStack()
+
+    def __enter__(self) -> Rig:
+        with ExitStack() as scope:
+            if self.device is not None:
+                scope.enter_context(use_simulated_device(self.device))
+                scope.enter_context(watch_file_reads(self.device))
+            scope.callback(self._end)
+            self.handle = apply_group_offloading(self.model, "cpu", **self.options)
+            self._scope = scope.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._scope.__exit__(*error)
+
+    def _end(self) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None
+        self.clear()
+        if self.device is not None:
+            self.device.synchronize()
+            if self.model is not None:
+                assert self.device.pinned_bytes == 0
+            # Dropped without remove(): a thread may still be on its way out.
+            assert eventually(lambda: self.device is not None and self.device.pinned_bytes == 0)
+            assert self.device.allocated_bytes == 0
+
+    def clear(self) -> None:
+        self.resident.alive.clear()
+        if self.model is not None:
+            self.model.alive.clear()
+
+    def forward(self) -> torch.Tensor:
+        """The output, on the host; what the next pass needs first may still be on its way."""
+        self.clear()
+        with torch.no_grad():
+            if self.device is None:
+                result: torch.Tensor = self.model(self.x)
+                return result
+            with self.device.running():
+                output = self.model(self.device.put(self.x))
+            return self.device.get(output)
+
+    def settle(self) -> None:
+        """Return once nothing is read."""
+        self.handle._engine.transfer.wait_until_enqueued()
+
+    def expected(self) -> torch.Tensor:
+        with torch.no_grad():
+            result: torch.Tensor = self.resident(self.x)
+        return result
+
+    def check(self, passes: int = 1) -> None:
+        for _ in range(passes):
+            assert torch.equal(self.forward(), self.expected())
+
+    def check_at_rest(self) -> None:
+        state = self.resident.state_dict()
+        assert all(torch.equal(value, state[name]) for name, value in self.model.state_dict().items())
+
+    def paths(self) -> list[Path]:
+        """The files that are read for a forward."""
+        return sorted(self.folder.glob("*.safetensors"))
+
+    def drop(self) -> None:
+        """Without remove()."""
+        self.model = self.handle = None
+        gc.collect()
+
+
+class Preadv:
+    """Stands in for `os.preadv`: counts calls, and lets `fault` act in those numbered from `first` to `last`."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._real = os.preadv
+        self._lock = threading.Lock()
+        self.fault: Callable[..., int] | None = None
+        self.arm(-1, -1)
+        patch.setattr(os, "preadv", self)
+
+    def arm(self, first: int, last: int, fault: Callable[..., int] | None = None) -> None:
+        with self._lock:
+            self.num_calls = self.num_direct = self.num_faults = 0
+            self.first, self.last, self.fault = first, last, fault
+
+    def fail(self, code: int, first: int, last: int | None = None) -> None:
+        def raising(*args: Any) -> int:
+            raise OSError(code, os.strerror(code))
+
+        self.arm(first, first if last is None else last, raising)
+
+    def __call__(self, fd: int, buffers: Any, position: int) -> int:
+        with self._lock:
+            number = self.num_calls
+            self.num_calls += 1
+            self.num_direct += is_direct(fd)
+            acts = self.fault is not None and self.first <= number <= self.last
+            self.num_faults += acts
+            fault = self.fault
+        if acts and fault is not None:
+            return fault(self._real, fd, buffers, position)
+        return self._real(fd, buffers, position)
+
+
+def is_direct(fd: int) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+
+
+def has_direct_reads(folder: Path) -> bool:
+    (folder / "probe").write_bytes(bytes(4096))
+    try:
+        os.close(os.open(folder / "probe", os.O_RDONLY | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
+def assert_tells(error: GroupFileError, rig: Rig, what: str) -> None:
+    """The message has the file, the group, the place, what happened and what to do."""
+    message = str(error)
+    assert any(str(path) in message for path in (rig.folder, *rig.paths())), message
+    assert any(repr(group.group_id) in message for group in rig.handle.groups), message
+    assert re.search(r"at byte [\d,]+", message), message
+    assert what in message and "load the model again" in message, message
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
+    """Threads of the pools may still be on their way out of a read."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+        gc.collect()
+    return True
+
+
+def within(seconds: float, call: Callable[[], Any]) -> Any:
+    """What `call` returns or raises; a failure if it does neither."""
+    results: list[Any] = []
+    errors: list[BaseException] = []
+
+    def task() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=task, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), f"it hangs: nothing after {seconds} s"
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def within_here(seconds: float, call: Callable[[], Any]) -> Any:
+    """The same in this thread, which has to be the main one: also where no other can be started any more."""
+
+    def hangs(*args: Any) -> None:
+        raise AssertionError(f"it hangs: nothing after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, hangs)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        return call()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def num_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def num_mappings(folder: Path) -> int:
+    return sum(str(folder) in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def num_threads(kind: str) -> int:
+    """Of the pool that there is now, or by their name."""
+    names = [each.name for each in threading.enumerate() if getattr(each, "_pool", pool._pool) is pool._pool]
+    return sum(name.startswith(f"group_offload-{kind}") for name in names)
+
+
+class Slow:
+    """Lets reads take their time, until told otherwise."""
+
+    def __init__(self, preadv: Preadv) -> None:
+        self.go = threading.Event()
+        self.waiting = threading.Event()
+        preadv.arm(0, 10**9, self)
+
+    def __call__(self, real: Any, fd: int, buffers: Any, position: int) -> int:
+        self.waiting.set()
+        self.go.wait(60)
+        count: int = real(fd, buffers, position)
+        return count

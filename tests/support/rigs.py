@@ -1,0 +1,84 @@
+"""How most tests offload a module on the CPU, call it, and compare it with its resident twin."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from group_offload import OffloadHandle, apply_group_offloading
+
+from .asserts import assert_at_rest, assert_same, plain_tensors
+from .models import Model, make
+
+TIERS = ("ram", "file")
+LEVELS = ("block_level", "leaf_level")
+
+
+def offload_to(folder: Path | None, module: nn.Module, level: str = "block_level", **options: Any) -> OffloadHandle:
+    """Offload `module` on the CPU: in RAM, or in `folder`."""
+    return apply_group_offloading(module, "cpu", offload_type=level, offload_to_disk_path=folder, **options)
+
+
+_KEEPING = {
+    getattr(torch.ops.aten, name)
+    for name in ("copy_", "_to_copy", "clone", "equal", "_has_compatible_shallow_copy_type")
+}
+"""What the engine itself does with weights at rest."""
+
+
+class OnloadedOnly(TorchDispatchMode):
+    """Fails when a kernel reads a weight where it rests.
+
+    On the CPU such a read would give the right value; on an accelerator it would be a crash or a wrong result.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        tensors = [(name, tensor) for name, tensor in plain_tensors(module) if tensor.numel()]
+        self._at_rest = {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors}
+        self._held = [tensor.untyped_storage() for _, tensor in tensors]  # so that no address is used again
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if not is_view and func.overloadpacket not in _KEEPING:
+            for value in tree_leaves((args, kwargs)):
+                if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value) and value.numel():
+                    name = self._at_rest.get(value.untyped_storage().data_ptr())
+                    assert name is None, f"{func} reads {name} where it rests"
+        return func(*args, **(kwargs or {}))
+
+
+def run_onloaded(module: nn.Module, *args: Any, call: nn.Module | None = None, **kwargs: Any) -> Any:
+    """Call `module` (or a part of it), making sure that only onloaded weights are computed with."""
+    with torch.no_grad(), OnloadedOnly(module):
+        return (call or module)(*args, **kwargs)
+
+
+def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with torch.no_grad():
+        return module(*args, **kwargs)
+
+
+def check(model: nn.Module, reference: nn.Module, *args: Any, passes: int = 3, **kwargs: Any) -> None:
+    """Several passes of both give the same bits, and afterwards `model` is at rest with the weights of `reference`."""
+    for _ in range(passes):
+        # Each gets inputs of its own: a forward may write to them.
+        expected = run(reference, *copy.deepcopy(args), **copy.deepcopy(kwargs))
+        assert_same(run_onloaded(model, *copy.deepcopy(args), **copy.deepcopy(kwargs)), expected)
+        assert_at_rest(model, reference)
+
+
+Offload = Callable[..., OffloadHandle]
+
+
+def pair(model: nn.Module | type[nn.Module] = Model, *args: Any) -> tuple[nn.Module, nn.Module]:
+    """A model and its resident twin."""
+    made = make(model, *args) if isinstance(model, type) else model
+    return made, copy.deepcopy(made)

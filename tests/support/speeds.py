@@ -1,0 +1,35 @@
+"""Speeds of a machine, given instead of measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from group_offload.plan.speeds import MachineSpeeds
+
+MIB = 1 << 20
+SIZES: dict[str, Any] = {"link_bytes": 2 * MIB, "max_drive_bytes": 4 * MIB, "min_drive_bytes": 1 * MIB}
+SPEEDS = MachineSpeeds(
+    h2d=10,
+    drive=5,
+    cached=7,
+    is_direct=True,
+    problem="",
+    device="Device",
+    driver="1.0",
+    filesystem="/ (1:2)",
+    measured_at="2026-01-01T00:00:00+00:00",
+)
+
+
+KNOWN_SPEEDS = MachineSpeeds(
+    h2d=50 * 10**9,
+    drive=2 * 10**9,
+    cached=20 * 10**9,
+    is_direct=True,
+    problem="",
+    device="",
+    driver="",
+    filesystem="",
+    measured_at="",
+)
+"""What every test takes for the speeds of this machine."""

@@ -1,0 +1,198 @@
+"""Backward over offloaded weights: losses, gradients and trained parameters are those of the resident model, bit by bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from group_offload import StateError, apply_activation_offloading, apply_group_offloading
+
+from ..support.asserts import same_bits
+from ..support.backward import OPTIONS, check, make, offloaded
+from ..support.training import CHECKPOINTS, DIM, STEPS, Step, assert_same_bits, in_part, plain, selective, train
+
+
+@pytest.mark.parametrize("device", ["cpu", "random"])
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_bits(step: Step, device: str, tmp_path: Path) -> None:
+    stats = check(step, device, tmp_path)
+    if step is not in_part:  # which needs nothing of what is offloaded
+        assert stats.backward_passes > 0
+    assert 0 < stats.trainable_bytes < 6000
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_bits_with_options(device: str, options: dict[str, Any], tmp_path: Path) -> None:
+    if device == "cpu" and {"record_stream", "vram_budget"} & options.keys():
+        pytest.skip("needs a device with streams")
+    check(STEPS["retained" if device == "cpu" else "plain"], device, tmp_path, **options)
+
+
+def test_bits_of_twenty_steps(tmp_path: Path) -> None:
+    check(plain, "cpu", tmp_path, num_steps=20)
+    check(plain, "random", tmp_path, num_steps=6, offload_type="leaf_level")
+
+
+@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}, {"in_files": True}], ids=str)
+@pytest.mark.parametrize("run_block", CHECKPOINTS)
+def test_bits_with_checkpoints_around_blocks(run_block: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    for step in ("plain",) if options else ("two_by_two", "autocast"):
+        check(STEPS[step], "random", tmp_path, lambda: make(run_block=run_block), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}], ids=str)
+@pytest.mark.parametrize("run_part", CHECKPOINTS)
+def test_bits_with_checkpoints_inside_blocks(run_part: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    """What is repeated is a part of a group: nobody calls the group's own module again."""
+    check(STEPS["retained"], "random", tmp_path, lambda: make(run_part=run_part), **options)
+
+
+@pytest.mark.parametrize("run_part", CHECKPOINTS[1:])
+@pytest.mark.parametrize("run_block", CHECKPOINTS[1:])
+def test_bits_with_checkpoints_inside_of_checkpoints(run_block: Any, run_part: Any, tmp_path: Path) -> None:
+    check(plain, "random", tmp_path, lambda: make(run_block=run_block, run_part=run_part))
+
+
+@pytest.mark.parametrize("where", ["run_block", "run_part"])
+@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}, {"in_files": True}], ids=str)
+def test_bits_with_selective_checkpoints(options: dict[str, Any], where: str, tmp_path: Path) -> None:
+    """They count operations: not ours, which are others each time."""
+    for step, device in (("plain", "random"), ("two_by_two", "cpu"), ("autocast", "cpu")):
+        check(STEPS[step], device, tmp_path / step, lambda: make(**{where: selective}), **options)
+
+
+def test_a_selective_checkpoint_that_keeps_views_of_weights_is_refused(tmp_path: Path) -> None:
+    """They would be views of a slot that holds something else by then."""
+
+    def keeps_all(block: nn.Module, *args: torch.Tensor) -> torch.Tensor:
+        context = partial(create_selective_checkpoint_contexts, lambda *args, **kwargs: CheckpointPolicy.MUST_SAVE)
+        return checkpoint(block, *args, use_reentrant=False, context_fn=context)
+
+    model = make(run_block=keeps_all)
+    with offloaded(model, "cpu", tmp_path) as (model, _handle, put, _), pytest.raises(RuntimeError, match="checkpoint"):
+        plain(model, put)
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "grad": lambda model, x: torch.func.grad(lambda x: model(x).sum())(x),
+    "vmap": lambda model, x: torch.func.vmap(model)(x),
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (torch.ones_like(x),))[1],
+}
+
+
+def named_in_the_error(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    y = x.clone().requires_grad_()
+    functional = torch.autograd.functional
+    return [
+        *torch.autograd.grad(model(y).sum(), y),
+        functional.jacobian(lambda x: model(x).sum(0), x, vectorize=True),
+        functional.hessian(lambda x: model(x).sum(), x),
+        functional.jvp(model, x, torch.ones_like(x))[1],
+    ]
+
+
+def plain_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(DIM, DIM), nn.GELU()) for _ in range(3))).requires_grad_(False)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own jvp
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_transforms_of_torch_func_are_refused(transform: Callable[[nn.Module, torch.Tensor], Any]) -> None:
+    """What torch makes inside of them are no tensors that bytes could be copied to. What the error names works."""
+    model, x = plain_model(), torch.randn(4, DIM)
+    expected = transform(model, x)
+    slopes = named_in_the_error(model, x)
+    handle = apply_group_offloading(model, "cpu")
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"torch\.func.*remove\(\)"):
+            transform(model, x)
+        for actual, wanted in zip(named_in_the_error(model, x), slopes, strict=True):
+            assert same_bits(actual, wanted)
+    handle.remove()
+    assert same_bits(transform(model, x), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own jvp
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_activations_stay_in_transforms_of_torch_func(transform: Callable[[nn.Module, torch.Tensor], Any]) -> None:
+    model, x = plain_model(), torch.randn(4, DIM)
+    expected = transform(model, x)
+    handle = apply_activation_offloading(model, device="cpu", min_bytes=0)
+    assert same_bits(transform(model, x), expected)
+    assert handle.stats().saved_tensors == 0
+    model(x.requires_grad_()).sum().backward()
+    assert handle.stats().offloads > 0
+    handle.remove()
+
+
+@pytest.mark.parametrize("options", [{}, {"in_checkpoint": True}], ids=str)
+def test_calls_of_a_block_share_autocasts_copies(options: dict[str, Any], tmp_path: Path) -> None:
+    """Which a thread that reads files must not make autocast forget: gradients are added up in bfloat16."""
+    check(STEPS["autocast"], "random", tmp_path, lambda: make(5, order=[0, 1, 0]), **options)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_training(seed: int, tmp_path: Path) -> None:
+    """Blocks that are left out or called again, checkpoints here and there, steps of all kinds, on any tier."""
+    exercise(seed, "random" if seed % 2 else "lazy", tmp_path)
+
+
+def exercise(seed: int, device: str, folder: Path) -> None:
+    rng = random.Random(seed)
+    num_blocks = rng.randint(1, 5)
+    order = [rng.randrange(num_blocks) for _ in range(rng.randint(1, 7))] if rng.random() < 0.5 else None
+    attributes: dict[str, Any] = {"order": order or list(range(num_blocks))}
+    if rng.random() < 0.5:
+        attributes["run_block"] = rng.choice(CHECKPOINTS)
+    elif rng.random() < 0.5:
+        attributes["run_part"] = rng.choice(CHECKPOINTS)
+    options = dict(rng.choice([*OPTIONS.values()]))
+    step = STEPS[rng.choice(["plain", "accumulated", "two_by_two", "both_at_once", "autocast", "evaluated"])]
+    if attributes.get("run_block") is None and attributes.get("run_part") is None and rng.random() < 0.5:
+        step = rng.choice([STEPS["retained"], STEPS["doubled"]])
+    check(step, device, folder, lambda: make(num_blocks, **attributes), num_steps=3, seed=seed, **options)
+
+
+def test_bits_beside_activation_offloading(tmp_path: Path) -> None:
+    """Both at once, whichever was applied first: each leaves what is the other's to it."""
+    for first in ("weights", "activations"):
+        for run_block in (None, CHECKPOINTS[1 if first == "weights" else 0]):
+            attributes = {} if run_block is None else {"run_block": run_block}
+            expected = train(make(**attributes), plain)
+            model = make(**attributes)
+            with offloaded(model, "random", tmp_path, offload_type="block_level") as (_, handle, put, get):
+                if first == "activations":
+                    handle.remove()
+                activations = apply_activation_offloading(model, device="cpu", min_bytes=0)
+                if first == "activations":
+                    handle = apply_group_offloading(model, "cpu")
+                assert_same_bits(train(model, plain, put), expected, get)
+                saved = activations.stats()
+                assert saved.offloads > 0
+                assert handle.stats().backward_passes == 2
+                activations.remove()
+                handle.remove()
+
+
+def test_weights_never_go_to_ram_as_activations(tmp_path: Path) -> None:
+    """Not even views of buffers: what activation offloading moves is the same as without weight offloading."""
+
+    def moved(is_offloaded: bool) -> int:
+        model = make()
+        if is_offloaded:
+            apply_group_offloading(model, "cpu")
+        handle = apply_activation_offloading(model, device="cpu", min_bytes=0)
+        train(model, plain)
+        return handle.stats().offloaded_bytes
+
+    assert moved(True) == moved(False)

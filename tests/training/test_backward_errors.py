@@ -1,0 +1,393 @@
+"""What training over offloaded weights cannot do right is an error: nothing is silently wrong."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+
+from group_offload import StateError, apply_group_offloading
+from group_offload.runtime import backward as backward_module
+
+from ..support.asserts import same_bits
+from ..support.backward import check, frozen_bits, make, offloaded
+from ..support.training import DIM, STEPS, Put, assert_same_bits, data, plain, train
+
+
+def test_gradients_of_offloaded_weights_are_refused(tmp_path: Path) -> None:
+    """A model as it is made, with nothing frozen: forward and gradients of inputs work, `backward()` says what to do."""
+    model, reference = make().requires_grad_(True), make().requires_grad_(True)
+    with offloaded(model, "random", tmp_path) as (_, handle, put, get):
+        for _ in range(2):
+            x = data(0, put).requires_grad_()
+            torch.manual_seed(3)
+            (gradient,) = torch.autograd.grad(model(x).square().mean(), [x])
+            y = data(0, torch.clone).requires_grad_()
+            torch.manual_seed(3)
+            (expected,) = torch.autograd.grad(reference(y).square().mean(), [y])
+            assert same_bits(get(gradient), expected)
+            with pytest.raises(
+                StateError, match=r"leave a gradient in '.*', which is offloaded.*requires_grad_\(False\)"
+            ):
+                model(x).square().mean().backward()
+            x.grad = None
+            torch.manual_seed(3)
+            model(x).square().mean().backward(inputs=[x])
+            assert x.grad is not None and same_bits(get(x.grad), expected)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        handle.remove()
+        assert model.embed.weight._post_accumulate_grad_hooks in (None, {})
+
+
+@pytest.mark.parametrize("device", ["cpu", "random"])
+def test_activations_modified_between_forward_and_backward_are_an_error(device: str, tmp_path: Path) -> None:
+    """Our hooks give back what they were given for what is no weight; torch itself does not check versions then."""
+    model = make()
+    kept: list[torch.Tensor] = []
+    hook = model.blocks[1].up.register_forward_hook(lambda module, args, output: kept.append(output))  # type: ignore[union-attr]
+    with offloaded(model, device, tmp_path) as (_, handle, put, _):
+        loss = model(data(0, put)).square().mean()
+        with torch.no_grad():
+            kept[0].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        hook.remove()
+        plain(model, put)
+        handle.remove()
+
+
+def test_weights_modified_between_forward_and_backward_are_an_error(tmp_path: Path) -> None:
+    model = make()
+    with offloaded(model, "cpu", tmp_path) as (_, handle, put, _):
+        loss = model(data(0, put)).square().mean()
+        with torch.no_grad():
+            model.blocks[1].mix.mul_(2)  # type: ignore[union-attr, operator]
+        with pytest.raises(StateError, match=r"modified by an inplace operation: the weight 'blocks.1.mix'"):
+            loss.backward()
+        plain(model, put)  # as it is now
+        handle.remove()
+
+
+@pytest.mark.parametrize("device", ["cpu", "random"])
+@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}, {"in_files": True}], ids=str)
+def test_a_value_that_is_replaced_between_forward_and_backward(
+    options: dict[str, Any], device: str, tmp_path: Path
+) -> None:
+    """Backward computes with what its forward had. (LoRA is fused that way.)
+
+    Without offloading it does where autograd has saved a view of the weight, and not where it has saved the weight itself.
+    """
+
+    def replace(model: Any) -> None:
+        for block in model.blocks:
+            for weight in (block.mix, block.down.base.weight):
+                weight.data = weight.data * 1.5
+
+    def step(model: Any, put: Put, *, is_late: bool) -> torch.Tensor:
+        loss = model(data(0, put)).square().mean()
+        if not is_late:
+            replace(model)
+        loss.backward()
+        if is_late:
+            replace(model)
+        return loss.detach()
+
+    resident, ours = make(), make()
+    expected = train(resident, partial(step, is_late=True), num_steps=3)
+    with offloaded(ours, device, tmp_path, **options) as (_, handle, put, get):
+        assert_same_bits(train(ours, partial(step, is_late=False), put, num_steps=3), expected, get)
+        gc.collect()
+        handle.remove()
+    for name, value in frozen_bits(ours).items():
+        assert same_bits(value, frozen_bits(resident)[name]), name
+
+
+def test_a_value_that_a_forward_has_taken_up_before_an_earlier_backward_is_an_error(tmp_path: Path) -> None:
+    with offloaded(make(), "cpu", tmp_path) as (model, _, put, _):
+        early = model(data(0, put)).sum()
+        model.blocks[1].mix.data = model.blocks[1].mix.data * 2
+        late = model(data(0, put)).sum()
+        with pytest.raises(StateError, match=r"modified by an inplace operation: the weight 'blocks\.1\.mix'"):
+            early.backward()
+        late.backward()
+
+
+class Halves(nn.Module):
+    """Its weights were made as views of one tensor, as converters of checkpoints do: they share a version counter."""
+
+    def __init__(self, *weights: torch.Tensor) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(weight, requires_grad=False) for weight in weights)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(x @ self.up) @ self.down
+
+
+class Stacked(nn.Module):
+    """Each block has views of one tensor, or (if `is_one`) all blocks have."""
+
+    def __init__(self, is_one: bool) -> None:
+        super().__init__()
+        stacked = torch.randn(6, DIM, DIM) / 4
+        parts = stacked.unbind() if is_one else [half for pair in stacked.clone().split(2) for half in pair.clone()]
+        self.blocks = nn.ModuleList(Halves(*parts[at : at + 2]) for at in (0, 2, 4))
+        self.head = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x.requires_grad_() if x.is_leaf else x)
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+def stacked(is_one: bool) -> Stacked:
+    torch.manual_seed(0)
+    return Stacked(is_one)
+
+
+@pytest.mark.parametrize("step", ["plain", "accumulated", "retained"])
+@pytest.mark.parametrize("is_one", [False, True], ids=["of each block", "of all"])
+@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}, {"in_files": True}], ids=str)
+def test_weights_that_share_a_version_counter(options: dict[str, Any], is_one: bool, step: str, tmp_path: Path) -> None:
+    check(STEPS[step], "random", tmp_path, partial(stacked, is_one), **options)
+
+
+@pytest.mark.parametrize("is_one", [False, True], ids=["of each block", "of all"])
+def test_an_edit_of_a_weight_that_shares_its_version_counter_is_an_error(is_one: bool, tmp_path: Path) -> None:
+    model: Any
+    with offloaded(stacked(is_one), "cpu", tmp_path) as (model, handle, put, _):
+        for _ in range(2):
+            model(data(0, put)).sum().backward()
+        loss = model(data(0, put)).sum()
+        with torch.no_grad():
+            model.blocks[1].up.mul_(2)
+        with pytest.raises(StateError, match="modified by an inplace operation: the weight"):
+            loss.backward()
+        model.blocks.append(Halves(*torch.randn(2, DIM, DIM).unbind()))  # cut into groups again
+        for _ in range(2):
+            model(data(0, put)).sum().backward()
+        handle.remove()
+
+
+def test_a_checkpoint_that_is_saved_while_training_can_be_read(tmp_path: Path) -> None:
+    """Storages of trained parameters are as large as these: `torch.save` writes, and checks, whole storages."""
+    with offloaded(make(), "cpu", tmp_path) as (model, _, put, _):
+        plain(model, put)
+        torch.save(model.state_dict(), tmp_path / "state.pt")
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+    found = torch.load(tmp_path / "state.pt")
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert same_bits(value, expected[name]), name
+    for name, parameter in model.named_parameters():
+        assert not parameter.requires_grad or parameter.untyped_storage().nbytes() == parameter.nbytes, name
+
+
+def test_an_optimizers_state_that_was_loaded_before_the_first_forward(tmp_path: Path) -> None:
+    def resume(model: nn.Module, state: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        optimizer.load_state_dict(copy.deepcopy(state))
+        return optimizer
+
+    resident = make()
+    first = torch.optim.AdamW([p for p in resident.parameters() if p.requires_grad], lr=0.1)
+    plain(resident, torch.clone)
+    first.step()
+    state = copy.deepcopy(first.state_dict())
+    ours = copy.deepcopy(resident)
+    resident.zero_grad()
+    ours.zero_grad()
+    torch.manual_seed(1)
+    plain(resident, torch.clone)
+    resume(resident, state).step()
+    num_hooks = len(hooks)  # of handles that other tests left to the garbage collector
+    with offloaded(ours, "random", tmp_path) as (ours, handle, put, get):
+        optimizer = resume(ours, state)  # on the CPU, as the parameters are
+        torch.manual_seed(1)
+        plain(ours, put)
+        optimizer.step()
+        for one, other in zip(ours.parameters(), resident.parameters(), strict=True):
+            if one.requires_grad:
+                assert same_bits(get(one), other)
+        assert len(hooks) == num_hooks + 1
+        handle.remove()
+        assert len(hooks) == num_hooks
+
+
+@pytest.mark.parametrize("change", ["remove", "cut again"])
+def test_weights_that_were_given_up_before_backward_are_an_error(change: str, tmp_path: Path) -> None:
+    model = make()
+    with offloaded(model, "cpu", tmp_path) as (_, handle, put, _):
+        plain(model, put)
+        loss = model(data(0, put)).square().mean()
+        if change == "remove":
+            handle.remove()
+        else:
+            model.blocks[1].mix = nn.Parameter(torch.randn(2 * DIM, DIM), requires_grad=False)
+            handle.refresh()
+        with pytest.raises(StateError, match=r"cut into groups again between|remove\(\) was called between"):
+            loss.backward()
+        handle.remove()
+
+
+def test_a_slot_that_is_used_again_changes_nothing(tmp_path: Path) -> None:
+    """Between forward and backward all slots are filled with other weights, by this model and by another one."""
+    expected = train(make(), plain, num_steps=1)
+    model, other = make(), make().requires_grad_(False)
+    with offloaded(model, "cpu", tmp_path) as (_, handle, put, _):
+        plain(model, put)
+        model.zero_grad()
+        apply_group_offloading(other, "cpu")
+        torch.manual_seed(1)
+        loss = model(data(0, put)).square().mean()
+        with torch.no_grad():
+            for _ in range(2):
+                other(data(1, put))
+                model(data(1, put))
+        loss.backward()
+        actual = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+        assert_same_bits(actual, expected[: len(actual)])
+        handle.remove()
+
+
+def test_a_backward_that_breaks_off_ends_the_pass(tmp_path: Path) -> None:
+    model, reference = make(), make()
+    expected = train(reference, plain)
+    with offloaded(model, "cpu", tmp_path) as (_, handle, put, _):
+
+        def stop(*args: Any) -> None:
+            raise KeyError("stop")
+
+        for _ in range(2):
+            hook = model.blocks[1].register_full_backward_hook(stop)  # type: ignore[union-attr]
+            with pytest.raises(KeyError):
+                plain(model, put)
+            hook.remove()
+            model.zero_grad()
+            engine = handle._engine
+            assert engine is not None and not engine.is_running
+        assert_same_bits(train(model, plain, put), expected)
+        handle.remove()
+
+
+def test_removed_after_a_backward_that_broke_off(tmp_path: Path) -> None:
+    model = make()
+    before = frozen_bits(model)
+    with offloaded(model, "random", tmp_path) as (_, handle, put, _):
+        x = data(0, put).requires_grad_()
+        loss = model(x).square().mean()
+        x.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        handle.remove()
+    assert all(same_bits(value, before[name]) for name, value in frozen_bits(model).items())
+
+
+def test_remove_in_a_backward_is_refused(tmp_path: Path) -> None:
+    model = make()
+    with offloaded(model, "cpu", tmp_path) as (_, handle, put, _):
+        errors: list[StateError] = []
+
+        def try_it(*args: Any) -> None:
+            with pytest.raises(StateError, match="in the middle of a forward or backward") as caught:
+                handle.remove()
+            errors.append(caught.value)
+
+        hook = model.blocks[1].register_full_backward_hook(try_it)  # type: ignore[union-attr]
+        plain(model, put)
+        hook.remove()
+        assert errors
+        handle.remove()
+
+
+def test_two_threads_train_two_models_and_share_one(tmp_path: Path) -> None:
+    """A forward of one thread waits for the backward of another one, and the other way round."""
+    base = make().requires_grad_(False)
+    reference = copy.deepcopy(base)
+    expected = {}
+    for seed in range(4):
+        x = data(seed, torch.clone).requires_grad_()
+        base.eval(), reference.eval()
+        reference(x).square().mean().backward()
+        expected[seed] = x.grad
+    with offloaded(base, "cpu", tmp_path) as (_, handle, _, _):
+        wrong: list[object] = []
+
+        def work(seed: int) -> None:
+            try:
+                for _ in range(5):
+                    x = data(seed, torch.clone).requires_grad_()
+                    base(x).square().mean().backward()
+                    assert x.grad is not None and expected[seed] is not None
+                    if not same_bits(x.grad, expected[seed]):  # type: ignore[arg-type]
+                        wrong.append(seed)
+            except BaseException as error:
+                wrong.append(error)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert not any(thread.is_alive() for thread in threads)
+        assert not wrong
+        handle.remove()
+
+
+def in_a_thread(run: Callable[[], object]) -> tuple[Callable[..., None], list[StateError]]:
+    """A hook that runs something in a thread and waits for it, and the errors that came of that."""
+    errors: list[StateError] = []
+
+    def catch() -> None:
+        try:
+            run()
+        except StateError as error:
+            errors.append(error)
+
+    def hook(*args: Any) -> None:
+        thread = threading.Thread(target=catch)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()
+
+    return hook, errors
+
+
+def test_a_backward_that_waits_for_itself_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that waits for another thread's backward over an earlier graph of the same model."""
+    monkeypatch.setattr(backward_module, "PATIENCE_SECONDS", 0.2)
+    model = make().requires_grad_(False).eval()
+    with offloaded(model, "cpu", tmp_path) as (_, handle, put, _):
+        loss = model(data(0, put).requires_grad_()).square().mean()
+        wait, errors = in_a_thread(loss.backward)
+        hook = model.blocks[1].register_forward_pre_hook(wait)  # type: ignore[union-attr]
+        with torch.no_grad():
+            model(data(0, put))
+        hook.remove()
+        assert len(errors) == 1 and "in another thread" in str(errors[0])
+        handle.remove()
+
+
+def test_a_forward_that_waits_for_its_own_backward_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook of a backward that waits for another thread's forward of the same model."""
+    monkeypatch.setattr(backward_module, "PATIENCE_SECONDS", 0.2)
+    model = make().requires_grad_(False).eval()
+    with offloaded(model, "cpu", tmp_path) as (_, handle, put, _):
+        wait, errors = in_a_thread(torch.no_grad()(lambda: model(data(1, put))))
+        hook = model.blocks[1].register_full_backward_hook(wait)  # type: ignore[union-attr]
+        x = data(0, put).requires_grad_()
+        model(x).square().mean().backward()
+        hook.remove()
+        assert len(errors) == 1 and "in another thread" in str(errors[0])
+        with torch.no_grad():
+            model(data(1, put))
+        handle.remove()

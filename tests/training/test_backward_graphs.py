@@ -1,0 +1,224 @@
+"""Graphs over offloaded weights: what they hold, what others see of them, hooks around and inside."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from group_offload.runtime import backward as backward_module
+
+from ..support.asserts import same_bits
+from ..support.backward import LoraModel, check, make, offloaded
+from ..support.training import DIM, Put, assert_same_bits, data, plain, train
+
+
+def test_whoever_looks_at_a_graph_sees_the_weight(tmp_path: Path) -> None:
+    model = make(1)
+    with offloaded(model, "cpu", tmp_path) as (_, handle, put, _):
+        plain(model, put)
+        output = model.embed(data(0, put).requires_grad_())
+        seen = output.grad_fn.next_functions[0][0] if not hasattr(output.grad_fn, "_saved_mat2") else output.grad_fn
+        weight = getattr(seen, "_saved_mat2", None)
+        if weight is not None:
+            model(data(1, put))
+            assert same_bits(weight.t().contiguous(), model.embed.weight.detach())
+        handle.remove()
+
+
+def test_gradients_inside_of_a_forward(tmp_path: Path) -> None:
+    """Guidance: a gradient with regard to the input, computed while the model's own forward is in progress."""
+
+    class Guided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = make()
+            self.last = nn.Linear(DIM, DIM).requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.inner(x).square().mean(), [x])
+            result: torch.Tensor = self.last(x + gradient)
+            return result
+
+    torch.manual_seed(0)
+    model = Guided()
+    reference = copy.deepcopy(model)
+    with offloaded(model, "random", tmp_path) as (_, handle, put, get):
+        for _ in range(3):
+            torch.manual_seed(5)
+            expected = reference(data(0, torch.clone))
+            torch.manual_seed(5)
+            assert same_bits(get(model(data(0, put))).detach(), expected.detach())
+        handle.remove()
+
+
+def count_saved() -> int:
+    return sum(type(each) is backward_module.SavedWeight for each in gc.get_objects())
+
+
+def test_graphs_that_are_dropped_hold_nothing(tmp_path: Path) -> None:
+    model = make()
+    with offloaded(model, "cpu", tmp_path) as (_, handle, put, _):
+        plain(model, put)
+        engine = weakref.ref(handle._engine)  # type: ignore[arg-type]
+        gc.collect()
+        gc.disable()
+        try:
+            before = count_saved()
+            loss = model(data(0, put)).square().mean()
+            assert count_saved() > before
+            del loss
+            assert count_saved() == before
+        finally:
+            gc.enable()
+        handle.remove()
+        del handle
+    gc.collect()
+    assert engine() is None
+
+
+def test_autocast_copies_are_held_by_autograd(tmp_path: Path) -> None:
+    """What autocast made of weights is not theirs: it stays until backward, which needs no weight again then."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(4))).requires_grad_(False)
+    x = data(0, torch.clone)
+    gradients = []
+    for is_offloaded in (False, True):
+        with offloaded(model, "cpu", tmp_path) if is_offloaded else nullcontext() as found:
+            latents = x.clone().requires_grad_()
+            before = count_saved()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(latents).float().square().mean()
+            assert count_saved() == before
+            loss.backward()
+            gradients.append(latents.grad)
+            if found is not None:
+                assert found[1].stats().backward_passes == 0
+    assert same_bits(*gradients)
+
+
+def test_accelerate_leaves_the_model_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate import Accelerator
+
+    moves: list[Any] = []
+    monkeypatch.setattr(LoraModel, "to", lambda model, *args, **kwargs: moves.append(args) or model, raising=False)
+
+    def step(model: nn.Module, put: Put) -> torch.Tensor:
+        loss = model(data(0, put)).square().mean()
+        accelerator.backward(loss)
+        return loss.detach()
+
+    accelerator = Accelerator(cpu=True)
+    expected = train(make(), step, num_steps=3)
+    with offloaded(make(), "cpu", tmp_path) as (model, handle, _, _):
+        prepared = accelerator.prepare(model, device_placement=[False])
+        assert not moves
+        assert_same_bits(train(prepared, step, num_steps=3), expected, torch.clone)
+        assert handle.stats().backward_passes == 3
+        handle.remove()
+
+
+def test_hooks_of_others_around_and_inside(tmp_path: Path) -> None:
+    """`save_on_cpu` around the model gets what is no weight; inside of a block it gets all, which is right as well."""
+    for where in ("around", "inside"):
+
+        def run_block(block: nn.Module, *args: torch.Tensor, where: str = where) -> torch.Tensor:
+            with torch.autograd.graph.save_on_cpu() if where == "inside" else nullcontext():
+                result: torch.Tensor = block(*args)
+            return result
+
+        def step(model: nn.Module, put: Put, where: str = where) -> torch.Tensor:
+            with torch.autograd.graph.save_on_cpu() if where == "around" else nullcontext():
+                loss = model(data(0, put)).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        check(step, "cpu", tmp_path, lambda run_block=run_block: make(run_block=run_block))
+
+
+def test_hooks_that_are_forbidden(tmp_path: Path) -> None:
+    """Inside `torch.func` no hooks can be pushed: backward is right, or raises."""
+    model = make().requires_grad_(False).eval()
+    reference = copy.deepcopy(model)
+    x = data(0, torch.clone)
+    expected = torch.func.grad(lambda x: reference(x).square().mean())(x)
+    with offloaded(model, "cpu", tmp_path) as (_, handle, _, _):
+        for _ in range(2):
+            try:
+                found = torch.func.grad(lambda x: model(x).square().mean())(x)
+            except RuntimeError:
+                continue
+            assert same_bits(found, expected)
+        handle.remove()
+
+
+class Scaled(torch.Tensor):
+    """A tensor subclass around two plain tensors, as quantised weights are."""
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor, scale: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=scale.dtype, device=data.device)  # type: ignore[attr-defined]
+
+    def __init__(self, data: torch.Tensor, scale: torch.Tensor) -> None:
+        self.ints, self.scale = data, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["ints", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> Any:
+        return cls(inner["ints"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].ints, args[0].scale)
+        plain = torch.utils._pytree.tree_map_only(cls, lambda t: t.ints * t.scale, args)
+        return function(*plain, **(kwargs or {}))
+
+
+class ScaledProduct(torch.autograd.Function):
+    """Saves the quantised weight itself, and restores it in backward, as the layers of such libraries do."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, weight: Any) -> torch.Tensor:
+        context.save_for_backward(weight)
+        return x @ (weight.ints * weight.scale)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        (weight,) = context.saved_tensors
+        return gradient @ (weight.ints * weight.scale).t(), None
+
+
+class Quantised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        ints = torch.randint(-8, 8, (DIM, DIM), dtype=torch.int8)
+        self.weight = nn.Parameter(Scaled(ints, torch.rand(1, DIM)), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = ScaledProduct.apply(x, self.weight)
+        return result.sin()
+
+
+def test_weights_that_are_tensor_subclasses(tmp_path: Path) -> None:
+    def quantised() -> LoraModel:
+        model = make(1)
+        model.blocks = nn.ModuleList(Quantised() for _ in range(5))
+        model.order = list(range(5))
+        torch.manual_seed(0)
+        return model
+
+    for device in ("cpu", "random"):
+        for level in ("block_level", "leaf_level"):
+            stats = check(plain, device, tmp_path, quantised, offload_type=level)
+            assert stats.backward_passes == 2

@@ -1,0 +1,282 @@
+"""Which groups move in a training step, when, and what stays on the device."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from group_offload import ConfigError, StateError, apply_group_offloading
+from group_offload.runtime.groups.trained import MAX_FROZEN_PASSES
+
+from ..support.asserts import same_bits
+from ..support.backward import check, make, offloaded
+from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.training import CHECKPOINTS, DIM, Put, assert_same_bits, data, plain, train
+
+
+@pytest.mark.parametrize("run_block", [None, *CHECKPOINTS[:2]])
+def test_groups_come_once_each_way_and_ahead(run_block: Any, tmp_path: Path) -> None:
+    """Of L blocks with two slots 2 L - 4 move in a step: at both turns the last two are there. None is late."""
+    attributes = {} if run_block is None else {"run_block": run_block}
+    model = make(6, **attributes)
+    with offloaded(model, "lazy", tmp_path) as (_, handle, put, _):
+        train(model, plain, put)
+        before = handle.stats()
+        train(model, plain, put, num_steps=3)
+        after = handle.stats()
+        assert after.onloads - before.onloads == 3 * (2 * 6 - 4)
+        assert after.stalls == before.stalls
+        assert after.backward_passes - before.backward_passes == 3
+        handle.remove()
+
+
+def test_nothing_is_remembered_of_steps_that_are_over(tmp_path: Path) -> None:
+    """Of groups that stay on the device nobody asks whether views of them are kept."""
+    model = make()
+    with offloaded(model, "lazy", tmp_path, vram_budget="1GiB") as (_, handle, put, _):
+        train(model, plain, put, num_steps=12)
+        assert handle._engine is not None
+        found = [len(slot.aliases) for slot in handle._engine._memory.slots]
+        assert any(found)
+        assert max(found) < 4
+        handle.remove()
+
+
+@pytest.mark.parametrize("run_block", CHECKPOINTS)
+def test_checkpoints_repeat_each_call_once(run_block: Any, tmp_path: Path) -> None:
+    """Offloading neither stands in for recomputation nor adds to it; at leaf level a weight crosses for it once more."""
+    for level, num_times in (("block_level", 2), ("leaf_level", 3)):
+        model = make(5, run_block=run_block)
+        calls = [0] * 5
+        for index, block in enumerate(model.blocks):
+
+            def count(*args: Any, index: int = index, calls: list[int] = calls) -> None:
+                calls[index] += 1
+
+            block.attention.register_forward_hook(count)  # type: ignore[union-attr]
+        with offloaded(model, "lazy", tmp_path, offload_type=level) as (_, handle, put, _):
+            train(model, plain, put, num_steps=1)
+            calls[:] = [0] * 5
+            before = handle.stats()
+            train(model, plain, put, num_steps=1)
+            after = handle.stats()
+            assert calls == [2] * 5
+            sent = sum(after.bytes_onloaded.values()) - sum(before.bytes_onloaded.values())
+            assert num_times - 1 < sent / after.host_bytes <= num_times  # less what is there still at each turn
+            handle.remove()
+
+
+@pytest.mark.parametrize("run_block", [None, *CHECKPOINTS])
+def test_the_first_backward_is_foreseen(run_block: Any, tmp_path: Path) -> None:
+    attributes = {} if run_block is None else {"run_block": run_block}
+    model = make(6, **attributes)
+    with offloaded(model, "lazy", tmp_path) as (_, handle, put, _):
+        train(model, plain, put, num_steps=1)
+        assert handle.stats().stalls == 0
+        handle.remove()
+
+
+@pytest.mark.parametrize("level", ["block_level", "leaf_level"])
+def test_device_memory_is_that_of_slots(level: str, tmp_path: Path) -> None:
+    """Nothing that autograd holds keeps weights on the device: a step takes what a forward without gradients does."""
+    model = make(6)
+    with offloaded(model, "eager", tmp_path, offload_type=level) as (_, handle, put, _):
+        with torch.no_grad():
+            for _ in range(2):
+                model(data(0, put))
+        inference = handle.stats().peak_device_bytes
+        train(model, plain, put, num_steps=3)
+        stats = handle.stats()
+        # At leaf level weights may take a third of what activations take, which is more here.
+        assert stats.peak_device_bytes <= (inference if level == "block_level" else stats.host_bytes // 2)
+        handle.remove()
+
+
+def test_trained_parameters_stay_on_the_device(tmp_path: Path) -> None:
+    model = make()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with offloaded(model, "random", tmp_path) as (_, handle, put, _):
+        with torch.no_grad():
+            model(data(0, put))
+        assert handle.stats().trainable_bytes == 0  # as long as nobody trains
+        plain(model, put)
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        assert handle.stats().trainable_bytes == sum(parameter.nbytes for parameter in trained.values())
+        places = {name: parameter.data_ptr() for name, parameter in trained.items()}
+        plain(model, put)
+        assert places == {name: parameter.data_ptr() for name, parameter in trained.items()}
+        assert handle.stats().rebuilds == 1
+        # What is frozen later takes turns with the others again, once it seems to be so for good.
+        model.head.requires_grad_(False)
+        for _ in range(MAX_FROZEN_PASSES):
+            plain(model, put)
+        assert places == {name: parameter.data_ptr() for name, parameter in trained.items()}
+        plain(model, put)
+        assert handle.stats().trainable_bytes < sum(parameter.nbytes for parameter in trained.values())
+        handle.remove()
+    for name, parameter in model.named_parameters():
+        assert same_bits(parameter.detach(), before[name]), name
+        assert parameter.grad is None or parameter.grad.shape == parameter.shape
+
+
+def reference_between(model: nn.Module, put: Put) -> torch.Tensor:
+    """A forward with what is trained frozen, between forward and backward: a reference's, or a critic's turn."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    loss = model(data(0, put)).square().mean()
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    reference = model(data(1, put)).detach()
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    loss.backward()
+    return torch.stack([loss.detach(), reference.sum()])
+
+
+@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}], ids=str)
+@pytest.mark.parametrize("run_block", [None, CHECKPOINTS[1]])
+@pytest.mark.parametrize("device", ["cpu", "random"])
+def test_what_is_frozen_for_one_forward(device: str, run_block: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    attributes = {} if run_block is None else {"run_block": run_block}
+    stats = check(reference_between, device, tmp_path, lambda: make(**attributes), **options)
+    assert stats.rebuilds == 1
+
+
+@pytest.mark.parametrize("name", ["embed", "blocks.1", "head"])
+def test_more_is_trained_between_forward_and_backward(name: str, tmp_path: Path) -> None:
+    """What is in the graph may have left its group meanwhile: then it is said so."""
+
+    def gradients(model: nn.Module, put: Put) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        plain(model, put)
+        loss = model(data(0, put)).square().mean()
+        model.get_submodule(name).requires_grad_(True)
+        model(data(1, put))
+        loss.backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    expected = gradients(make(), torch.clone)
+    with offloaded(make(), "random", tmp_path) as (model, handle, put, get):
+        leaves_its_group = name == "blocks.1"
+        with pytest.raises(StateError, match="others require gradients now") if leaves_its_group else nullcontext():
+            assert_same_bits(gradients(model, put), expected, get)
+        plain(model, put)
+        handle.remove()
+
+
+def test_a_weight_in_a_graph_of_its_own(tmp_path: Path) -> None:
+    """Recorded outside of calls: right if no forward comes between it and backward, else an error."""
+
+    def term(model: Any) -> torch.Tensor:
+        lora = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+        found: torch.Tensor = (lora.sum() * model.embed.weight).square().sum()
+        return found
+
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        (model(data(0, torch.clone)).square().mean() + term(model)).backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    expected = gradients(make())
+    with offloaded(make(), "cpu", tmp_path) as (model, handle, put, _):
+        assert_same_bits(gradients(model), expected)
+        before = term(model)
+        loss = model(data(0, put)).square().mean()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            (loss + before).backward()
+        handle.remove()
+
+
+def test_parts_that_are_trained_in_turn(tmp_path: Path) -> None:
+    """What was trained before and what is now are more than half together: then only what is now stays."""
+
+    def in_turn(model: nn.Module, put: Put) -> torch.Tensor:
+        losses = []
+        for block in model.blocks:  # type: ignore[union-attr]
+            model.requires_grad_(False)
+            block.requires_grad_(True)
+            losses.append(plain(model, put))
+        return torch.stack(losses)
+
+    expected = train(make(4), in_turn)
+    with offloaded(make(4), "random", tmp_path) as (model, handle, put, get):
+        assert_same_bits(train(model, in_turn, put), expected, get)
+        stats = handle.stats()
+        assert 0 < stats.trainable_bytes < stats.host_bytes
+        handle.remove()
+
+
+def test_gradients_switched_on_in_the_middle_of_a_forward_without(tmp_path: Path) -> None:
+    """Nobody knew that something is trained: it is not on the device, where its gradient would be."""
+    model, reference = make(), make()
+
+    class Tail(nn.Module):
+        def __init__(self, inside: nn.Module) -> None:
+            super().__init__()
+            self.inside = inside
+            self.tail = nn.Linear(DIM, DIM)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.inside(x)
+            with torch.enable_grad():
+                return self.tail(x)
+
+    def truncated(model: nn.Module, put: Put) -> torch.Tensor:
+        with torch.no_grad():
+            loss = model(data(0, put))
+        with torch.enable_grad():
+            loss = loss.square().mean()
+        loss.backward()
+        return loss.detach()
+
+    torch.manual_seed(0)
+    model, reference = Tail(model), Tail(reference)
+    reference.load_state_dict(model.state_dict())
+    for twin in (model, reference):
+        twin.inside.requires_grad_(False)
+    with offloaded(model, "random", tmp_path) as (_, handle, put, get):
+        with pytest.raises(StateError, match="the module is called with gradients enabled"):
+            truncated(model, put)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        model(data(0, put))  # with gradients, as the error says
+        assert_same_bits(train(model, truncated, put), train(reference, truncated), get)
+        handle.remove()
+
+
+def test_a_model_that_could_not_be_offloaded_can_be_trained() -> None:
+    model, reference = make(), make()
+    with use_simulated_device(SimulatedDevice(0, "lazy")), pytest.raises(ConfigError, match="vram_budget"):
+        apply_group_offloading(model, "cpu", vram_budget=100)
+    assert_same_bits(train(model, plain), train(reference, plain))
+
+
+def test_what_is_frozen_is_written_once(tmp_path: Path) -> None:
+    """What is trained leaves its groups in the first step, and comes back when it is frozen: alone."""
+    model = make()
+    with offloaded(model, "cpu", tmp_path, in_files=True) as (_, handle, put, _):
+        files = set(tmp_path.rglob("*.safetensors"))
+        plain(model, put)
+        assert handle.stats().rebuilds == 1
+        assert set(tmp_path.rglob("*.safetensors")) <= files
+        model.requires_grad_(False)
+        for _ in range(MAX_FROZEN_PASSES + 1):
+            model(data(0, put).requires_grad_()).sum().backward()
+        written = set(tmp_path.rglob("*.safetensors")) - files
+        assert sum(path.stat().st_size for path in written) < 100_000 // 4
+        handle.remove()
+
+
+def test_state_dict_while_training(tmp_path: Path) -> None:
+    reference, model = make(), make()
+    expected = train(reference, plain, num_steps=3)
+    with offloaded(model, "cpu", tmp_path, in_files=True) as (_, handle, put, get):
+        assert_same_bits(train(model, plain, put, num_steps=3), expected, get)
+        state = model.state_dict()
+        assert state.keys() == reference.state_dict().keys()
+        for name, value in reference.state_dict().items():
+            assert same_bits(state[name], value), name
+        handle.remove()

@@ -1,0 +1,211 @@
+"""Stream order of backward: views of weights that are kept, and what each part of the engine is needed for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers.utils import BaseOutput
+from torch import nn
+
+from group_offload import apply_group_offloading
+from group_offload.runtime import backward as backward_module
+from group_offload.runtime.slots import slot as slots
+
+from ..support.asserts import same_bits
+from ..support.backward import LoraModel, check, make, offloaded
+from ..support.rigs import OnloadedOnly
+from ..support.training import CHECKPOINTS, DIM, STEPS, TOKENS, assert_same_bits, data, plain, train
+
+
+class Stashing(torch.autograd.Function):
+    """Keeps its weight where no hook sees it, as kernels for quantised weights do."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        context.kept = weight.t()
+        return x @ context.kept
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return gradient @ context.kept.t(), None
+
+
+class StashingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(DIM, DIM) / 4, requires_grad=False)
+        self.lora = nn.Linear(DIM, DIM, bias=False)
+        self.lora.weight.data /= 10
+
+    def forward(self, x: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = Stashing.apply(x, self.weight)
+        return (result + self.lora(x)).sin()
+
+
+def stashing(num_blocks: int = 6) -> LoraModel:
+    model = make(1)
+    model.blocks = nn.ModuleList(StashingBlock() for _ in range(num_blocks))
+    model.embed = nn.Linear(DIM, DIM).requires_grad_(False)
+    model.order = list(range(num_blocks))
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.3)
+    return model
+
+
+@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}, {"record_stream": True}], ids=str)
+def test_weights_that_are_kept_past_our_hooks_stay_as_they_are(
+    options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Gradients are right: what somebody keeps views of is not used again before they go."""
+    for step in (plain, STEPS["two_by_two"]):
+        check(step, "random", tmp_path, stashing, num_steps=3, **options)
+    if not options:
+        assert any("Something keeps views of weights of blocks_" in message for message in caplog.messages)
+
+
+def test_slots_that_somebody_keeps_views_of_go_to_no_other_model(tmp_path: Path) -> None:
+    expected = train(stashing(), plain, num_steps=1)
+    model, other = stashing(), stashing().requires_grad_(False)
+    with offloaded(model, "random", tmp_path) as (_, handle, put, get):
+        other_handle = apply_group_offloading(other, "cpu")
+        plain(model, put)
+        model.zero_grad()
+        torch.manual_seed(1)
+        loss = model(data(0, put)).square().mean()
+        with torch.no_grad():
+            for _ in range(3):
+                other(data(1, put))
+        loss.backward()
+        actual = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+        assert_same_bits(actual, expected[: len(actual)], get)
+        del loss, actual
+        handle.remove()
+        other_handle.remove()
+
+
+@dataclass(frozen=True)
+class Output:
+    x: torch.Tensor
+    queries: Any
+
+
+@dataclass
+class ModelOutput(BaseOutput):
+    x: torch.Tensor
+    queries: Any
+
+
+@pytest.mark.parametrize("wrap", [dict, Output, ModelOutput])
+def test_a_block_that_gives_its_weight_away(wrap: Any, tmp_path: Path) -> None:
+    """What a call returns is the caller's, also if it is a view of a weight whose slot is used again."""
+
+    class Giving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries = nn.Parameter(torch.randn(TOKENS, DIM))
+            self.linear = nn.Linear(DIM, DIM)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return wrap(x=torch.tanh(self.linear(x)), queries=(self.queries[1:], [self.queries.t()]))
+
+    class Taking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Giving() for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            given = []
+            for block in self.blocks:
+                found = block(x)
+                x, queries = (found["x"], found["queries"]) if isinstance(found, dict) else (found.x, found.queries)
+                given.append(queries)
+            return sum((first.sum() + second[0].cos().sum() for first, second in given), x)
+
+    torch.manual_seed(0)
+    model = Taking().requires_grad_(False)
+    reference = copy.deepcopy(model)
+    for level in ("block_level", "leaf_level"):
+        with offloaded(model, "random", tmp_path, offload_type=level) as (_, handle, put, get):
+            for _ in range(3):
+                with torch.no_grad():
+                    assert same_bits(get(model(data(0, put))), reference(data(0, torch.clone)))
+                x, y = data(0, put).requires_grad_(), data(0, torch.clone).requires_grad_()
+                model(x).square().sum().backward()
+                reference(y).square().sum().backward()
+                assert x.grad is not None and y.grad is not None
+                assert same_bits(get(x.grad), y.grad)
+            handle.remove()
+
+
+def everything(folder: Path) -> None:
+    for options in ({}, {"offload_type": "leaf_level"}):
+        check(plain, "random", folder, lambda: make(6), **options)
+    check(plain, "random", folder, stashing)
+    test_a_block_that_gives_its_weight_away(dict, folder)
+    for run_part in (None, CHECKPOINTS[1]):
+        test_kernels_read_weights_on_the_device_only(run_part, folder)
+
+
+@pytest.mark.parametrize("run_part", [None, *CHECKPOINTS])
+def test_kernels_read_weights_on_the_device_only(run_part: Any, tmp_path: Path) -> None:
+    model = make(run_part=run_part)
+    with offloaded(model, "cpu", tmp_path) as (_, handle, put, _):
+        plain(model, put)  # from now on what is trained is where it stays
+        frozen = nn.Module()
+        frozen.parts = nn.ParameterList(p for p in model.parameters() if not p.requires_grad)
+        with OnloadedOnly(frozen):
+            plain(model, put)
+        handle.remove()
+
+
+MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "let go at once": lambda patch: patch.setattr(
+        backward_module.Backward, "bring", _let_go_after(backward_module.Backward.bring)
+    ),
+    "saved as they are": lambda patch: patch.setattr(backward_module.Backward, "_packed", lambda self, tensor: None),
+    "no gates inside of groups": lambda patch: patch.setattr(
+        "group_offload.runtime.gates.Gates._install_inner_gates", lambda self: None
+    ),
+    "views that are kept are not noticed": lambda patch: patch.setattr(slots.Slot, "is_aliased", False),
+    "what a call returns is not made its own": lambda patch: patch.setattr(
+        "group_offload.runtime.gates.Gates.detach_from_slots", lambda self, output, groups: output
+    ),
+    "not waited for": lambda patch: patch.setattr(backward_module.Backward, "bring", _without_wait),
+}
+
+
+def _let_go_after(bring: Any) -> Any:
+    def mutant(self: Any, saved: Any) -> torch.Tensor:
+        found: torch.Tensor = bring(self, saved)
+        with self._passes.lock:
+            for now in self._tasks.values():
+                self._release(now, ())
+        return found
+
+    return mutant
+
+
+def _without_wait(self: Any, saved: Any) -> torch.Tensor:
+    group = self._passes.group_of(saved.part)
+    if group.slot is None:
+        result: torch.Tensor = self.copy_of(saved)
+        return result
+    start = group.offset + saved.part.offset + saved.offset
+    return backward_module.view_of(group.slot.memory, start, saved.dtype, saved.size, saved.stride)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
+def test_every_part_is_needed(
+    mutant: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without any of them the tests above fail, on a device where a missing wait is an error."""
+    mutant(monkeypatch)
+    with pytest.raises((AssertionError, RuntimeError)):
+        everything(tmp_path)
