@@ -11,12 +11,13 @@ export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/bytecode
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint type bench docs
+.PHONY: help setup demo test quick lint type bench docs
 
 help:
 	@echo "make setup   the environment, in $(VENV)"
 	@echo "make demo    a diffusers pipeline, resident and with its weights in files (into demo-output/)"
 	@echo "make test    all tests; those that need a GPU are skipped where there is none"
+	@echo "make quick   the tests that take no time, for while you work: two minutes on 2 cores"
 	@echo "make lint    ruff: rules and format"
 	@echo "make type    mypy, strict, on the package"
 	@echo "make docs    check links and run the examples in README.md and docs/"
@@ -37,6 +38,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+quick: $(READY)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not gpu" $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 os.environ["GROUP_OFFLOAD_PROGRESS_BAR"] = "0"
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from .support.fixtures import place  # noqa: F401
+from .support.slow import slow_tests
 from .support.speeds import KNOWN_SPEEDS
 
 # Sums round by the number of threads, and threads that read files may run what the simulated device has queued: theirs is
@@ -21,7 +23,20 @@ from .support.speeds import KNOWN_SPEEDS
 torch.set_num_threads(1)
 
 
+TESTS = Path(__file__).parent
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests that `make quick` leaves out, and skips those that need a GPU where there is none."""
+    chosen = set()
+    for item in items:
+        test = f"{item.path.relative_to(TESTS)}::{getattr(item, 'originalname', item.name)}"
+        runs_first = slow_tests().get(test)
+        if runs_first and test not in chosen:
+            chosen.add(test)
+        elif runs_first is not None:
+            item.add_marker("slow")
     if torch.accelerator.is_available():
         return
     skip = pytest.mark.skip(reason="needs an accelerator, and torch sees none")

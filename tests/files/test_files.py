@@ -107,7 +107,7 @@ def test_removed_model_does_not_need_the_folder(tmp_path: Path) -> None:
 
 @every_level
 def test_two_models_of_one_class_in_one_folder(level: str, tmp_path: Path) -> None:
-    pairs = [pair(seed) for seed in range(3)]
+    pairs = [pair(seed=seed) for seed in range(3)]
     for model, _ in pairs:
         offload_to(tmp_path, model, level)
     for model, reference in (*pairs, *pairs):

@@ -12,6 +12,7 @@ from torch import nn
 
 from group_offload.activations import ActivationOffloadHandle, apply_activation_offloading
 
+from .models import Blocks
 from .simulated import SimulatedDevice, use_simulated_device
 from .training import DIM, Put, Step, assert_same_bits, make, train
 
@@ -64,12 +65,8 @@ class Call(nn.Module):
         return self.function(x, self.weight)
 
 
-class Calls(nn.Module):
-    def __init__(self, *functions: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Call(function) for function in functions)
+class Calls(Blocks):
+    """Groups that run one function each, one after another."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+    def __init__(self, *functions: Callable[..., torch.Tensor]) -> None:
+        super().__init__(*map(Call, functions))

@@ -18,7 +18,7 @@ from group_offload import OffloadHandle, apply_group_offloading
 
 from .asserts import same_bits
 from .simulated import SimulatedDevice, use_simulated_device
-from .training import DIM, Put, Step, assert_same_bits, train
+from .training import DIM, Put, Step, TrainingModel, assert_same_bits, train
 
 
 class Lora(nn.Module):
@@ -67,25 +67,21 @@ class LoraBlock(nn.Module):
         return x + self.run_part(self.down, F.gelu(self.run_part(self.up, x)))
 
 
-class LoraModel(nn.Module):
-    def __init__(self, num_blocks: int = 4) -> None:
-        super().__init__()
-        self.embed = nn.Linear(DIM, DIM).requires_grad_(False)
-        self.blocks = nn.ModuleList(LoraBlock() for _ in range(num_blocks))
-        self.shift = nn.Parameter(torch.randn(DIM), requires_grad=False)
-        self.head = nn.Linear(DIM, DIM)
-        self.run_block: Callable[..., torch.Tensor] = lambda block, *args: block(*args)
-        self.order = list(range(num_blocks))
+class LoraModel(TrainingModel):
+    """The model of which only LoRA layers and the head are trained."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x) * self.shift
+    block_class = LoraBlock
+
+    def __init__(self, num_blocks: int = 4) -> None:
+        super().__init__(num_blocks)
+        self.embed.requires_grad_(False)
+        self.shift = nn.Parameter(torch.randn(DIM), requires_grad=False)
+
+    def embedded(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().embedded(x) * self.shift
         if torch.is_grad_enabled() and not x.requires_grad:
             x.requires_grad_()  # as `enable_input_require_grads` does, for reentrant checkpoints
-        shared = torch.sigmoid(x.mean(1, keepdim=True)).expand_as(x).contiguous()
-        for index in self.order:
-            x = self.run_block(self.blocks[index], x, shared)
-        result: torch.Tensor = self.head(x)
-        return result
+        return x
 
 
 def make(num_blocks: int = 3, run_part: Any = None, **attributes: Any) -> LoraModel:

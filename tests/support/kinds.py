@@ -8,20 +8,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .models import WIDTH, Block, Model
+from .models import WIDTH, Block, Blocks, Model
 
 
-class Blocks(nn.Module):
-    """A layer of interest inside a block inside a list."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(layer) for layer in layers)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+def wrapped(*layers: nn.Module) -> Blocks:
+    """Each layer inside a block of its own."""
+    return Blocks(*(nn.Sequential(layer) for layer in layers))
 
 
 class OnlyLists(nn.Module):
@@ -78,26 +70,16 @@ class Dicts(nn.Module):
         return x
 
 
-class ListsInBlocks(nn.Module):
-    """Parameter containers deep inside blocks."""
-
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shifts = nn.ParameterList([torch.rand(WIDTH), torch.rand(WIDTH)])
-            self.heads = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return sum(head(x) + shift for head, shift in zip(self.heads, self.shifts, strict=True))
+class ListsInBlock(nn.Module):
+    """Lists of parameters and of modules deep inside a block."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(self.Inner() for _ in range(3))
+        self.shifts = nn.ParameterList([torch.rand(WIDTH), torch.rand(WIDTH)])
+        self.heads = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return sum(head(x) + shift for head, shift in zip(self.heads, self.shifts, strict=True))
 
 
 class DirectWeights(nn.Module):
@@ -134,60 +116,39 @@ class Recurrent(nn.Module):
         return self.out(self.lstm(x)[0])
 
 
-class Recursive(nn.Module):
+class Recursive(Block):
     """A block that calls itself."""
 
-    class Inner(Block):
-        def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
-            x = super().forward(x)
-            return self(x, depth - 1) + self.scale if depth else x
+    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        x = super().forward(x)
+        return self(x, depth - 1) + self.scale if depth else x
+
+
+class SharedModule(Blocks):
+    """One module object inside of three blocks, and once more at the root."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(self.Inner() for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class SharedModule(nn.Module):
-    """One module object inside two blocks, and once more at the root."""
-
-    def __init__(self) -> None:
-        super().__init__()
         shared = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), shared) for _ in range(3))
+        super().__init__(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), shared) for _ in range(3)))
         self.out = shared
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.out(x)
+        return self.out(super().forward(x))
 
 
-class SharedBlock(nn.Module):
+def shared_block() -> nn.Module:
     """The same block object at three places of the list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        shared = Block()
-        self.blocks = nn.ModuleList([shared, Block(), shared, shared])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+    shared = Block()
+    return Blocks(shared, Block(), shared, shared)
 
 
 def weight_normed() -> nn.Module:
     norm = torch.nn.utils.parametrizations.weight_norm
-    return Blocks(norm(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH), norm(nn.Linear(WIDTH, WIDTH)))
+    return wrapped(norm(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH), norm(nn.Linear(WIDTH, WIDTH)))
 
 
 def orthogonal() -> nn.Module:
-    return Blocks(torch.nn.utils.parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)), Block())
+    return wrapped(torch.nn.utils.parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)), Block())
 
 
 def encoder() -> nn.Module:
@@ -217,17 +178,17 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "nested lists": NestedLists,
     "deep lists": DeepLists,
     "dicts": Dicts,
-    "lists in blocks": ListsInBlocks,
-    "direct weights": lambda: Blocks(DirectWeights(), DirectWeights()),
-    "MultiheadAttention": lambda: Blocks(Attention(), Attention()),
+    "lists in blocks": lambda: Blocks(*(ListsInBlock() for _ in range(3))),
+    "direct weights": lambda: wrapped(DirectWeights(), DirectWeights()),
+    "MultiheadAttention": lambda: wrapped(Attention(), Attention()),
     "MultiheadAttention as root": Attention,
     "TransformerEncoder": encoder,
     "TransformerDecoderLayer": decoder_layer,
-    "LSTM": lambda: Blocks(Recurrent(), Recurrent()),
+    "LSTM": lambda: wrapped(Recurrent(), Recurrent()),
     "LSTM as child": Recurrent,
-    "recursive": Recursive,
+    "recursive": lambda: Blocks(Recursive(), Recursive()),
     "shared module": SharedModule,
-    "shared block": SharedBlock,
+    "shared block": shared_block,
     "weight_norm": weight_normed,
     "orthogonal": orthogonal,
     "Sequential as root": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), nn.Sequential(Block(), nn.Tanh())),

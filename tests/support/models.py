@@ -11,10 +11,26 @@ from torch import nn
 from torch.nn import functional as F
 
 WIDTH = 16
+"""Features of `Model` and of the modules in kinds.py and changing.py."""
+DIM = 8
+"""Features of `RoutedModel` and of what is built from its blocks."""
+
+
+class Blocks(nn.Module):
+    """A list of blocks that are called one after another."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
 class Block(nn.Module):
-    """Two linear layers and a parameter of its own."""
+    """Two linear layers, and a parameter beside them."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -27,7 +43,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Embedding layers, a list of blocks, parameters of the root."""
+    """A layer, a list of blocks, a norm, and a parameter of the root."""
 
     def __init__(self, num_blocks: int = 4, width: int = WIDTH) -> None:
         super().__init__()
@@ -52,10 +68,9 @@ def inputs(seed: int = 0, *shape: int) -> torch.Tensor:
     return torch.randn(*(shape or (3, WIDTH)), generator=torch.Generator().manual_seed(seed))
 
 
-DIM = 8
-
-
 class RoutedBlock(nn.Module):
+    """Two linear layers of any width and, if `counts`, a buffer that each forward changes."""
+
     def __init__(self, width: int, counts: bool) -> None:
         super().__init__()
         self.up = nn.Linear(DIM, width)
@@ -73,7 +88,7 @@ class RoutedBlock(nn.Module):
 
 
 class Stop(Exception):
-    pass
+    """The error with which a `RoutedModel` stops where a test wants it to."""
 
 
 def stay(position: int) -> Any:
@@ -81,6 +96,8 @@ def stay(position: int) -> Any:
 
 
 class RoutedModel(nn.Module):
+    """Blocks of given widths, which a test has called in any order, stopped anywhere, and run on any stream."""
+
     def __init__(self, widths: list[int], counts: bool = False) -> None:
         super().__init__()
         self.embed = nn.Linear(DIM, DIM)
@@ -90,7 +107,7 @@ class RoutedModel(nn.Module):
         self.stop_at = -1
         self.on_block: Callable[[int], Any] = stay
         self.alive: list[torch.Tensor] = []
-        """Activations that cross streams: whoever does that has to keep them until they are used."""
+        """The activations of all blocks. Some cross streams, and a tensor that does has to be kept until it was used."""
 
     def forward(self, x: torch.Tensor, finish: bool = True) -> torch.Tensor:
         x = self.embed(x) + self.shift
@@ -105,7 +122,7 @@ class RoutedModel(nn.Module):
 
 
 class EditsItsBlocks(nn.Module):
-    """Changes weights of each block right before the block is called, when its image is on the device already."""
+    """Changes weights of each block right before the block is called, when the block's bytes are on the device already."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,6 +159,8 @@ class Normed(nn.Module):
 
 
 class NormedModel(nn.Module):
+    """Blocks that change their own tensors; a test may look at the model after each of them."""
+
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Normed() for _ in range(4))

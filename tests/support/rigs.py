@@ -20,6 +20,8 @@ from .models import Model, make
 TIERS = ("ram", "file")
 LEVELS = ("block_level", "leaf_level")
 
+Offload = Callable[..., OffloadHandle]
+
 
 def offload_to(folder: Path | None, module: nn.Module, level: str = "block_level", **options: Any) -> OffloadHandle:
     """Offload `module` on the CPU: in RAM, or in `folder`."""
@@ -75,10 +77,7 @@ def check(model: nn.Module, reference: nn.Module, *args: Any, passes: int = 3, *
         assert_at_rest(model, reference)
 
 
-Offload = Callable[..., OffloadHandle]
-
-
-def pair(model: nn.Module | type[nn.Module] = Model, *args: Any) -> tuple[nn.Module, nn.Module]:
-    """A model and its resident twin."""
-    made = make(model, *args) if isinstance(model, type) else model
+def pair(model: nn.Module | type[nn.Module] = Model, *args: Any, seed: int = 0) -> tuple[nn.Module, nn.Module]:
+    """A model, made if a class is given, and its resident twin."""
+    made = make(model, *args, seed=seed) if isinstance(model, type) else model
     return made, copy.deepcopy(made)

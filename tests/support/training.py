@@ -38,16 +38,24 @@ class TrainingBlock(nn.Module):
 
 
 class TrainingModel(nn.Module):
+    """Blocks between two layers: a test says in which order they are called, and what runs around each of them."""
+
+    block_class: type[nn.Module] = TrainingBlock
+
     def __init__(self, num_blocks: int = 4) -> None:
         super().__init__()
         self.embed = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList(TrainingBlock() for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(self.block_class() for _ in range(num_blocks))
         self.head = nn.Linear(DIM, DIM)
         self.run_block: Callable[..., torch.Tensor] = lambda block, *args: block(*args)
         self.order = list(range(num_blocks))
 
+    def embedded(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.embed(x)
+        return result
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
+        x = self.embedded(x)
         shared = torch.sigmoid(x.mean(1, keepdim=True)).expand_as(x).contiguous()
         for index in self.order:
             x = self.run_block(self.blocks[index], x, shared)

@@ -42,7 +42,7 @@ class Single(nn.Module):
         return self.last(self.middle(self.first(x)))
 
 
-class Model(nn.Module):
+class ModelOfLists(nn.Module):
     """Lists of blocks of several kinds, between two layers."""
 
     def __init__(self, kinds: list[type[Any]], num_blocks: int) -> None:
@@ -82,7 +82,7 @@ def counts(model: nn.Module, options: dict[str, Any], num_passes: int = 3) -> tu
 @pytest.mark.parametrize("kinds", [[Attention], [Attention, Single]], ids=["one kind", "two kinds"])
 def test_the_first_pass_learns_from_its_own_blocks(kinds: list[type[Any]], options: dict[str, Any]) -> None:
     """Stalls grow with the kinds of blocks, not with the number of blocks, and little is brought in vain."""
-    few, many = counts(Model(kinds, 6), options), counts(Model(kinds, 9), options)
+    few, many = counts(ModelOfLists(kinds, 6), options), counts(ModelOfLists(kinds, 9), options)
     num_layers = sum(kind.num_layers for kind in kinds)
     for num_groups, passes in (few, many):
         stalls, onloads = passes[0]
@@ -98,7 +98,7 @@ def test_the_first_pass_learns_from_its_own_blocks(kinds: list[type[Any]], optio
 def test_numbers_in_names_that_do_not_count_up() -> None:
     """Blocks that are called backwards, or every second one first: still foreseen after a few."""
 
-    class Odd(Model):
+    class Odd(ModelOfLists):
         order = slice(None, None, -1)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:

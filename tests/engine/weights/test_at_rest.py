@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...support.asserts import assert_at_rest, assert_own_memory, assert_same, named_tensors, same_bits
-from ...support.models import WIDTH, Model, inputs, make
+from ...support.models import WIDTH, Blocks, Model, inputs, make
 from ...support.rigs import Offload, check, offload_to, pair, run, run_onloaded
 
 
@@ -170,10 +170,9 @@ def test_views_of_weights_that_are_kept_stay_right(offload_either: Offload, capl
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.tanh(self.linear(x))
 
-    class Collects(nn.Module):
+    class Collects(Blocks):
         def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Keeps() for _ in range(6))
+            super().__init__(*(Keeps() for _ in range(6)))
             for block in self.blocks:
                 block.linear.register_forward_hook(self.collect)
 
@@ -182,9 +181,7 @@ def test_views_of_weights_that_are_kept_stay_right(offload_either: Offload, capl
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.rows: list[torch.Tensor] = []
-            for block in self.blocks:
-                x = block(x)
-            return x + torch.stack(self.rows).sum(0)
+            return super().forward(x) + torch.stack(self.rows).sum(0)
 
     torch.manual_seed(0)
     model = Collects()

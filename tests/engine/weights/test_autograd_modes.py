@@ -16,7 +16,7 @@ from group_offload import StateError
 from ...support.asserts import assert_at_rest, assert_same, same_bits
 from ...support.changing import CHANGING, Around
 from ...support.edits import edit_in_place, edit_through_data
-from ...support.kinds import KINDS, Blocks
+from ...support.kinds import KINDS, wrapped
 from ...support.models import WIDTH, Block, inputs, make
 from ...support.rigs import Offload, check, pair, run
 
@@ -261,6 +261,6 @@ def test_gradients_within_a_forward(offload: Offload) -> None:
                 (grad,) = torch.autograd.grad(F.linear(x, self.weight).square().sum(), x)
             return self.linear(grad)
 
-    model, reference = pair(Blocks(Guided(), Guided()).eval())
+    model, reference = pair(wrapped(Guided(), Guided()).eval())
     offload(model)
     check(model, reference, inputs())

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from ...support.asserts import assert_at_rest, assert_own_memory, assert_same, plain_tensors, same_bits
-from ...support.kinds import Blocks
+from ...support.kinds import wrapped
 from ...support.models import WIDTH, Model, inputs, make
 from ...support.rigs import Offload, check, pair, run
 
@@ -103,7 +103,7 @@ def test_tensor_subclass_as_buffer(offload: Offload) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return F.linear(x, self.weight)
 
-    model, reference = pair(Blocks(Buffered(), Buffered()).eval())
+    model, reference = pair(wrapped(Buffered(), Buffered()).eval())
     handle = offload(model)
     check(model, reference, inputs())
     handle.remove()
