@@ -14,6 +14,11 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of child processes; here it is said below
 import pytest
 import torch
 
+# Failing assertions in these show both sides, as those in test files do. The simulated device is not among them: it asserts
+# in every operation, and pytest makes that slower.
+WITH_ASSERTS = ("activations", "asserts", "backward", "folders", "on_device", "pipelines", "reading", "terminal")
+pytest.register_assert_rewrite(*(f"tests.support.{name}" for name in WITH_ASSERTS))
+
 from .support.fixtures import place  # noqa: F401
 from .support.slow import slow_tests
 from .support.speeds import KNOWN_SPEEDS

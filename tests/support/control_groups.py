@@ -14,7 +14,7 @@ GIB = 1 << 30
 
 
 class Cgroups:
-    """A tree of control groups in files of its own, and what /proc/self/cgroup says."""
+    """A tree of control groups in a folder of the test, and the text of /proc/self/cgroup."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.root = folder / "cgroup"

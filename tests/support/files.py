@@ -14,7 +14,7 @@ from .models import Model, make
 
 
 def flip_a_bit(path: Path, position: int) -> None:
-    """As a drive does it: the file's time of change stays."""
+    """Flip a bit as a failing drive does: the file keeps its time of change."""
     before = path.stat()
     with path.open("r+b") as file:
         file.seek(position)

@@ -28,7 +28,7 @@ def level(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=["block_level-ram", "leaf_level-file"])
 def offload_either(request: pytest.FixtureRequest, tmp_path: Path) -> Offload:
-    """Like `offload`, each level and each tier once."""
+    """Like `offload`, but with two cases in place of four: each level and each tier comes once."""
     level, tier = request.param.split("-")
     return lambda module, **options: offload_to(tmp_path if tier == "file" else None, module, level, **options)
 
@@ -40,7 +40,7 @@ def folder(tier: str, tmp_path: Path) -> Path | None:
 
 @pytest.fixture
 def offload(folder: Path | None, level: str) -> Offload:
-    """Offloads a module at the level, and to the tier, of this run of the test."""
+    """A call that offloads a module at the level and to the tier of this case."""
 
     def apply(module: nn.Module, **options: Any) -> OffloadHandle:
         handle = offload_to(folder, module, level, **options)
@@ -52,7 +52,7 @@ def offload(folder: Path | None, level: str) -> Offload:
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A folder that any user may write to: pytest's own are for its user alone."""
+    """A folder that any user may write to; the folders that pytest makes are for one user alone."""
     path = Path(tempfile.mkdtemp(prefix="group_offload-test-"))
     path.chmod(0o777)
     yield path

@@ -25,7 +25,7 @@ from .simulated import SimulatedDevice, use_simulated_device
 
 
 def from_file(model: nn.Module, path: Path) -> nn.Module:
-    """The model as a loader leaves it that copies nothing."""
+    """The model as a loader that copies nothing leaves it: its weights are views of the file."""
     if not path.exists():
         save_file(model.state_dict(), path)
         os.utime(path, (1e9, 1e9))  # so that a change shows in the time, however soon it comes
@@ -46,6 +46,7 @@ def forward(device: SimulatedDevice, model: nn.Module, x: torch.Tensor, stream: 
 
 
 def exercise(seed: int, laziness: Any, options: dict[str, Any], *, num_passes: int = 4) -> OffloadHandle:
+    """Some passes of a random model, in random order and on random streams, with edits in between: every output is right."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     device = SimulatedDevice(seed, laziness)
@@ -151,7 +152,7 @@ def options_for(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def assert_reads_have_owners(handle: OffloadHandle) -> None:
-    """What is read ahead is read for a group that waits for it: else it has its part of the staging memory for good."""
+    """Every read ahead has a group that waits for it; without one it would keep its part of the staging memory for good."""
     engine = handle._engine
     assert engine is not None
     engine.transfer.wait_until_enqueued()

@@ -1,4 +1,4 @@
-"""A page map of this process that may be refused, as a system does."""
+"""The page map of this process, which a test may refuse as a system does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from group_offload.base import pagemap
 
 
 class PageMap:
-    """Lets this process open its page map, or not."""
+    """Decides whether this process may open its page map."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._code = 0
@@ -26,7 +26,7 @@ class PageMap:
         patch.setattr(os, "open", open_)
 
     def refuse(self, code: int = errno.EACCES) -> None:
-        """As it is in a forked child that has other rights."""
+        """The next look fails, as it does in a forked child with fewer rights."""
         self._code = code
         pagemap._Known.forget()
 

@@ -52,7 +52,7 @@ exec(compile(code, "<string>", "exec"))
 
 @cache
 def _server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """Of this process. It ends when this one does."""
+    """The server of this process, which ends with it, and the socket to it."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with its:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -88,7 +88,7 @@ def run_code(code: str, arguments: Sequence[object] = (), timeout: float = 100) 
 
 
 def run_python(code: str, *args: object) -> subprocess.CompletedProcess[str]:
-    """Run `code` in a process of its own, which may die."""
+    """Run `code` in a new process, which may die. It has the models, the asserts, the rigs and the public names."""
     prelude = "import copy, os, sys, pathlib, torch\nfrom torch import nn\n"
     for module in ("tests.support.asserts", "tests.support.models", "tests.support.rigs", "group_offload"):
         prelude += f"from {module} import *\n"
@@ -96,7 +96,7 @@ def run_python(code: str, *args: object) -> subprocess.CompletedProcess[str]:
 
 
 def in_new_process(function: Callable[..., None], *args: object, under: Sequence[str] = (), **options: Any) -> str:
-    """Run a function of a test in a process of its own, which may fork: pytest's has threads. Returns what it says."""
+    """Run a function in a new process, which may fork because it has no threads. Returns all that it printed."""
     code = f"import sys; from {function.__module__} import {function.__name__} as f; f(*sys.argv[1:])"
     if under or options:
         command = [*under, sys.executable, "-c", code, *map(str, args)]

@@ -130,7 +130,7 @@ def autocast(model: nn.Module, put: Put) -> torch.Tensor:
 
 
 class StopTraining(Exception):
-    pass
+    """The error in the middle of a step that a test stops."""
 
 
 def stopped_forward(model: nn.Module, put: Put) -> torch.Tensor:
