@@ -106,11 +106,6 @@ def tree(folder: Path) -> dict[str, tuple[int, int, int]]:
     return {str(path): (path.stat().st_ino, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
 
 
-def anonymous_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
-
-
 @pytest.fixture(autouse=True)
 def _inputs_are_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny, "device", lambda: torch.device("cpu"))
@@ -154,7 +149,9 @@ def test_models(name: str, shards: int, level: str, where: Where, tmp_path: Path
 def test_no_memory_is_taken(tmp_path: Path) -> None:
     done = run_python(
         """
-        from tests.files.test_checkpoint import *
+        import gc
+        from safetensors.torch import load_file, save_file
+        from tests.support.processes import anonymous_bytes
         import group_offload.stores.ways
         group_offload.stores.ways.LOCKED_SHARE = 0.0
         torch.set_num_threads(1)
@@ -164,7 +161,7 @@ def test_no_memory_is_taken(tmp_path: Path) -> None:
             model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(32)))
         gc.collect()
         model.load_state_dict(load_file(path), assign=True)
-        handle = offload(model)
+        handle = apply_group_offloading(model, "cpu", offload_device="disk")
         x = torch.randn(1, 1024)
         before = anonymous_bytes()
         for _ in range(3):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
-import torch._dynamo.testing
+import torch
 
 from group_offload import patch_diffusers, unpatch_diffusers
 
@@ -25,11 +25,30 @@ def patched() -> Iterator[None]:
     unpatch_diffusers()
 
 
-@pytest.fixture(scope="module")
+class Computed(dict[str, torch.Tensor]):
+    """Values that are computed when they are asked for."""
+
+    def __init__(self, compute: Callable[[str], torch.Tensor]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        self[name] = self._compute(name)
+        return self[name]
+
+
+@pytest.fixture(scope="session")
 def resident_outputs() -> dict[str, torch.Tensor]:
-    return {kind: tiny.run(make().to(tiny.device())) for kind, make in PIPELINES.items()}
+    """What each kind of pipeline gives without offloading."""
+    return Computed(lambda kind: tiny.run(PIPELINES[kind]().to(tiny.device())))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def resident_calls() -> dict[str, torch.Tensor]:
-    return {name: tiny.call(make().to(tiny.device()), inputs()) for name, (make, inputs) in tiny.MODELS.items()}
+    """What each model gives without offloading."""
+
+    def compute(name: str) -> torch.Tensor:
+        make, inputs = tiny.MODELS[name]
+        return tiny.call(make().to(tiny.device()), inputs())
+
+    return Computed(compute)

@@ -8,7 +8,7 @@ from typing import Any
 
 import diffusers
 import pytest
-import torch._dynamo.testing
+import torch
 from diffusers import AutoencoderTiny
 from torch import nn
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import accelerate
 import diffusers.hooks.group_offloading as stock
 import pytest
-import torch._dynamo.testing
+import torch
 from diffusers.hooks import apply_group_offloading as imported_before_patching
 from torch import nn
 

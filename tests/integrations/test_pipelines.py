@@ -8,7 +8,7 @@ from typing import Any
 import diffusers
 import diffusers.hooks.group_offloading as stock
 import pytest
-import torch._dynamo.testing
+import torch
 from safetensors import safe_open
 from torch import nn
 

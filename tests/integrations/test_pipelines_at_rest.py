@@ -9,7 +9,7 @@ from typing import Any
 
 import diffusers.hooks.group_offloading as stock
 import pytest
-import torch._dynamo.testing
+import torch
 from diffusers import FluxPipeline
 from torch import nn
 

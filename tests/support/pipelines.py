@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch._dynamo.testing
+import torch
 from torch import nn
 
 from . import tiny_models as tiny

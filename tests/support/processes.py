@@ -125,3 +125,9 @@ def fork(body: Callable[[], object]) -> int:
 
 def status_of(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def anonymous_bytes() -> int:
+    """The RAM of this process that belongs to no file."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
