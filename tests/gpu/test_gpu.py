@@ -54,13 +54,6 @@ class Model(nn.Module):
 
 
 @pytest.fixture
-def device() -> torch.device:
-    found = torch.accelerator.current_accelerator()
-    assert found is not None
-    return torch.device(found.type, torch.accelerator.current_device_index())
-
-
-@pytest.fixture
 def model() -> Model:
     torch.manual_seed(0)
     return Model().to(torch.bfloat16).eval()

@@ -72,13 +72,6 @@ class Model(nn.Module):
         return result
 
 
-@pytest.fixture
-def device() -> torch.device:
-    found = torch.accelerator.current_accelerator()
-    assert found is not None
-    return torch.device(found.type, torch.accelerator.current_device_index())
-
-
 def make(run_block: Any = None) -> Model:
     torch.manual_seed(0)
     model = Model().to(torch.bfloat16).train()

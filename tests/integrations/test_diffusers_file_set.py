@@ -27,11 +27,6 @@ any_model = pytest.mark.parametrize("name", DIFFUSERS_MODELS)
 any_level = pytest.mark.parametrize("level", ["block_level", "leaf_level"])
 
 
-@pytest.fixture
-def device() -> torch.device:
-    return tiny.device()
-
-
 def file_name(group_id: str) -> str:
     return f"group_{hashlib.sha256(group_id.encode()).hexdigest()[:16]}.safetensors"
 

@@ -41,11 +41,6 @@ before_or_after = pytest.mark.parametrize("order", ["before", "after"])
 Step = Callable[[Any], Any]
 
 
-@pytest.fixture
-def device() -> torch.device:
-    return tiny.device()
-
-
 @pytest.fixture(params=["function", "patched"])
 def offload(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
     """Offload a pipeline's transformer with this package alone, or the pipeline through its own patched call."""
