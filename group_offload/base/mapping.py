@@ -142,7 +142,7 @@ class TwiceMapped:
         Raises:
             OSError: the system has no such memory.
         """
-        self.shared, self.private = _reserve(num_bytes), _reserve(num_bytes)
+        self.shared, self.private = reserve(num_bytes), reserve(num_bytes)
         whole_pages = -(-num_bytes // _MAX_PIECES // mmap.PAGESIZE) * mmap.PAGESIZE
         self._piece_bytes = max(_MIN_PIECE_BYTES, whole_pages)
         self._files: list[int] = []
@@ -250,8 +250,8 @@ def _close_all(files: list[int]) -> None:
         os.close(files.pop())
 
 
-def _reserve(num_bytes: int) -> Any:
-    """A range of addresses where nothing is mapped yet."""
+def reserve(num_bytes: int) -> Any:
+    """Addresses, with nothing mapped there yet: they take no memory, and none of them can be read."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     return _owned(_mmap(None, num_bytes, _PROT_NONE, flags, -1, 0), num_bytes)
 

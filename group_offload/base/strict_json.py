@@ -1,4 +1,4 @@
-"""JSON that somebody else may have written: nothing but objects, lists, strings, whole numbers, true, false and null."""
+"""JSON that another program may have written: objects, lists, strings, whole numbers, true, false and null, no more."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse(text: bytes, *, may_have_halves: bool = False) -> object:
-    """Parse UTF-8 text. Takes memory in proportion to its length, whatever is in it.
+    """Parse UTF-8 text. The memory that this takes is in proportion to the text's length.
 
     Args:
-        may_have_halves: halves of characters (`\\ud800` alone), which no text has.
+        may_have_halves: whether strings may have halves of characters (`\\ud800` alone), which no text has.
 
     Raises:
-        GroupFileError: it is no JSON, names a key twice, nests too deeply, or has fractions, NaN or Infinity.
+        GroupFileError: the text is no JSON, names a key twice, nests too deeply, or has fractions, NaN or Infinity.
     """
     try:
         found = json.loads(

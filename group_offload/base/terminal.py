@@ -1,4 +1,4 @@
-"""What the commands say, and how: whatever is said is plain text, in which nothing is markup or speaks to the terminal."""
+"""The output of the commands. All of it is plain text: no name in it is taken for markup, or speaks to the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .text import printable
 
 
 def new_console(*, stderr: bool = False) -> Console:
-    """What is not a terminal gets lines as long as they are."""
+    """A console that breaks lines for a terminal alone: files and pipes get them whole."""
     console = Console(stderr=stderr, highlight=False)
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=240)
 
@@ -26,7 +26,7 @@ def complain(message: str) -> None:
 
 
 def new_table(title: str, *columns: str, numbers: Collection[str] = ()) -> Table:
-    """Fill it with `add_row`. `numbers` are the columns that have them."""
+    """An empty table, to be filled with `add_row`. `numbers` are the columns of numbers."""
     table = Table(title=_plain(title), title_justify="left")
     for column in columns:
         table.add_column(_plain(column), overflow="fold", justify="right" if column in numbers else "left")

@@ -1,4 +1,4 @@
-"""Text that came from outside, for people to read."""
+"""Text for people: names that came from outside, and tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def printable(value: str) -> str:
-    """Names and headers may hold anything, escape sequences for terminals too."""
+    """`value` without what a terminal would obey: names and headers may hold anything, escape sequences too."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in value)
 
 

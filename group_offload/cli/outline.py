@@ -1,43 +1,50 @@
-"""The groups of a model, from the headers of its checkpoint: nothing is loaded, and no class of a model is needed.
+"""The groups of a checkpoint's models: each class is built on the meta device and cut by `partition`. No weight is read.
 
-What `partition` learns from modules is told from names here: a number in a name is the place of a block in a list. So the
-groups are those of block level, as long as the checkpoint names weights as the model does.
+[Note: Addresses without memory]
+`partition` and `lay_out` tell by addresses which tensors share memory, and tensors on the meta device have none. So each
+weight becomes a view of one reserved range of addresses. No page of that range is ever touched, so it takes no RAM.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
-import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from ..base.layout import ALIGNMENT
+from ..base.compiled import is_compiled
+from ..base.layout import ALIGNMENT, TensorSpec, lay_out, span_of
+from ..base.mapping import flat_view, reserve
 from ..base.publish import open_to_read
+from ..config import OffloadConfig
 from ..errors import ConfigError, GroupFileError
-from ..stores.safetensors_file import check_tensor_entries, read_header
+from ..partition import partition
+from ..stores.safetensors_file import Entry, check_tensor_entries, read_header
 
-_BLOCK_MODULES = {
-    "AutoencoderKL": ("quant_conv", "post_quant_conv", "encoder", "decoder"),
-    "AutoencoderKLQwenImage21": ("quant_conv", "post_quant_conv", "encoder", "decoder"),
-    "AutoencoderKLWan": ("quant_conv", "post_quant_conv", "encoder", "decoder"),
-    "RFD4ProteinaAutoencoder": ("encoder", "decoder"),
-}
-"""`_group_offload_block_modules` of diffusers' classes: children that have blocks of their own."""
-_LATER = ("mid", "single", "up", "decoder")
-"""How names of children begin that are used after the others: checkpoints list weights by the alphabet."""
 _FILE_NAMES = ("diffusion_pytorch_model", "model", "diffusion_pytorch_model.fp16", "model.fp16")
-"""Of weights in a folder, the one to take first; the libraries' loaders take the first two."""
+"""Names of weights in a folder, the one to take first; the libraries' loaders take the first two."""
 _SHARD = re.compile(r"(.+?)(?:-([0-9]{5})-of-([0-9]{5}))?(\.[a-z0-9_]+)?\.safetensors")
-_FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
-"""What a cast changes, by the format's names."""
+_FLOATS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}
+"""The dtypes that a cast changes, by the format's names."""
+_LIBRARIES = ("diffusers", "transformers")
 _MAX_CONFIG_BYTES = 16 << 20
-_MAX_DEPTH = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,50 +53,23 @@ class OutlinedGroup:
 
     name: str
     num_bytes: int
-    """Of its image, in RAM or a group file."""
+    """The size of the group's image, in RAM or in a group file."""
     is_outer: bool
-    """It is needed around other groups, so it is on the device during the whole pass."""
+    """Whether the group is needed around other groups, so that it is on the device during the whole pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """The groups of one model, about in the order in which they are used."""
+    """The groups of one model, in the order of registration."""
 
     model_class: str
-    """Empty if the checkpoint does not say."""
     groups: tuple[OutlinedGroup, ...]
     num_cast: int
-    """Weights whose dtype in the file is another one."""
+    """How many weights have another dtype in the file."""
 
     @property
     def num_bytes(self) -> int:
         return sum(group.num_bytes for group in self.groups)
-
-
-@dataclass(slots=True)
-class _Node:
-    """A module, as far as names tell."""
-
-    children: dict[str, _Node] = field(default_factory=dict)
-    tensors: list[int] = field(default_factory=list)
-    """Bytes in the image of those that it holds itself."""
-
-    @property
-    def is_list(self) -> bool:
-        return bool(self.children) and not self.tensors and all(map(_is_number, self.children))
-
-    @property
-    def holds_lists(self) -> bool:
-        return any(node.is_list for node in self.all())
-
-    def all(self) -> Iterator[_Node]:
-        yield self
-        for child in self.children.values():
-            yield from child.all()
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(size for node in self.all() for size in node.tensors)
 
 
 def find_checkpoint(name: str) -> Path:
@@ -114,46 +94,39 @@ def outline(path: Path, dtype: torch.dtype | None = None) -> dict[str, Outline]:
     """The models of a checkpoint, by their names in the pipeline. A model by itself has the name "".
 
     Args:
-        path: a safetensors file; a model's folder, as `save_pretrained` writes it, with one file or several; or a
-            pipeline's folder.
-        dtype: what floating point weights are cast to while they are loaded.
+        path: the folder of a model, as `save_pretrained` writes it, with one safetensors file or several; one of the files
+            in such a folder; or the folder of a pipeline.
+        dtype: the dtype that floating point weights are cast to while they are loaded. None: they keep that of the file.
 
     Raises:
-        GroupFileError: a file that cannot be read, or has no weights. The message names it.
-        ConfigError: `dtype` is not one for weights.
+        GroupFileError: a file cannot be read or has no weights, or no config.json names a class of diffusers or
+            transformers. The message names the file.
+        ConfigError: `dtype` is not a floating point dtype, or diffusers or transformers is not installed.
     """
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigError(f"dtype={dtype}: weights are cast to a floating point dtype, such as torch.bfloat16.")
     if path.is_file():
-        return {"": _outline_of([path], "", dtype)}
+        return {"": _outline_of(path.parent, [path], dtype)}
     index = path / "model_index.json"
     if not index.exists():
-        return {"": _outline_of_folder(path, dtype)}
+        files = _files_of(path)
+        if not files:
+            raise GroupFileError(
+                f"{path} has no safetensors files, nor a model_index.json. Give the folder of one model or of a pipeline, as "
+                f"save_pretrained writes them."
+            )
+        return {"": _outline_of(path, files, dtype)}
     models = {}
     for name, entry in _read_json(index).items():
         is_part = isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str) for part in entry)
-        if is_part and name.isidentifier() and _files_of(path / name):
-            models[name] = _outline_of_folder(path / name, dtype)
+        if is_part and name.isidentifier() and (files := _files_of(path / name)):
+            models[name] = _outline_of(path / name, files, dtype, *entry)
     if not models:
         raise GroupFileError(f"{path} is a pipeline without safetensors files.")
     return models
 
 
 # ------------------------------------------------------------------------------------------------ files
-
-
-def _outline_of_folder(folder: Path, dtype: torch.dtype | None) -> Outline:
-    files = _files_of(folder)
-    if not files:
-        raise GroupFileError(
-            f"{folder} has no safetensors files, nor a model_index.json. Give the folder of one model or of a pipeline, as "
-            f"save_pretrained writes them."
-        )
-    config = folder / "config.json"
-    said = _read_json(config) if config.exists() else {}
-    names = said.get("architectures")
-    name = said.get("_class_name") or (names[0] if isinstance(names, list) and names else "")
-    return _outline_of(files, name if isinstance(name, str) else "", dtype, is_diffusers="_class_name" in said)
 
 
 def _files_of(folder: Path) -> list[Path]:
@@ -187,6 +160,42 @@ def _files_of(folder: Path) -> list[Path]:
     return [path for _, count, path in shards if count == total]
 
 
+def _entries_of(files: Sequence[Path]) -> dict[str, Entry]:
+    """The weights that the files hold, by name.
+
+    Raises:
+        GroupFileError: `safetensors` would refuse a header, a weight is there twice, or there is none.
+    """
+    found: dict[str, Entry] = {}
+    for path in files:
+        try:
+            entries = entries_of(path)
+            if twice := found.keys() & entries.keys():
+                raise GroupFileError(f"{min(twice)!r:.80} is in another file too")
+        except GroupFileError as error:
+            raise GroupFileError(f"{path} is no checkpoint that can be read: {error}.") from error
+        except OSError as error:
+            raise GroupFileError(f"Cannot read {path}: {error.strerror or error}.") from error
+        found.update(entries)
+    if not any(entry.num_bytes for entry in found.values()):
+        raise GroupFileError(f"There are no weights in {', '.join(str(path) for path in files)}.")
+    return found
+
+
+def entries_of(path: Path) -> dict[str, Entry]:
+    """The weights of one file, by name.
+
+    Besides what `safetensors` refuses, this refuses what no writer writes: a name that is there twice, fractions in fields
+    that nothing reads, an entry that is a list.
+    """
+    fd = open_to_read(path, follows_links=True)  # the hub's cache is full of links
+    try:
+        header = read_header(fd)
+        return check_tensor_entries(header.entries, os.fstat(fd).st_size - len(header.raw))
+    finally:
+        os.close(fd)
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         with open(open_to_read(path, follows_links=True), "rb") as file:
@@ -201,7 +210,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _downloaded(name: str) -> Path | None:
-    """Where the hub's cache has a model, or a folder in it."""
+    """The place of a model, or of a folder in it, in the hub's cache."""
     parts = name.split("/")
     if len(parts) < 2 or not all(re.fullmatch(r"\w[\w.-]*", part) for part in parts):
         return None
@@ -217,99 +226,188 @@ def _downloaded(name: str) -> Path | None:
     return folder if folder.exists() else None
 
 
-# ------------------------------------------------------------------------------------------------ names to groups
+# ------------------------------------------------------------------------------------------------ the class
 
 
 def _outline_of(
-    files: Iterable[Path], model_class: str, dtype: torch.dtype | None, *, is_diffusers: bool = False
+    folder: Path, files: Sequence[Path], dtype: torch.dtype | None, library: str = "", name: str = ""
 ) -> Outline:
-    root = _Node()
-    seen: set[str] = set()
-    num_cast = 0
-    for path in files:
-        try:
-            for fqn, num_bytes, is_cast in _weights_in(path, dtype):
-                if fqn in seen:
-                    raise GroupFileError(f"{fqn!r:.80} is in another file too")
-                seen.add(fqn)
-                num_cast += is_cast
-                _add(root, fqn, num_bytes)
-        except GroupFileError as error:
-            raise GroupFileError(f"{path} is no checkpoint that can be read: {error}.") from error
-        except OSError as error:
-            raise GroupFileError(f"Cannot read {path}: {error.strerror or error}.") from error
-    if not seen:
-        raise GroupFileError(f"There are no weights in {', '.join(str(path) for path in files)}.")
-    blocks = frozenset(_BLOCK_MODULES.get(model_class, ()))
-    groups = tuple(_cut(root, "", blocks, may_descend=not is_diffusers))
-    if not groups:
-        raise GroupFileError(
-            f"There are no weights in {', '.join(str(path) for path in files)}: all tensors are empty."
-        )
-    return Outline(model_class, groups, num_cast)
-
-
-def _weights_in(path: Path, dtype: torch.dtype | None) -> Iterator[tuple[str, int, bool]]:
-    """Each weight, its bytes in an image, and whether it is cast.
-
-    What is refused is what `safetensors` refuses, and besides what no writer writes: a name that is there twice, fractions in
-    fields that nobody reads, an entry that is a list.
     """
-    fd = open_to_read(path, follows_links=True)  # the hub's cache is full of links
-    try:
-        header = read_header(fd)
-        data_bytes = os.fstat(fd).st_size - len(header.raw)
-    finally:
-        os.close(fd)
-    for fqn, entry in check_tensor_entries(header.entries, data_bytes).items():
-        is_cast = dtype is not None and entry.dtype in _FLOATS and entry.dtype != _name_of(dtype)
-        size = entry.num_elements * dtype.itemsize if dtype is not None and is_cast else entry.num_bytes
-        yield fqn, -(-size // ALIGNMENT) * ALIGNMENT, is_cast
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    names = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-    name = str(dtype).removeprefix("torch.")
-    return names.get(name, name.upper().replace("FLOAT", "F").removesuffix("FN"))
-
-
-def _add(root: _Node, fqn: str, num_bytes: int) -> None:
-    *parts, _ = fqn.split(".", _MAX_DEPTH + 1)
-    if len(parts) > _MAX_DEPTH:
-        raise GroupFileError(f"{fqn!r:.80} is not the name of a weight")
-    node = root
-    for part in parts:
-        node = node.children.setdefault(part, _Node())
-    node.tensors.append(num_bytes)
-
-
-def _cut(module: _Node, path: str, blocks: frozenset[str], *, may_descend: bool) -> Iterator[OutlinedGroup]:
-    """As `partition` cuts: a list's elements are blocks, and all else of the module around it is one group.
-
     Args:
-        may_descend: blocks may lie below children, as in text encoders. A diffusers model says itself where (`blocks`).
+        library, name: the library and the class that a pipeline's index names. Without them config.json names the class.
     """
-    rest = sum(module.tensors)
-    descend = may_descend and not blocks and not any(child.is_list for child in module.children.values())
-    inner: list[OutlinedGroup] = []
-    for name in sorted(module.children, key=_order):
-        child = module.children[name]
-        if name in blocks or (descend and child.holds_lists):
-            inner.extend(_cut(child, f"{path}{name}.", blocks, may_descend=may_descend))
-        elif child.is_list:
-            elements = sorted(child.children.items(), key=lambda item: _order(item[0]))
-            inner.extend(OutlinedGroup(f"{path}{name}.{key}", block.num_bytes, False) for key, block in elements)
+    path = folder / "config.json"
+    config = _read_json(path) if path.exists() else None
+    entries = _entries_of(files)
+    if config is None:
+        raise GroupFileError(
+            f"There is no {path}: groups are those of a model's class, which that file names. Give the folder of a model or of "
+            f"a pipeline, as save_pretrained writes them."
+        )
+    if not name:
+        library, name = _class_in(config)
+    model = _build(_find_class(library, name, path), path, config, dtype)
+    num_cast = _place(model, entries, dtype, is_quantised="quantization_config" in config)
+    cut = partition(model, OffloadConfig.from_options(onload_device="cpu"), is_compiled)
+    groups = []
+    for group, height in zip(cut.groups, cut.heights, strict=True):
+        num_bytes = lay_out(
+            [ref.fqn for ref in group.tensors], [ref.tensor.detach() for ref in group.tensors]
+        ).num_bytes
+        if num_bytes:
+            groups.append(OutlinedGroup(group.group_id, num_bytes, is_outer=height > 0))
+    return Outline(name, tuple(groups), num_cast)
+
+
+def _class_in(config: Mapping[str, Any]) -> tuple[str, str]:
+    """The library and the name of the class, "" if a config does not say."""
+    names = config.get("architectures")
+    if "_class_name" in config or not isinstance(names, list) or not names:
+        return "diffusers", str(config.get("_class_name", ""))
+    return "transformers", str(names[0])
+
+
+def _find_class(library: str, name: str, path: Path) -> Any:
+    """
+    Args:
+        library: "diffusers", "transformers", or the name of a pipeline's module, as a pipeline's index has it.
+        path: the config.json that errors name.
+    """
+    try:
+        if library in _LIBRARIES:
+            module: Any = importlib.import_module(library)
         else:
-            rest += child.num_bytes
-    if rest:
-        yield OutlinedGroup(f"{path}rest", rest, bool(inner))
-    yield from inner
+            module = getattr(importlib.import_module("diffusers.pipelines"), library, None)
+    except ImportError as error:
+        raise ConfigError(
+            f"A plan needs the model's class, and {error.name} is not installed: pip install 'group-offload[diffusers]'"
+        ) from error
+    found = getattr(module, name, None) if name.isidentifier() else None
+    if not isinstance(found, type) or not issubclass(found, nn.Module):
+        raise GroupFileError(
+            f"{path} is that of a {name!r:.80}, and the {library!r:.80} that is installed has no such model. A plan needs the "
+            f"class: install a version that has it."
+        )
+    return found
 
 
-def _order(name: str) -> tuple[int, float, str]:
-    rank = next((number for number, start in enumerate(_LATER, 1) if name.startswith(start)), 0)
-    return rank, int(name) if _is_number(name) else math.inf, name
+def _build(model_class: Any, path: Path, config: dict[str, Any], dtype: torch.dtype | None) -> nn.Module:
+    """The model without values, as its library builds it before it loads weights."""
+    before = torch.get_default_dtype()
+    try:
+        if dtype is not None and dtype.itemsize > 1:
+            torch.set_default_dtype(dtype)
+        if hasattr(model_class, "from_config"):  # diffusers
+            with torch.device("meta"):
+                model: nn.Module = model_class.from_config(config)
+        else:
+            options = model_class.config_class.from_pretrained(path.parent, local_files_only=True)
+            with torch.device("meta"):
+                model = model_class(options)
+    except Exception as error:  # of whatever class is named, with whatever values
+        raise GroupFileError(f"{model_class.__name__} cannot be built from {path}: {error!s:.200}") from error
+    finally:
+        torch.set_default_dtype(before)
+    return model
 
 
-def _is_number(name: str) -> bool:
-    return name.isascii() and name.isdigit() and len(name) < 10
+def _place(model: nn.Module, entries: Mapping[str, Entry], dtype: torch.dtype | None, *, is_quantised: bool) -> int:
+    """Give each tensor the dtype and the size that it is loaded with. See [Note: Addresses without memory].
+
+    Returns:
+        How many weights have another dtype in their file.
+    """
+    weights = _weights_of(model, entries)
+    if is_quantised:  # its layers hold more tensors than those of the class: scales, for example
+        known = {fqn for weight in weights for fqn in weight.fqns}
+        weights += [_weight_beside(model, fqn, entry) for fqn, entry in entries.items() if fqn not in known]
+    kept = _kept_in_float32(model, dtype)
+    usual = _usual_dtype(entries)
+    specs, end, num_cast = [], 0, 0
+    for weight in weights:
+        before = weight.dtype_in_file(usual)
+        after = before
+        if dtype is not None and before.is_floating_point and weight.is_saved:
+            after = torch.float32 if weight.is_in(kept) else dtype
+        num_cast += after != before
+        specs.append(weight.spec(after, end))
+        end += -(-span_of(specs[-1].shape, specs[-1].stride, after.itemsize) // ALIGNMENT) * ALIGNMENT
+    memory = flat_view(reserve(max(end, 1)), 0, end)
+    for weight, spec in zip(weights, specs, strict=True):
+        for table, name in weight.places:
+            table[name] = spec.view(memory)
+    return num_cast
+
+
+@dataclass(slots=True)
+class _Weight:
+    """A parameter or a buffer of the model, and what the files say of it."""
+
+    tensor: torch.Tensor
+    is_saved: bool
+    """Whether checkpoints have it: a non-persistent buffer is made with the model."""
+    entry: Entry | None = None
+    fqns: list[str] = field(default_factory=list)
+    places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+
+    def dtype_in_file(self, usual: torch.dtype) -> torch.dtype:
+        """
+        Args:
+            usual: the dtype of a floating point weight that no file has under a name of the model.
+        """
+        if self.entry is not None:
+            return _FLOATS.get(self.entry.dtype, torch.uint8)
+        return usual if self.is_saved and self.tensor.is_floating_point() else self.tensor.dtype
+
+    def is_in(self, names: Collection[str]) -> bool:
+        return any(part in names for fqn in self.fqns for part in fqn.split("."))
+
+    def spec(self, dtype: torch.dtype, offset: int) -> TensorSpec:
+        shape, stride = tuple(self.tensor.shape), tuple(self.tensor.stride())
+        if self.entry is not None and self.entry.dtype not in _FLOATS:
+            shape, stride = (self.entry.num_bytes,), (1,)
+        elif self.entry is not None and self.entry.num_elements != self.tensor.numel():
+            shape, stride = (self.entry.num_elements,), (1,)
+        return TensorSpec(self.fqns[0], dtype, shape, stride, offset)
+
+
+def _weights_of(model: nn.Module, entries: Mapping[str, Entry]) -> list[_Weight]:
+    found: dict[int, _Weight] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                fqn = f"{path}.{name}" if path else name
+                is_saved = name not in module._non_persistent_buffers_set
+                weight = found.setdefault(id(tensor), _Weight(tensor, is_saved))
+                weight.entry = weight.entry or entries.get(fqn)  # files have one name of a tied weight
+                weight.fqns.append(fqn)
+                weight.places.append((table, name))
+    return list(found.values())
+
+
+def _weight_beside(model: nn.Module, fqn: str, entry: Entry) -> _Weight:
+    """A weight that the class does not have, with the module that its name leads to."""
+    module, parts = model, fqn.split(".")
+    while len(parts) > 1 and (child := module._modules.get(parts[0])) is not None:
+        module = child
+        del parts[0]
+    return _Weight(torch.empty(0), True, entry, [fqn], [(module._buffers, ".".join(parts))])
+
+
+def _usual_dtype(entries: Mapping[str, Entry]) -> torch.dtype:
+    """The floating point dtype that most bytes of the files have."""
+    num_bytes = Counter({"F32": 0})
+    for entry in entries.values():
+        if entry.dtype in _FLOATS:
+            num_bytes[entry.dtype] += entry.num_bytes
+    return _FLOATS[num_bytes.most_common(1)[0][0]]
+
+
+def _kept_in_float32(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
+    """Names of modules and weights that the libraries' loaders never cast to `dtype`."""
+    usually = getattr(model, "_keep_in_fp32_modules", None) or ()
+    always = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    is_diffusers = hasattr(model, "from_config")
+    return frozenset(always) | frozenset(usually if is_diffusers or dtype is torch.float16 else ())

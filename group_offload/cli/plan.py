@@ -1,11 +1,11 @@
-"""The commands `group-offload plan` and `group-offload bench`: what a model will rest on and how fast that is, beforehand."""
+"""The command `group-offload plan`: where each group of a model will rest, and how fast a pass will be."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from heapq import nlargest
 from itertools import groupby
 from pathlib import Path
@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ..base.device import backend_for, default_device
 from ..base.terminal import add_row, new_console, new_table, say
-from ..errors import ConfigError, DeviceError, GroupFileError
+from ..errors import ConfigError, GroupFileError
 from ..integrations.sharing import DENOISERS, NUM_STEPS
 from ..plan.budgets import describe_bytes, parse_bytes
 from ..plan.chart import draw_chart
@@ -35,46 +34,46 @@ from ..plan.planner import (
 from ..plan.speeds import (
     ASSUMED_DRIVE,
     ASSUMED_H2D,
-    MachineSpeeds,
     filesystem_of,
-    measure,
-    record,
-    record_file,
     recorded,
 )
 from ..runtime.budget.budgeter import MARGIN_BYTES, MARGIN_RAM_BYTES
 from ..runtime.copies.reader import STAGING_BYTES
+from . import bench
 from .outline import Outline, find_checkpoint, outline
 
 _GIB = 1 << 30
 _PROCESS_RAM = "1.5GiB"
 _MAX_SECONDS = 1e6
-"""Of one pass: what takes longer is a mistake."""
+"""A pass that is said to take longer is a mistake."""
 _LETTERS = {Place.DEVICE: "D", Place.RAM: "R", Place.FILE: "f"}
 _LEGEND = "D stays on the device, R rests in RAM and is sent, f is read from its file and sent."
 
 
 def add_commands(commands: Any) -> None:
-    """Add both to what `ArgumentParser.add_subparsers` returned."""
-    text = (
-        "Show what rests where, and how fast a pass is predicted to be, from a checkpoint's headers. Nothing is loaded."
-    )
+    """Add `plan` and `bench` to what `ArgumentParser.add_subparsers` returned."""
+    bench.add_command(commands)
+    text = "Show what rests where, and how fast a pass is predicted to be, from a checkpoint's headers. No weight is loaded."
     plan = commands.add_parser("plan", help=text, description=text)
     plan.add_argument(
         "model",
         metavar="MODEL",
-        help="a safetensors file, the folder of a model or a pipeline, or a name in the hub's cache",
+        help="the folder of a model or a pipeline, a safetensors file in such a folder, or a name in the hub's cache",
     )
     plan.add_argument("--vram", metavar="SIZE", help="device memory for the whole process, such as 8GiB")
     plan.add_argument("--ram", metavar="SIZE", help="RAM for the whole process (default: enough for all weights)")
-    plan.add_argument("--activations", metavar="SIZE", default="0", help="of --vram: what is no weights (default: 0)")
+    plan.add_argument(
+        "--activations", metavar="SIZE", default="0", help="the part of --vram that is no weights (default: 0)"
+    )
     plan.add_argument(
         "--process-ram",
         metavar="SIZE",
         default=_PROCESS_RAM,
-        help=f"of --ram: what Python, torch and the driver take (default: {_PROCESS_RAM}, which is a guess)",
+        help=f"the part of --ram that Python, torch and the driver take (default: {_PROCESS_RAM}, which is a guess)",
     )
-    plan.add_argument("--dtype", help="what the weights are cast to, such as bfloat16 (default: that of the files)")
+    plan.add_argument(
+        "--dtype", help="the dtype that weights are cast to, such as bfloat16 (default: that of the files)"
+    )
     plan.add_argument("--step-seconds", type=float, metavar="S", help="compute of one pass (default: not known)")
     plan.add_argument(
         "--steps",
@@ -95,24 +94,13 @@ def add_commands(commands: Any) -> None:
     plan.add_argument("--json", action="store_true", help="for programs")
     plan.set_defaults(run=_plan)
 
-    text = (
-        "Measure how fast weights move here: RAM to the device, and the drive of DIR to RAM. Plans use it from then on."
-    )
-    bench = commands.add_parser("bench", help=text, description=text)
-    bench.add_argument(
-        "folder", metavar="DIR", type=Path, nargs="?", default=Path(), help="default: the current folder"
-    )
-    bench.add_argument("--device", help="such as cuda:0 or cpu (default: the current accelerator, else the CPU)")
-    bench.add_argument("--json", action="store_true", help="for programs")
-    bench.set_defaults(run=_bench)
-
 
 # ------------------------------------------------------------------------------------------------ plan
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What was given, as numbers."""
+    """The options, as numbers."""
 
     vram: int | None
     ram: int | None
@@ -125,7 +113,7 @@ class _Asked:
     def of(cls, arguments: argparse.Namespace) -> _Asked:
         """
         Raises:
-            ConfigError: a number that cannot be.
+            ConfigError: an option is no number, or one that makes no sense.
         """
         seconds, num_steps = arguments.step_seconds, arguments.steps
         if seconds is not None and not 0 < seconds <= _MAX_SECONDS:
@@ -164,9 +152,9 @@ class _Component:
     uses: int
     plan: Plan
     outer_bytes: int
-    """Device memory for what is needed around the groups that are planned."""
+    """Device memory of the groups that are needed around others."""
     is_timed: bool
-    """How long it computes was given."""
+    """Whether the compute time of a pass was given."""
     ram_share: int | None
     gain_from_vram: float | None
     """Seconds that a pass would be faster with 1 GiB more; None without a budget."""
@@ -218,7 +206,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 def _source(arguments: argparse.Namespace, path: Path) -> _Source:
-    """Speeds that were given, else measured here before, else assumed. No device is asked."""
+    """The speeds that were given, else measured here before, else assumed. No device is asked."""
     measured = recorded()
     link = next((found for found in measured if not found.device.startswith("CPU ")), None)
     where = filesystem_of(path)
@@ -265,7 +253,7 @@ def _components(models: Mapping[str, Outline], asked: _Asked, speeds: Speeds) ->
 
 
 def _shares(models: Mapping[str, Outline], uses: Mapping[str, int], asked: _Asked, more: int) -> dict[str, int | None]:
-    """RAM for the weights of each model, with `more` of it than was given. None: without limit."""
+    """RAM for the weights of each model, of `more` bytes than were given. None: no limit was given."""
     if asked.ram is None:
         return dict.fromkeys(models)
     others = asked.process_ram + len(models) * STAGING_BYTES + MARGIN_RAM_BYTES
@@ -283,7 +271,7 @@ def _outer_bytes(model: Outline) -> int:
 
 
 def _turn_bytes(model: Outline) -> int:
-    """About what its groups need to take turns in."""
+    """About how much device memory the model needs."""
     return _outer_bytes(model) + sum(nlargest(2, (group.num_bytes for group in model.groups if not group.is_outer)))
 
 
@@ -368,16 +356,16 @@ def _show(console: Console, component: _Component, asked: _Asked, dtype: str | N
 
 
 def _rows(component: _Component) -> Iterator[tuple[str, int, str]]:
-    """Names, the size of each, and a letter for each: neighbours of one list and one size are one row."""
+    """Rows of the table: names, the size of each group, a letter for each. Neighbours of one list and one size are one row."""
     placed = {
         group.name: _LETTERS[place]
         for group, place in zip(component.plan.problem.groups, component.plan.places, strict=True)
     }
     for (_, size, is_outer), run in groupby(
-        component.outline.groups, key=lambda group: (group.name.rpartition(".")[0], group.num_bytes, group.is_outer)
+        component.outline.groups, key=lambda group: (group.name.rsplit("_", 2)[0], group.num_bytes, group.is_outer)
     ):
         names = [group.name for group in run]
-        label = names[0] if len(names) == 1 else f"{names[0]} to {names[-1].rpartition('.')[2]}"
+        label = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         yield label, size, "" if is_outer else "".join(placed[name] for name in names)
 
 
@@ -389,7 +377,7 @@ def _bytes_by_place(plan: Plan) -> dict[Place, int]:
 
 
 def _notes(asked: _Asked, source: _Source, components: Sequence[_Component]) -> Iterator[str]:
-    """What the numbers stand on."""
+    """Sentences about what the numbers stand on."""
     yield _LEGEND
     if asked.vram is None:
         yield "Without --vram nothing stays on the device."
@@ -469,11 +457,11 @@ def _component_as_json(component: _Component) -> dict[str, Any]:
 
 _NUM_POINTS = 16
 _SHARES = (0.0, 0.25, 0.5, 1.0)
-"""Of all weights in RAM: the lines of a chart."""
+"""The share of the weights that RAM has room for, for each line of a chart."""
 
 
 def _write_chart(path: Path, components: Sequence[_Component], asked: _Asked) -> None:
-    """Of the model that takes the most."""
+    """Draw the chart of the model whose passes move the most bytes."""
     component = max(components, key=lambda each: each.uses * each.outline.num_bytes)
     model, base = component.outline, component.plan.problem
     others = asked.activations + component.outer_bytes + MARGIN_BYTES
@@ -497,54 +485,3 @@ def _write_chart(path: Path, components: Sequence[_Component], asked: _Asked) ->
         path.write_text(draw_chart(title, facts, sizes, lines, chosen), encoding="utf-8")
     except OSError as error:
         raise GroupFileError(f"Cannot write {path}: {error.strerror or error}.") from error
-
-
-# ------------------------------------------------------------------------------------------------ bench
-
-
-def _bench(arguments: argparse.Namespace) -> int:
-    folder: Path = arguments.folder
-    if not folder.is_dir():
-        raise GroupFileError(f"{folder} is not a folder. Give one on the drive that is to be measured.")
-    backend = backend_for(_device(arguments.device))
-    errors = new_console(stderr=True)
-
-    def tell(step: str) -> None:
-        if errors.is_terminal:
-            say(errors, f"Measuring {step} ...")
-
-    measured = measure(backend, folder, on_step=tell)
-    is_kept = measured.drive is not None and record(measured)
-    if arguments.json:
-        print(json.dumps(asdict(measured), indent=2))
-        return 0
-    console = new_console()
-    table = new_table(measured.device, "what", "speed", "how", numbers=("speed",))
-    for what, speed, how in _measurements(measured):
-        add_row(table, what, f"{speed / 1e9:.2f} GB/s" if speed else "not measured", how)
-    console.print(table)
-    if measured.problem:
-        say(console, measured.problem)
-    say(
-        console,
-        f"Kept in {record_file()}." if is_kept else "This was not kept: plans will not use it.",
-    )
-    return 0
-
-
-def _device(name: str | None) -> torch.device:
-    try:
-        return default_device() if name is None else torch.device(name)
-    except RuntimeError as error:
-        raise DeviceError(f"--device {name} is not a device: {str(error).splitlines()[0]}") from error
-
-
-def _measurements(measured: MachineSpeeds) -> Iterator[tuple[str, int | None, str]]:
-    is_cpu = measured.device.startswith("CPU ")
-    yield "RAM to device", measured.h2d, "from RAM to RAM: the device is the CPU" if is_cpu else "page-locked RAM"
-    way = "past the page cache" if measured.is_direct else "through the page cache"
-    yield f"drive of {measured.filesystem}", measured.drive, way if measured.drive else ""
-    yield "page cache to RAM", measured.cached, "several threads" if measured.cached else ""
-
-
-# ------------------------------------------------------------------------------------------------ the terminal

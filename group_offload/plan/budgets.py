@@ -1,4 +1,4 @@
-"""How much memory a user gives: `vram_budget=`, `ram_budget=`, and what the machine has."""
+"""Amounts of memory: the budgets that a user gives (`vram_budget=`, `ram_budget=`), and the RAM of the machine."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def parse_budget(value: Any, name: str, total: int) -> Budget | None:
     letters make no difference. `"8G"` is refused: it is 8 GiB to some programs and 8 GB to others.
 
     Args:
-        name: the option's, for errors.
-        total: bytes that there are: the device's memory, or the RAM. More is cut down to it, with a warning.
+        name: the name of the option, for errors.
+        total: the bytes of the device's memory, or of the RAM. A larger budget is cut down to it, with a warning.
 
     Returns:
         Bytes, at least 1; `AUTO`; or None if `value` is None, which is no budget.
 
     Raises:
-        ConfigError: `value` is nothing of that.
+        ConfigError: `value` is none of these.
     """
     if value is None or isinstance(value, Auto):
         return value
@@ -77,7 +77,7 @@ def parse_bytes(value: str, name: str) -> int:
     """Read an amount of memory that is not a share of anything, such as `"1GiB"`.
 
     Raises:
-        ConfigError: `value` is none.
+        ConfigError: `value` is no such amount.
     """
     found = _NUMBER.fullmatch(value.strip())
     if found is None or found[2] == "%":
@@ -89,7 +89,7 @@ def describe_bytes(num_bytes: float, *, digits: int = 3, round_up: bool = False)
     """Bytes for people: `"8 GiB"`, `"1.5 MiB"`. `parse_budget` understands it.
 
     Args:
-        round_up: never less than `num_bytes`, for the smallest budget that works.
+        round_up: whether the text never says less than `num_bytes`, as the smallest budget that works needs it.
     """
     power = 0
     while power + 1 < len(_BINARY) and num_bytes >= 1024 ** (power + 1):
@@ -103,7 +103,7 @@ def describe_bytes(num_bytes: float, *, digits: int = 3, round_up: bool = False)
 
 
 def auto_ram() -> int:
-    """What `ram_budget="auto"` is now: the RAM that is available, less a reserve of a tenth of it, or 1 GiB if that is more."""
+    """Bytes of `ram_budget="auto"` now: the RAM that is available, less a tenth of it or 1 GiB, whichever is more."""
     available = available_ram()
     return max(0, available - max(_MIN_RESERVE_BYTES, int(available * _RESERVED_SHARE)))
 
@@ -149,7 +149,7 @@ def _from_number(value: Any, name: str) -> int:
 
 
 def _fraction(text: str) -> Fraction:
-    """Exact: a float would round what is more than 2**53 bytes."""
+    """The exact number: a float would round more than 2**53 bytes."""
     whole, _, rest = text.partition(".")
     return Fraction(int(whole + rest or 0), 10 ** len(rest))
 

@@ -1,29 +1,26 @@
 """How fast this machine moves bytes: RAM to the device, the drive to RAM. Measured once, in a second or two, and kept.
 
-What was measured is kept in `$XDG_CACHE_HOME/group_offload/speeds.json` (`~/.cache` if that is not set), by device, driver
-and file system. Nothing depends on that file: one that cannot be read is as good as none, and is written anew.
+Measurements are kept in `$XDG_CACHE_HOME/group_offload/speeds.json` (`~/.cache` if that is not set), by device and file
+system. Nothing depends on that file: a file that cannot be read counts as no file, and is written anew.
 
 [Note: How a drive is measured]
-As the engine reads where RAM is scarce: past the page cache, by the threads of the pool, in large pieces. A file of the
-model is read if there is one. Otherwise a file without a name is written to the folder, so that nothing is left of it even
-if the process is killed. Where direct reads are refused (tmpfs, some network drives) pieces that are not in the page cache
-are read through it. What a measurement brought into the page cache is dropped again, and nothing else is.
+A file of the model is read as the engine reads where RAM is scarce: past the page cache, by the threads of the pool, in
+large pieces. Where direct reads are refused (some network drives), pieces that are not in the page cache are read through
+it, and dropped from it again. Where there is no such file, nothing is measured, and `ASSUMED_DRIVE` stands in.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import mmap
 import os
 import platform
 import stat
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -37,71 +34,71 @@ from ..base.mapping import cached_bytes, flat_view, map_anonymous, map_page_cach
 from ..base.pool import num_threads, run_all
 from ..base.publish import open_to_read, publish_anew
 from ..base.reading import open_direct, read_part, refuses_direct
-from ..base.strict_json import as_size, as_text, parse
-from ..errors import DeviceError, GroupFileError
+from ..errors import DeviceError
 
 ASSUMED_H2D = 25_000_000_000
-"""Bytes per second, where nothing was measured: PCIe 4 x16."""
+"""Bytes per second where the link was not measured: PCIe 4 x16."""
 ASSUMED_DRIVE = 3_500_000_000
-"""The same: an NVMe drive on PCIe 3 x4."""
+"""Bytes per second where the drive was not measured: an NVMe drive on PCIe 3 x4."""
 LINK_BYTES = 256 << 20
 MAX_DRIVE_BYTES = 1 << 30
 MIN_DRIVE_BYTES = 64 << 20
-"""Of less nothing can be told."""
+"""A smaller file takes too little time to tell a speed."""
 _COPY_BYTES = 32 << 20
 """One copy. PCIe is at full speed with 16 MiB."""
 _NUM_TRIES = 3
 _PIECE_BYTES = 8 << 20
-_CACHED_BYTES = 128 << 20
-_CACHED_SECONDS = 0.1
 _DRIVE_SECONDS = 1.0
-_WRITE_SECONDS = 1.5
 _MAX_SPARSENESS = 1.1
-_MIN_ROOM = 4
-"""So many times what is written has to be free: others write there too."""
-_MAX_FILES_SEEN = 10_000
-_VERSION = 1
+_VERSION = 2
 _MAX_RECORD_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineSpeeds:
-    """What was measured. Speeds are whole bytes per second."""
+    """A measurement. Speeds are whole bytes per second.
+
+    Raises:
+        ValueError: a speed is not a whole number above 0, or something else is no text.
+    """
 
     h2d: int
     """From page-locked RAM to the device. If the device is the CPU: from RAM to RAM."""
     drive: int | None
-    """From the drive to RAM; None if it could not be measured."""
-    cached: int | None
-    """From the page cache to RAM, by as many threads as read files."""
-    is_direct: bool
-    """Whether `drive` is past the page cache."""
+    """From the drive to RAM; None if it was not measured."""
     problem: str
-    """Why a drive was not measured, or not as it should be; else empty."""
+    """Why the drive was not measured, or not past the page cache; else empty."""
     device: str
-    driver: str
     filesystem: str
-    """Where it is mounted, and its device id; empty if none was measured."""
+    """The place where it is mounted, and its device id; empty if no drive was to be measured."""
     measured_at: str
     """UTC, ISO 8601."""
 
+    def __post_init__(self) -> None:
+        for speed in (self.h2d, 1 if self.drive is None else self.drive):
+            if type(speed) is not int or speed <= 0:
+                raise ValueError(f"a speed is a whole number of bytes per second above 0, not {speed!r:.40}")
+        for text in (self.problem, self.device, self.filesystem, self.measured_at):
+            if not isinstance(text, str):
+                raise ValueError(f"expected a text, not {text!r:.40}")
 
-def known_speeds(backend: Backend, path: Path | None, *, max_drive_bytes: int = MAX_DRIVE_BYTES) -> MachineSpeeds:
-    """What was measured before with this device, driver and file system; else it is measured now, and kept.
+
+def known_speeds(backend: Backend, path: Path | None) -> MachineSpeeds:
+    """The speeds of this device and file system: measured before, or measured now and kept.
 
     Args:
-        path: a folder, or a file of the model, on the drive in question. It need not exist yet. None: no drive matters.
+        path: a file of the model, or its folder; it need not exist. None: no drive matters.
 
     Raises:
         DeviceError: the device has no room for a measurement.
     """
-    key = (*_device_and_driver(backend), "" if path is None else filesystem_of(path))
-    for found in recorded():
-        if (found.device, found.driver, found.filesystem) == key:
+    where = "" if path is None else filesystem_of(path)
+    kept = [found for found in recorded() if found.device == _name_of(backend)]
+    for found in kept:
+        if found.filesystem == where:
             return found
-    measured = measure(backend, path, max_drive_bytes=max_drive_bytes)
-    if path is None or measured.drive is not None:  # else it may be possible the next time
-        record(measured)
+    measured = measure(backend, path, h2d=kept[0].h2d if kept else None)
+    record(measured)
     return measured
 
 
@@ -109,6 +106,7 @@ def measure(
     backend: Backend,
     path: Path | None,
     *,
+    h2d: int | None = None,
     link_bytes: int = LINK_BYTES,
     max_drive_bytes: int = MAX_DRIVE_BYTES,
     min_drive_bytes: int = MIN_DRIVE_BYTES,
@@ -117,38 +115,39 @@ def measure(
     """Measure the link to the device, and the drive. See [Note: How a drive is measured].
 
     Args:
-        path: a folder, or a file of the model, on the drive in question. If it is not there, the nearest folder above is
-            taken; None: no drive is measured.
-        link_bytes: page-locked RAM that is taken for it.
-        max_drive_bytes, min_drive_bytes: so much is read, or written first if there is no file.
-        on_step: is told what is measured next.
+        path: a file of the model, or its folder. If the file is too small, another safetensors file beside it is read. None:
+            no drive is measured.
+        h2d: the speed of the link, if it is known.
+        link_bytes: the page-locked RAM that the measurement of the link takes.
+        max_drive_bytes, min_drive_bytes: how much is read, and how large a file has to be.
+        on_step: a function that is told what is measured next.
 
     Raises:
-        DeviceError: the device has no room for it.
+        DeviceError: the device has no room for a measurement.
     """
-    device, driver = _device_and_driver(backend)
-    on_step("copies to the device")
-    h2d = _measure_link(backend, link_bytes)
-    drive = _Drive(None, None, False, "")
+    if h2d is None:
+        on_step("copies to the device")
+        h2d = _measure_link(backend, link_bytes)
+    drive, problem = None, ""
     if path is not None:
         on_step("reads of files")
-        drive = _measure_path(_existing(path), min_drive_bytes, max_drive_bytes)
+        drive, problem = _measure_drive(path, min_drive_bytes, max_drive_bytes)
     return MachineSpeeds(
         h2d=h2d,
-        drive=drive.speed,
-        cached=drive.cached,
-        is_direct=drive.is_direct,
-        problem=drive.problem,
-        device=device,
-        driver=driver,
+        drive=drive,
+        problem=problem,
+        device=_name_of(backend),
         filesystem="" if path is None else filesystem_of(path),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
 
 def filesystem_of(path: Path) -> str:
-    """Where the file system is mounted that holds `path`, or will, and its device id."""
-    folder = _existing(path).resolve()
+    """The place where the file system is mounted that holds `path`, or will, and its device id."""
+    folder = path.absolute()
+    while not folder.exists() and folder.parent != folder:
+        folder = folder.parent
+    folder = folder.resolve()
     number = folder.stat().st_dev
     while folder.parent != folder and folder.parent.stat().st_dev == number:
         folder = folder.parent
@@ -159,7 +158,7 @@ def filesystem_of(path: Path) -> str:
 
 
 def record_file() -> Path | None:
-    """Where speeds are kept. None for a user without a home: nothing is made or believed in the current folder."""
+    """The file that keeps speeds. None for a user without a home: no file in the current folder is made or believed."""
     for base in (os.environ.get("XDG_CACHE_HOME", ""), os.path.join(os.path.expanduser("~"), ".cache")):
         if os.path.isabs(base):
             return Path(base, "group_offload", "speeds.json")
@@ -167,32 +166,31 @@ def record_file() -> Path | None:
 
 
 def recorded() -> list[MachineSpeeds]:
-    """All that was kept, the newest first; nothing if the file is not there, damaged, or another version's."""
+    """All measurements that were kept, the newest first; none if the file is missing, damaged, or another version's."""
     path = record_file()
     if path is None:
         return []
     try:
-        fd = open_to_read(path)
-    except OSError:
+        with open(open_to_read(path), "rb") as file:  # a FIFO would be waited for
+            content = json.loads(file.read(_MAX_RECORD_BYTES))
+        found = [MachineSpeeds(**entry) for entry in content["speeds"]] if content["version"] == _VERSION else []
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return []
-    try:
-        data = bytearray(_MAX_RECORD_BYTES)
-        text = bytes(data[: read_part(fd, memoryview(data), 0)])
-        found = _speeds_in(parse(text))
-    except OSError:  # GroupFileError too: it is not what we write
-        return []
-    finally:
-        os.close(fd)
     return sorted(found, key=lambda speeds: speeds.measured_at, reverse=True)
 
 
 def record(speeds: MachineSpeeds) -> bool:
-    """Keep what was measured, in the place of an earlier measurement of the same.
+    """Keep a measurement, in the place of an earlier one of the same device and file system.
+
+    Of a measurement without a drive the link's speed is kept: the next measurement may find a file to read.
 
     Returns:
         Whether that was possible.
     """
-    others = [found for found in recorded() if _key(found) != _key(speeds)]
+    if speeds.drive is None:
+        speeds = replace(speeds, filesystem="", problem="")
+    key = speeds.device, speeds.filesystem
+    others = [found for found in recorded() if (found.device, found.filesystem) != key]
     text = json.dumps({"version": _VERSION, "speeds": [asdict(each) for each in (speeds, *others)]}, indent=1)
     path = record_file()
     if path is None:
@@ -205,71 +203,22 @@ def record(speeds: MachineSpeeds) -> bool:
     return True
 
 
-def _key(speeds: MachineSpeeds) -> tuple[str, str, str]:
-    return speeds.device, speeds.driver, speeds.filesystem
-
-
-def _speeds_in(content: object) -> list[MachineSpeeds]:
-    entries = content.get("speeds") if isinstance(content, dict) and content.get("version") == _VERSION else None
-    if not isinstance(entries, list):
-        raise GroupFileError("it is of another version")
-    return [_speeds_of(entry) for entry in entries]
-
-
-def _speeds_of(entry: object) -> MachineSpeeds:
-    if not isinstance(entry, dict) or entry.keys() != set(MachineSpeeds.__dataclass_fields__):
-        raise GroupFileError("it has something else where speeds belong")
-    return MachineSpeeds(
-        h2d=_as_speed(entry["h2d"]),
-        drive=None if entry["drive"] is None else _as_speed(entry["drive"]),
-        cached=None if entry["cached"] is None else _as_speed(entry["cached"]),
-        is_direct=entry["is_direct"] is True,
-        **{name: as_text(entry[name]) for name in ("problem", "device", "driver", "filesystem", "measured_at")},
-    )
-
-
-def _as_speed(value: object) -> int:
-    speed = as_size(value)
-    if not speed:
-        raise GroupFileError("it has a speed of 0")
-    return speed
-
-
 # ------------------------------------------------------------------------------------------------ the device
 
 
-def _device_and_driver(backend: Backend) -> tuple[str, str]:
+def _name_of(backend: Backend) -> str:
     device = backend.device
     if device.type == "cpu":
-        return f"CPU {_cpu_name()} of {platform.node()}", platform.release()
-    properties = getattr(torch, device.type).get_device_properties(device)
-    versions = [getattr(properties, "driver_version", ""), *map(_module_version, ("nvidia", "amdgpu"))]
-    runtimes = [getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")]
-    name = " ".join(str(part) for part in (properties.name, getattr(properties, "uuid", "")) if part)
-    return name, " ".join(str(part) for part in (*versions, *runtimes) if part)
-
-
-def _cpu_name() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
-    return platform.machine()
-
-
-def _module_version(name: str) -> str:
-    with suppress(OSError):
-        return Path(f"/sys/module/{name}/version").read_text().strip()
-    return ""
+        return f"CPU of {platform.node()}"
+    return str(getattr(torch, device.type).get_device_properties(device).name)
 
 
 def _measure_link(backend: Backend, num_bytes: int) -> int:
-    """Bytes per second, the best of a few tries."""
+    """Bytes per second: the best of a few tries."""
     copy_bytes = min(num_bytes, _COPY_BYTES)
     num_copies = num_bytes // copy_bytes
     with _locked_memory(backend, num_copies * copy_bytes) as source:
-        source.fill_(1)  # what was never written is one page of zeros
+        source.fill_(1)  # memory that was never written is one page of zeros
         stream = backend.new_stream()
         try:
             target = backend.empty(copy_bytes, stream)
@@ -302,7 +251,7 @@ def _seconds_of_copies(backend: Backend, target: torch.Tensor, parts: Iterable[t
 
 @contextmanager
 def _locked_memory(backend: Backend, num_bytes: int) -> Iterator[torch.Tensor]:
-    """Page-locked if the device can do so."""
+    """Memory that is page-locked if the device can do so."""
     memory = flat_view(map_anonymous(num_bytes), 0, num_bytes)
     unpin = backend.pin(memory)
     if unpin is None:
@@ -318,114 +267,57 @@ def _locked_memory(backend: Backend, num_bytes: int) -> Iterator[torch.Tensor]:
 # ------------------------------------------------------------------------------------------------ the drive
 
 
-@dataclass(frozen=True, slots=True)
-class _Drive:
-    speed: int | None
-    cached: int | None
-    is_direct: bool
-    problem: str
-
-
-def _measure_path(path: Path, min_bytes: int, max_bytes: int) -> _Drive:
-    """A file of a model if there is one, else one that is written for it, else any that is large enough."""
-    folder = path if path.is_dir() else path.parent
-    weights = sorted(folder.glob("*.safetensors")) if path.is_dir() else [path]
-    measured = _measure_one_of(weights, min_bytes, max_bytes)
-    if measured is not None:
-        return measured
+def _measure_drive(path: Path, min_bytes: int, max_bytes: int) -> tuple[int | None, str]:
+    """Bytes per second, or None, and what was wrong, if anything."""
+    chosen = next((file for file in _files_of_the_model(path) if _is_large(file, min_bytes)), None)
+    if chosen is None:
+        return None, f"{path} has no safetensors file of {min_bytes >> 20} MiB or more, so the drive was not measured."
     try:
-        with _nameless_file(folder, min_bytes, max_bytes) as (fd, num_bytes):
-            return _measure_file(fd, num_bytes, num_bytes, is_ours=True)
+        fd = open_to_read(chosen, follows_links=True)
+        try:
+            return _measure_file(fd, chosen, os.fstat(fd).st_size, max_bytes)
+        finally:
+            os.close(fd)
     except OSError as error:
-        problem = f"Cannot write {min_bytes >> 20} MiB to {folder} for a measurement: {error.strerror or error}."
-    measured = _measure_one_of(_files_in(folder, min_bytes), min_bytes, max_bytes)
-    return measured or _Drive(None, None, False, f"{problem} Nor is there a file of that size to read.")
+        return None, f"Cannot read {chosen} to measure the drive: {error.strerror or error}."
 
 
-def _measure_one_of(paths: Iterable[Path], min_bytes: int, max_bytes: int) -> _Drive | None:
-    return next((found for path in paths if (found := _measure_named(path, min_bytes, max_bytes)) is not None), None)
+def _files_of_the_model(path: Path) -> Iterator[Path]:
+    yield path
+    folder = path if path.is_dir() else path.parent
+    yield from sorted(folder.glob("*.safetensors"))
+    yield from sorted(folder.glob("*/*.safetensors"))  # the models of a pipeline
 
 
-def _measure_named(path: Path, min_bytes: int, max_bytes: int) -> _Drive | None:
-    """None if nothing can be told from that file."""
+def _is_large(path: Path, min_bytes: int) -> bool:
+    """Whether it is a file with so many bytes on the drive: holes are read from no drive."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        status = path.stat()
     except OSError:
-        return None
-    try:
-        status = os.fstat(fd)
-        if not _is_large(status, min_bytes):
-            return None
-        found = _measure_file(fd, status.st_size, max_bytes, is_ours=False)
-        return None if found.speed is None else found
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
-
-
-def _files_in(folder: Path, min_bytes: int) -> Iterator[Path]:
-    """The files that are large enough, without looking through a whole drive."""
-    num_seen = 0
-    for parent, folders, names in os.walk(folder):
-        folders.sort()
-        for name in sorted(names):
-            path = Path(parent, name)
-            with suppress(OSError):
-                if _is_large(path.stat(), min_bytes):
-                    yield path
-        num_seen += len(names) + 1
-        if num_seen > _MAX_FILES_SEEN:
-            return
-
-
-def _is_large(status: os.stat_result, min_bytes: int) -> bool:
-    """Whether it is a file with so many bytes on the drive: holes are read from nowhere."""
+        return False
     on_drive = status.st_blocks * 512
     return stat.S_ISREG(status.st_mode) and min_bytes <= status.st_size <= on_drive * _MAX_SPARSENESS
 
 
-@contextmanager
-def _nameless_file(folder: Path, min_bytes: int, max_bytes: int) -> Iterator[tuple[int, int]]:
-    """A file that goes with its descriptor, and is on the drive: as large as can be written in about a second.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    found = os.statvfs(folder)
-    max_bytes = min(max_bytes, found.f_bavail * found.f_frsize // _MIN_ROOM)
-    if max_bytes < min_bytes:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    content = os.urandom(min(_PIECE_BYTES, min_bytes))  # not what a file system or a drive could compress
-    with tempfile.TemporaryFile(dir=folder, buffering=0, prefix=".group_offload-") as file:
-        fd, num_bytes, began = file.fileno(), 0, time.monotonic()
-        while num_bytes < min_bytes or (num_bytes < max_bytes and time.monotonic() - began < _WRITE_SECONDS):
-            num_bytes += os.write(fd, content)
-            if not num_bytes % (8 * len(content)):
-                os.fdatasync(fd)  # so that the time is that of the drive
-        os.fsync(fd)
-        yield fd, num_bytes
-
-
-def _measure_file(fd: int, num_bytes: int, max_bytes: int, *, is_ours: bool) -> _Drive:
+def _measure_file(fd: int, path: Path, num_bytes: int, max_bytes: int) -> tuple[int | None, str]:
     size = min(_PIECE_BYTES, num_bytes)
     pieces = [(start, size) for start in range(0, num_bytes - size + 1, size)]
     pieces = pieces[:: -(-num_bytes // max(max_bytes, size))]
+    cold = [piece for piece in pieces if not _is_cached(fd, *piece)]
     with _buffers(size) as buffers:
-        if is_ours:
-            _drop(fd, pieces)
-        cold = [piece for piece in pieces if not _is_cached(fd, *piece)]
-        speed, problem = _speed_past_cache(fd, cold or pieces, buffers), ""
-        is_direct = speed is not None
-        if speed is None and cold:
-            speed, problem = _read_all(fd, cold, buffers), "Direct reads are not possible there: it was read without."
-            _drop(fd, cold)
-        few = pieces[: max(1, _CACHED_BYTES // size)]
-        cached = _speed_from_cache(fd, few, buffers)
-        _drop(fd, set(few) & set(cold))
-    if speed is None and is_ours:  # tmpfs
-        speed, problem = cached, "What is written there stays in RAM: its speed is that of RAM."
-    return _Drive(speed, cached, is_direct, problem)
+        speed = _speed_past_cache(fd, cold or pieces, buffers)
+        if speed is not None:
+            return speed, ""
+        if not cold:
+            return (
+                None,
+                f"Direct reads of {path} are not possible, and all of it is in RAM: the drive was not measured.",
+            )
+        speed = _read_all(fd, cold, buffers)
+    for start, num in cold:
+        with suppress(OSError):
+            os.posix_fadvise(fd, start, num, os.POSIX_FADV_DONTNEED)
+    return speed, "Direct reads are not possible there: the drive was measured without."
 
 
 def _speed_past_cache(fd: int, pieces: list[tuple[int, int]], buffers: list[memoryview]) -> int | None:
@@ -441,14 +333,6 @@ def _speed_past_cache(fd: int, pieces: list[tuple[int, int]], buffers: list[memo
         raise
     finally:
         os.close(direct)
-
-
-def _speed_from_cache(fd: int, pieces: list[tuple[int, int]], buffers: list[memoryview]) -> int:
-    _read_all(fd, pieces, buffers)
-    began, best = time.monotonic(), 1
-    while time.monotonic() - began < _CACHED_SECONDS:
-        best = max(best, _read_all(fd, pieces, buffers))
-    return best
 
 
 def _read_all(fd: int, pieces: Iterable[tuple[int, int]], buffers: list[memoryview]) -> int:
@@ -492,17 +376,3 @@ def _is_cached(fd: int, start: int, num_bytes: int) -> bool:
         mapped = flat_view(map_page_cache(fd, start, num_bytes), 0, num_bytes)
         return cached_bytes(mapped.data_ptr(), num_bytes) > 0
     return True
-
-
-def _drop(fd: int, pieces: Iterable[tuple[int, int]]) -> None:
-    for start, num_bytes in pieces:
-        with suppress(OSError):
-            os.posix_fadvise(fd, start, num_bytes, os.POSIX_FADV_DONTNEED)
-
-
-def _existing(path: Path) -> Path:
-    """`path`, or the nearest folder above it that is there."""
-    path = path.absolute()
-    while not path.exists() and path.parent != path:
-        path = path.parent
-    return path

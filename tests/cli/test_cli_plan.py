@@ -1,4 +1,4 @@
-"""The commands `plan` and `bench`, and the groups that names in a checkpoint tell of."""
+"""The commands `plan` and `bench`, and the groups that a checkpoint's class is cut into."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import re
 import socket
 import stat
 import struct
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
@@ -27,12 +28,12 @@ import safetensors
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from group_offload import ConfigError, GroupFileError, apply_group_offloading
+from group_offload.cli import bench as cli_bench
 from group_offload.cli import main as cli
-from group_offload.cli import outline as outlines
-from group_offload.cli import plan as cli_plan
-from group_offload.cli.outline import find_checkpoint, outline
+from group_offload.cli.outline import entries_of, find_checkpoint, outline
 from group_offload.plan import speeds
 
 from ..support import tiny_models
@@ -40,8 +41,37 @@ from ..support.speeds import SIZES, SPEEDS
 from ..support.terminal import Terminal
 
 MIB, GIB = 1 << 20, 1 << 30
-ROUND = 256
-"""What a tensor in an image is rounded up to."""
+
+
+class Model(nn.Module):
+    """A class of a library, whose config has the names and the bytes of its weights."""
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> nn.Module:
+        return cls.tree(config["sizes"])
+
+    @classmethod
+    def tree(cls, sizes: Mapping[str, int]) -> nn.Module:
+        below: dict[str, dict[str, int]] = {}
+        for fqn, size in sizes.items():
+            name, _, rest = fqn.partition(".")
+            below.setdefault(name, {})[rest] = size
+        module = nn.ModuleList() if all(map(str.isdigit, below)) else cls()
+        for name, inside in below.items():
+            if "" in inside:
+                module.register_parameter(name, nn.Parameter(torch.empty(inside[""] // 2, dtype=torch.bfloat16)))
+            else:
+                module.add_module(name, cls.tree(inside))
+        return module
+
+
+class T5EncoderModel(Model):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def _classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diffusers, "Model", Model, raising=False)
 
 
 @pytest.fixture
@@ -58,7 +88,7 @@ def write(path: Path, sizes: Mapping[str, int], dtype: str = "BF16") -> Path:
     """A safetensors file with tensors of so many bytes, which are a hole."""
     entries, end = {}, 0
     for name, size in sizes.items():
-        entries[name] = {"dtype": dtype, "shape": [size // 2], "data_offsets": [end, end + size]}
+        entries[name] = {"dtype": dtype, "shape": [size // SIZES_OF_DTYPES[dtype]], "data_offsets": [end, end + size]}
         end += size
     return write_header(path, entries, end)
 
@@ -71,6 +101,13 @@ def write_header(path: Path, entries: object, num_bytes: int) -> Path:
     return path
 
 
+def write_model(folder: Path, sizes: Mapping[str, int], dtype: str = "BF16", **config: object) -> Path:
+    """The folder of a `Model`, whose weights are a hole."""
+    write(folder / "diffusion_pytorch_model.safetensors", sizes, dtype)
+    (folder / "config.json").write_text(json.dumps({"_class_name": "Model", "sizes": sizes, **config}))
+    return folder
+
+
 def blocks(name: str, num: int, num_bytes: int) -> dict[str, int]:
     return {f"{name}.{number}.linear.weight": num_bytes for number in range(num)}
 
@@ -78,23 +115,22 @@ def blocks(name: str, num: int, num_bytes: int) -> dict[str, int]:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """10 GiB in 20 blocks, and 64 MiB around them."""
-    folder = tmp_path / "transformer"
     sizes = {"proj_in.weight": 64 * MIB, **blocks("blocks", 20, GIB // 2)}
-    write(folder / "diffusion_pytorch_model.safetensors", sizes)
-    (folder / "config.json").write_text('{"_class_name": "Model", "rope": 0.5}')
-    return folder
+    return write_model(tmp_path / "transformer", sizes, rope=0.5)
 
 
 @pytest.fixture
-def pipeline(tmp_path: Path, model: Path) -> Path:
+def pipeline(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(diffusers, "T5EncoderModel", T5EncoderModel, raising=False)
     encoder = tmp_path / "text_encoder"
-    write(encoder / "model.safetensors", {"shared.weight": 64 * MIB, **blocks("encoder.block", 8, GIB // 2)})
-    (encoder / "config.json").write_text('{"architectures": ["T5EncoderModel"]}')
+    sizes = {"shared.weight": 64 * MIB, **blocks("encoder.block", 8, GIB // 2)}
+    write(encoder / "model.safetensors", sizes)
+    (encoder / "config.json").write_text(json.dumps({"architectures": ["T5Model"], "sizes": sizes}))
     (tmp_path / "scheduler").mkdir()
     parts = {
         "_class_name": "Pipeline",
         "transformer": ["diffusers", "Model"],
-        "text_encoder": ["transformers", "T5EncoderModel"],
+        "text_encoder": ["diffusers", "T5EncoderModel"],
         "scheduler": ["diffusers", "Scheduler"],
         "feature_extractor": [None, None],
         "force_zeros": True,
@@ -109,14 +145,14 @@ def test_names_of_mounts_cannot_speak_to_the_terminal(
 ) -> None:
     """The label of a USB drive is enough."""
     measured = replace(SPEEDS, filesystem=where, device=where, problem=where, measured_at=where)
-    monkeypatch.setattr(cli_plan, "measure", lambda *args, **kwargs: measured)
+    monkeypatch.setattr(cli_bench, "measure", lambda *args, **kwargs: measured)
     said = run("bench", tmp_path)
     assert said.count(where.replace("\x1b", "\N{REPLACEMENT CHARACTER}")) == 3
 
 
 def test_nothing_that_is_printed_can_be_markup() -> None:
     """All that commands print goes through `terminal`, which takes it for plain text."""
-    for module in ("main", "plan"):
+    for module in ("main", "plan", "bench"):
         tree = ast.parse(Path(cli.__file__).with_name(f"{module}.py").read_text())
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
             assert not isinstance(call.func, ast.Name) or call.func.id not in ("Console", "Table", "Text")
@@ -140,18 +176,21 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-def groups_of(model: torch.nn.Module) -> Counter[int]:
-    """The sizes of the groups that the model is really cut into."""
+def groups_of(model: nn.Module) -> dict[str, tuple[int, bool]]:
+    """The groups that the model is really cut into, their sizes, and whether they are needed around others."""
     handle = apply_group_offloading(model, "cpu")
-    sizes = Counter(group.num_bytes for group in handle.groups if group.num_bytes)
+    plan = handle.plan.details
+    in_turn = {group.name for group in plan.problem.groups} if plan is not None else set()
+    sizes = {
+        group.group_id: (group.num_bytes, group.group_id not in in_turn) for group in handle.groups if group.num_bytes
+    }
     handle.remove()
     return sizes
 
 
-def not_saved(model: torch.nn.Module) -> int:
-    """Bytes in images of buffers that no checkpoint has."""
-    saved = model.state_dict().keys()
-    return sum(-(-buffer.nbytes // ROUND) * ROUND for name, buffer in model.named_buffers() if name not in saved)
+def outlined(path: Path, dtype: torch.dtype | None = None) -> dict[str, tuple[int, bool]]:
+    (found,) = outline(path, dtype).values()
+    return {group.name: (group.num_bytes, group.is_outer) for group in found.groups}
 
 
 @pytest.mark.parametrize("shards", ["one file", "several"])
@@ -159,73 +198,93 @@ def not_saved(model: torch.nn.Module) -> int:
 def test_groups_are_those_of_the_model(make: Callable[[], Any], shards: str, tmp_path: Path) -> None:
     model = make()
     model.save_pretrained(tmp_path, **({"max_shard_size": "20KB"} if shards == "several" else {}))
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shards == "several")
     (found,) = outline(tmp_path).values()
     assert found.model_class == type(model).__name__ and found.num_cast == 0
-    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shards == "several")
-    actual = groups_of(model)
-    inner = Counter(group.num_bytes for group in found.groups if not group.is_outer)
-    outer = Counter(group.num_bytes for group in found.groups if group.is_outer)
-    assert inner and inner <= actual and outer.total() == (actual - inner).total()
-    assert found.num_bytes + not_saved(model) == sum(actual.elements())
-    if not not_saved(model):
-        assert inner + outer == actual
-    assert len({group.name for group in found.groups}) == len(found.groups)
+    assert outlined(tmp_path) == groups_of(model)
 
 
-@pytest.mark.parametrize("make", [tiny_models.flux_transformer, tiny_models.t5], ids=["flux", "t5"])
-def test_groups_of_a_cast(make: Callable[[], Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_groups_of_a_cast(make: Callable[[], Any], dtype: torch.dtype, tmp_path: Path) -> None:
+    """Of some classes the loaders keep weights in float32: those are told apart as the loaders do."""
     model = make()
     model.save_pretrained(tmp_path)
-    (found,) = outline(tmp_path, torch.bfloat16).values()
-    assert found.num_cast == len(model.state_dict()) - (1 if make is tiny_models.t5 else 0)  # tied: saved once
-    assert Counter(group.num_bytes for group in found.groups) == groups_of(model.to(torch.bfloat16))
-
-
-def test_names_and_order(tmp_path: Path) -> None:
-    names = (
-        "single_blocks.0",
-        "up_blocks.0",
-        "blocks.10",
-        "blocks.9",
-        "mid_block",
-        "time",
-        "down_blocks.1",
-        "params.0",
+    loaded = type(model).from_pretrained(tmp_path, torch_dtype=dtype)
+    (found,) = outline(tmp_path, dtype).values()
+    assert found.num_cast == len(
+        {id(each) for each in loaded.state_dict(keep_vars=True).values() if each.dtype == dtype}
     )
-    path = write(tmp_path / "x.safetensors", {f"{name}.w": 512 for name in names[:-1]} | {"params.0": 512, "top": 2})
-    (found,) = outline(path).values()
-    assert [group.name for group in found.groups] == [
-        "rest", "blocks.9", "blocks.10", "down_blocks.1", "single_blocks.0", "up_blocks.0",
-    ]  # fmt: skip
-    assert [group.num_bytes for group in found.groups] == [3 * 512 + 256, *[512] * 5]
-    assert [group.is_outer for group in found.groups] == [True, *[False] * 5]
+    assert outlined(tmp_path, dtype) == groups_of(loaded)
 
 
 def test_a_model_without_blocks(tmp_path: Path) -> None:
-    (found,) = outline(write(tmp_path / "x.safetensors", {"a.b.weight": 512, "c": 512})).values()
-    assert [(group.name, group.num_bytes, group.is_outer) for group in found.groups] == [("rest", 1024, False)]
+    (found,) = outline(write_model(tmp_path, {"a.b.weight": 512, "c": 512})).values()
+    assert [(group.name, group.num_bytes, group.is_outer) for group in found.groups] == [
+        ("Model_unmatched_group", 1024, False)
+    ]
 
 
-def test_blocks_lie_deeper_only_where_nobody_says_otherwise(tmp_path: Path) -> None:
-    write(tmp_path / "model.safetensors", {"encoder.blocks.0.w": 512, "encoder.blocks.1.w": 512, "norm.w": 512})
-    assert [group.name for group in outline(tmp_path)[""].groups] == ["rest", "encoder.blocks.0", "encoder.blocks.1"]
-    for name, num_groups in (("Anything", 1), ("AutoencoderKL", 3)):
-        (tmp_path / "config.json").write_text(json.dumps({"_class_name": name}))
-        assert len(outline(tmp_path)[""].groups) == num_groups
+def test_weights_that_the_files_do_not_have(tmp_path: Path) -> None:
+    """They have the dtype that most of the others have. What the class does not have is not loaded."""
+    write_model(tmp_path, {"blocks.0.w": 512, "blocks.1.w": 512, "norm": 512})
+    entries = {"blocks.0.w": entry(0, 1024, [256], "F32"), "else.b": entry(1024, 5120, [1024], "F32")}
+    write_header(tmp_path / "diffusion_pytorch_model.safetensors", entries, 5120)
+    assert outlined(tmp_path) == {
+        "Model_unmatched_group": (1024, True),
+        "blocks_0_0": (1024, False),
+        "blocks_1_1": (1024, False),
+    }
+    assert outline(tmp_path, torch.float16)[""].num_cast == 3
 
 
-def test_what_diffusers_says_of_blocks_is_known() -> None:
-    said = {}
-    for path in (Path(diffusers.__file__).parent / "models").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            for statement in node.body if isinstance(node, ast.ClassDef) else ():
-                if (
-                    isinstance(statement, ast.Assign)
-                    and ast.unparse(statement.targets[0]) == "_group_offload_block_modules"
-                ):
-                    said[node.name] = tuple(ast.literal_eval(statement.value))  # type: ignore[attr-defined]
-    said.pop("ModelMixin", None)
-    assert said == outlines._BLOCK_MODULES
+def test_a_file_beside_its_config(model: Path) -> None:
+    assert outline(model / "diffusion_pytorch_model.safetensors") == outline(model)
+
+
+def test_no_memory_is_taken(tmp_path: Path) -> None:
+    """However large the model is: this one has 8 TiB."""
+    size = 1 << 40
+    try:
+        write_model(tmp_path, {f"blocks.{number}.w": size for number in range(8)})
+    except OSError:
+        pytest.skip("the file system has no files of that size")
+    assert outline(tmp_path)[""].num_bytes == 8 * size
+
+
+CLASSES: dict[str, tuple[dict[str, Any], str]] = {
+    "none": ({}, "no such model"),
+    "unknown": ({"_class_name": "NoSuchModel"}, "'NoSuchModel'"),
+    "no model": ({"_class_name": "DDIMScheduler"}, "'DDIMScheduler'"),
+    "no class": ({"_class_name": "models"}, "'models'"),
+    "no text": ({"_class_name": 5}, "'5'"),
+    "half a character": ({"_class_name": "\ud800"}, "no such model"),
+    "no config for it": ({"_class_name": "Model"}, "Model cannot be built"),
+    "of another library": ({"architectures": ["NoSuchModel"]}, "'transformers' that is installed"),
+    "a config that is wrong": ({"architectures": ["T5EncoderModel"], "d_model": "x"}, "T5EncoderModel cannot be built"),
+}
+
+
+@pytest.mark.parametrize(("config", "message"), CLASSES.values(), ids=CLASSES)
+def test_classes_that_cannot_be_built(config: dict[str, Any], message: str, model: Path, run: Terminal) -> None:
+    (model / "config.json").write_text(json.dumps(config))
+    said = run("plan", model, status=2)
+    assert str(model / "config.json") in said and message in said
+
+
+def test_a_folder_without_a_config(model: Path, run: Terminal) -> None:
+    (model / "config.json").unlink()
+    assert "save_pretrained" in run("plan", model, status=2)
+
+
+@pytest.mark.parametrize("config", ['{"_class_name": "Model"}', '{"architectures": ["T5EncoderModel"]}'])
+def test_a_library_that_is_not_installed(
+    config: str, model: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (model / "config.json").write_text(config)
+    for library in ("diffusers", "transformers"):
+        monkeypatch.setitem(sys.modules, library, None)
+    assert "pip install 'group-offload[diffusers]'" in run("plan", model, status=2)
 
 
 # ---------------------------------------------------------------- files
@@ -241,10 +300,11 @@ def test_a_pipeline(pipeline: Path) -> None:
 
 
 def test_variants(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"_class_name": "Model", "sizes": {"a": 512, "b": 0}}')
     write(tmp_path / "model.fp16.safetensors", {"a": 512})
     assert outline(tmp_path)[""].num_bytes == 512
-    write(tmp_path / "model.safetensors", {"a": 1024})
-    write(tmp_path / "consolidated.safetensors", {"b": 2048})
+    write(tmp_path / "model.safetensors", {"a": 1024}, "F32")
+    write(tmp_path / "consolidated.safetensors", {"a": 2048}, "F64")
     assert outline(tmp_path)[""].num_bytes == 1024
     assert outline(tmp_path / "consolidated.safetensors")[""].num_bytes == 2048
 
@@ -270,8 +330,6 @@ BAD_HEADERS: dict[str, tuple[object, int, str]] = {
     "no dtype": ({"a": entry(dtype=7)}, 4, "text"),
     "an unknown dtype": ({"a": entry(dtype="F5")}, 4, "does not have"),
     "half a character": ({"\ud800": entry()}, 4, "cannot be read"),
-    "deep": ({"a." * 100 + "b": entry()}, 4, "not the name"),
-    "deeper": ({"." * 1_000_000: entry()}, 4, "not the name"),
     "a list": ([1], 0, "not an object"),
 }
 
@@ -380,7 +438,7 @@ def test_headers_that_safetensors_takes(tmp_path: Path) -> None:
         except safetensors.SafetensorError:
             is_taken = False
         try:
-            list(outlines._weights_in(tmp_path / "file", None))
+            entries_of(tmp_path / "file")
         except GroupFileError:
             is_ours = False
         assert is_ours == is_taken, content
@@ -391,7 +449,6 @@ def test_headers_that_safetensors_takes(tmp_path: Path) -> None:
 def test_folders_that_are_none(tmp_path: Path, model: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    weights = model / "diffusion_pytorch_model.safetensors"
     for name in ("m-00001-of-00003.safetensors", "m-00003-of-00003.safetensors"):
         write(tmp_path / "shards" / name, {"a": 512})
     write(tmp_path / "twice" / "m-00001-of-00002.safetensors", {"a": 512})
@@ -416,7 +473,6 @@ def test_folders_that_are_none(tmp_path: Path, model: Path) -> None:
         (model / "config.json").write_text(text, encoding="latin1")
         with pytest.raises(GroupFileError, match=r"config\.json"):
             outline(model)
-    assert outline(weights)[""].num_bytes == 10 * GIB + 64 * MIB  # by itself
 
 
 def test_pipelines_that_are_none(tmp_path: Path) -> None:
@@ -438,10 +494,18 @@ def test_dtypes(model: Path) -> None:
 
 
 def test_quantised_weights_are_not_cast(tmp_path: Path) -> None:
+    """They count as they lie in the file, with the tensors beside them that the class does not have."""
+    write_model(tmp_path, {"blocks.0.w": 2048, "blocks.1.w": 512}, quantization_config={})
     entries = {"blocks.0.w": entry(0, 512, [512], "U8"), "blocks.0.w.absmax": entry(512, 520, [2], "F32")}
-    entries["blocks.0.odd"] = entry(520, 523, [4], "F6_E2M3")
-    (found,) = outline(write_header(tmp_path / "x.safetensors", entries, 523), torch.bfloat16).values()
-    assert found.num_bytes == 512 + 256 + 256 and found.num_cast == 1
+    entries |= {"blocks.0.odd": entry(520, 523, [4], "F6_E2M3"), "." * 100_000: entry(523, 524, [1], "I8")}
+    write_header(tmp_path / "diffusion_pytorch_model.safetensors", entries, 524)
+    (found,) = outline(tmp_path, torch.bfloat16).values()
+    assert {group.name: group.num_bytes for group in found.groups} == {
+        "Model_unmatched_group": 256,
+        "blocks_0_0": 512 + 256 + 256,
+        "blocks_1_1": 512,
+    }
+    assert found.num_cast == 2  # the scales, and what is not in the file
 
 
 def test_the_cache_of_the_hub(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -501,7 +565,7 @@ def test_plan_as_json(model: Path, run: Terminal) -> None:
     for place in ("device", "ram", "file"):
         assert places[place] == sum(group["num_bytes"] for group in part["groups"] if group["place"] == place) > 0
     assert part["outer_bytes"] == 64 * MIB and part["slot_bytes"] == GIB
-    assert [group["name"] for group in part["groups"] if group["place"] is None] == ["rest"]
+    assert [group["name"] for group in part["groups"] if group["place"] is None] == ["Model_unmatched_group"]
     assert part["device_bytes"] == places["device"] + part["slot_bytes"] + part["outer_bytes"] <= 4 * GIB
     assert part["ram_bytes"] == places["ram"] <= part["ram_share_bytes"] < 4.5 * GIB
     assert part["is_compute_known"] and part["bound"] == "drive"
@@ -511,8 +575,12 @@ def test_plan_as_json(model: Path, run: Terminal) -> None:
 
 def test_plan_for_people(model: Path, run: Terminal) -> None:
     said = run("plan", model, "--vram", "4GiB", "--ram", "6GiB")
-    assert "Model: 10.1 GiB in 21 groups" in said and "blocks.0 to 19" in said and "drive bounds a pass" in said
-    (line,) = [line for line in said.splitlines() if "blocks.0 to 19" in line]
+    assert (
+        "Model: 10.1 GiB in 21 groups" in said
+        and "blocks_0_0 to blocks_19_19" in said
+        and "drive bounds a pass" in said
+    )
+    (line,) = [line for line in said.splitlines() if "blocks_0_0 to blocks_19_19" in line]
     places = line.split()[-2]
     assert len(places) == 20 and set(places) == {"D", "R", "f"} and "20" in line and "512 MiB" in line
     assert "1 GiB more VRAM makes a pass" in said and "1 GiB more RAM makes a pass" in said
@@ -541,9 +609,9 @@ def command(*arguments: object) -> tuple[int, str]:
 @given(vram=st.integers(1 << 30, 14 << 30), ram=st.integers(2 << 30, 14 << 30), activations=st.integers(0, 1 << 30))
 def test_budgets_are_kept(vram: int, ram: int, activations: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Or the error says the smallest that works, and that works."""
-    path = tmp_path_factory.getbasetemp() / "budgets.safetensors"
+    path = tmp_path_factory.getbasetemp() / "budgets"
     if not path.exists():
-        write(path, {"proj_in.weight": 64 * MIB, **blocks("blocks", 10, GIB), **blocks("more", 3, 100 * MIB)})
+        write_model(path, {"proj_in.weight": 64 * MIB, **blocks("blocks", 10, GIB), **blocks("more", 3, 100 * MIB)})
     others = "--ram", ram, "--activations", activations, "--json"
     status, said = command("plan", path, "--vram", vram, *others)
     if status:
@@ -618,10 +686,8 @@ def test_names_cannot_speak_to_the_terminal(tmp_path: Path, run: Terminal) -> No
     evil = "\x1b[2J[red]\u202e"
     write(tmp_path / "model.safetensors", {f"{evil}.0.w": 512, f"{evil}.1.w": 512})
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [evil]}))
-    said = run("plan", tmp_path, "--vram", "1GiB")
+    said = run("plan", tmp_path, "--vram", "1GiB", status=2)
     assert not any(c in said for c in "\x1b\u202e") and "[red]" in said
-    run("plan", tmp_path, "--vram", "1GiB", "--chart", tmp_path / "x.svg")
-    assert evil not in (tmp_path / "x.svg").read_text()
 
 
 def test_chart(model: Path, tmp_path: Path, run: Terminal) -> None:
@@ -652,7 +718,7 @@ def test_speeds_that_were_measured(model: Path, run: Terminal) -> None:
     assert plan(run, model)["speeds"]["h2d_source"] == "assumed"
     speeds.record(replace(SPEEDS, device="CPU x", h2d=3_000_000_000, drive=1_000_000_000, filesystem="elsewhere"))
     assert plan(run, model)["speeds"]["drive_source"] == plan(run, model)["speeds"]["h2d_source"] == "assumed"
-    speeds.record(replace(SPEEDS, device="H200", h2d=55_000_000_000, drive=None, filesystem=""))
+    speeds.record(replace(SPEEDS, device="H200", h2d=55_000_000_000, drive=None))
     assert plan(run, model)["speeds"] == {
         "h2d": 55e9,
         "h2d_source": "measured",
@@ -679,8 +745,8 @@ def test_no_device_is_asked(model: Path, run: Terminal, monkeypatch: pytest.Monk
         (torch.cuda, "_lazy_init"),
         (torch.cuda, "is_available"),
         (torch.accelerator, "current_accelerator"),
-        (cli_plan, "backend_for"),
-        (cli_plan, "measure"),
+        (cli_bench, "backend_for"),
+        (speeds, "measure"),
     ):
         monkeypatch.setattr(module, name, asked)
     run("plan", model, "--vram", "4GiB", "--ram", "8GiB")
@@ -692,34 +758,34 @@ def test_no_device_is_asked(model: Path, run: Terminal, monkeypatch: pytest.Monk
 @pytest.fixture
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     measure = speeds.measure
-    monkeypatch.setattr(cli_plan, "measure", lambda *args, **options: measure(*args, **{**options, **SIZES}))
+    monkeypatch.setattr(cli_bench, "measure", lambda *args, **options: measure(*args, **{**options, **SIZES}))
 
 
 @pytest.mark.usefixtures("_small")
 def test_bench(tmp_path: Path, run: Terminal) -> None:
+    (tmp_path / "model.safetensors").write_bytes(os.urandom(3 * MIB))
+    os.sync()
     found = json.loads(run("bench", tmp_path, "--device", "cpu", "--json"))
     assert found.keys() == speeds.MachineSpeeds.__dataclass_fields__.keys()
-    assert found["h2d"] > 0 and found["drive"] > 0 and found["cached"] > 0
+    assert found["h2d"] > 0 and found["drive"] > 0
     assert speeds.recorded() == [speeds.MachineSpeeds(**found)]
     said = run("bench", tmp_path, "--device", "cpu")
-    assert said.count("GB/s") == 3 and "Kept in" in said and str(speeds.record_file()) in said.replace("\n", "")
-    assert len(speeds.recorded()) == 1 and not list(tmp_path.iterdir())
+    assert said.count("GB/s") == 2 and "Kept in" in said and str(speeds.record_file()) in said.replace("\n", "")
+    assert len(speeds.recorded()) == 1 and len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.usefixtures("_small")
-def test_bench_of_a_drive_that_cannot_be_measured(
-    tmp_path: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result([1, 1, 0, 0, 0, 0, 0, 0, 0, 0]))
+def test_bench_where_there_is_no_file_to_read(tmp_path: Path, run: Terminal) -> None:
     said = run("bench", tmp_path, "--device", "cpu")
-    assert said.count("not measured") == 2 and "No space left" in said and "not kept" in said
-    assert speeds.recorded() == []
+    assert said.count("not measured") == 2 and "no safetensors file" in said and "Kept in" in said
+    (kept,) = speeds.recorded()
+    assert kept.drive is None and kept.filesystem == "" and kept.h2d > 0 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.usefixtures("_small")
 def test_bench_in_the_current_folder(tmp_path: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli_plan, "default_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(cli_bench, "default_device", lambda: torch.device("cpu"))
     assert json.loads(run("bench", "--json"))["filesystem"] == speeds.filesystem_of(tmp_path)
 
 

@@ -11,11 +11,8 @@ SIZES: dict[str, Any] = {"link_bytes": 2 * MIB, "max_drive_bytes": 4 * MIB, "min
 SPEEDS = MachineSpeeds(
     h2d=10,
     drive=5,
-    cached=7,
-    is_direct=True,
     problem="",
     device="Device",
-    driver="1.0",
     filesystem="/ (1:2)",
     measured_at="2026-01-01T00:00:00+00:00",
 )
@@ -24,11 +21,8 @@ SPEEDS = MachineSpeeds(
 KNOWN_SPEEDS = MachineSpeeds(
     h2d=50 * 10**9,
     drive=2 * 10**9,
-    cached=20 * 10**9,
-    is_direct=True,
     problem="",
     device="",
-    driver="",
     filesystem="",
     measured_at="",
 )

@@ -1,0 +1,72 @@
+"""The command `group-offload bench`: how fast weights move on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..base.device import backend_for, default_device
+from ..base.terminal import add_row, new_console, new_table, say
+from ..errors import DeviceError, GroupFileError
+from ..plan.speeds import measure, record, record_file
+
+
+def add_command(commands: Any) -> None:
+    """Add the command to what `ArgumentParser.add_subparsers` returned."""
+    text = (
+        "Measure how fast weights move here: RAM to the device, and the drive of DIR to RAM. Plans use it from then on."
+    )
+    command = commands.add_parser("bench", help=text, description=text)
+    command.add_argument(
+        "folder",
+        metavar="DIR",
+        type=Path,
+        nargs="?",
+        default=Path(),
+        help="the folder of a model or a pipeline, one of whose files is read (default: the current folder)",
+    )
+    command.add_argument("--device", help="such as cuda:0 or cpu (default: the current accelerator, else the CPU)")
+    command.add_argument("--json", action="store_true", help="for programs")
+    command.set_defaults(run=_bench)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    folder: Path = arguments.folder
+    if not folder.is_dir():
+        raise GroupFileError(f"{folder} is not a folder. Give one on the drive that is to be measured.")
+    backend = backend_for(_device(arguments.device))
+    errors = new_console(stderr=True)
+
+    def tell(step: str) -> None:
+        if errors.is_terminal:
+            say(errors, f"Measuring {step} ...")
+
+    measured = measure(backend, folder, on_step=tell)
+    is_kept = record(measured)
+    if arguments.json:
+        print(json.dumps(asdict(measured), indent=2))
+        return 0
+    console = new_console()
+    table = new_table(measured.device, "from", "speed", numbers=("speed",))
+    link = (
+        "RAM to RAM: the device is the CPU" if measured.device.startswith("CPU ") else "page-locked RAM to the device"
+    )
+    for way, speed in ((link, measured.h2d), (f"the drive of {measured.filesystem} to RAM", measured.drive)):
+        add_row(table, way, f"{speed / 1e9:.2f} GB/s" if speed else "not measured")
+    console.print(table)
+    if measured.problem:
+        say(console, measured.problem)
+    say(console, f"Kept in {record_file()}." if is_kept else "This was not kept: plans will not use it.")
+    return 0
+
+
+def _device(name: str | None) -> torch.device:
+    try:
+        return default_device() if name is None else torch.device(name)
+    except RuntimeError as error:
+        raise DeviceError(f"--device {name} is not a device: {str(error).splitlines()[0]}") from error
