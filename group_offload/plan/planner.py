@@ -20,7 +20,6 @@ thing at a time and in order of use: the drive reads, the link copies to the dev
 from __future__ import annotations
 
 import math
-import random
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,19 +43,15 @@ _NEAR_ENOUGH = 1.005
 """A plan this near to its limit is not improved any further."""
 _FULL_EFFORT = 80_000
 """Uses that are simulated for one plan, at most: a few hundred plans of 57 groups."""
-_GUESS_EFFORT = 10_000
-"""The same where compute is not known yet: each of two searches."""
 _MANY_USES = 500
 """For more than so many uses in a pass, a few plans have to do: the search is not to take long for 2,000 either."""
-_EFFORT_FOR_MANY, _GUESS_EFFORT_FOR_MANY = 20_000, 4_000
+_EFFORT_FOR_MANY = 20_000
 _MAX_THRESHOLDS = 6
 """Numbers of groups that are resident whatever is spread over the rest."""
 _NUM_GIVERS = 8
 """Groups near to one, and as many of its size, that are tried in exchange for it."""
 _MAX_GIVERS = 3
 """Groups that make room for one together."""
-_NEARLY_AS_FAST = 1.01
-"""Good enough for a plan that is spread evenly, if nothing is known of compute."""
 
 
 class Place(StrEnum):
@@ -254,10 +249,7 @@ def make_plan(problem: Problem) -> Plan:
     """
     _check_budgets(problem)
     case = _Case(problem)
-    has_many = len(case.uses) > _MANY_USES
-    if case.compute:
-        return _plan(_search(case, _EFFORT_FOR_MANY if has_many else _FULL_EFFORT))
-    return _plan(_search_evenly(case, _GUESS_EFFORT_FOR_MANY if has_many else _GUESS_EFFORT))
+    return _plan(_search(case, _EFFORT_FOR_MANY if len(case.uses) > _MANY_USES else _FULL_EFFORT))
 
 
 def simulate(problem: Problem, places: Sequence[Place]) -> Prediction:
@@ -346,17 +338,12 @@ class _Load:
 
 
 class _Case:
-    """A problem, as the simulator and the search need it.
+    """A problem, as the simulator and the search need it."""
 
-    Args:
-        problem: what it is about.
-        compute: seconds of each group per pass, in place of what the problem says.
-    """
-
-    def __init__(self, problem: Problem, compute: list[float] | None = None) -> None:
+    def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.groups = problem.groups
-        self.compute_of = [group.compute_seconds for group in self.groups] if compute is None else compute
+        self.compute_of = [group.compute_seconds for group in self.groups]
         self.sizes = [group.num_bytes for group in self.groups]
         num_uses = [0] * len(self.groups)
         for index in problem.order:
@@ -681,15 +668,26 @@ def _search(case: _Case, max_effort: int) -> _Search:
         _try_all(search)
         return search
     _improve(search, near_enough)
-    _start_again(search, near_enough)
     return search
 
 
 def _lower_bound(case: _Case) -> float:
     """Seconds that no placement within the budgets is faster than.
 
-    What is left for resident groups is filled to the last byte with parts of groups, those used most often first. So is
-    RAM with what has a file.
+    The budgets are filled to the last byte with parts of groups, those that are sent most often first. Compute, the link and
+    the drive are each taken to be busy without a pause. The fastest placement may be far above this bound, for three reasons:
+
+    - Groups rest on a tier as a whole. Of 9 equal groups, with room for 3.4 on the device and 0.9 in RAM, this bound reads
+      4.7 and every placement at least 6: 28% more.
+    - Compute of uneven groups does not cover all copies. In SD 1.5's UNet, 8 groups, a large group with little compute waits
+      for the link: 26 to 43% over the bound where 14 to 16% or nothing is due to whole groups.
+    - Copies are in order, and the drive is ahead of them by the staging memory at most. Of 60 equal groups (Qwen-Image) two
+      are read, which takes 0.618 s. Between the two the link sends 15 groups from RAM, 0.184 s, and the drive stands still
+      once it has read 256 MiB, 0.122 s at 2.2 GB/s. So the pass takes 0.742 s: 20% more.
+
+    The search was compared with all placements of 180 problems of 8 or 9 groups, of the sizes of FLUX.1, Wan, Qwen-Image and
+    this UNet. The fastest placement is a median of 5% above the bound, and more than 10% in 68 problems, in 54 of them for the
+    first reason alone. Without trying all placements the search finds it in 175, and is at most 2.4% slower in the others.
     """
     room = case.device_budget - _least_in_slots(case) if case.has_residents else 0
     most = case.device_budget if case.has_residents else sum(nlargest(case.problem.num_slots, case.sizes))
@@ -859,20 +857,6 @@ def _improve(search: _Search, near_enough: float) -> None:
             return
 
 
-def _start_again(search: _Search, near_enough: float) -> None:
-    """Improve placements that are filled in any order, while effort is left: few large groups fit in odd ways only."""
-    case, shuffled = search.case, list(search.case.used)
-    any_order = random.Random(0)
-    while search.fastest > near_enough and not search.is_over:
-        any_order.shuffle(shuffled)
-        start = _Search(case, search.max_effort, search.effort)
-        start.look()
-        start.consider(_fill_in_order(case, shuffled))
-        _improve(start, near_enough)
-        search.effort = start.effort
-        search.consider(start.best.places)
-
-
 def _fill_in_order(case: _Case, indices: Sequence[int]) -> list[Place]:
     places = case.at_first()
     room = case.device_budget - case.load(places).device
@@ -932,27 +916,6 @@ def _exchange(case: _Case, places: list[Place], index: int, givers: list[int]) -
                 _top_up(case, changed)
                 return changed if changed != places else None
     return None
-
-
-def _search_evenly(case: _Case, max_effort: int) -> _Search:
-    """With no compute known, find the best plan for compute that is even over bytes, unless it is slower.
-
-    Without compute it makes no difference which groups are sent, as long as they are as many bytes.
-    """
-    lowest = _lower_bound(case)
-    if not lowest:
-        return _search(case, max_effort)
-    seconds = lowest / sum(case.sizes)
-    guessed = _search(_Case(case.problem, [size * seconds for size in case.sizes]), max_effort)
-    even = _Search(case, max_effort, guessed.effort)
-    even.consider(guessed.best.places)
-    if even.fastest <= lowest * _NEARLY_AS_FAST:
-        return even
-    search = _search(case, max_effort)
-    search.effort += even.effort
-    if even.fastest <= search.fastest * _NEARLY_AS_FAST:
-        search.found[:] = even.found
-    return search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
