@@ -24,7 +24,7 @@ from ..base.compiled import is_compiled
 from ..base.layout import ALIGNMENT, TensorSpec, lay_out, span_of
 from ..base.mapping import flat_view, reserve
 from ..base.publish import open_to_read
-from ..config import OffloadConfig
+from ..config import ModelOptions, OffloadConfig
 from ..errors import ConfigError, GroupFileError
 from ..partition import partition
 from ..stores.safetensors_file import Entry, check_tensor_entries, read_header
@@ -248,7 +248,7 @@ def _outline_of(
         library, name = _class_in(config)
     model = _build(_find_class(library, name, path), path, config, dtype)
     num_cast = _place(model, entries, dtype, is_quantised="quantization_config" in config)
-    cut = partition(model, OffloadConfig.from_options(onload_device="cpu"), is_compiled)
+    cut = partition(model, OffloadConfig.from_options(ModelOptions(onload_device="cpu")), is_compiled)
     groups = []
     for group, height in zip(cut.groups, cut.heights, strict=True):
         num_bytes = lay_out(

@@ -19,18 +19,9 @@ from ..errors import ConfigError, GroupFileError
 from ..integrations.sharing import DENOISERS, NUM_STEPS
 from ..plan.budgets import describe_bytes, parse_bytes
 from ..plan.chart import draw_chart
-from ..plan.planner import (
-    Budgets,
-    ComponentLoad,
-    Place,
-    Plan,
-    PlannedGroup,
-    Problem,
-    Speeds,
-    make_plan,
-    share_ram,
-    smallest_device_bytes,
-)
+from ..plan.placement import Budgets, Placement, PlannedGroup, Problem, Speeds, smallest_device_bytes
+from ..plan.planner import Plan, make_plan
+from ..plan.ram_shares import ComponentLoad, share_ram
 from ..plan.speeds import (
     ASSUMED_DRIVE,
     ASSUMED_H2D,
@@ -46,7 +37,7 @@ _GIB = 1 << 30
 _PROCESS_RAM = "1.5GiB"
 _MAX_SECONDS = 1e6
 """A pass that is said to take longer is a mistake."""
-_LETTERS = {Place.DEVICE: "D", Place.RAM: "R", Place.FILE: "f"}
+_LETTERS = {Placement.DEVICE: "D", Placement.RAM: "R", Placement.FILE: "f"}
 _LEGEND = "D stays on the device, R rests in RAM and is sent, f is read from its file and sent."
 
 
@@ -337,8 +328,8 @@ def _show(console: Console, component: _Component, asked: _Asked, dtype: str | N
     total = describe_bytes(plan.device_bytes + component.outer_bytes)
     say(
         console,
-        f"Device: {total}: {sizes[Place.DEVICE]} that stay, {describe_bytes(plan.slot_bytes)} to take turns in{held}. "
-        f"RAM: {sizes[Place.RAM]}. Files alone: {sizes[Place.FILE]}.",
+        f"Device: {total}: {sizes[Placement.DEVICE]} that stay, {describe_bytes(plan.slot_bytes)} to take turns in{held}. "
+        f"RAM: {sizes[Placement.RAM]}. Files alone: {sizes[Placement.FILE]}.",
     )
     if model.num_cast:
         say(
@@ -359,7 +350,7 @@ def _rows(component: _Component) -> Iterator[tuple[str, int, str]]:
     """Rows of the table: names, the size of each group, a letter for each. Neighbours of one list and one size are one row."""
     placed = {
         group.name: _LETTERS[place]
-        for group, place in zip(component.plan.problem.groups, component.plan.places, strict=True)
+        for group, place in zip(component.plan.problem.groups, component.plan.placements, strict=True)
     }
     for (_, size, is_outer), run in groupby(
         component.outline.groups, key=lambda group: (group.name.rsplit("_", 2)[0], group.num_bytes, group.is_outer)
@@ -369,9 +360,9 @@ def _rows(component: _Component) -> Iterator[tuple[str, int, str]]:
         yield label, size, "" if is_outer else "".join(placed[name] for name in names)
 
 
-def _bytes_by_place(plan: Plan) -> dict[Place, int]:
-    found = dict.fromkeys(Place, 0)
-    for group, place in zip(plan.problem.groups, plan.places, strict=True):
+def _bytes_by_place(plan: Plan) -> dict[Placement, int]:
+    found = dict.fromkeys(Placement, 0)
+    for group, place in zip(plan.problem.groups, plan.placements, strict=True):
         found[place] += group.num_bytes
     return found
 
@@ -424,7 +415,7 @@ def _as_json(
 
 def _component_as_json(component: _Component) -> dict[str, Any]:
     plan, prediction = component.plan, component.plan.prediction
-    placed = {group.name: place.value for group, place in zip(plan.problem.groups, plan.places, strict=True)}
+    placed = {group.name: place.value for group, place in zip(plan.problem.groups, plan.placements, strict=True)}
     return {
         "name": component.name,
         "model_class": component.outline.model_class or None,

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..plan.budgets import Budget, parse_budget, total_ram
-from ..plan.planner import ComponentLoad, share_ram
+from ..plan.ram_shares import ComponentLoad, share_ram
 from ..runtime.budget.budgeter import ram_for_weights
 from ..runtime.copies.reader import STAGING_BYTES
 from ..stores.checkpoint import FileMap

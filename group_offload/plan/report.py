@@ -1,4 +1,4 @@
-"""A plan, for people to read."""
+"""A plan as text: a table, and one sentence about the bound."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ from itertools import groupby
 
 from ..base.text import printable, table
 from .budgets import describe_bytes
-from .planner import Place, Plan, PlannedGroup
+from .placement import Placement, PlannedGroup
+from .planner import Plan
 
 _GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadPlan:
-    """What a module's budgets come to. `print` shows it as a table, with one sentence about what bounds a forward."""
+    """The plan for a module's budgets. `print` shows it as a table, with one sentence about what bounds a forward."""
 
     model: str
     details: Plan | None
-    """The plan itself: places, predicted times, stalls and bytes. None if no weights take turns."""
+    """The plan itself: placements, predicted times, stalls and bytes. None if no weights take turns."""
     device_has_memory: bool = True
-    """Of its own. Else it is the CPU, which computes with what rests in RAM where it is: all that moves is what is read."""
+    """Whether the device has its own memory. If not, it is the CPU: it computes with weights in RAM where they are, and
+    only weights that are read from files move."""
 
     @property
     def step_seconds(self) -> float | None:
-        """What a forward is predicted to take once all is in place."""
+        """The predicted time of a forward, once the plan is carried out."""
         return None if self.details is None else self.details.prediction.step_seconds
 
     @property
     def verdict(self) -> str:
-        """What bounds a forward, how far from that limit it is, and what more memory would bring."""
+        """What bounds a forward, how far from that limit it is, and how much time more memory would save."""
         if self.details is None:
             return "There are no weights that take turns."
         if self.device_has_memory:
@@ -56,7 +58,7 @@ class OffloadPlan:
         resident = plan.device_bytes - plan.slot_bytes
         p = plan.prediction
         if not self.device_has_memory:
-            in_ram = sum(g.num_bytes for g, place in _places(plan) if place is not Place.FILE)
+            in_ram = sum(g.num_bytes for g, placement in _placed(plan) if placement is not Placement.FILE)
             turns = f"what is read takes turns in {describe_bytes(plan.slot_bytes)} of it; " if p.drive_bytes else ""
             what = f"{self.model}: {describe_bytes(in_ram)} stay in RAM; {turns}each forward reads"
             return [*lines, f"{what} {describe_bytes(p.drive_bytes)} from the drive.", self.verdict]
@@ -69,20 +71,20 @@ class OffloadPlan:
         return lines
 
 
-def _places(plan: Plan) -> list[tuple[PlannedGroup, Place]]:
-    return [(g, place) for g, place in zip(plan.problem.groups, plan.places, strict=True) if g.num_bytes]
+def _placed(plan: Plan) -> list[tuple[PlannedGroup, Placement]]:
+    return [(g, placement) for g, placement in zip(plan.problem.groups, plan.placements, strict=True) if g.num_bytes]
 
 
-def _rows(plan: Plan, words: Mapping[Place, str]) -> Iterator[tuple[str, str, str, str]]:
-    """Neighbours that rest on the same tier are one row."""
-    for where, run in groupby(_places(plan), key=lambda each: words[each[1]]):
+def _rows(plan: Plan, words: Mapping[Placement, str]) -> Iterator[tuple[str, str, str, str]]:
+    """Rows of the table. Neighbours that rest on the same tier are one row."""
+    for where, run in groupby(_placed(plan), key=lambda each: words[each[1]]):
         mine = [group for group, _ in run]
         name = mine[0].name if len(mine) == 1 else f"{mine[0].name} to {mine[-1].name}"
         yield name, str(len(mine)), describe_bytes(sum(group.num_bytes for group in mine)), where
 
 
-_WHERE_ON_CPU = {Place.DEVICE: "RAM", Place.RAM: "RAM", Place.FILE: "drive"}
-_WHERE = {Place.DEVICE: "device", Place.RAM: "RAM", Place.FILE: "drive"}
+_WHERE_ON_CPU = {Placement.DEVICE: "RAM", Placement.RAM: "RAM", Placement.FILE: "drive"}
+_WHERE = {Placement.DEVICE: "device", Placement.RAM: "RAM", Placement.FILE: "drive"}
 
 
 def _gains(plan: Plan) -> Iterator[str]:

@@ -22,7 +22,8 @@ from ..base.device import Backend
 from ..config import OffloadConfig, OffloadType
 from ..errors import ConfigError
 from ..plan.budgets import AUTO, describe_bytes
-from ..plan.planner import Place, Plan, Speeds
+from ..plan.placement import Placement, Speeds
+from ..plan.planner import Plan
 from ..plan.speeds import ASSUMED_DRIVE, known_speeds
 from ..stores.base import Tier
 from ..stores.files import FileImage
@@ -300,7 +301,7 @@ class Placer:
 
     def reside(self) -> None:
         """Let the groups stay on the device that the plan puts there, as far as they are there, and no others."""
-        self._memory.reside(self._budgeter.at(Place.DEVICE), self._groups, self._config)
+        self._memory.reside(self._budgeter.at(Placement.DEVICE), self._groups, self._config)
 
     def _note_times(self) -> None:
         for timed, by_group, rest in self._stopwatch.results():
@@ -309,7 +310,7 @@ class Placer:
 
     def _share_out_files(self) -> None:
         """Groups that the plan puts into RAM are locked there, and those that are needed around others."""
-        in_ram = self._budgeter.at(Place.RAM)
+        in_ram = self._budgeter.at(Placement.RAM)
         self._files.share_out(
             part.image
             for group in self._groups

@@ -183,7 +183,7 @@ def test_both_budgets(tier: str, device: SimulatedDevice, tmp_path: Path) -> Non
     stats = handle.stats()
     assert stats.resident_bytes > num_bytes // 8 and stats.pinned_bytes > num_bytes // 8
     plan = handle.plan
-    places = {place.value for place in plan.details.places}
+    places = {place.value for place in plan.details.placements}
     assert places == {"device", "ram", "file"}
     assert "bounds a pass" in str(plan) and "One GiB more of VRAM" in str(plan) and "One GiB more of RAM" in str(plan)
     state = resident.state_dict()
@@ -808,8 +808,8 @@ def test_three_tiers_read_each_group_of_the_drive_once(
         handle._engine.transfer.wait_until_enqueued()  # type: ignore[union-attr]
         after, details = handle.stats().bytes_read, handle.plan.details
         handle.remove()
-    assert details is not None and {place.value for place in details.places} == {"device", "ram", "file"}
-    planned = list(zip(details.problem.groups, details.places, strict=True))
+    assert details is not None and {place.value for place in details.placements} == {"device", "ram", "file"}
+    planned = list(zip(details.problem.groups, details.placements, strict=True))
     on_drive = sum(group.num_bytes for group, place in planned if place.value == "file")
     read = sum(after[way] - before[way] for way in ("direct", "page cache"))
     largest = max(group.num_bytes for group, _ in planned)

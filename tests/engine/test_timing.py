@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from group_offload import OffloadHandle, StateError, apply_activation_offloading, apply_group_offloading
-from group_offload.plan.planner import Place
+from group_offload.plan.placement import Placement
 
 from ..support.simulated import use_simulated_device
 from ..support.speeds import KNOWN_SPEEDS
@@ -150,8 +150,8 @@ def test_the_plan_and_the_trace_agree(monkeypatch: pytest.MonkeyPatch, tmp_path:
             assert took.get("stalls", 0.0) == pytest.approx(predicted.step_seconds - COMPUTE, abs=0.03 * seconds)
             sent = sum(
                 group.num_bytes
-                for group, place in zip(details.problem.groups, details.places, strict=True)
-                if place is not Place.DEVICE
+                for group, place in zip(details.problem.groups, details.placements, strict=True)
+                if place is not Placement.DEVICE
             )
             assert took["H2D"] == pytest.approx(sent / LINK, rel=0.03)
 

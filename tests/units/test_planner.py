@@ -17,25 +17,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from group_offload.errors import ConfigError
-from group_offload.plan.planner import (
+from group_offload.plan.pass_model import Prediction, simulate
+from group_offload.plan.placement import (
     Budgets,
-    ComponentLoad,
-    Place,
-    Plan,
+    Placement,
     PlannedGroup,
-    Prediction,
     Problem,
     Speeds,
-    least_seconds,
-    make_plan,
-    share_ram,
-    simulate,
     smallest_device_bytes,
     smallest_ram_bytes,
 )
+from group_offload.plan.planner import Plan, least_seconds, make_plan
+from group_offload.plan.ram_shares import ComponentLoad, share_ram
 
 MIB, GIB = 1 << 20, 1 << 30
-D, R, F = Place.DEVICE, Place.RAM, Place.FILE
+D, R, F = Placement.DEVICE, Placement.RAM, Placement.FILE
 NO_BUDGETS = Budgets(device_bytes=None, ram_bytes=None)
 ROUND_SPEEDS = Speeds(h2d=100 * MIB, drive=10 * MIB)
 """So that 100 MiB are a second on the link, and ten from the drive."""
@@ -179,14 +175,14 @@ def test_facts_of_the_prototype() -> None:
 
 def test_no_budget_streams_from_ram() -> None:
     plan = make_plan(flux(in_file=True))
-    assert set(plan.places) == {R}
+    assert set(plan.placements) == {R}
     assert plan.slot_bytes == plan.device_bytes == 2 * 680_000_000
     assert plan.ram_bytes == sum(group.num_bytes for group in plan.problem.groups)
 
 
 def test_everything_resident_takes_no_ram_and_no_slots() -> None:
     plan = make_plan(within(flux(in_file=True), 23 * GIB, 0))
-    assert set(plan.places) == {D}
+    assert set(plan.placements) == {D}
     assert plan.ram_bytes == plan.slot_bytes == 0
     assert plan.prediction.step_seconds == pytest.approx(0.170)
 
@@ -207,14 +203,14 @@ def test_flux_from_the_drive_is_near_its_limit(device_bytes: int) -> None:
 def test_large_groups_are_resident_so_that_slots_are_small() -> None:
     sizes = [10 * MIB] * 10 + [100 * MIB, 10 * MIB, 100 * MIB]
     plan = make_plan(within(problem_of(groups_of(sizes, 0.01)), 230 * MIB))
-    assert (plan.places[10], plan.places[12], plan.slot_bytes) == (D, D, 20 * MIB)
+    assert (plan.placements[10], plan.placements[12], plan.slot_bytes) == (D, D, 20 * MIB)
 
 
 def test_unknown_compute_is_spread_evenly() -> None:
     plan = make_plan(within(problem_of(groups_of([100 * MIB] * 40)), 22 * 100 * MIB))
-    assert plan.places.count(D) == 20
+    assert plan.placements.count(D) == 20
     for start in range(0, 40, 8):
-        assert plan.places[start : start + 8].count(D) in (3, 4, 5)
+        assert plan.placements[start : start + 8].count(D) in (3, 4, 5)
 
 
 def test_least_is_sent_of_plans_that_are_as_fast() -> None:
@@ -227,7 +223,7 @@ def test_left_out_groups_rest_where_they_take_least() -> None:
     groups = groups_of([10 * MIB] * 4, 1.0)
     groups[3] = replace(groups[3], is_in_file=False)
     plan = make_plan(within(problem_of(groups, order=[0, 1]), GIB, GIB))
-    assert plan.places == (D, D, F, R)
+    assert plan.placements == (D, D, F, R)
     assert plan.ram_bytes == 10 * MIB
 
 
@@ -242,7 +238,7 @@ def test_holes_in_the_budgets_are_filled() -> None:
 def test_what_may_not_reside_is_sent() -> None:
     groups = [replace(group, may_reside=index != 1) for index, group in enumerate(groups_of([10 * MIB] * 5, 0.1))]
     plan = make_plan(within(problem_of(groups, num_slots=1), GIB))
-    assert plan.places[1] is not D
+    assert plan.placements[1] is not D
 
 
 @pytest.mark.parametrize("shape", ["mixed", "three huge", "used again"])
@@ -341,7 +337,7 @@ def budget(share: float | None, smallest: int, total: int) -> int | None:
     return None if share is None else smallest + int(share * (total - smallest))
 
 
-def placements(problem: Problem) -> Iterator[tuple[Place, ...]]:
+def placements(problem: Problem) -> Iterator[tuple[Placement, ...]]:
     """All that fit, with groups that no use needs where a plan leaves them."""
     choices = []
     for index, group in enumerate(problem.groups):
@@ -352,7 +348,7 @@ def placements(problem: Problem) -> Iterator[tuple[Place, ...]]:
     yield from (places for places in product(*choices) if fits(problem, places))
 
 
-def fits(problem: Problem, places: Sequence[Place]) -> bool:
+def fits(problem: Problem, places: Sequence[Placement]) -> bool:
     device, ram = footprint(problem, places)
     budgets = problem.budgets
     return (budgets.device_bytes is None or device <= budgets.device_bytes) and (
@@ -360,7 +356,7 @@ def fits(problem: Problem, places: Sequence[Place]) -> bool:
     )
 
 
-def footprint(problem: Problem, places: Sequence[Place]) -> tuple[int, int]:
+def footprint(problem: Problem, places: Sequence[Placement]) -> tuple[int, int]:
     """Bytes on the device and in RAM."""
     both = list(zip(problem.groups, places, strict=True))
     slots = sum(nlargest(problem.num_slots, (group.num_bytes for group, place in both if place is not D)))
@@ -370,9 +366,9 @@ def footprint(problem: Problem, places: Sequence[Place]) -> tuple[int, int]:
 
 def assert_sound(plan: Plan) -> None:
     problem = plan.problem
-    assert (plan.device_bytes, plan.ram_bytes) == footprint(problem, plan.places)
-    assert fits(problem, plan.places)
-    assert plan.prediction == simulate(problem, plan.places)  # which refuses places where a group cannot rest
+    assert (plan.device_bytes, plan.ram_bytes) == footprint(problem, plan.placements)
+    assert fits(problem, plan.placements)
+    assert plan.prediction == simulate(problem, plan.placements)  # which refuses places where a group cannot rest
     assert plan.prediction.step_seconds >= plan.prediction.limit_seconds * (1 - 1e-9)
     assert plan.prediction.step_seconds >= least_seconds(problem) * (1 - 1e-9)
     stalled = sum(seconds for _, seconds in plan.prediction.stalls)
@@ -495,7 +491,7 @@ def test_bad_places() -> None:
     groups = groups_of([1, 1], in_file=False)
     groups[1] = replace(groups[1], may_reside=False)
     problem = problem_of(groups)
-    with pytest.raises(ValueError, match="1 places for 2 groups"):
+    with pytest.raises(ValueError, match="1 placements for 2 groups"):
         simulate(problem, [R])
     with pytest.raises(ValueError, match=r"'blocks\.0' has no file"):
         simulate(problem, [F, R])

@@ -29,18 +29,9 @@ from ...base.ram import available_ram, locked, ram_in_use
 from ...base.torch_internals import tree_leaves
 from ...errors import ConfigError
 from ...plan.budgets import Auto, Budget, auto_ram, describe_bytes
-from ...plan.planner import (
-    Budgets,
-    Place,
-    Plan,
-    PlannedGroup,
-    Problem,
-    Speeds,
-    least_seconds,
-    make_plan,
-    simulate,
-    smallest_device_bytes,
-)
+from ...plan.pass_model import simulate
+from ...plan.placement import Budgets, Placement, PlannedGroup, Problem, Speeds, smallest_device_bytes
+from ...plan.planner import Plan, least_seconds, make_plan
 from ...stores.files import FileImage
 from ...stores.ways import LOCKED_SHARE
 from ..groups.group import Group
@@ -217,8 +208,8 @@ class Budgeter:
         self.outer_bytes, self._staging_bytes = outer_bytes, staging_bytes
         if self.groups:
             problem = self._problem(None)
-            places = [Place.FILE if _is_read(group) else Place.RAM for group in self.groups]
-            self.plan = replace(make_plan(problem), places=tuple(places), prediction=simulate(problem, places))
+            rests = [Placement.FILE if _is_read(group) else Placement.RAM for group in self.groups]
+            self.plan = replace(make_plan(problem), placements=tuple(rests), prediction=simulate(problem, rests))
 
     def refresh(self) -> None:
         """Let the plan say what it would now, if compute or the drive are not as fast as they were."""
@@ -258,7 +249,7 @@ class Budgeter:
             plan = make_plan(problem)
         self.plan = plan
         # The first one may say what was guessed; but what stays on the device has not been carried out.
-        return plan if is_first or before is None or plan.places != before.places else None
+        return plan if is_first or before is None or plan.placements != before.placements else None
 
     def room_for_residents(self, kind: Kind, others: int) -> int:
         """Device memory that groups may stay in during this pass."""
@@ -307,11 +298,13 @@ class Budgeter:
         speeds, drive = self._speeds(), self.drive.bytes_per_s
         return speeds if drive is None else replace(speeds, drive=drive)
 
-    def at(self, place: Place) -> frozenset[Group]:
+    def at(self, placement: Placement) -> frozenset[Group]:
         """The groups that the plan puts there."""
         if self.plan is None:
             return frozenset()
-        return frozenset(group for group, found in zip(self.groups, self.plan.places, strict=True) if found is place)
+        return frozenset(
+            group for group, found in zip(self.groups, self.plan.placements, strict=True) if found is placement
+        )
 
     # ---------------------------------------------------------------- what passes teach
 
@@ -430,8 +423,8 @@ class Budgeter:
 
 
 def _as_of(problem: Problem, plan: Plan) -> Plan:
-    """The same places, with what is known by now."""
-    return replace(plan, problem=problem, prediction=simulate(problem, plan.places))
+    """The same placements, with what is known by now."""
+    return replace(plan, problem=problem, prediction=simulate(problem, plan.placements))
 
 
 def _plan_if_better(problem: Problem, before: Plan) -> Plan:
@@ -441,7 +434,7 @@ def _plan_if_better(problem: Problem, before: Plan) -> Plan:
     if least_seconds(problem) >= worth_it:
         return kept  # no search finds one
     plan = make_plan(problem)
-    return plan if plan.places == before.places or plan.prediction.step_seconds <= worth_it else kept
+    return plan if plan.placements == before.placements or plan.prediction.step_seconds <= worth_it else kept
 
 
 def _is_read(group: Group) -> bool:

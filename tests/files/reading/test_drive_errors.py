@@ -14,7 +14,7 @@ import pytest
 
 from group_offload import GroupFileError
 from group_offload.base.device import HostBackend
-from group_offload.plan.planner import Place
+from group_offload.plan.placement import Placement
 from group_offload.runtime.copies import jobs, reader
 from group_offload.runtime.measure import drive
 
@@ -221,7 +221,7 @@ def test_the_plan_knows_a_drive_that_became_slow(
         assert rig.handle.plan.details.problem.speeds.drive == KNOWN_SPEEDS.drive > most
         rig.check(5)
         plan = rig.handle.plan.details
-        planned = zip(plan.problem.groups, plan.places, strict=True)
-        read = sum(group.num_bytes for group, place in planned if place is Place.FILE)
+        planned = zip(plan.problem.groups, plan.placements, strict=True)
+        read = sum(group.num_bytes for group, place in planned if place is Placement.FILE)
         assert plan.problem.speeds.drive <= most
         assert plan.prediction.drive_seconds >= read / most > 0

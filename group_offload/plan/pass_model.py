@@ -1,0 +1,374 @@
+"""How long a pass takes with a given placement.
+
+`simulate(problem, placements)` predicts one placement. The functions here touch no device, no file and no clock, and give
+the same answer every time.
+
+[Note: The model of a pass]
+Passes follow one another, and the prediction is for one pass of many. Three things work at the same time, each on one
+item at a time and in order of use: the drive reads, the link copies to the device, the device computes.
+
+- A resident group (`Placement.DEVICE`) is computed as soon as the use before it is. Every other group is sent for each
+  use, except that uses that follow each other directly are one. If all groups that are used and not resident fit in the
+  slots together, they stay there and none is sent.
+- The slots are a ring of bytes. A use can take its bytes as soon as the last of the earlier uses that had them was
+  computed. `ring` decides which bytes these are, for the engine too. (The engine may send several small groups together;
+  in this model each has a slot to itself.)
+- The link is one copy stream. It begins a use once the use before it has arrived and the slot is free. A use that comes
+  from a file arrives no sooner than the drive has read it, and the uses behind it wait, even those that come from RAM.
+- The drive is never further ahead of the link than the staging memory. It reads on while slots are taken.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import nlargest
+from itertools import accumulate, groupby
+
+from .placement import Placement, Problem, smallest_ram_bytes
+from .ring import Geometry
+
+_CHUNK_BYTES = 16 << 20
+"""The last chunk of a group is sent after it was read, so the link needs the time of this many bytes more."""
+_MIN_PASSES, _MAX_PASSES = 3, 8
+"""How many passes are simulated. The first begins with nothing on its way; later ones soon take equally long."""
+_SAME_PASS = 1e-4
+"""Two passes take equally long if their times differ by a smaller share than this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """One pass in steady state, by [Note: The model of a pass]. Times in seconds."""
+
+    step_seconds: float
+    stall_seconds: float
+    """How long compute waits for bytes."""
+    stalls: tuple[tuple[str, float], ...]
+    """Names of the groups that compute waits for, and how long in one pass; the longest wait first."""
+    h2d_bytes: int
+    drive_bytes: int
+    h2d_seconds: float
+    drive_seconds: float
+    compute_seconds: float
+
+    @property
+    def bound(self) -> str:
+        """The part of the machine that is busy longest: "compute", "PCIe" or "drive"."""
+        busy = {"compute": self.compute_seconds, "PCIe": self.h2d_seconds, "drive": self.drive_seconds}
+        return max(busy, key=lambda name: busy[name])
+
+    @property
+    def limit_seconds(self) -> float:
+        """How long that part is busy: no order of work makes this placement faster."""
+        return max(self.compute_seconds, self.h2d_seconds, self.drive_seconds)
+
+
+def simulate(problem: Problem, placements: Sequence[Placement]) -> Prediction:
+    """Predict one pass with group i resting on `placements[i]`, within the budgets or not.
+
+    Raises:
+        ValueError: a number of placements that is not the number of groups, or a tier where a group cannot rest.
+    """
+    if len(placements) != len(problem.groups):
+        raise ValueError(f"{len(placements)} placements for {len(problem.groups)} groups")
+    for group, placement in zip(problem.groups, placements, strict=True):
+        if placement is Placement.FILE and not group.is_in_file:
+            raise ValueError(f"group {group.name!r} has no file that it could rest in")
+        if placement is Placement.DEVICE and not group.may_reside:
+            raise ValueError(f"group {group.name!r} may not stay on the device")
+    model = PassModel(problem)
+    footprint = model.footprint(placements)
+    return model.predict(footprint, model.run(placements, footprint))
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes that a placement takes, and bytes that it moves in one pass."""
+
+    slot_bytes: int
+    device_bytes: int
+    """Resident groups and slots."""
+    ram_bytes: int
+    """Groups that rest in RAM and that a file holds. (All others take RAM on every tier.)"""
+    not_resident_bytes: int
+    """Groups that are used and not resident, whether they are sent each time or all fit in the slots."""
+    h2d_bytes: int
+    drive_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedPass:
+    """One pass in steady state, as the search needs it."""
+
+    step_seconds: float
+    stalls: dict[int, float]
+    """Seconds that compute waits, by the index of the group that it waits for."""
+    num_uses: int
+    """How many uses were simulated, over all passes."""
+
+
+class PassModel:
+    """A problem, prepared for simulating many placements of it."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.groups = problem.groups
+        self.sizes = [group.num_bytes for group in self.groups]
+        num_uses = [0] * len(self.groups)
+        for index in problem.order:
+            num_uses[index] += 1
+        self.uses: list[tuple[int, float]] = []
+        """Group and seconds of compute of each use. Uses that follow each other directly are one."""
+        for index, run in groupby(problem.order):
+            share = sum(1 for _ in run) / num_uses[index]
+            self.uses.append((index, share * self.groups[index].compute_seconds))
+        self.num_sent = [0] * len(self.groups)
+        """How often each group is sent in a pass unless it is resident."""
+        for index, _ in self.uses:
+            self.num_sent[index] += 1
+        self.used = list(dict.fromkeys(index for index, _ in self.uses))
+        """The groups that are used, in the order of their first use."""
+        self.compute_seconds = sum(seconds for _, seconds in self.uses)
+        budgets = problem.budgets
+        self.device_budget = 0 if budgets.device_bytes is None else budgets.device_bytes
+        self.has_residents = budgets.device_bytes is not None
+        self.ram_room = math.inf if budgets.ram_bytes is None else budgets.ram_bytes - smallest_ram_bytes(problem)
+        """RAM for groups that a file holds."""
+
+    def choices(self, index: int) -> list[Placement]:
+        """The tiers where a group that is used may rest, the fastest first."""
+        group = self.groups[index]
+        choices = [Placement.RAM]
+        if group.may_reside and self.has_residents:
+            choices.insert(0, Placement.DEVICE)
+        if group.is_in_file and self.ram_room < math.inf:
+            choices.append(Placement.FILE)
+        return choices
+
+    def lowest(self) -> list[Placement]:
+        """The placement with each group on the lowest tier that it may rest on."""
+        placements = [Placement.FILE if group.is_in_file else Placement.RAM for group in self.groups]
+        if self.ram_room == math.inf:
+            for index in self.used:
+                placements[index] = Placement.RAM
+        return placements
+
+    def footprint(self, placements: Sequence[Placement]) -> Footprint:
+        # Each candidate of the search comes through here, so the names are bound to locals.
+        sizes, sent, device, file = self.sizes, self.num_sent, Placement.DEVICE, Placement.FILE
+        streamed = [index for index, placement in enumerate(placements) if placement is not device]
+        slots = sum(nlargest(self.problem.num_slots, [sizes[index] for index in streamed]))
+        resident = sum(sizes) - sum([sizes[index] for index in streamed])
+        ram = sum(
+            [sizes[index] for index in streamed if placements[index] is not file and self.groups[index].is_in_file]
+        )
+        not_resident = sum([sizes[index] for index in streamed if sent[index]])
+        if not_resident <= slots:
+            return Footprint(slots, resident + slots, ram, not_resident, 0, 0)
+        h2d = sum([sizes[index] * sent[index] for index in streamed])
+        drive = sum([sizes[index] * sent[index] for index in streamed if placements[index] is file])
+        return Footprint(slots, resident + slots, ram, not_resident, h2d, drive)
+
+    def fits(self, footprint: Footprint) -> bool:
+        """Whether a placement is within the budgets."""
+        fits_on_device = not self.has_residents or footprint.device_bytes <= self.device_budget
+        return fits_on_device and footprint.ram_bytes <= self.ram_room
+
+    def limit_seconds(self, footprint: Footprint) -> float:
+        """How long a pass takes at least: compute, the link and the drive are each busy for so long."""
+        speeds = self.problem.speeds
+        return max(self.compute_seconds, footprint.h2d_bytes / speeds.h2d, footprint.drive_bytes / speeds.drive)
+
+    def run(self, placements: Sequence[Placement], footprint: Footprint) -> SimulatedPass:
+        """Simulate passes until two take equally long. Of these two the mean counts."""
+        if not footprint.h2d_bytes:
+            return SimulatedPass(self.compute_seconds, {}, 0)
+        sent = _sent_uses(self, placements, footprint.slot_bytes)
+        clocks = _Clocks(sent)
+        before, after, num_passes = [0.0], clocks.run_pass(), 1
+        while num_passes < _MIN_PASSES or (
+            num_passes < _MAX_PASSES and not _take_equally_long(self.compute_seconds, before, after)
+        ):
+            before, after, num_passes = after, clocks.run_pass(), num_passes + 1
+        stalls: dict[int, float] = {}
+        for group, one, other in zip(sent.groups, before, after, strict=True):
+            stalls[group] = stalls.get(group, 0.0) + (one + other) / 2
+        return SimulatedPass(self.compute_seconds + sum(stalls.values()), stalls, num_passes * len(sent.groups))
+
+    def predict(self, footprint: Footprint, run: SimulatedPass) -> Prediction:
+        stalls = sorted(((self.groups[i].name, s) for i, s in run.stalls.items() if s > 0), key=lambda stall: -stall[1])
+        return Prediction(
+            step_seconds=run.step_seconds,
+            stall_seconds=run.step_seconds - self.compute_seconds,
+            stalls=tuple(stalls),
+            h2d_bytes=footprint.h2d_bytes,
+            drive_bytes=footprint.drive_bytes,
+            h2d_seconds=footprint.h2d_bytes / self.problem.speeds.h2d,
+            drive_seconds=footprint.drive_bytes / self.problem.speeds.drive,
+            compute_seconds=self.compute_seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """The work of the drive for one use."""
+
+    seconds: float
+    last_chunk_seconds: float
+    """How long the link needs for the last chunk, after it was read."""
+    windows: list[tuple[int, float]]
+    """Pairs (i, s): the read ends no sooner than s seconds after the begin of the copy i reads earlier. See `_windows`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _SentUses:
+    """The uses of one pass whose groups are sent. Each list has one entry for each of these uses."""
+
+    groups: list[int]
+    gaps: list[float]
+    """Seconds of compute of resident groups right before the use."""
+    computes: list[float]
+    """Seconds of compute of the use."""
+    copies: list[float]
+    """Seconds that the link needs for the use."""
+    backs: list[int]
+    """How many uses earlier the use is that has to be computed before the slot of this one is free."""
+    reads: list[_Read | None]
+    """The read from a file. None: the group rests in RAM."""
+
+
+def _take_equally_long(compute_seconds: float, before: list[float], after: list[float]) -> bool:
+    """Whether two passes do, by their stalls."""
+    stalled = sum(after)
+    return abs(stalled - sum(before)) <= _SAME_PASS * (compute_seconds + stalled)
+
+
+class _Clocks:
+    """The times when the drive, the link and compute are done with the work that they were given."""
+
+    def __init__(self, sent: _SentUses) -> None:
+        self._sent = sent
+        self._drive = self._link = self._compute = 0.0
+        self._ends = [0.0] * len(sent.groups)
+        """When the compute of each use ended. Before the first pass stands one that took no time."""
+        self._starts = [0.0] * (sum(read is not None for read in sent.reads) + 1)
+        """When the copy of each use that is read from a file began."""
+
+    def run_pass(self) -> list[float]:
+        """Simulate a pass. Returns the seconds that compute waits for each use."""
+        ends, link, compute = self._ends, self._link, self._compute
+        stalls, sent = [], self._sent
+        for gap, seconds, copy, back, read in zip(
+            sent.gaps, sent.computes, sent.copies, sent.backs, sent.reads, strict=True
+        ):
+            free = ends[-back]
+            start = free if free > link else link
+            link = start + copy
+            if read is not None:
+                link = max(link, self._read(read, start) + read.last_chunk_seconds)
+            compute += gap
+            stall = link - compute if link > compute else 0.0
+            stalls.append(stall)
+            compute += stall + seconds
+            ends.append(compute)
+        self._link, self._compute = link, compute
+        return stalls
+
+    def _read(self, read: _Read, start: float) -> float:
+        """When the read ends, if the copy begins at `start`."""
+        self._starts.append(start)
+        drive = self._drive + read.seconds
+        for back, seconds in read.windows:
+            drive = max(drive, self._starts[-1 - back] + seconds)
+        self._drive = drive
+        return drive
+
+
+def _sent_uses(model: PassModel, placements: Sequence[Placement], slot_bytes: int) -> _SentUses:
+    speeds, sizes = model.problem.speeds, model.sizes
+    groups, gaps, computes, gap = [], [], [], 0.0
+    for index, seconds in model.uses:
+        if placements[index] is Placement.DEVICE:
+            gap += seconds
+        else:
+            groups.append(index)
+            gaps.append(gap)
+            computes.append(seconds)
+            gap = 0.0
+    gaps[0] += gap  # residents at the end of a pass are computed before the first use of the next one
+    largest = max(size for size, placement in zip(sizes, placements, strict=True) if placement is not Placement.DEVICE)
+    sent_sizes = [sizes[index] for index in groups]
+    reads = _reads([sizes[index] for index in groups if placements[index] is Placement.FILE], model.problem)
+    return _SentUses(
+        groups=groups,
+        gaps=gaps,
+        computes=computes,
+        copies=[size / speeds.h2d for size in sent_sizes],
+        backs=_backs(sent_sizes, Geometry(slot_bytes, largest)),
+        reads=[next(reads) if placements[index] is Placement.FILE else None for index in groups],
+    )
+
+
+def _backs(sizes: list[int], geometry: Geometry) -> list[int]:
+    """For each use of a pass: how many uses earlier the use is whose compute has to be over before a slot is free.
+
+    This is steady state, so uses of the pass before count too. A pass does not fit in the ring as a whole, so no use waits
+    for one that is more than a pass back.
+    """
+    live: dict[int, int] = {}
+    """Where uses begin whose bytes no later use has taken, oldest first."""
+    begins: list[int] = []
+    """The same, in the order of the bytes, for bisection: there may be many small uses."""
+    ends: list[int] = []
+    uses: list[int] = []
+    backs, head, over = [], 0, -1
+    for use, size in enumerate(sizes * 2):
+        is_first = use == len(sizes)
+        # The first position mostly is the best: it is free already, or as soon as the oldest use is over.
+        found = geometry.fit(0 if is_first else head, size)
+        i, j = bisect_right(ends, found), bisect_left(begins, found + size)
+        best = uses[i] if j == i + 1 else max(uses[i:j], default=-1)
+        if best > over and best > next(iter(live)):
+            best = use
+            for start in geometry.starts(size, head, live.values(), is_first=is_first):
+                last = max(uses[bisect_right(ends, start) : bisect_left(begins, start + size)], default=-1)
+                if last < best:
+                    found, best = start, last
+                if best <= over or best == next(iter(live)):
+                    break
+            i, j = bisect_right(ends, found), bisect_left(begins, found + size)
+        head = found + size
+        over = max(over, best)
+        for taken in uses[i:j]:
+            del live[taken]
+        live[use] = found
+        begins[i:j], ends[i:j], uses[i:j] = [found], [head], [use]
+        backs.append(use - over)
+    return backs[len(sizes) :]
+
+
+def _reads(sizes: list[int], problem: Problem) -> Iterator[_Read]:
+    windows = _windows(sizes, min(problem.staging_bytes, sum(sizes)), problem.speeds.drive)
+    for size, window in zip(sizes, windows, strict=True):
+        yield _Read(size / problem.speeds.drive, min(size, _CHUNK_BYTES) / problem.speeds.h2d, window)
+
+
+def _windows(sizes: list[int], staging_bytes: int, drive: float) -> list[list[tuple[int, float]]]:
+    """For each use from a file: the copies that have to begin before the drive can read it to its end.
+
+    A copy frees frames of the staging memory faster than the drive fills them. So the only limit is this: the byte that
+    lies `staging_bytes` behind the first byte of a copy cannot be read before that copy begins. The copies listed for a use
+    are those for which that byte lies in the use.
+    """
+    ends = list(accumulate(sizes * 2))
+    begins = [0, *ends]
+    windows, first = [], 0
+    for index, end in enumerate(ends):
+        window = []
+        while first <= index and begins[first] + staging_bytes <= end:
+            window.append((index - first, (end - begins[first] - staging_bytes) / drive))
+            first += 1
+        windows.append(window)
+    return windows[len(sizes) :]

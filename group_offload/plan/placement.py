@@ -1,0 +1,153 @@
+"""What a plan is made from: groups of weights, the tiers that they may rest on, speeds and budgets. Frozen data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from heapq import nlargest
+
+from ..errors import ConfigError
+
+
+class Placement(StrEnum):
+    """Where a group rests between its uses."""
+
+    DEVICE = "device"
+    """The group stays on the device. It takes no RAM if a file holds its weights."""
+    RAM = "ram"
+    """The group rests in page-locked RAM and is sent to the device for each use."""
+    FILE = "file"
+    """The group is read from the drive and sent to the device for each use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedGroup:
+    """A group of weights, as far as a plan needs to know it.
+
+    Raises:
+        ValueError: negative bytes, or a compute time that is negative or not finite.
+    """
+
+    name: str
+    num_bytes: int
+    compute_seconds: float
+    """Compute time of all uses of the group in one pass together. 0: the time is not known."""
+    is_in_file: bool
+    """Whether a file holds the weights. If not, they take RAM on every tier, and `Placement.FILE` is not possible."""
+    may_reside: bool = True
+    """Whether `Placement.DEVICE` is possible."""
+
+    def __post_init__(self) -> None:
+        if self.num_bytes < 0:
+            raise ValueError(f"group {self.name!r}: num_bytes={self.num_bytes} is negative")
+        if not 0 <= self.compute_seconds < math.inf:
+            raise ValueError(f"group {self.name!r}: compute_seconds={self.compute_seconds} has to be finite, 0 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """Speeds in bytes per second.
+
+    Raises:
+        ValueError: a speed that is not finite and above 0.
+    """
+
+    h2d: float
+    """Speed of the link: from page-locked RAM to the device."""
+    drive: float
+    """Speed of the drive: from a file to page-locked RAM, past the page cache."""
+
+    def __post_init__(self) -> None:
+        for name, speed in (("h2d", self.h2d), ("drive", self.drive)):
+            if not 0 < speed < math.inf:
+                raise ValueError(f"{name}={speed} bytes per second has to be finite and more than 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgets:
+    """Bytes for weights alone: the caller has subtracted activations and everything else. None: no budget was given.
+
+    Raises:
+        ValueError: a negative budget.
+    """
+
+    device_bytes: int | None
+    """Device memory for resident groups and slots. None: no group is resident."""
+    ram_bytes: int | None
+    """RAM for groups that rest there, and for groups that no file holds. None: all groups may rest in RAM."""
+
+    def __post_init__(self) -> None:
+        for name, num_bytes in (("device_bytes", self.device_bytes), ("ram_bytes", self.ram_bytes)):
+            if num_bytes is not None and num_bytes < 0:
+                raise ValueError(f"{name}={num_bytes} is negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Everything that a plan is made from.
+
+    Raises:
+        ValueError: no groups, no uses, a use of a group that does not exist, no slots, negative staging.
+    """
+
+    groups: tuple[PlannedGroup, ...]
+    order: tuple[int, ...]
+    """Indices into `groups`, in the order of use in one pass. A group may be used several times, or not at all."""
+    speeds: Speeds
+    budgets: Budgets
+    num_slots: int = 2
+    """The slots hold this many of the largest groups that are sent."""
+    staging_bytes: int = 256 << 20
+    """How many bytes the drive may be ahead of the link."""
+
+    def __post_init__(self) -> None:
+        if not self.groups or not self.order:
+            raise ValueError(f"nothing to plan: {len(self.groups)} groups, {len(self.order)} uses")
+        wrong = [index for index in self.order if not 0 <= index < len(self.groups)]
+        if wrong:
+            raise ValueError(f"order uses group {wrong[0]}; there are {len(self.groups)}, counted from 0")
+        if self.num_slots < 1:
+            raise ValueError(f"num_slots={self.num_slots}: at least 1 is needed")
+        if self.staging_bytes < 0:
+            raise ValueError(f"staging_bytes={self.staging_bytes} is negative")
+
+
+def smallest_device_bytes(problem: Problem) -> int:
+    """The smallest device budget that works: slots, and no resident groups."""
+    return sum(nlargest(problem.num_slots, (group.num_bytes for group in problem.groups)))
+
+
+def smallest_ram_bytes(problem: Problem) -> int:
+    """The smallest RAM budget that works: the groups that no file holds."""
+    return sum(group.num_bytes for group in problem.groups if not group.is_in_file)
+
+
+def check_budgets(problem: Problem) -> None:
+    """
+    Raises:
+        ConfigError: a budget that no placement fits. The message names the smallest budget that works.
+    """
+    budgets, wrong = problem.budgets, []
+    device, ram = smallest_device_bytes(problem), smallest_ram_bytes(problem)
+    if budgets.device_bytes is not None and budgets.device_bytes < device:
+        largest = max(problem.groups, key=lambda group: group.num_bytes)
+        wrong.append(
+            f"the device budget for weights is {exact_bytes(budgets.device_bytes)}; the smallest that works is "
+            f"{exact_bytes(device)}: {problem.num_slots} slots; the largest group is {largest.name!r} with "
+            f"{exact_bytes(largest.num_bytes)}"
+        )
+    if budgets.ram_bytes is not None and budgets.ram_bytes < ram:
+        largest = max((group for group in problem.groups if not group.is_in_file), key=lambda group: group.num_bytes)
+        wrong.append(
+            f"the RAM budget for weights is {exact_bytes(budgets.ram_bytes)}; the smallest that works is "
+            f"{exact_bytes(ram)}: all groups that have no file; the largest of them is {largest.name!r} with "
+            f"{exact_bytes(largest.num_bytes)}"
+        )
+    if wrong:
+        raise ConfigError("; and ".join(wrong))
+
+
+def exact_bytes(num_bytes: int) -> str:
+    """A size to copy into an option: the exact number of bytes, and GiB to read."""
+    return f"{num_bytes} bytes ({num_bytes / (1 << 30):.2f} GiB)"
