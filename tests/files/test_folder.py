@@ -31,7 +31,6 @@ from group_offload.base import publish as publish_module
 from group_offload.base.mapping import map_file
 from group_offload.base.publish import boot
 from group_offload.stores.folder import Folder, add_user, delete_if_unused, file_name, never_delete, remove_user
-from group_offload.stores.manifest import Manifest
 from group_offload.stores.survey import Kind
 
 from ..support.asserts import assert_at_rest
@@ -42,6 +41,7 @@ from ..support.folders import (
     edit,
     layout_of,
     look,
+    manifest_in,
     manifests,
     names,
     prune,
@@ -54,10 +54,6 @@ from ..support.processes import fork, in_new_process, status_of
 from ..support.rigs import offload_to
 
 # ---------------------------------------------------------------- what a file says, and when it is used
-
-
-def manifest_in(path: Path) -> Manifest:
-    return Manifest.decode(path.read_bytes())
 
 
 def test_metadata(tmp_path: Path) -> None:

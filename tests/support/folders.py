@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from group_offload.base.layout import ImageLayout, lay_out
 from group_offload.base.publish import remove_unused
 from group_offload.stores.folder import Folder, ProvenFile
+from group_offload.stores.manifest import Manifest
 from group_offload.stores.survey import Survey, open_folder, removable, survey, verify
 
 GROUPS = ("blocks_0", "blocks_1")
@@ -81,3 +82,7 @@ def edit(folder: Folder, before: list[ProvenFile], seed: int) -> tuple[Path | No
     folder.discard(before[1].path)
     files = [before[0], new]
     return folder.publish_manifest([file.entry for file in files]), files
+
+
+def manifest_in(path: Path) -> Manifest:
+    return Manifest.decode(path.read_bytes())
