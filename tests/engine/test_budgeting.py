@@ -28,6 +28,7 @@ from group_offload import (
     enable_group_offload,
     remove_group_offloading,
 )
+from group_offload.config import ModelOptions
 from group_offload.runtime.budget.budgeter import MARGIN_RAM_BYTES
 from group_offload.runtime.copies.reader import STAGING_BYTES
 
@@ -68,8 +69,8 @@ def check(device: SimulatedDevice, model: RoutedModel, resident: RoutedModel, ba
     resident.alive.clear()
 
 
-def offload(model: Any, **options: Any) -> OffloadHandle:
-    return api.offload(model, onload_device="cpu", **options)
+def offload(model: Any, *, ram_share: int | None = None, **options: Any) -> OffloadHandle:
+    return api.offload(model, ModelOptions(onload_device="cpu", **options), ram_share=ram_share)
 
 
 def offloaded(resident: RoutedModel, **options: Any) -> tuple[RoutedModel, OffloadHandle]:
