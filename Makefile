@@ -21,7 +21,7 @@ help:
 	@echo "make lint    ruff: rules and format"
 	@echo "make type    mypy, strict, on the package"
 	@echo "make docs    check links and run the examples in README.md and docs/"
-	@echo "make bench   benchmarks/weights.py (needs a GPU); options in ARGS"
+	@echo "make bench   python -m benchmarks weights (needs a GPU); options in ARGS"
 
 setup: $(READY)
 
@@ -50,7 +50,7 @@ type: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
-	$(BIN)/python benchmarks/weights.py $(ARGS)
+	$(BIN)/python -m benchmarks weights $(ARGS)
 
 docs: $(READY)
 	$(BIN)/python -m pytest tests/test_docs.py $(ARGS)

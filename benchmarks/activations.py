@@ -1,58 +1,53 @@
 """Training steps of whole transformers with activations on the device, recomputed, and offloaded: time, memory, bits.
 
-    python benchmarks/activations.py --output flux.json                     6 + 12 blocks of FLUX.1, on the accelerator
-    python benchmarks/activations.py --model wan14b --output wan.json       8 blocks of Wan 14B
-    python benchmarks/activations.py --small --device cpu --output r.json   the same code in a few seconds
-    python benchmarks/activations.py --table flux.json --chart flux.svg     a result as a table, and as a picture
-
-A step is forward and backward, with gradients of all weights and no optimizer. All arms run in one process, on one model, one
-after another, at each length of the sequence. First come steps with deterministic kernels, from the same inputs and random
-numbers: the report says whether the loss and all gradients have the bits of the arm `none` (of the first arm, if that runs
-out of memory), and whether `none` repeats itself. Steps with the usual kernels are timed after them.
-
-`none, copies beside` is the arm `none` while as many bytes as `ours` moves are copied for nothing, out during forward and in
-during backward: what compute itself loses to the copies. Two limits follow from it. The bar is the longest of compute, the way
-out and the way back. But bytes leave only in forward and come back only in backward, so that no engine which keeps bits
-can be faster than the sum of both phases' own longest.
+All arms run in one process, on one model, one after another, at each length of the sequence.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import json
-import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
-from chart import draw_panels
-from machine import (
-    default_device,
+from torch import nn
+
+from group_offload import (
+    ActivationOffloadHandle,
+    ActivationStats,
+    GroupOffloadError,
+    apply_activation_offloading,
+)
+
+from . import models
+from . import report as reports
+from .arms import parse_size
+from .machine import (
+    BANDWIDTH_BYTES,
+    GIB,
+    CopiesBeside,
+    allocated,
+    bandwidth,
     device_peak,
     elapsed,
-    fix_algorithms,
+    fix_training_algorithms,
     forget_device_peak,
     mark,
     measure_machine,
     synchronize,
 )
-from models import Model, find, make_inputs, make_model
-from tables import markdown
-from torch import nn
-
-from group_offload.activations import ActivationOffloadHandle, ActivationStats, apply_activation_offloading
-from group_offload.errors import GroupOffloadError
-from group_offload.plan.budgets import parse_bytes
+from .models import Model, make_inputs, make_model
+from .options import add, model_of
+from .processes import Budget
+from .report import machine_facts, number
 
 ARMS = (
     "none",
@@ -70,6 +65,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "wan14b": {"blocks": [8], "frames": [2, 5, 11]},
 }
 SMALL_DEFAULTS: dict[str, dict[str, Any]] = {"flux": {"tokens": [16, 64]}, "wan14b": {"frames": [1, 3]}}
+BUFFER_BYTES = 1 << 28
+"""What copies beside compute go through."""
 NUM_COMPARED = 2
 """Steps whose bits are compared: in the first one an engine may still learn."""
 
@@ -146,34 +143,6 @@ def pinned_bytes_of_peers(model: Model, module: nn.Module, inputs: dict[str, tor
     return found
 
 
-class CopiesBeside:
-    """Copies bytes for nothing, on streams of their own, from the point that compute has come to."""
-
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self._num_bytes = num_bytes
-        self._compute_on = device
-        size = min(num_bytes, 1 << 28)
-        self._host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
-        self._device = torch.empty(size, dtype=torch.uint8, device=device)
-        self._streams: list[Any] = [None, None]
-        if device.type != "cpu":
-            self._streams = [torch.Stream(device=device) for _ in range(2)]
-
-    def out(self) -> None:
-        self._copy(self._streams[0], self._host, self._device)
-
-    def back(self) -> None:
-        self._copy(self._streams[1], self._device, self._host)
-
-    def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
-        if stream is not None:
-            stream.wait_stream(torch.accelerator.current_stream(self._compute_on))
-        with stream or nullcontext():
-            for start in range(0, self._num_bytes, max(1, target.numel())):
-                size = min(target.numel(), self._num_bytes - start)
-                target[:size].copy_(source[:size], non_blocking=True)
-
-
 # ------------------------------------------------------------------------------------------------ one arm
 
 
@@ -237,7 +206,7 @@ class Arm:
         elif name == "torchtune":
             self.around = lambda: LikeTorchtune(self.device, options.min_bytes)
         elif name == "none, copies beside":
-            self.beside = CopiesBeside(moved_bytes, self.device)
+            self.beside = CopiesBeside(moved_bytes, self.device, BUFFER_BYTES, follows_compute=True)
 
     def close(self) -> None:
         if self.handle is not None:
@@ -286,9 +255,9 @@ class Arm:
         times: list[tuple[float, float, float]] = []
         before: ActivationStats | None = None
         forget_device_peak(self.device)
-        for number in range(-options.warm_up, options.steps):
+        for at in range(-options.warm_up, options.steps):
             self.module.zero_grad(set_to_none=False)
-            if number == 0:
+            if at == 0:
                 reset_peak(self.device)  # and nothing else: no timed step is to allocate anew
                 before = None if self.handle is None else self.handle.stats()
             synchronize(self.device)
@@ -300,8 +269,8 @@ class Arm:
         timed = times[options.warm_up :]
         report: dict[str, Any] = {
             **{
-                name: statistics.median(each[number] for each in timed)
-                for number, name in enumerate(("step_s", "forward_s", "backward_s"))
+                name: statistics.median(each[part] for each in timed)
+                for part, name in enumerate(("step_s", "forward_s", "backward_s"))
             },
             "steps_s": [each[0] for each in timed],
             "peak_bytes": device_peak(self.device),
@@ -372,10 +341,6 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def allocated(device: torch.device) -> int | None:
-    return None if device.type == "cpu" else int(torch.accelerator.memory_allocated(device))
-
-
 def reset_peak(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
@@ -399,52 +364,40 @@ def bandwidths(device: torch.device) -> dict[str, float] | None:
     """Bytes a second between page-locked RAM and the device: out, back, and both at once (in each direction)."""
     if device.type == "cpu":
         return None
-    copies = CopiesBeside(1 << 30, device)
-    other = CopiesBeside(1 << 30, device)
-
-    def rate(run: Callable[[], object]) -> float:
-        times = []
-        for _ in range(5):
-            synchronize(device)
-            started = time.perf_counter()
-            run()
-            synchronize(device)
-            times.append(time.perf_counter() - started)
-        return (1 << 30) / statistics.median(times[1:])
-
-    return {
-        "d2h": rate(copies.out),
-        "h2d": rate(copies.back),
-        "each_of_both": rate(lambda: (copies.out(), other.back())),
-    }
+    copies, other = (CopiesBeside(BANDWIDTH_BYTES, device, BUFFER_BYTES, follows_compute=True) for _ in range(2))
+    ways = {"d2h": copies.out, "h2d": copies.back, "each_of_both": lambda: (copies.out(), other.back())}
+    return {name: bandwidth(way, device, repeats=5) for name, way in ways.items()}
 
 
 # ------------------------------------------------------------------------------------------------ the report
 
 
-def run(options: argparse.Namespace, sizes: list[Model]) -> dict[str, Any]:
-    begun = time.perf_counter()
-    device = torch.device(options.device)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward does not repeat itself
+def run(options: argparse.Namespace) -> Path | None:
+    """Run all arms at each length of the sequence. Returns the file with the results, which is written after each arm."""
+    sizes, device, budget = choose_sizes(options), torch.device(options.device), Budget(options.budget)
+    if options.min_bytes is None:
+        options.min_bytes = 0 if options.small else 1 << 20
+    fix_training_algorithms()
     module = make_model(sizes[0], device, resident=True).train().requires_grad_(True)
-    report: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "machine": measure_machine(device),
-        "bandwidth_bytes_per_s": bandwidths(device),
-        "model": {"name": options.model, "what": sizes[0].what, "dtype": str(sizes[0].dtype).removeprefix("torch.")},
-        "weight_bytes": sum(parameter.nbytes for parameter in module.parameters()),
-        "options": {
-            name: getattr(options, name) for name in ("warm_up", "steps", "min_bytes", "keep_last", "prefetch")
-        },
-        "sizes": [],
-    }
-    host_bytes = None if options.host_memory is None else parse_bytes(options.host_memory, "--host-memory")
+    kept = ("warm_up", "steps", "min_bytes", "keep_last", "prefetch")
+    report = reports.new(
+        "activations",
+        options,
+        model={key: value for key, value in sizes[0].facts().items() if key in ("what", "dtype")},
+        bandwidth_bytes_per_s=bandwidths(device),
+        weight_bytes=sum(parameter.nbytes for parameter in module.parameters()),
+        options={name: getattr(options, name) for name in kept},
+        sizes=[],
+    )
+    report["model"]["name"] = models.find(options.model, small=options.small).name
+    report["machine"] = measure_machine(device)
+    path: Path | None = None
     for model in sizes:
         inputs, reference = make_inputs(model, device), Reference()
         arms: dict[str, Any] = {}
         would_pin = pinned_bytes_of_peers(model, module, inputs, options.min_bytes)
         size = {
-            "num_tokens": model.num_tokens,  # type: ignore[attr-defined]
+            "num_tokens": model.num_tokens,
             "inputs": model.goes_in,
             "peers_would_pin_bytes": would_pin,
             "arms": arms,
@@ -452,32 +405,26 @@ def run(options: argparse.Namespace, sizes: list[Model]) -> dict[str, Any]:
         report["sizes"].append(size)
         for name in options.arms:
             moved = arms.get("ours", {}).get("out_bytes", 0)
+            refusal = budget.refusal()
             if name == "none, copies beside" and not moved:
                 arms[name] = {"error": "left out: the arm `ours` has not said how many bytes"}
-            elif options.budget is not None and time.perf_counter() - begun > options.budget:
-                arms[name] = {"error": f"left out: the budget of {options.budget:g} s was spent"}
-            elif host_bytes is not None and would_pin.get(name, 0) > host_bytes:
-                arms[name] = {"error": f"left out: it would page-lock {would_pin[name] / 2**30:.1f} GiB"}
+            elif refusal is not None:
+                arms[name] = refusal
+            elif options.host_memory is not None and would_pin.get(name, 0) > options.host_memory:
+                arms[name] = {"error": f"left out: it would page-lock {would_pin[name] / GIB:.1f} GiB"}
             else:
                 forget_host_cache(device)
                 new = (name, model, module, options, moved)
                 arms[name] = measure(lambda new=new: Arm(*new), inputs, reference)  # type: ignore[misc]
                 forget_host_cache(device)
             judge(size, report)
-            write(options.output, json.dumps(report, indent=1) + "\n")
+            path = reports.write(report, options.output)
             step = arms[name].get("step_s")
             said = arms[name].get("error") if step is None else f"{step:.4f} s"
             print(f"{size['num_tokens']} tokens, {name}: {said}", file=sys.stderr, flush=True)
         del reference
         gc.collect()
-    return report
-
-
-def write(path: Path, content: str) -> None:
-    """At once: who is interrupted keeps the file from before."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(content)
-    partial.replace(path)
+    return path
 
 
 def judge(size: dict[str, Any], report: dict[str, Any]) -> None:
@@ -517,122 +464,66 @@ def _compare_peaks(arm: dict[str, Any], twin: dict[str, Any], prefetch: int) -> 
     arm["times_of_expected_peak"] = arm["peak_bytes"] / arm["expected_peak_bytes"]
 
 
-HEAD = (
-    *("arm", "step, s", "forward, s", "backward, s", "beyond none, s", "x bar", "x both phases", "peak, GiB"),
-    *("x formula", "after forward, GiB", "page-locked, GiB", "moved out, GiB", "same bits"),
-)
-
-
-def table(report: dict[str, Any]) -> str:
-    machine, model, bandwidth = report["machine"], report["model"], report["bandwidth_bytes_per_s"]
-    link = ""
-    if bandwidth is not None:
-        both = f"{bandwidth['each_of_both'] / 1e9:.1f} GB/s in each direction at once"
-        link = f" Link: {bandwidth['d2h'] / 1e9:.1f} GB/s out, {bandwidth['h2d'] / 1e9:.1f} GB/s back, {both}."
-    lines = [
-        f"{model['name']}: {model['what']}, {report['weight_bytes'] / 2**30:.2f} GiB {model['dtype']}, all trained; "
-        f"one {machine['device']}, torch {machine['torch']}, diffusers {machine['diffusers']}, {report['date']}.{link}"
-    ]
-    for size in report["sizes"]:
-        rows = [HEAD]
-        for name, arm in size["arms"].items():
-            if "error" in arm:
-                rows.append((name, arm["error"], *[""] * (len(HEAD) - 2)))
-                continue
-            row = (
-                *(_number(arm.get(key), 4) for key in ("step_s", "forward_s", "backward_s", "exposed_s")),
-                *(_number(arm.get(key), 3) for key in ("times_of_limit", "times_of_phases_limit")),
-                _gib(arm["peak_bytes"]),
-                _number(arm.get("times_of_expected_peak"), 3),
-                *(_gib(arm.get(key)) for key in ("after_forward_bytes", "pinned_bytes", "out_bytes")),
-            )
-            rows.append((name, *row, "yes" if arm["bits_equal"] else f"NO: {arm['first_difference']}"))
-        lines += ["", f"{size['inputs']}:", "", markdown(rows)]
-    return "\n".join(lines)
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
+COLUMNS: reports.Columns = {
+    "step, s": lambda arm: number(arm["step_s"], 4),
+    "forward, s": lambda arm: number(arm["forward_s"], 4),
+    "backward, s": lambda arm: number(arm["backward_s"], 4),
+    "beyond none, s": lambda arm: number(arm.get("exposed_s"), 4),
+    "x bar": lambda arm: number(arm.get("times_of_limit"), 3),
+    "x both phases": lambda arm: number(arm.get("times_of_phases_limit"), 3),
+    "peak, GiB": lambda arm: _gib(arm["peak_bytes"]),
+    "x formula": lambda arm: number(arm.get("times_of_expected_peak"), 3),
+    "after forward, GiB": lambda arm: _gib(arm["after_forward_bytes"]),
+    "page-locked, GiB": lambda arm: _gib(arm["pinned_bytes"]),
+    "moved out, GiB": lambda arm: _gib(arm.get("out_bytes")),
+    "same bits": lambda arm: "yes" if arm["bits_equal"] else f"NO: {arm['first_difference']}",
+}
 
 
 def _gib(num_bytes: int | None) -> str:
-    return "" if num_bytes is None else f"{num_bytes / 2**30:.2f}"
+    return "" if num_bytes is None else number(num_bytes / GIB, 2)
 
 
-def chart(report: dict[str, Any]) -> str:
-    """Step and peak of each arm over the length of the sequence, and the two limits of the arm `ours`."""
-    machine, model = report["machine"], report["model"]
-
-    def lines(arm: str, key: str, scale: float = 1) -> dict[float, float]:
-        found = {size["num_tokens"]: size["arms"].get(arm, {}).get(key) for size in report["sizes"]}
-        return {tokens: value * scale for tokens, value in found.items() if value}
-
-    shown = [arm for arm in ARMS if arm != "none, copies beside" and lines(arm, "step_s")]
-    limits = {"bar of ours": lines("ours", "limit_s"), "both phases of ours": lines("ours", "phases_limit_s")}
-    formula = {"formula of ours": lines("ours", "expected_peak_bytes", 2**-30)}
-    panels = {
-        "seconds a step": ({arm: lines(arm, "step_s") for arm in shown}, limits),
-        "GiB of device memory at the peak": ({arm: lines(arm, "peak_bytes", 2**-30) for arm in shown}, formula),
-    }
-    facts = f"{model['name']}, {model['what']}, one {machine['device']}, torch {machine['torch']}, {report['date']}"
-    return draw_panels("A training step over the length of the sequence", facts, "tokens", panels)
+def render(report: Mapping[str, Any]) -> str:
+    """A report of this benchmark as Markdown: a table for each length of the sequence."""
+    model, rates = report["model"], report["bandwidth_bytes_per_s"]
+    link = ""
+    if rates is not None:
+        both = f"{rates['each_of_both'] / 1e9:.1f} GB/s in each direction at once"
+        link = f" Link: {rates['d2h'] / 1e9:.1f} GB/s out, {rates['h2d'] / 1e9:.1f} GB/s back, {both}."
+    lines = [
+        f"{model['name']}: {model['what']}, {report['weight_bytes'] / GIB:.2f} GiB {model['dtype']}, all trained; "
+        f"{machine_facts(report, 'diffusers')}.{link}"
+    ]
+    for size in report["sizes"]:
+        lines += ["", f"{size['inputs']}:", "", reports.table(size["arms"], COLUMNS, "step_s", head="arm")]
+    return "\n".join(lines)
 
 
 def choose_sizes(options: argparse.Namespace) -> list[Model]:
-    """The model at each length of its sequence.
-
-    Raises:
-        ValueError: the model has no such size.
-    """
+    """The model at each length of its sequence."""
     defaults = (SMALL_DEFAULTS if options.small else DEFAULTS)[options.model]
     blocks = options.blocks or defaults.get("blocks")
     if options.tokens is None and options.frames is None:
         options.tokens, options.frames = defaults.get("tokens"), defaults.get("frames")
     return [
-        find(options.model, small=options.small, blocks=blocks, tokens=tokens, frames=frames)
+        model_of(options, blocks=blocks, tokens=tokens, frames=frames)
         for tokens in options.tokens or [None]
         for frames in options.frames or [None]
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="flux", choices=tuple(DEFAULTS))
-    parser.add_argument("--device", default=default_device())
-    parser.add_argument("--output", type=Path, help="a JSON file, which is written after each arm")
-    parser.add_argument("--table", type=Path, help="print the table of a JSON file, and run nothing")
-    parser.add_argument("--chart", type=Path, metavar="FILE.svg", help="draw the result, or that of --table")
-    parser.add_argument("--small", action="store_true", help="a tiny model of the same kind")
-    parser.add_argument("--blocks", type=int, nargs="+", help="the number of blocks, of each kind")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="flux", choices=tuple(DEFAULTS), help="default flux")
     parser.add_argument("--tokens", type=int, nargs="+", help="of flux: image tokens")
     parser.add_argument("--frames", type=int, nargs="+", help="of wan14b: frames of latents")
-    parser.add_argument("--steps", type=int, default=4, help="timed steps")
-    parser.add_argument("--warm-up", type=int, default=2, help="steps before those, after the compared ones")
-    parser.add_argument("--min-bytes", type=int, help="smaller tensors stay (default: 1 MiB; with --small 0)")
-    parser.add_argument("--keep-last", type=int, default=1)
-    parser.add_argument("--prefetch", type=int, default=1)
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="no arm begins later than that")
-    parser.add_argument("--host-memory", help="peers that would page-lock more are left out: 100GiB")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    options = parser.parse_args()
-    if options.table is not None:
-        report = json.loads(options.table.read_text())
-    elif options.output is None:
-        parser.error("--output says where the result goes.")
-    else:
-        try:
-            sizes = choose_sizes(options)
-        except ValueError as error:
-            parser.error(str(error))
-        if options.min_bytes is None:
-            options.min_bytes = 0 if options.small else 1 << 20
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts; for deterministic kernels
-        fix_algorithms()
-        report = run(options, sizes)
-    print(table(report))
-    if options.chart is not None:
-        options.chart.write_text(chart(report))
-
-
-if __name__ == "__main__":
-    main()
+    parser.add_argument(
+        "--warm-up", type=int, default=2, help="steps before those, after the compared ones (default 2)"
+    )
+    parser.add_argument("--keep-last", type=int, default=1, help="groups whose activations stay (default 1)")
+    parser.add_argument("--prefetch", type=int, default=1, help="groups that are brought back ahead (default 1)")
+    parser.add_argument(
+        "--host-memory", type=parse_size, metavar="SIZE", help="peers that would page-lock more are left out: 100GiB"
+    )
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help="only these")
+    add(parser, "device", "small", "blocks", "list", "min_bytes", "budget", steps=4)

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +18,7 @@ class Arm:
 
     name: str
     engine: str
-    """"resident", "diffusers", "accelerate" or "ours"; of a pipeline, "model_cpu_offload", too."""
+    """"resident", "diffusers", "accelerate" or "ours"."""
     options: Mapping[str, Any] = field(default_factory=dict)
     on_disk: bool = False
     is_from_checkpoint: bool = False
@@ -97,69 +93,83 @@ class Arm:
         return next((name for name in needed if importlib.util.find_spec(name) is None), None)
 
 
-def _arms() -> Iterator[Arm]:
-    """The most telling ones first: a run that is cut short has them."""
-    block: dict[str, Any] = {"offload_type": "block_level", "num_blocks_per_group": 1}
-    leaf: dict[str, Any] = {"offload_type": "leaf_level"}
-    stream = {"use_stream": True}
-    recorded = {"use_stream": True, "record_stream": True}
-    # This package copies ahead by itself where the device has streams; diffusers has to be told.
-    engines: tuple[tuple[str, str, dict[str, Any]], ...] = (("diffusers", "+stream", stream), ("ours", "", {}))
-    cuts = (("block", block), ("leaf", leaf))
-    yield Arm(name="resident", engine="resident")
-    # The best that streaming can come to where compute sets the time: copies take device memory's bandwidth, and power.
-    yield Arm(name="resident, copies beside it", engine="resident", copies_beside=True)
-    for engine, suffix, ahead in engines:
-        for kind, options in cuts:
-            yield Arm(name=f"{engine} {kind}{suffix}", engine=engine, options={**options, **ahead})
-            yield Arm(name=f"{engine} {kind}{suffix}+record_stream", engine=engine, options={**options, **recorded})
-    for engine, kind, suffix, options in (
-        ("ours", "block", "", block),
-        ("ours", "leaf", "", leaf),
-        ("diffusers", "block", "+stream", {**block, **stream}),
-    ):
-        yield Arm(
-            name=f"{engine} {kind}{suffix}, from_pretrained", engine=engine, options=options, is_from_checkpoint=True
-        )
-    in_files = {"offload_device": "disk"}
-    for kind, options in cuts:
-        options = {**options, **in_files}
-        yield Arm(name=f"ours {kind}, checkpoint", engine="ours", options=options, is_from_checkpoint=True)
-    for kind, options in cuts:
-        yield Arm(
-            name=f"ours {kind}, checkpoint, not locked",
-            engine="ours",
-            options={**options, **in_files, "low_cpu_mem_usage": True},
-            is_from_checkpoint=True,
-        )
-    for engine, suffix, ahead in engines:
-        for kind, options in cuts:
-            yield Arm(name=f"{engine} {kind}{suffix}, disk", engine=engine, options={**options, **ahead}, on_disk=True)
-    pageable = {"low_cpu_mem_usage": True}
-    yield Arm(name="ours block, low_cpu_mem_usage", engine="ours", options={**block, **pageable})
-    for kind, options in cuts:
-        yield Arm(
-            name=f"diffusers {kind}+stream, low_cpu_mem_usage",
-            engine="diffusers",
-            options={**options, **stream, **pageable},
-            is_slow=True,
-        )
-    for engine in ("ours", "diffusers"):
-        for kind, options in cuts:
-            without = {**options, "use_stream": False}
-            yield Arm(name=f"{engine} {kind}, no stream", engine=engine, options=without, is_slow=True)
-    # Resident without being made: on the CPU it needs no RAM but the page cache's.
-    yield Arm(name="resident, from_pretrained", engine="resident", is_from_checkpoint=True, is_slow=True)
-    yield Arm(name="accelerate cpu_offload", engine="accelerate", is_slow=True)
+CUTS = ("block", "leaf")
+_OPTIONS: dict[str, dict[str, Any]] = {
+    " block": {"offload_type": "block_level", "num_blocks_per_group": 1},
+    " leaf": {"offload_type": "leaf_level"},
+    "+stream": {"use_stream": True},
+    "+record_stream": {"use_stream": True, "record_stream": True},
+    ", no stream": {"use_stream": False},
+    ", low_cpu_mem_usage": {"low_cpu_mem_usage": True},
+    ", not locked": {"low_cpu_mem_usage": True},
+    ", checkpoint": {"offload_device": "disk"},
+}
+"""What the parts of a name stand for. This package copies ahead by itself where there are streams; diffusers has to be told."""
+_SLOW = ("no stream", "diffusers block+stream, low", "diffusers leaf+stream, low", "resident, from", "accelerate")
 
 
-ARMS = {arm.name: arm for arm in _arms()}
+def arm_of(name: str) -> Arm:
+    """The arm that a name says: its engine comes first."""
+    return Arm(
+        name=name,
+        engine=re.split(r"[ ,]", name)[0],
+        options={key: value for part, options in _OPTIONS.items() if part in name for key, value in options.items()},
+        on_disk=name.endswith(", disk"),
+        is_from_checkpoint=", checkpoint" in name or name.endswith(", from_pretrained"),
+        copies_beside="copies beside" in name,
+        is_slow=any(part in name for part in _SLOW),
+    )
 
 
-def split_budgets(name: str) -> tuple[str, list[str]]:
-    """The name of an arm, and what `Arm.budgeted` takes: "ours block vram=25%" is "ours block" and ["vram=25%"]."""
-    name, *budgets = re.split(r" (?=v?ram=)", name)
-    return name, budgets
+# The most telling ones first: a run that is cut short has them. With copies beside it the resident model shows the best that
+# streaming can come to where compute sets the time: copies take device memory's bandwidth, and power. From a checkpoint it is
+# resident without being made: on the CPU it needs no RAM but the page cache's.
+ARMS = {
+    name: arm_of(name)
+    for name in (
+        "resident",
+        "resident, copies beside it",
+        *(f"diffusers {cut}+stream{recorded}" for cut in CUTS for recorded in ("", "+record_stream")),
+        *(f"ours {cut}{recorded}" for cut in CUTS for recorded in ("", "+record_stream")),
+        *(f"{engine}, from_pretrained" for engine in ("ours block", "ours leaf", "diffusers block+stream")),
+        *(f"ours {cut}, checkpoint" for cut in CUTS),
+        *(f"ours {cut}, checkpoint, not locked" for cut in CUTS),
+        *(f"diffusers {cut}+stream, disk" for cut in CUTS),
+        *(f"ours {cut}, disk" for cut in CUTS),
+        "ours block, low_cpu_mem_usage",
+        *(f"diffusers {cut}+stream, low_cpu_mem_usage" for cut in CUTS),
+        *(f"{engine} {cut}, no stream" for engine in ("ours", "diffusers") for cut in CUTS),
+        "resident, from_pretrained",
+        "accelerate cpu_offload",
+    )
+}
+
+
+def choose(names: Sequence[str], arms: Mapping[str, Arm] = ARMS, ram: str | None = None) -> list[Arm]:
+    """The arms with these names, or those of an engine, in the order given: a run that is cut short has the first ones.
+
+    Args:
+        names: " @12GiB" behind a name limits that arm's RAM; behind that, " vram=25%" and " ram=auto" are budgets.
+        ram: the limit of all others.
+    """
+    chosen: dict[str, Arm] = {}
+    for whole in names:
+        named, *budgets = re.split(r" (?=v?ram=)", whole)
+        name, _, limit = named.partition(" @")
+        # The name of an engine that is an arm's too ("resident") is the arm's.
+        found = [arms[name]] if name in arms else [arm for arm in arms.values() if arm.engine == name]
+        if not found:
+            raise SystemExit(f"No arm {name!r}. Arms: {', '.join(map(repr, arms))}.")
+        if budgets and any(arm.engine != "ours" for arm in found):
+            raise SystemExit(f"{whole!r}: only this package's arms have budgets.")
+        size = limit or ram
+        try:
+            found = [arm.limited(size) if size and arm.engine != "resident" else arm for arm in found]
+            found = [arm.budgeted(budgets) if budgets else arm for arm in found]
+        except ValueError:
+            raise SystemExit(f"{whole!r}: {size!r} is no size like 12GiB.") from None
+        chosen |= {arm.name: arm for arm in found if arm.name not in chosen}
+    return list(chosen.values())
 
 
 def parse_size(text: str) -> int:
@@ -193,7 +203,18 @@ def apply_function(engine: str) -> Callable[[nn.Module, torch.device, dict[str, 
             cpu_offload(model, execution_device=device, **options)
 
         return offload
-    sys.path.insert(0, str(ROOT))
     from group_offload import apply_group_offloading as ours
 
     return lambda model, device, options: ours(model, onload_device=device, **options)
+
+
+def plan_facts(plan: Any) -> dict[str, Any]:
+    """What the plan of this package, made for a budget, says of one forward. Times are seconds, sizes are bytes."""
+    prediction = plan.details.prediction
+    return {
+        "predicted_s": plan.step_seconds,
+        "plan": str(plan),
+        "speeds": asdict(plan.details.problem.speeds),
+        "h2d_bytes": prediction.h2d_bytes,
+        "compute_s": prediction.compute_seconds,
+    }

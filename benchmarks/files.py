@@ -1,68 +1,40 @@
-"""Models that are larger than RAM, on the CPU: that they run, what memory that takes, and how fast files are read.
-
-    python benchmarks/files.py                       a 6 GiB model in 2 GiB of RAM; results in benchmarks/results/
-    python benchmarks/files.py --small               a tiny one: does it run?
-    python benchmarks/files.py --table FILE.json     a result as Markdown tables
-
-The first part is arms of `weights.py`: a transformer runs from its checkpoint with its process, and what that has in the page
-cache, limited to 2 GiB (a control group; without one it runs unlimited, and the result says so), and without a limit as the
-reference for its outputs.
-
-The second part reads all weights once, group by group, and computes nothing. Each way is a process of its own; they take
-turns, with an empty page cache (cold) and with the files in it (warm), several times.
-
-- *ours*: a module with the transformer's blocks whose forward does nothing, offloaded to its checkpoint.
-- *load_file*: `safetensors.torch.load_file` of each file of the checkpoint; every tensor is copied into the same memory.
-- *as diffusers*: `load_file` of a file for each group, which was written for it, and a fresh copy of every tensor, as its
-  onloading with a stream makes one in page-locked memory (on a CPU it would read nothing).
-- *plain reader*: `preadv` by 4 threads, 16 MiB at a time, past the page cache (cold) or through it (warm).
-"""
+"""Models that are larger than RAM, on the CPU: that they run, what memory that takes, and how fast files are read."""
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-import weights
-from arms import ROOT, parse_size
-from disk import cached_bytes, drop_page_cache, files_in, read_all, size_of
-from limits import MemoryGroup
-from machine import GIB
-from models import Model, find
-from processes import Child, anonymous_bytes, say, serve
-from tables import gib, markdown, seconds
 from torch import nn
 
+from . import report as reports
+from . import weights
+from .arms import ARMS, choose, parse_size
+from .checkpoints import folder_of
+from .disk import cached_bytes, drop_page_cache, files_in, read_all, size_of
+from .limits import MemoryGroup
+from .machine import GIB
+from .models import find
+from .options import add, model_of, sizes_of
+from .processes import Child, anonymous_bytes, say
+from .report import gib, is_equal, machine_facts, mib, seconds, verdict
+
 NUM_THREADS = 4
+LIMITED = ", limited"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """One way to read all weights once."""
-
-    name: str
-    kind: str
-    """"ours", "load_file" or "as diffusers"."""
-    is_limited: bool = False
-
-
-WAYS = {
-    way.name: way
-    for is_limited in (False, True)
-    for kind in ("ours", "load_file", "as diffusers")
-    for way in (Way(name=f"{kind}, limited" if is_limited else kind, kind=kind, is_limited=is_limited),)
-}
+KINDS = ("ours", "load_file", "as diffusers")
+WAYS = (*KINDS, *(f"{kind}{LIMITED}" for kind in KINDS))
+"""The ways to read all weights once, with all RAM and with little."""
 
 
 # ------------------------------------------------------------------------------------------------ reading: the child
@@ -98,7 +70,11 @@ def _parts(model: nn.Module) -> list[nn.Module]:
     return [part for child in children for part in (child if isinstance(child, nn.ModuleList) else (child,))]
 
 
-@torch.no_grad()
+def work(job: dict[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
+    """What a child process does with its job: an arm of the first part, or a way to read."""
+    return read(job, begin) if "kind" in job else weights.work(job, begin)
+
+
 def read(job: dict[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
     """Read everything `job["num_passes"]` times; `begin` is called before each."""
     checkpoint, folder = Path(job["checkpoint"]), Path(job["folder"])
@@ -173,12 +149,11 @@ def _load_groups(folder: Path) -> None:
         del loaded, copies
 
 
-def child_main() -> None:
+def preload() -> None:
     import diffusers
     from diffusers import FluxTransformer2DModel  # noqa: F401
 
     diffusers.utils.logging.disable_progress_bar()
-    serve(read)
 
 
 # ------------------------------------------------------------------------------------------------ reading: the parent
@@ -186,26 +161,32 @@ def child_main() -> None:
 
 def compare_reading(options: argparse.Namespace, checkpoint: Path, folder: Path) -> dict[str, Any]:
     """Every way takes its turn, cold and warm. Times are seconds."""
-    made: list[tuple[Way, Child, list[str]]] = []
+    made: list[tuple[str, Child, list[str]]] = []
     found: dict[str, Any] = {}
     with ExitStack() as stack:
-        for way in (WAYS[name] for name in options.ways):
-            group = None
-            if way.is_limited:
+        for way in options.ways:
+            group, is_limited = None, way.endswith(LIMITED)
+            if is_limited:
                 try:
                     group = MemoryGroup(parse_size(options.ram))
                 except OSError as error:
-                    found[way.name] = {"error": f"not run: no limit of RAM can be set here: {error}"}
+                    found[way] = {"error": f"not run: no limit of RAM can be set here: {error}"}
                     continue
                 stack.callback(group.remove)
-            child = Child(__file__, group)
+            child = Child("files", group)
             # One way after another prepares itself, up to its first pass.
-            states = ["cold"] if way.is_limited else ["cold", "warm"]
-            job = {"kind": way.kind, "checkpoint": str(checkpoint), "folder": str(folder), "model": _sizes(options)}
-            child.send(json.dumps({**job, "num_passes": options.repeats * len(states)}))
+            states = ["cold"] if is_limited else ["cold", "warm"]
+            job = {
+                "kind": way.removesuffix(LIMITED),
+                "checkpoint": str(checkpoint),
+                "folder": str(folder),
+                "model": sizes_of(options),
+            }
+            num_passes = options.repeats * len(states)
+            child.send(json.dumps({**job, "num_passes": num_passes, "measures_machine": False}))
             error = _wait(child)
             if error is not None:
-                found[way.name] = error
+                found[way] = error
                 continue
             made.append((way, child, states))
         plain: dict[str, list[float]] = {"cold": [], "warm": []}
@@ -213,15 +194,15 @@ def compare_reading(options: argparse.Namespace, checkpoint: Path, folder: Path)
             say(f"reading, {number + 1}/{options.repeats}")
             for state in ("cold", "warm"):
                 for way, child, states in made:
-                    if state in states and way.name not in found:
-                        files = files_in(folder if way.kind == "as diffusers" else checkpoint)
+                    if state in states and way not in found:
+                        files = files_in(folder if way.startswith("as diffusers") else checkpoint)
                         _prepare(state, files, may_drop_all=not options.small)
                         watch = child.watch()
                         child.send("go")
                         error = _wait(child)
                         peak = watch.stop() or 0
                         if error is not None:
-                            found[way.name] = error
+                            found[way] = error
                             child.so_far |= error
                         child.so_far["peak"] = max(peak, child.so_far.get("peak", 0))
                 files = files_in(checkpoint)
@@ -229,10 +210,10 @@ def compare_reading(options: argparse.Namespace, checkpoint: Path, folder: Path)
                 with suppress(OSError):  # no direct reads here
                     plain[state].append(read_all(files, NUM_THREADS, direct=state == "cold"))
         for way, child, states in made:
-            found[way.name] = _times(found.get(way.name, {}), states)
-            found[way.name]["anonymous_peak_bytes"] = child.so_far.get("peak")
+            found[way] = _times(found.get(way, {}), states)
+            found[way]["anonymous_peak_bytes"] = child.so_far.get("peak")
             if child.group is not None:
-                found[way.name] |= child.group.usage()
+                found[way] |= child.group.usage()
             child.end()
     num_bytes = size_of(list(checkpoint.glob("*.safetensors")))
     plain_times = {state: {"passes_s": times} for state, times in plain.items() if times}
@@ -270,53 +251,20 @@ def _prepare(state: str, files: Sequence[Path], *, may_drop_all: bool) -> None:
 # ------------------------------------------------------------------------------------------------ both parts
 
 
-def run(options: argparse.Namespace) -> Path:
+def run(options: argparse.Namespace) -> Path | None:
     """Run both parts. Returns the file with the results; it is written after each part."""
+    names = ["resident, from_pretrained"]
+    names += [f"ours {kind}, checkpoint @{options.ram}" for kind in ("block", "leaf")]
+    if options.shard_size is None:
+        options.shard_size = parse_size("500KiB" if options.small else "2GiB")
+    report = reports.new("files", options, model=model_of(options).facts(), ram_limit=options.ram)
     with ExitStack() as stack:
-
-        def folder(what: str) -> Path:
-            made = tempfile.TemporaryDirectory(prefix=f"group-offload-{what}-", dir=options.disk)
-            return Path(stack.enter_context(made))
-
-        checkpoint, results = options.checkpoint or folder("checkpoint"), folder("results")
-        arms = ["resident, from_pretrained", f"ours block, checkpoint @{options.ram}"]
-        arms.append(f"ours leaf, checkpoint @{options.ram}")
-        arguments = [
-            "--model",
-            "flux-6gib",
-            *(["--small"] if options.small else []),
-            "--device",
-            "cpu",
-            "--arms",
-            *arms,
-        ]
-        arguments += ["--steps", "2", "--slow-steps", "2", "--shard-size", options.shard_size]
-        arguments += ["--checkpoint", str(checkpoint), "--output", str(results), "--timeout", str(options.timeout)]
-        path = weights.run(weights.choose(arms, _model(options)), weights.parse(arguments))
-        if path is None:
-            raise SystemExit("No arm gave a result.")
-        report = json.loads(path.read_text())
-        report |= {"benchmark": "files", "date": datetime.date.today().isoformat(), "label": options.label}
-        report["ram_limit"] = options.ram
-        written = _write(report, options.output)
-        report["reading"] = compare_reading(options, checkpoint, folder("groups"))
-        return _write(report, options.output) or written
-
-
-def _model(options: argparse.Namespace) -> Model:
-    return find(**_sizes(options))
-
-
-def _sizes(options: argparse.Namespace) -> dict[str, Any]:
-    return {"name": "flux-6gib", "small": options.small}
-
-
-def _write(report: dict[str, Any], folder: Path) -> Path:
-    parts = ("files", report["model"]["name"], report["label"], "cpu", report["date"])
-    path = folder / f"{'-'.join(part for part in parts if part)}.json"
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
-    return path
+        options.checkpoint = checkpoint = stack.enter_context(folder_of(options))
+        if weights.run_arms(report, choose(names, ARMS), options) is None:
+            return None
+        made = tempfile.TemporaryDirectory(prefix="group-offload-groups-", dir=options.disk)
+        report["reading"] = compare_reading(options, checkpoint, Path(stack.enter_context(made)))
+        return reports.write(report, options.output)
 
 
 # ------------------------------------------------------------------------------------------------ the tables
@@ -324,46 +272,35 @@ def _write(report: dict[str, Any], folder: Path) -> Path:
 
 def render(report: Mapping[str, Any]) -> str:
     """The results as Markdown."""
-    machine, model, arms = report["machine"], report["model"], report["arms"]
+    model, arms = report["model"], report["arms"]
     done = [arm for arm in arms.values() if "step_s" in arm]
-    packages = [f"{name} {machine[name]}" for name in ("torch", "diffusers") if machine.get(name)]
     facts = [
-        f"{model['what']}, {done[0]['weight_bytes'] / GIB:.2f} GiB {model['dtype']}, {model['goes_in']}; computed on the CPU "
-        f"({machine['cpu_count']} cores), {', '.join(packages)}, {report['date']}.",
+        f"{model['what']}, {done[0]['weight_bytes'] / GIB:.2f} GiB {model['dtype']}, {model['goes_in']}; "
+        f"{machine_facts(report, 'diffusers')}, {report['machine']['cpu_count']} cores.",
         *sorted({f"**Without a limit of RAM**: {arm['group_error']}." for arm in done if "group_error" in arm}),
     ]
     parts = [" ".join(facts), "", _memory_table(arms)]
     if "reading" in report:
         reading = report["reading"]
-        parts += [
-            "",
-            f"All {reading['bytes'] / GIB:.2f} GiB read once, medians of {reading['repeats']}; limited: to "
-            f"{report['ram_limit']} of RAM.",
-            "",
-            _reading_table(reading),
-        ]
+        read = f"All {reading['bytes'] / GIB:.2f} GiB read once, medians of {reading['repeats']}"
+        parts += ["", f"{read}; limited: to {report['ram_limit']} of RAM.", "", _reading_table(reading)]
     return "\n".join(parts)
 
 
 def _memory_table(arms: Mapping[str, Any]) -> str:
     reference = arms.get("resident, from_pretrained", {}).get("output_sha256")
-    columns: dict[str, Callable[[Mapping[str, Any]], str]] = {
-        "step": lambda arm: f"{seconds(arm['step_s'])} s",
+    columns: reports.Columns = {
+        "step": lambda arm: seconds(arm["step_s"]),
         "set-up": lambda arm: f"{arm['setup_s']:.2f} s",
         "RSS + cache, peak": lambda arm: gib(arm.get("group_peak_bytes")),
         "anonymous, peak": lambda arm: gib(arm["anonymous_peak_bytes"]),
-        "beyond what it was before": lambda arm: _mib(arm["anonymous_peak_bytes"] - arm["anonymous_before_bytes"]),
-        "slots": lambda arm: _mib(arm["stats"]["peak_device_bytes"]) if "stats" in arm else "",
-        "+ staging": lambda arm: _mib(arm["stats"]["staging_bytes"]) if "stats" in arm else "",
-        "the rest": lambda arm: _mib(rest(arm)) if "stats" in arm else "",
-        "bit-equal": lambda arm: "yes" if arm["output_sha256"] == reference and arm["is_same_every_step"] else "**no**",
+        "beyond what it was before": lambda arm: mib(arm["anonymous_peak_bytes"] - arm["anonymous_before_bytes"]),
+        "slots": lambda arm: mib(arm["stats"]["peak_device_bytes"]) if "stats" in arm else "",
+        "+ staging": lambda arm: mib(arm["stats"]["staging_bytes"]) if "stats" in arm else "",
+        "the rest": lambda arm: mib(rest(arm)) if "stats" in arm else "",
+        "bit-equal": lambda arm: verdict(is_equal(arm, reference, "is_same_every_step")),
     }
-    rows: list[tuple[str, ...]] = [("", *columns)]
-    for name, arm in arms.items():
-        is_done = "step_s" in arm
-        cells = [column(arm) for column in columns.values()] if is_done else [arm["error"], *[""] * (len(columns) - 1)]
-        rows.append((name, *cells))
-    return markdown(rows)
+    return reports.table(arms, columns, "step_s")
 
 
 def rest(arm: Mapping[str, Any]) -> int:
@@ -373,59 +310,36 @@ def rest(arm: Mapping[str, Any]) -> int:
 
 
 def _reading_table(reading: Mapping[str, Any]) -> str:
-    rows = [("", "cold", "CPU time", "warm", "CPU time", "anonymous memory, peak")]
-    for name, way in reading["ways"].items():
-        cells = [name]
-        for state in ("cold", "warm"):
-            passes = way.get(state, {})
-            cells.append(_rate(reading["bytes"], passes["passes_s"]) if passes else way.get("error", ""))
-            cells.append(f"{statistics.median(passes['cpu_s']):.2f} s" if passes.get("cpu_s") else "")
+    def rate(way: Mapping[str, Any], state: str) -> str:
+        passes = way.get(state, {}).get("passes_s")
+        return f"{reading['bytes'] / statistics.median(passes) / 1e9:.2f} GB/s" if passes else ""
+
+    def cpu(way: Mapping[str, Any], state: str) -> str:
+        times = way.get(state, {}).get("cpu_s")
+        return f"{statistics.median(times):.2f} s" if times else ""
+
+    def anonymous(way: Mapping[str, Any]) -> str:
         before, peak = way.get("anonymous_before_bytes"), way.get("anonymous_peak_bytes")
-        cells.append("" if before is None or peak is None else f"+{_mib(peak - before)}")
-        rows.append(tuple(cells))  # type: ignore[arg-type]
-    return markdown(rows)
+        return "" if before is None or peak is None else f"+{mib(peak - before)}"
+
+    columns: reports.Columns = {
+        "cold": lambda way: rate(way, "cold"),
+        "cold, CPU time": lambda way: cpu(way, "cold"),
+        "warm": lambda way: rate(way, "warm"),
+        "warm, CPU time": lambda way: cpu(way, "warm"),
+        "anonymous memory, peak": anonymous,
+    }
+    ways = {name: {"error": "not measured", **way} for name, way in reading["ways"].items()}
+    return reports.table(ways, columns, "cold")
 
 
-def _rate(num_bytes: int, passes: Sequence[float]) -> str:
-    return f"{num_bytes / statistics.median(passes) / 1e9:.2f} GB/s"
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 20):,.0f} MiB"
-
-
-# ------------------------------------------------------------------------------------------------ command line
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="a tiny model")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add(parser, "small", "disk", "checkpoint", "shard_size", "budget", timeout=150)
     parser.add_argument("--ram", default="2GiB", metavar="SIZE", help="the limit (default 2GiB)")
     parser.add_argument("--repeats", type=int, default=3, help="of reading everything (default 3)")
     parser.add_argument(
         "--ways", nargs="+", choices=WAYS, default=[*WAYS], metavar="WAY", help="to read (default: all)"
     )
-    parser.add_argument("--shard-size", metavar="SIZE", help="of the checkpoint's files (default 2GiB; small 500KiB)")
-    parser.add_argument(
-        "--disk", type=Path, help="folder for all files, deleted afterwards (default: the temporary one)"
-    )
-    parser.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="used if it is there, else written and kept")
-    parser.add_argument("--timeout", type=float, default=150, help="seconds for each arm (default 150)")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--label", default="", help="goes into the name of the file, to tell two runs apart")
-    parser.add_argument("--table", type=Path, metavar="FILE.json", help="print a result as Markdown; run nothing")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    options.shard_size = options.shard_size or ("500KiB" if options.small else "2GiB")
-    if options.child:
-        child_main()
-    elif options.table:
-        print(render(json.loads(options.table.read_text())))
-    else:
-        path = run(options)
-        print(render(json.loads(path.read_text())))
-        print(f"\n{path}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    main()
+    # What the first part takes of the options of `weights`.
+    parser.set_defaults(device="cpu", model="flux-6gib", steps=2, slow_steps=2, trace=None)
+    parser.set_defaults(no_raw=False, no_profile=True)

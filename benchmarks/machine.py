@@ -10,7 +10,6 @@ import os
 import re
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -61,13 +60,16 @@ def _version(package: str) -> str | None:
 def _pinned_bandwidth(device: torch.device) -> float | None:
     if device.type == "cpu":
         return None
-    source = torch.empty(BANDWIDTH_BYTES, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty_like(source, device=device)
+    return bandwidth(CopiesBeside(BANDWIDTH_BYTES, device, BANDWIDTH_BYTES).back, device, repeats=8)
+
+
+def bandwidth(copy: Callable[[], object], device: torch.device, *, repeats: int) -> float:
+    """Bytes a second if `copy` copies BANDWIDTH_BYTES: the median of all times but the first."""
     times = []
-    for _ in range(8):
+    for _ in range(repeats):
         synchronize(device)
         start = time.perf_counter()
-        target.copy_(source, non_blocking=True)
+        copy()
         synchronize(device)
         times.append(time.perf_counter() - start)
     return BANDWIDTH_BYTES / statistics.median(times[1:])
@@ -91,6 +93,13 @@ def fix_algorithms() -> None:
     """Convolutions run the same kernels in every process, so that outputs can be compared bit by bit."""
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
+
+
+def fix_training_algorithms() -> None:
+    """The same for backward: what `torch.use_deterministic_algorithms` needs. It is called before the device is used."""
+    fix_algorithms()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward does not repeat itself
 
 
 def mark(device: torch.device) -> Any:
@@ -143,6 +152,11 @@ def device_reserved(device: torch.device) -> int | None:
     return None if device.type == "cpu" else torch.accelerator.max_memory_reserved(device)
 
 
+def allocated(device: torch.device) -> int | None:
+    """What torch's allocator counts as allocated now."""
+    return None if device.type == "cpu" else torch.accelerator.memory_allocated(device)
+
+
 def alloc_retries(device: torch.device) -> int:
     """How often torch's allocator has had to give back what it kept, because the device had no more. Each time takes long."""
     return 0 if device.type == "cpu" else int(torch.accelerator.memory_stats(device)["num_alloc_retries"])
@@ -188,42 +202,6 @@ class PeakWatch:
         self._reset(*args, **kwargs)
 
 
-_TOUCH = """
-import mmap, sys
-from pathlib import Path
-Path("/proc/self/oom_score_adj").write_text("1000")
-wanted, zeros, held = int(sys.argv[1]), bytes(1 << 26), []
-def available():
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) << 10
-while len(held) << 30 < wanted and (len(held) << 30) + available() < wanted:
-    held.append(mmap.mmap(-1, 1 << 30))
-    for _ in range(16):
-        held[-1].write(zeros)
-"""
-
-
-def grow_ram(wanted: int, timeout: float = 90) -> dict[str, Any]:
-    """Some virtual machines get their RAM when it is used: use it once, so that programs see how much there is."""
-    before = psutil.virtual_memory()
-    status: int | str = 0
-    start = time.perf_counter()
-    if before.available < wanted:
-        try:
-            status = subprocess.run([sys.executable, "-S", "-c", _TOUCH, str(wanted)], timeout=timeout).returncode
-        except subprocess.TimeoutExpired:
-            status = f"stopped after {timeout:.0f} s"
-    after = psutil.virtual_memory()
-    return {
-        "total_before_bytes": before.total,
-        "available_before_bytes": before.available,
-        "total_bytes": after.total,
-        "available_bytes": after.available,
-        "touching_s": time.perf_counter() - start,
-        "touching_status": status,
-    }
-
-
 def used_ram() -> int:
     """RAM that is neither free nor reclaimable, page-locked RAM included. The page cache is not in it."""
     memory = psutil.virtual_memory()
@@ -243,19 +221,34 @@ def process_memory() -> dict[str, int | None]:
 
 
 class CopiesBeside:
-    """Copies bytes from page-locked RAM to the device on a stream of its own, for nothing, when called."""
+    """Copies bytes for nothing, on streams of their own: out to page-locked RAM, or back to the device."""
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self._num_bytes = num_bytes
-        self._source = torch.empty(min(num_bytes, BANDWIDTH_BYTES), dtype=torch.uint8, pin_memory=device.type != "cpu")
-        self._target = torch.empty_like(self._source, device=device)
-        self._stream = torch.Stream(device=device) if device.type != "cpu" else contextlib.nullcontext()
+    def __init__(
+        self, num_bytes: int, device: torch.device, buffer_bytes: int, *, follows_compute: bool = False
+    ) -> None:
+        """
+        Args:
+            follows_compute: whether a copy begins when compute has come to where it was asked for.
+        """
+        self._num_bytes, self._compute_on, self._follows_compute = num_bytes, device, follows_compute
+        size = min(num_bytes, buffer_bytes)
+        self._host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
+        self._device = torch.empty_like(self._host, device=device)
+        self._streams = [torch.Stream(device=device) if device.type != "cpu" else None for _ in range(2)]
 
-    def __call__(self) -> None:
-        with self._stream:
-            for start in range(0, self._num_bytes, self._source.numel()):
-                size = min(self._source.numel(), self._num_bytes - start)
-                self._target[:size].copy_(self._source[:size], non_blocking=True)
+    def out(self) -> None:
+        self._copy(self._streams[0], self._host, self._device)
+
+    def back(self) -> None:
+        self._copy(self._streams[1], self._device, self._host)
+
+    def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        if stream is not None and self._follows_compute:
+            stream.wait_stream(torch.accelerator.current_stream(self._compute_on))
+        with stream or contextlib.nullcontext():
+            for start in range(0, self._num_bytes, max(1, target.numel())):
+                size = min(target.numel(), self._num_bytes - start)
+                target[:size].copy_(source[:size], non_blocking=True)
 
 
 # ------------------------------------------------------------------------------------------------ calls to the driver

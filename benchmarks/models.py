@@ -5,14 +5,16 @@ Weights are random. Every process draws the same ones: on the device, each tenso
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from machine import forget_device_peak, synchronize
 from torch import nn
+
+from .machine import forget_device_peak, synchronize
 
 SEED = 0
 STAGING_BYTES = 32 << 20
@@ -20,31 +22,64 @@ STAGING_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model(ABC):
-    """A model and its inputs. Calls in this order: `make_model`, `inputs`, then `call` as often as wanted."""
+    """A model and its inputs. Calls in this order: `make_model`, `make_inputs`, then `call` as often as wanted."""
 
     name: str
+    config: Mapping[str, Any]
+    """The arguments that its class takes, in the words of its library."""
+    sizes: Mapping[str, int]
+    """The sizes of the inputs."""
     first_number: int = 0
-    """Of its weights, which are drawn by number: two models that differ in this have other weights."""
+    """The number of its first weight. Weights are drawn by number: two models that differ in this have other weights."""
+    library: ClassVar[str] = "diffusers"
+    class_name: ClassVar[str]
+    made_of: ClassVar[str] = "{num_layers} blocks"
+    """What the model is made of, for people. The names in braces are those of `config` and `sizes`."""
+    takes: ClassVar[str] = "{tokens} tokens"
+    """The size of the inputs, for people."""
     dtype: ClassVar[torch.dtype] = torch.bfloat16
     block_fields: ClassVar[tuple[str, ...]] = ()
-    """The fields that count its blocks, if it has blocks that are all alike."""
-    needs_transformers: ClassVar[bool] = False
+    """The arguments that count its blocks, if it has blocks that are all alike."""
     has_all_arms: ClassVar[bool] = False
-    """Large enough for files, checkpoints and slow ways to say something."""
+    """Whether the model is so large that files, checkpoints and slow ways say something."""
+
+    def shown(self) -> dict[str, Any]:
+        """The numbers that `made_of` and `takes` name."""
+        return {**self.config, **self.sizes}
 
     @property
-    @abstractmethod
     def what(self) -> str:
-        """What it is made of, for people."""
+        return self.made_of.format_map(self.shown())
 
     @property
-    @abstractmethod
     def goes_in(self) -> str:
-        """The size of the inputs, for people."""
+        return self.takes.format_map(self.shown())
 
-    @abstractmethod
+    @property
+    def num_tokens(self) -> int:
+        return self.sizes["tokens"]
+
+    def facts(self) -> dict[str, Any]:
+        """The model as a report has it."""
+        tokens = {"num_tokens": self.num_tokens} if "tokens" in self.shown() else {}
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {**asdict(self), **tokens, "what": self.what, "goes_in": self.goes_in, "dtype": dtype}
+
+    def resized(self, name: str | None = None, **changes: Any) -> Model:
+        """The same model with other arguments or other sizes of the inputs."""
+        sizes = {key: changes.pop(key, value) for key, value in self.sizes.items()}
+        return replace(self, name=name or self.name, config={**self.config, **changes}, sizes=sizes)
+
+    def shallow(self) -> Model:
+        """The same model with one block of each kind: its forward runs the same kernels."""
+        return self.resized(**dict.fromkeys(self.block_fields, 1))
+
     def build(self) -> nn.Module:
         """The module. It is called where new tensors are meta tensors."""
+        module_class = getattr(importlib.import_module(self.library), self.class_name)
+        if self.library == "transformers":
+            return module_class(module_class.config_class(**self.config))  # type: ignore[no-any-return]
+        return module_class(**self.config)  # type: ignore[no-any-return]
 
     @abstractmethod
     def inputs(self, draw: Draw) -> dict[str, torch.Tensor]: ...
@@ -52,10 +87,6 @@ class Model(ABC):
     def call(self, model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         output: torch.Tensor = model(**inputs, return_dict=False)[0]
         return output
-
-    def shallow(self) -> Model:
-        """The same with one block of each kind: its forward runs the same kernels."""
-        return replace(self, **dict.fromkeys(self.block_fields, 1))
 
     def make_buffers(self, model: nn.Module) -> None:  # noqa: B027
         """Give buffers their values, on the CPU: those of `build` have none. Most models have no buffers."""
@@ -86,294 +117,117 @@ class Draw:
 # ------------------------------------------------------------------------------------------------ transformers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Flux(Model):
     """FLUX.1's transformer, without guidance embeddings."""
 
-    name: str = "flux1"
-    num_double: int = 19
-    num_single: int = 38
-    num_heads: int = 24
-    head_dim: int = 128
-    rope_dims: tuple[int, int, int] = (16, 56, 56)
-    text_dim: int = 4096
-    pooled_dim: int = 768
-    num_tokens: int = 4096
-    num_text_tokens: int = 512
-    block_fields: ClassVar[tuple[str, ...]] = ("num_double", "num_single")
-    has_all_arms: ClassVar[bool] = True
-
-    @property
-    def what(self) -> str:
-        return f"{self.num_double} + {self.num_single} blocks"
-
-    @property
-    def goes_in(self) -> str:
-        return f"{self.num_tokens} image tokens and {self.num_text_tokens} text tokens"
-
-    def build(self) -> nn.Module:
-        from diffusers import FluxTransformer2DModel
-
-        model: nn.Module = FluxTransformer2DModel(
-            num_layers=self.num_double,
-            num_single_layers=self.num_single,
-            num_attention_heads=self.num_heads,
-            attention_head_dim=self.head_dim,
-            axes_dims_rope=self.rope_dims,
-            joint_attention_dim=self.text_dim,
-            pooled_projection_dim=self.pooled_dim,
-            in_channels=64,
-            guidance_embeds=False,
-        )
-        return model
+    class_name = "FluxTransformer2DModel"
+    made_of = "{num_layers} + {num_single_layers} blocks"
+    takes = "{tokens} image tokens and {text_tokens} text tokens"
+    block_fields = ("num_layers", "num_single_layers")
+    has_all_arms = True
 
     def inputs(self, draw: Draw) -> dict[str, torch.Tensor]:
-        side = int(self.num_tokens**0.5)
-        rows = torch.arange(self.num_tokens, device=draw.device)
+        tokens, text_tokens, config = self.sizes["tokens"], self.sizes["text_tokens"], self.config
+        side = int(tokens**0.5)
+        rows = torch.arange(tokens, device=draw.device)
         image_ids = torch.stack([torch.zeros_like(rows), rows // side, rows % side], dim=1)
         return {
-            "hidden_states": draw.normal(1, self.num_tokens, 64),
-            "encoder_hidden_states": draw.normal(1, self.num_text_tokens, self.text_dim),
-            "pooled_projections": draw.normal(1, self.pooled_dim),
+            "hidden_states": draw.normal(1, tokens, 64),
+            "encoder_hidden_states": draw.normal(1, text_tokens, config["joint_attention_dim"]),
+            "pooled_projections": draw.normal(1, config["pooled_projection_dim"]),
             "timestep": torch.full((1,), 0.5, device=draw.device, dtype=draw.dtype),
             "img_ids": image_ids.to(draw.dtype),
-            "txt_ids": torch.zeros(self.num_text_tokens, 3, device=draw.device, dtype=draw.dtype),
+            "txt_ids": torch.zeros(text_tokens, 3, device=draw.device, dtype=draw.dtype),
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Wan(Model):
     """The transformer of Wan 2.1 14B, text to video. Latents of 21 x 60 x 104 are 81 frames of 480 x 832 pixels."""
 
-    name: str = "wan14b"
-    num_layers: int = 40
-    num_heads: int = 40
-    head_dim: int = 128
-    ffn_dim: int = 13824
-    text_dim: int = 4096
-    freq_dim: int = 256
-    num_frames: int = 21
-    height: int = 60
-    width: int = 104
-    num_text_tokens: int = 512
-    block_fields: ClassVar[tuple[str, ...]] = ("num_layers",)
-    has_all_arms: ClassVar[bool] = True
+    class_name = "WanTransformer3DModel"
+    takes = "{tokens} video tokens (latents of {frames} x {height} x {width}) and {text_tokens} text tokens"
+    block_fields = ("num_layers",)
+    has_all_arms = True
 
     @property
     def num_tokens(self) -> int:
-        return self.num_frames * (self.height // 2) * (self.width // 2)
+        return self.sizes["frames"] * (self.sizes["height"] // 2) * (self.sizes["width"] // 2)
 
-    @property
-    def what(self) -> str:
-        return f"{self.num_layers} blocks"
-
-    @property
-    def goes_in(self) -> str:
-        size = f"{self.num_frames} x {self.height} x {self.width}"
-        return f"{self.num_tokens} video tokens (latents of {size}) and {self.num_text_tokens} text tokens"
-
-    def build(self) -> nn.Module:
-        from diffusers import WanTransformer3DModel
-
-        model: nn.Module = WanTransformer3DModel(
-            num_layers=self.num_layers,
-            num_attention_heads=self.num_heads,
-            attention_head_dim=self.head_dim,
-            ffn_dim=self.ffn_dim,
-            text_dim=self.text_dim,
-            freq_dim=self.freq_dim,
-        )
-        return model
+    def shown(self) -> dict[str, Any]:
+        return {**self.config, **self.sizes, "tokens": self.num_tokens}
 
     def make_buffers(self, model: nn.Module) -> None:
-        model.rope = type(model.rope)(self.head_dim, (1, 2, 2), 1024)  # type: ignore[operator]
+        model.rope = type(model.rope)(self.config["attention_head_dim"], (1, 2, 2), 1024)  # type: ignore[operator]
 
     def float32_names(self, model: nn.Module) -> tuple[str, ...]:
         return tuple(model._keep_in_fp32_modules)  # type: ignore[arg-type]
 
     def inputs(self, draw: Draw) -> dict[str, torch.Tensor]:
+        sizes = self.sizes
         return {
-            "hidden_states": draw.normal(1, 16, self.num_frames, self.height, self.width),
+            "hidden_states": draw.normal(1, 16, sizes["frames"], sizes["height"], sizes["width"]),
             "timestep": torch.full((1,), 500, device=draw.device),
-            "encoder_hidden_states": draw.normal(1, self.num_text_tokens, self.text_dim),
+            "encoder_hidden_states": draw.normal(1, sizes["text_tokens"], self.config["text_dim"]),
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class T5Encoder(Model):
-    """The encoder of T5-XXL, which FLUX.1 and SD 3 use. Its token embedding goes by two names."""
+class TextEncoder(Model):
+    """A text encoder of transformers."""
 
-    name: str = "t5-xxl"
-    num_layers: int = 24
-    d_model: int = 4096
-    d_ff: int = 10240
-    num_heads: int = 64
-    d_kv: int = 64
-    vocab_size: int = 32128
-    num_tokens: int = 512
-    block_fields: ClassVar[tuple[str, ...]] = ("num_layers",)
-    needs_transformers: ClassVar[bool] = True
-
-    @property
-    def what(self) -> str:
-        return f"{self.num_layers} blocks"
-
-    @property
-    def goes_in(self) -> str:
-        return f"{self.num_tokens} tokens"
-
-    def build(self) -> nn.Module:
-        from transformers import T5Config, T5EncoderModel
-
-        return T5EncoderModel(T5Config(**self.config()))
-
-    def config(self) -> dict[str, Any]:
-        names = ("num_layers", "d_model", "d_ff", "num_heads", "d_kv", "vocab_size")
-        return {name: getattr(self, name) for name in names} | {"feed_forward_proj": "gated-gelu", "use_cache": False}
+    library = "transformers"
+    block_fields = ("num_layers",)
 
     def inputs(self, draw: Draw) -> dict[str, torch.Tensor]:
-        return {"input_ids": draw.integers(self.vocab_size, 1, self.num_tokens)}
+        return {"input_ids": draw.integers(self.config["vocab_size"], 1, self.num_tokens)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Umt5Encoder(T5Encoder):
+class T5Encoder(TextEncoder):
+    """The encoder of T5-XXL, which FLUX.1 and SD 3 use. Its token embedding goes by two names."""
+
+    class_name = "T5EncoderModel"
+
+
+class Umt5Encoder(TextEncoder):
     """The encoder of UMT5-XXL, which Wan uses: T5-XXL with eight times the words, and positions in every block."""
 
-    name: str = "umt5-xxl"
-    vocab_size: int = 256384
-
-    def build(self) -> nn.Module:
-        from transformers import UMT5Config, UMT5EncoderModel
-
-        return UMT5EncoderModel(UMT5Config(**self.config()))
+    class_name = "UMT5EncoderModel"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClipText(Model):
+class ClipText(TextEncoder):
     """The text encoder of CLIP ViT-L/14, which FLUX.1 and Stable Diffusion use."""
 
-    name: str = "clip-l"
-    num_layers: int = 12
-    hidden_size: int = 768
-    num_heads: int = 12
-    vocab_size: int = 49408
-    num_tokens: int = 77
-    block_fields: ClassVar[tuple[str, ...]] = ("num_layers",)
-    needs_transformers: ClassVar[bool] = True
-
-    @property
-    def what(self) -> str:
-        return f"{self.num_layers} blocks"
-
-    @property
-    def goes_in(self) -> str:
-        return f"{self.num_tokens} tokens"
-
-    def build(self) -> nn.Module:
-        from transformers import CLIPTextConfig, CLIPTextModel
-
-        return CLIPTextModel(
-            CLIPTextConfig(
-                num_hidden_layers=self.num_layers,
-                hidden_size=self.hidden_size,
-                intermediate_size=4 * self.hidden_size,
-                num_attention_heads=self.num_heads,
-                vocab_size=self.vocab_size,
-                max_position_embeddings=self.num_tokens,
-                eos_token_id=self.vocab_size - 1,
-                bos_token_id=self.vocab_size - 2,
-                pad_token_id=1,
-            )
-        )
+    class_name = "CLIPTextModel"
+    made_of = "{num_hidden_layers} blocks"
+    block_fields = ("num_hidden_layers",)
 
     def make_buffers(self, model: nn.Module) -> None:
         for module in model.modules():
             if "position_ids" in module._buffers:
                 module._buffers["position_ids"] = torch.arange(self.num_tokens).expand(1, -1)
 
-    def inputs(self, draw: Draw) -> dict[str, torch.Tensor]:
-        return {"input_ids": draw.integers(self.vocab_size, 1, self.num_tokens)}
-
 
 # ------------------------------------------------------------------------------------------------ convolutions
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class UNet(Model):
     """The UNet of Stable Diffusion 1.5. A batch of two is one image with classifier-free guidance."""
 
-    name: str = "unet-sd15"
-    channels: tuple[int, ...] = (320, 640, 1280, 1280)
-    text_dim: int = 768
-    num_heads: int = 8
-    batch: int = 2
-    size: int = 64
-    dtype: ClassVar[torch.dtype] = torch.float16
-
-    @property
-    def what(self) -> str:
-        return f"channels {self.channels}"
-
-    @property
-    def goes_in(self) -> str:
-        return f"batch {self.batch}, latents of {self.size} x {self.size} and 77 text tokens"
-
-    def build(self) -> nn.Module:
-        from diffusers import UNet2DConditionModel
-
-        model: nn.Module = UNet2DConditionModel(
-            sample_size=self.size,
-            block_out_channels=self.channels,
-            cross_attention_dim=self.text_dim,
-            attention_head_dim=self.num_heads,  # the number of heads, by diffusers' name for it
-        )
-        return model
+    class_name = "UNet2DConditionModel"
+    made_of = "channels {block_out_channels}"
+    takes = "batch {batch}, latents of {sample_size} x {sample_size} and 77 text tokens"
+    dtype = torch.float16
 
     def inputs(self, draw: Draw) -> dict[str, torch.Tensor]:
+        batch, size = self.sizes["batch"], self.config["sample_size"]
         return {
-            "sample": draw.normal(self.batch, 4, self.size, self.size),
+            "sample": draw.normal(batch, 4, size, size),
             "timestep": torch.tensor(500, device=draw.device),
-            "encoder_hidden_states": draw.normal(self.batch, 77, self.text_dim),
+            "encoder_hidden_states": draw.normal(batch, 77, self.config["cross_attention_dim"]),
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VaeDecode(Model):
-    """`vae.decode` of an autoencoder of Stable Diffusion XL's or FLUX.1's size: half of the model, not its `forward`."""
-
-    name: str = "vae-decode"
-    channels: tuple[int, ...] = (128, 256, 512, 512)
-    latent_channels: int = 4
-    has_quant_conv: bool = True
-    size: int = 128
-
-    @property
-    def what(self) -> str:
-        return f"AutoencoderKL, channels {self.channels}"
-
-    @property
-    def goes_in(self) -> str:
-        pixels = self.size * 2 ** (len(self.channels) - 1)
-        return f"decoding one image of {pixels} x {pixels} pixels"
-
-    def build(self) -> nn.Module:
-        from diffusers import AutoencoderKL
-
-        model: nn.Module = AutoencoderKL(
-            block_out_channels=self.channels,
-            down_block_types=("DownEncoderBlock2D",) * len(self.channels),
-            up_block_types=("UpDecoderBlock2D",) * len(self.channels),
-            layers_per_block=2,
-            latent_channels=self.latent_channels,
-            use_quant_conv=self.has_quant_conv,
-            use_post_quant_conv=self.has_quant_conv,
-            scaling_factor=0.3611,
-            shift_factor=0.1159,
-        )
-        return model
-
-    def inputs(self, draw: Draw) -> dict[str, torch.Tensor]:
-        return {"z": draw.normal(1, self.latent_channels, self.size, self.size)}
+class Decoder(Model):
+    """`vae.decode` of an autoencoder: half of the model, and not its `forward`."""
 
     def call(self, model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         output: torch.Tensor = model.decode(**inputs, return_dict=False)[0]  # type: ignore[operator]
@@ -383,93 +237,101 @@ class VaeDecode(Model):
         return weight.startswith(("decoder.", "post_quant_conv."))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WanVaeDecode(Model):
-    """`vae.decode` of Wan 2.1's autoencoder, one latent frame after another: half of the model, not its `forward`."""
+class VaeDecode(Decoder):
+    """The decoder of Stable Diffusion XL's or FLUX.1's size."""
 
-    name: str = "wan-vae-decode"
-    base_channels: int = 96
-    num_frames: int = 21
-    height: int = 60
-    width: int = 104
+    class_name = "AutoencoderKL"
+    made_of = "AutoencoderKL, channels {block_out_channels}"
+    takes = "decoding one image of {pixels} x {pixels} pixels"
 
-    @property
-    def what(self) -> str:
-        return f"AutoencoderKLWan, {self.base_channels} channels"
-
-    @property
-    def goes_in(self) -> str:
-        frames = 4 * (self.num_frames - 1) + 1
-        return f"decoding {frames} frames of {8 * self.height} x {8 * self.width} pixels"
-
-    def build(self) -> nn.Module:
-        from diffusers import AutoencoderKLWan
-
-        model: nn.Module = AutoencoderKLWan(base_dim=self.base_channels)
-        return model
+    def shown(self) -> dict[str, Any]:
+        pixels = self.sizes["size"] * 2 ** (len(self.config["block_out_channels"]) - 1)
+        return {**self.config, "pixels": pixels}
 
     def inputs(self, draw: Draw) -> dict[str, torch.Tensor]:
-        return {"z": draw.normal(1, 16, self.num_frames, self.height, self.width)}
+        return {"z": draw.normal(1, self.config["latent_channels"], self.sizes["size"], self.sizes["size"])}
 
-    def call(self, model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        output: torch.Tensor = model.decode(**inputs, return_dict=False)[0]  # type: ignore[operator]
-        return output
 
-    def is_used(self, weight: str) -> bool:
-        return weight.startswith(("decoder.", "post_quant_conv."))
+class WanVaeDecode(Decoder):
+    """The decoder of Wan 2.1's autoencoder, one latent frame after another."""
+
+    class_name = "AutoencoderKLWan"
+    made_of = "AutoencoderKLWan, {base_dim} channels"
+    takes = "decoding {all_frames} frames of {pixels_high} x {pixels_wide} pixels"
+
+    def shown(self) -> dict[str, Any]:
+        sizes = self.sizes
+        frames = 4 * (sizes["frames"] - 1) + 1
+        high, wide = 8 * sizes["height"], 8 * sizes["width"]
+        return {**self.config, "all_frames": frames, "pixels_high": high, "pixels_wide": wide}
+
+    def inputs(self, draw: Draw) -> dict[str, torch.Tensor]:
+        return {"z": draw.normal(1, 16, self.sizes["frames"], self.sizes["height"], self.sizes["width"])}
 
 
 # ------------------------------------------------------------------------------------------------ by name
 
 
-MODELS: dict[str, Model] = {
-    "flux": Flux(),
-    "wan14b": Wan(),
-    "unet-sd15": UNet(),
-    "vae-decode": VaeDecode(),
-    "t5-xxl": T5Encoder(),
-    "umt5-xxl": Umt5Encoder(),
-    "wan-vae-decode": WanVaeDecode(),
-    # For machines without an accelerator: large to read, little to compute.
-    "flux-6gib": Flux(name="flux-6gib", num_double=12, num_single=62, num_heads=12, num_tokens=16, num_text_tokens=16),
-}
-SMALL: dict[str, Model] = {
-    "flux": Flux(
-        name="small",
-        num_double=3,
-        num_single=6,
-        num_heads=4,
-        head_dim=32,
-        rope_dims=(8, 12, 12),
-        text_dim=64,
-        pooled_dim=32,
-        num_tokens=64,
-        num_text_tokens=16,
-    ),
-    "wan14b": Wan(
-        name="small-wan14b",
-        num_layers=4,
-        num_heads=4,
-        head_dim=32,
-        ffn_dim=256,
-        text_dim=64,
-        freq_dim=32,
-        num_frames=3,
-        height=8,
-        width=8,
-        num_text_tokens=16,
-    ),
-    "unet-sd15": UNet(name="small-unet-sd15", channels=(32, 32, 64, 64), text_dim=32, num_heads=2, size=16),
-    "vae-decode": VaeDecode(name="small-vae-decode", channels=(32, 32, 64, 64), size=8),
-    "t5-xxl": T5Encoder(
-        name="small-t5-xxl", num_layers=3, d_model=64, d_ff=128, num_heads=4, d_kv=16, vocab_size=100, num_tokens=16
-    ),
-    "umt5-xxl": Umt5Encoder(
-        name="small-umt5-xxl", num_layers=3, d_model=64, d_ff=128, num_heads=4, d_kv=16, vocab_size=100, num_tokens=16
-    ),
-    "wan-vae-decode": WanVaeDecode(name="small-wan-vae-decode", base_channels=8, num_frames=3, height=8, width=8),
-}
-SMALL["flux-6gib"] = SMALL["flux"]
+def _large() -> Iterator[tuple[str, Model]]:
+    flux: dict[str, Any] = {"num_layers": 19, "num_single_layers": 38}
+    flux |= {"num_attention_heads": 24, "attention_head_dim": 128, "axes_dims_rope": (16, 56, 56)}
+    flux |= {"joint_attention_dim": 4096, "pooled_projection_dim": 768, "in_channels": 64, "guidance_embeds": False}
+    yield "flux", Flux(name="flux1", config=flux, sizes={"tokens": 4096, "text_tokens": 512})
+    wan = {"num_layers": 40, "num_attention_heads": 40, "attention_head_dim": 128}
+    wan |= {"ffn_dim": 13824, "text_dim": 4096, "freq_dim": 256}
+    frames = {"frames": 21, "height": 60, "width": 104}
+    yield "wan14b", Wan(name="wan14b", config=wan, sizes={**frames, "text_tokens": 512})
+    unet = {"block_out_channels": (320, 640, 1280, 1280), "cross_attention_dim": 768, "sample_size": 64}
+    unet |= {"attention_head_dim": 8}  # the number of heads, by diffusers' name for it
+    yield "unet-sd15", UNet(name="unet-sd15", config=unet, sizes={"batch": 2})
+    vae: dict[str, Any] = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 4}
+    vae |= {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+    vae |= {"use_quant_conv": True, "use_post_quant_conv": True, "scaling_factor": 0.3611, "shift_factor": 0.1159}
+    yield "vae-decode", VaeDecode(name="vae-decode", config=vae, sizes={"size": 128})
+    t5: dict[str, Any] = {"num_layers": 24, "d_model": 4096, "d_ff": 10240, "num_heads": 64, "d_kv": 64}
+    t5 |= {"vocab_size": 32128, "feed_forward_proj": "gated-gelu", "use_cache": False}
+    yield "t5-xxl", T5Encoder(name="t5-xxl", config=t5, sizes={"tokens": 512})
+    yield "umt5-xxl", Umt5Encoder(name="umt5-xxl", config={**t5, "vocab_size": 256384}, sizes={"tokens": 512})
+    yield "wan-vae-decode", WanVaeDecode(name="wan-vae-decode", config={"base_dim": 96}, sizes=frames)
+    clip = {"num_hidden_layers": 12, "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
+    clip |= _clip_tokens(vocabulary=49408, tokens=77)
+    yield "clip-l", ClipText(name="clip-l", config=clip, sizes={"tokens": 77})
+
+
+def _clip_tokens(vocabulary: int, tokens: int) -> dict[str, int]:
+    special = {"eos_token_id": vocabulary - 1, "bos_token_id": vocabulary - 2, "pad_token_id": 1}
+    return {"vocab_size": vocabulary, "max_position_embeddings": tokens, **special}
+
+
+def _small(large: Mapping[str, Model]) -> Iterator[tuple[str, Model]]:
+    width: dict[str, Any] = {"num_attention_heads": 4, "attention_head_dim": 32}
+    few = {"height": 8, "width": 8, "frames": 3}
+    t5 = {"num_layers": 3, "d_model": 64, "d_ff": 128, "num_heads": 4, "d_kv": 16, "vocab_size": 100, "tokens": 16}
+    clip = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 128, "num_attention_heads": 2}
+    channels = {"block_out_channels": (32, 32, 64, 64)}
+    flux = {"num_layers": 3, "num_single_layers": 6, "axes_dims_rope": (8, 12, 12), "tokens": 64, "text_tokens": 16}
+    changes: dict[str, dict[str, Any]] = {
+        "flux": {**width, **flux, "joint_attention_dim": 64, "pooled_projection_dim": 32, "name": "small"},
+        "wan14b": {**width, **few, "num_layers": 4, "ffn_dim": 256, "text_dim": 64, "freq_dim": 32, "text_tokens": 16},
+        "unet-sd15": {**channels, "cross_attention_dim": 32, "attention_head_dim": 2, "sample_size": 16},
+        "vae-decode": {**channels, "size": 8},
+        "t5-xxl": t5,
+        "umt5-xxl": t5,
+        "wan-vae-decode": {**few, "base_dim": 8},
+        "clip-l": {**clip, **_clip_tokens(vocabulary=100, tokens=16), "tokens": 16},
+    }
+    for name, sizes in changes.items():
+        yield name, large[name].resized(**{"name": f"small-{name}", **sizes})
+
+
+MODELS = dict(_large())
+SMALL = dict(_small(MODELS))
+# For machines without an accelerator: large to read, little to compute.
+MODELS["flux-6gib"] = MODELS["flux"].resized(
+    "flux-6gib", num_layers=12, num_single_layers=62, num_attention_heads=12, tokens=16, text_tokens=16
+)
+MODELS["flux-4gib"] = MODELS["flux"].resized("flux-4gib", num_layers=4, num_single_layers=20, num_attention_heads=12)
+SMALL["flux-6gib"] = SMALL["flux-4gib"] = SMALL["flux"]
 NAMES = (*MODELS, "small")
 
 
@@ -487,38 +349,32 @@ def find(
         ValueError: the model has no such size.
     """
     model = (SMALL if small or name == "small" else MODELS)["flux" if name == "small" else name]
-    changes: dict[str, Any] = {}
     if blocks:
         if len(blocks) != len(model.block_fields):
             raise ValueError(f"{model.name} has {len(model.block_fields)} kinds of blocks, not {len(blocks)}.")
-        changes |= dict(zip(model.block_fields, blocks, strict=True))
-        changes["name"] = f"{model.name}-{'+'.join(map(str, blocks))}"
-    for field, value in (("num_tokens", tokens), ("num_frames", frames)):
+        counts = dict(zip(model.block_fields, blocks, strict=True))
+        model = model.resized(f"{model.name}-{'+'.join(map(str, blocks))}", **counts)
+    for size, value in (("tokens", tokens), ("frames", frames)):
         if value is not None:
-            if field not in model.__dataclass_fields__:
-                raise ValueError(f"{model.name} has no {field} that could be set.")
-            changes[field] = value
-            base = changes.get("name", model.name)
-            if value != getattr(model, field):
-                changes["name"] = f"{base}-{value}-{field.removeprefix('num_')}"
-    return replace(model, **changes)
+            if size not in model.sizes:
+                raise ValueError(f"The inputs of {model.name} have no {size} that could be set.")
+            if value != model.sizes[size]:
+                model = model.resized(f"{model.name}-{value}-{size}", **{size: value})
+    return model
 
 
 # ------------------------------------------------------------------------------------------------ weights and inputs
 
 
-def make_model(model: Model, device: torch.device, *, resident: bool) -> nn.Module:
-    """The module with its weights, on the device or in ordinary RAM."""
+def make_model(model: Model, device: torch.device, *, resident: bool, dtype: torch.dtype | None = None) -> nn.Module:
+    """The module with its weights, on the device or in ordinary RAM.
+
+    Args:
+        dtype: default: the model's own.
+    """
     with torch.device("meta"):
         module = model.build().eval()
-    fill(
-        module,
-        device,
-        model.dtype,
-        resident=resident,
-        float32_names=model.float32_names(module),
-        first_number=model.first_number,
-    )
+    fill(module, model, device, resident=resident, dtype=dtype or model.dtype)
     model.make_buffers(module)
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
@@ -543,40 +399,23 @@ def warm_up(model: Model, device: torch.device) -> None:
     forget_device_peak(device)
 
 
-def fill(
-    module: nn.Module,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    resident: bool,
-    float32_names: tuple[str, ...] = (),
-    first_number: int = 0,
-) -> None:
+def fill(module: nn.Module, model: Model, device: torch.device, *, resident: bool, dtype: torch.dtype) -> None:
     """Replace the meta weights of `module` by random ones: norms' scales close to 1, all others close to 0."""
     # Page-locked memory is never given back to the system: who needs none takes none.
     staging = None if resident else torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=device.type != "cpu")
     owners: dict[nn.Parameter, list[str]] = {}  # tied weights have several names
     for name, weight in module.named_parameters(remove_duplicate=False):
         owners.setdefault(weight, []).append(name)
-    for number, (weight, names) in enumerate(owners.items(), first_number):
-        values = random_values(weight.shape, own_dtype(names[0], dtype, float32_names), names[0], number, device)
+    float32_names = set(model.float32_names(module))
+    for number, (weight, names) in enumerate(owners.items(), model.first_number):
+        own_dtype = torch.float32 if set(names[0].split(".")) & float32_names else dtype
+        values = torch.empty(weight.shape, dtype=own_dtype, device=device)
+        is_scale = weight.ndim == 1 and names[0].endswith("weight")  # of a norm
+        values.normal_(float(is_scale), 0.02, generator=torch.Generator(device).manual_seed(SEED + number))
         parameter = nn.Parameter(values if staging is None else _to_ram(values, staging), requires_grad=False)
         for name in names:
             owner, _, last = name.rpartition(".")
             module.get_submodule(owner).register_parameter(last, parameter)
-
-
-def random_values(shape: torch.Size, dtype: torch.dtype, name: str, number: int, device: torch.device) -> torch.Tensor:
-    """The values of one weight. `number` is its place among those of its model: each has a seed of its own."""
-    values = torch.empty(shape, dtype=dtype, device=device)
-    is_scale = len(shape) == 1 and name.endswith("weight")  # of a norm
-    generator = torch.Generator(device).manual_seed(SEED + number)
-    return values.normal_(float(is_scale), 0.02, generator=generator)
-
-
-def own_dtype(name: str, dtype: torch.dtype, float32_names: tuple[str, ...]) -> torch.dtype:
-    """The dtype of a weight in a model that is asked for in `dtype`."""
-    return torch.float32 if set(name.split(".")) & set(float32_names) else dtype
 
 
 def _to_ram(values: torch.Tensor, staging: torch.Tensor) -> torch.Tensor:

@@ -8,18 +8,8 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from models import (
-    SMALL,
-    ClipText,
-    Flux,
-    Model,
-    T5Encoder,
-    Umt5Encoder,
-    VaeDecode,
-    Wan,
-    WanVaeDecode,
-    make_model,
-)
+
+from .models import MODELS, SMALL, Model, make_model
 
 PROMPT = "a lighthouse in the fog"
 SECOND_EXPERT = 1000
@@ -66,19 +56,18 @@ class FluxImage(Pipeline):
     is_measured_alone = True
 
     def __init__(self, *, small: bool) -> None:
-        if small:
-            self.models = {
-                "text_encoder": ClipText(num_layers=2, hidden_size=32, num_heads=2, vocab_size=100, num_tokens=16),
-                "text_encoder_2": SMALL["t5-xxl"],
-                "transformer": replace(SMALL["flux"], name="flux1", num_double=2, num_single=3, num_tokens=16),
-                "vae": VaeDecode(channels=(32, 32, 64, 64), latent_channels=16, has_quant_conv=False, size=8),
-            }
-            return
+        found = SMALL if small else MODELS
+        vae = {"latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False}
+        blocks = (
+            {"num_layers": 2, "num_single_layers": 3, "tokens": 16}
+            if small
+            else {"num_layers": 4, "num_single_layers": 8}
+        )
         self.models = {
-            "text_encoder": ClipText(),
-            "text_encoder_2": T5Encoder(num_layers=12),
-            "transformer": Flux(num_double=4, num_single=8),
-            "vae": VaeDecode(latent_channels=16, has_quant_conv=False),
+            "text_encoder": found["clip-l"],
+            "text_encoder_2": found["t5-xxl"] if small else found["t5-xxl"].resized(num_layers=12),
+            "transformer": found["flux"].resized("flux1", **blocks),
+            "vae": found["vae-decode"].resized(**vae),
         }
 
     def assemble(self, modules: Mapping[str, Any]) -> Any:
@@ -92,12 +81,11 @@ class FluxImage(Pipeline):
         )
 
     def call(self, pipe: Any, num_steps: int, on_step_end: Callable[..., Any]) -> torch.Tensor:
-        vae = self.models["vae"]
-        assert isinstance(vae, VaeDecode)
+        size = 8 * self.models["vae"].sizes["size"]
         images: torch.Tensor = pipe(
             prompt=PROMPT,
-            height=8 * vae.size,
-            width=8 * vae.size,
+            height=size,
+            width=size,
             num_inference_steps=num_steps,
             max_sequence_length=pipe.tokenizer_2.model_max_length,
             generator=torch.Generator().manual_seed(0),
@@ -118,22 +106,13 @@ class WanVideo(Pipeline):
     is_measured_alone = False
 
     def __init__(self, *, small: bool) -> None:
-        if small:
-            sizes: dict[str, Any] = {"num_frames": 2, "height": 8, "width": 8}
-            expert: dict[str, Any] = {"num_layers": 3, "num_heads": 4, "head_dim": 32, "ffn_dim": 256, "text_dim": 64}
-            expert |= {"freq_dim": 32, "num_text_tokens": 16}
-            encoder = SMALL["umt5-xxl"]
-            vae = WanVaeDecode(base_channels=8, **sizes)
-        else:
-            sizes = {"num_frames": 5}
-            expert = {"num_layers": 10}
-            encoder = Umt5Encoder(num_layers=12)
-            vae = WanVaeDecode(**sizes)
+        found, frames = (SMALL, 2) if small else (MODELS, 5)
+        expert = found["wan14b"].resized("wan14b", frames=frames, num_layers=3 if small else 10)
         self.models = {
-            "text_encoder": encoder,
-            "transformer": Wan(**expert, **sizes),
-            "transformer_2": Wan(**expert, **sizes, first_number=SECOND_EXPERT),
-            "vae": vae,
+            "text_encoder": found["umt5-xxl"] if small else found["umt5-xxl"].resized(num_layers=12),
+            "transformer": expert,
+            "transformer_2": replace(expert, first_number=SECOND_EXPERT),
+            "vae": found["wan-vae-decode"].resized(frames=frames),
         }
 
     def assemble(self, modules: Mapping[str, Any]) -> Any:
@@ -147,13 +126,12 @@ class WanVideo(Pipeline):
         )
 
     def call(self, pipe: Any, num_steps: int, on_step_end: Callable[..., Any]) -> torch.Tensor:
-        vae = self.models["vae"]
-        assert isinstance(vae, WanVaeDecode)
+        sizes = self.models["vae"].sizes
         frames: torch.Tensor = pipe(
             prompt=PROMPT,
-            height=8 * vae.height,
-            width=8 * vae.width,
-            num_frames=4 * (vae.num_frames - 1) + 1,
+            height=8 * sizes["height"],
+            width=8 * sizes["width"],
+            num_frames=4 * (sizes["frames"] - 1) + 1,
             num_inference_steps=num_steps,
             guidance_scale=1.0,
             max_sequence_length=pipe.tokenizer.model_max_length,
@@ -173,11 +151,10 @@ def _tokenizer(model: Model) -> Any:
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
-    assert isinstance(model, ClipText | T5Encoder)
     special = ["<unk>", "<pad>"]
     vocabulary = {word: index for index, word in enumerate([*special, *PROMPT.split()])}
     # CLIP's pooled embedding is that of the end token, its last one. diffusers does not look for it in T5.
-    vocabulary["<end>"] = model.vocab_size - 1
+    vocabulary["<end>"] = model.config["vocab_size"] - 1
     backend = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(

@@ -8,6 +8,8 @@ that and waits for its turn: nothing else runs beside a measurement.
 
 from __future__ import annotations
 
+import argparse
+import gc
 import json
 import os
 import subprocess
@@ -15,14 +17,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from limits import MemoryGroup
+import torch
 
+from . import report as reports
+from .limits import MemoryGroup
+from .machine import fix_algorithms, measure_machine
+
+Work = Callable[[dict[str, Any], Callable[[], None]], dict[str, Any]]
+"""What a child process does with a job; the function that it is given is to be called before anything is measured."""
 MIN_SECONDS = 15
 """Less time than this is not enough to start an arm."""
 
@@ -38,8 +45,19 @@ def say(text: str, elapsed: float | None = None) -> None:
 # ------------------------------------------------------------------------------------------------ the child
 
 
-def serve(work: Callable[[dict[str, Any], Callable[[], None]], dict[str, Any]]) -> None:
-    """Wait for a job and answer with `work(job, begin)`; `begin` is to be called before anything is measured.
+def do(work: Work, job: dict[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
+    """`work(job, begin)`, and facts about the machine if the job asks for them."""
+    fix_algorithms()
+    with torch.no_grad():
+        result = work(job, begin)
+    if job["measures_machine"]:
+        gc.collect()
+        result["machine"] = measure_machine(torch.device(job["device"]))
+    return result
+
+
+def serve(work: Work) -> None:
+    """Wait for a job and answer with what it comes to, see `do`; `begin` is to be called before anything is measured.
 
     Whatever takes long to import has been imported. See [Note: The next process].
     """
@@ -53,7 +71,7 @@ def serve(work: Callable[[dict[str, Any], Callable[[], None]], dict[str, Any]]) 
         sys.stdin.readline()
 
     try:
-        result = work(json.loads(line), begin)
+        result = do(work, json.loads(line), begin)
     except Exception as error:
         traceback.print_exc()
         result = {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
@@ -108,16 +126,16 @@ class Watch:
 
 
 class Child:
-    """A process that does one job: `script --child`, which calls `serve`."""
+    """A process that does one job: `python -m benchmarks NAME --child`, which calls `serve`."""
 
-    def __init__(self, script: str, group: MemoryGroup | None = None) -> None:
+    def __init__(self, name: str, group: MemoryGroup | None = None) -> None:
         """
         Args:
             group: what limits its RAM, from its beginning.
         """
         self.group = group
         self.so_far: dict[str, Any] = {}
-        arguments = [str(Path(script).resolve()), "--child"]
+        arguments = ["-m", "benchmarks", name, "--child"]
         self._process = subprocess.Popen(
             [sys.executable, *arguments] if group is None else group.command(arguments),
             stdin=subprocess.PIPE,
@@ -201,45 +219,86 @@ class Child:
         self._process.communicate()
 
 
-class Relay:
-    """Runs jobs, each in a process that was started while the one before it made its weights."""
+class Budget:
+    """The time that all arms share. An arm begins only if there is some left."""
 
-    def __init__(self, script: str, *, timeout: float, budget: float, group: MemoryGroup | None = None) -> None:
-        """
-        Args:
-            group: what limits the RAM of the first process.
-        """
-        self._script, self._timeout, self._budget = script, timeout, budget
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
         self._started = time.monotonic()
-        self._waiting: Child | None = Child(script, group)
 
     @property
     def elapsed(self) -> float:
         return time.monotonic() - self._started
 
+    def refusal(self, needed: float = 0) -> dict[str, Any] | None:
+        """The result of an arm that cannot begin, because less time is left than it needs."""
+        if self.seconds - self.elapsed >= max(needed, 1e-9):
+            return None
+        return {"error": f"not run: the {self.seconds:.0f} s for all arms were over"}
+
+
+class Relay:
+    """Runs jobs, each in a process that was started while the one before it made its weights, and writes the report."""
+
+    def __init__(
+        self, report: dict[str, Any], options: argparse.Namespace, num_jobs: int, group: MemoryGroup | None = None
+    ) -> None:
+        """
+        Args:
+            group: what limits the RAM of the first process.
+        """
+        self.path: Path | None = None
+        """The file with the report, once there is a result."""
+        self._report, self._options = report, options
+        self._num_jobs, self._number = num_jobs, 0
+        self._budget = Budget(options.budget)
+        self._waiting: Child | None = Child(report["benchmark"], group) if num_jobs else None
+
     def run(
         self,
+        name: str,
         job: dict[str, Any],
         *,
-        is_last: bool,
+        into: str = "arms",
+        facts: Mapping[str, Any] | None = None,
         next_group: MemoryGroup | None = None,
         before: Callable[[], object] | None = None,
     ) -> dict[str, Any]:
-        """The result of `job`, or {"error": ...}. No process is started beside the last one.
+        """The result of `job`, or {"error": ...}; it stands in `report[into][name]`. No process is started beside the last.
 
         Args:
+            facts: what else the report says of this job.
             next_group: what limits the RAM of the process after this one.
             before: called when nothing else runs any more, before anything is measured.
         """
-        left = self._budget - self.elapsed
-        if left < MIN_SECONDS:
-            return {"error": f"not run: the {self._budget:.0f} s for all arms were over"}
-        assert self._waiting is not None
-        child, self._waiting = self._waiting, None if is_last else Child(self._script, next_group)
-        result = child.run(job, min(self._timeout, left), self._waiting, before)
-        child.end()
+        self._number += 1
+        say(f"{self._number}/{self._num_jobs} {name}", self._budget.elapsed)
+        job = {**job, "device": self._options.device, "measures_machine": self._report["machine"] is None}
+        result = self._budget.refusal(MIN_SECONDS)
+        if result is None:
+            assert self._waiting is not None
+            child, is_last = self._waiting, self._number == self._num_jobs
+            self._waiting = None if is_last else Child(self._report["benchmark"], next_group)
+            left = self._budget.seconds - self._budget.elapsed
+            result = child.run(job, min(self._options.timeout, left), self._waiting, before)
+            child.end()
+            if child.group is not None:
+                child.group.remove()
+        self._report["machine"] = result.pop("machine", None) or self._report["machine"]
+        self._report[into][name] = {**(facts or {}), **result}
+        if "error" in result:
+            say(result["error"])
+        self.write()
         return result
 
-    def end(self) -> None:
+    def write(self) -> None:
+        """Write the report. It is done after each job, so that an interrupted run keeps what it has."""
+        if self._report["machine"] is not None:
+            self.path = reports.write(self._report, self._options.output)
+
+    def end(self) -> Path | None:
+        """Returns the file with the report, if there is any result."""
         if self._waiting is not None:
             self._waiting.end()
+        say("done", self._budget.elapsed)
+        return self.path

@@ -1,20 +1,6 @@
 """LoRA training over frozen weights, on the device and streamed: time of a step, device memory, bits.
 
-    python benchmarks/training.py --output results.json                     FLUX.1 on the accelerator
-    python benchmarks/training.py --device-memory 8GiB --blocks 19 38 ...   the same; "resident" arms get more
-    python benchmarks/training.py --small --device cpu --output r.json      the same code in a few seconds
-
-Arms run in one process, one after another, from the same weights, inputs and random numbers. "resident" has all weights on the
-device, "ours ..." streams them; "+ checkpointing" is the model's own gradient checkpointing, "+ activations" offloads what is
-saved for backward. Peers: "fsdp2" is FSDP2 on one device with `CPUOffloadPolicy`, block by block, "diffusers" its group
-offloading with streams. The report says whether losses, gradients and trained parameters of the first steps, for which
-deterministic algorithms are on, have the bits of the resident arm with the same checkpointing. What a step could take at best
-is the sum of what its two phases could: of forward, and of backward, the longer of what the resident arm takes and of the time
-that the bytes sent in it need on the link. (They do not share: what backward has to spare comes after forward is over, and the
-device has no room for what is not needed soon.) Offloaded activations go out in forward, beside the weights that come in, and
-come back in backward, after one another with them; a byte out is taken to need as long as one in. With a budget for RAM,
-files are dropped from the page cache and read past it, and the time that a plain reader needs for as many bytes of the same
-files counts as well.
+Arms run in one process, one after another, from the same weights, inputs and random numbers.
 """
 
 from __future__ import annotations
@@ -22,38 +8,40 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
-import json
-import os
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
 import torch.distributed as dist
-from disk import drop_page_cache, files_in, read_all
-from machine import (
+from torch import nn
+
+from group_offload import apply_activation_offloading, apply_group_offloading
+
+from . import report as reports
+from .arms import apply_function, parse_size
+from .disk import drop_page_cache, files_in, read_all
+from .machine import (
+    GIB,
     alloc_retries,
-    default_device,
+    allocated,
     device_peak,
     device_reserved,
     elapsed,
-    fix_algorithms,
+    fix_training_algorithms,
     forget_device_peak,
     mark,
     measure_machine,
     synchronize,
 )
-from models import NAMES, find, make_inputs, make_model
-from tables import markdown
-from torch import nn
-
-from group_offload import apply_activation_offloading, apply_group_offloading
-from group_offload.plan.budgets import parse_bytes
+from .models import make_inputs, make_model
+from .options import add, model_of
+from .processes import Budget
+from .report import machine_facts, number
 
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
 PLACES: dict[str, dict[str, Any]] = {
@@ -77,9 +65,6 @@ ARMS = (
     "fsdp2 + checkpointing",
     "diffusers block + checkpointing",
 )
-PARTS = ("step", "forward", "backward", "host", "stalled")
-"""Times: of a step as a whole, of compute's stream in it, of the thread that launches, and of waits for weights."""
-SIZES = ("peak", "reserved", "after_forward", "sent", "read")
 RAW_BYTES = 16 << 30
 """What the plain reader reads, at most."""
 NUM_COMPARED = 3
@@ -106,11 +91,11 @@ class Lora(nn.Module):
 
 def add_lora(model: nn.Module, rank: int) -> None:
     layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-    for number, (name, layer) in enumerate(layers):
+    for place, (name, layer) in enumerate(layers):
         if name.endswith(TARGETS):
             owner, _, last = name.rpartition(".")
             parent = model.get_submodule(owner)
-            wrapped = Lora(layer, rank, number)
+            wrapped = Lora(layer, rank, place)
             if isinstance(parent, (nn.Sequential, nn.ModuleList)):
                 parent[int(last)] = wrapped
             else:
@@ -147,15 +132,8 @@ class Run:
         if where == "fsdp2":
             self._shard()
         elif where == "diffusers block":
-            from diffusers.hooks import apply_group_offloading as theirs
-
-            theirs(
-                self.model,
-                onload_device=self.device,
-                offload_type="block_level",
-                num_blocks_per_group=1,
-                use_stream=self.device.type != "cpu",
-            )
+            blocks = {"offload_type": "block_level", "num_blocks_per_group": 1}
+            apply_function("diffusers")(self.model, self.device, {**blocks, "use_stream": self.device.type != "cpu"})
         elif where != "resident":
             choice = dict(PLACES[where])
             if choice.pop("in_files", False):
@@ -215,7 +193,7 @@ class Run:
         return loss.detach()  # type: ignore[no-any-return]
 
     def after_forward(self) -> None:
-        self.after_forward_bytes = 0 if self.device.type == "cpu" else torch.accelerator.memory_allocated(self.device)
+        self.after_forward_bytes = allocated(self.device)
         self.moved_after_forward = self.moved()
 
     def moved(self) -> Moved:
@@ -234,10 +212,10 @@ class Run:
         moved: list[tuple[Moved, Moved]] = []
         before: Any = None
         retries = 0
-        for number in range(NUM_COMPARED + options.steps):
+        for at in range(NUM_COMPARED + options.steps):
             optimizer.zero_grad()
-            torch.use_deterministic_algorithms(number < NUM_COMPARED)
-            if number == NUM_COMPARED:
+            torch.use_deterministic_algorithms(at < NUM_COMPARED)
+            if at == NUM_COMPARED:
                 forget_device_peak(self.device)
                 before = None if self.handle is None else self.handle.stats()
                 retries = alloc_retries(self.device)
@@ -251,7 +229,7 @@ class Run:
             start, middle, end = self.marks
             phases.append((elapsed(start, middle), elapsed(middle, end)))
             moved.append((self.moved_after_forward.since(moved_before), self.moved().since(self.moved_after_forward)))
-            if number < NUM_COMPARED:
+            if at < NUM_COMPARED:
                 gradients = [parameter.grad for parameter in self.trained if parameter.grad is not None]
                 for tensor in (loss, *gradients, *self.trained):
                     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
@@ -301,32 +279,31 @@ def measure_drive(folder: Path) -> float | None:
         return None
 
 
-def limit_device_memory(size: str | None, device: torch.device) -> None:
+def limit_device_memory(size: int | None, device: torch.device) -> None:
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
         total = torch.cuda.get_device_properties(device).total_memory
-        share = 1.0 if size is None else min(1.0, parse_bytes(size, "--device-memory") / total)
-        torch.cuda.set_per_process_memory_fraction(share, device)
+        torch.cuda.set_per_process_memory_fraction(1.0 if size is None else min(1.0, size / total), device)
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    device, begun = torch.device(options.device), time.perf_counter()
-    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward does not repeat itself
-    model = find(options.model, small=options.small, blocks=options.blocks, tokens=options.tokens)
-    report: dict[str, Any] = {
-        "machine": measure_machine(device),
-        "model": {"name": model.name, "what": model.what, "inputs": model.goes_in, "rank": options.rank},
-        "device_memory": options.device_memory,
-        "arms": {},
-    }
+def run(options: argparse.Namespace) -> Path | None:
+    """Run the arms, resident ones first. Returns the file with the results, which is written after each arm."""
+    model, device, budget = model_of(options), torch.device(options.device), Budget(options.budget)
+    limit = None if options.device_memory is None else parse_size(options.device_memory)
+    fix_training_algorithms()
+    names = {"name": model.name, "what": model.what, "inputs": model.goes_in, "rank": options.rank}
+    report = reports.new("training", options, model=names, device_memory=options.device_memory)
+    report["machine"] = measure_machine(device)
     inputs = make_inputs(model, device)
     module: nn.Module | None = None
     whereabouts: str | None = None
+    path: Path | None = None
     for name in sorted(options.arms, key=lambda name: not name.startswith("resident")):
         if device.type == "cpu" and "vram" in name:
             continue
-        if options.budget is not None and time.perf_counter() - begun > options.budget:
-            report["arms"][name] = {"error": "no time left"}
+        refusal = budget.refusal()
+        if refusal is not None:
+            report["arms"][name] = refusal
             continue
         where = "device" if name.startswith("resident") else "RAM"
         arm: Run | None = None
@@ -334,7 +311,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             if whereabouts != where:
                 whereabouts, module = where, None
                 forget_device_peak(device)
-                limit_device_memory(options.device_memory if where == "RAM" else None, device)
+                limit_device_memory(limit if where == "RAM" else None, device)
                 module = make_model(model, device, resident=where == "device").train()
                 add_lora(module, options.rank)
                 report["weight_bytes"] = sum(parameter.nbytes for parameter in module.parameters())
@@ -358,11 +335,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         result = report["arms"][name]
         print(f"{name}: {result.get('error') or result['step_s']}", file=sys.stderr, flush=True)
         judge(report)
-        if options.output is not None:
-            options.output.write_text(json.dumps(report, indent=1) + "\n")
+        path = reports.write(report, options.output)
     if dist.is_initialized():
         dist.destroy_process_group()
-    return report
+    return path
 
 
 def _first_line(error: Exception) -> str:
@@ -397,66 +373,41 @@ def judge(report: dict[str, Any]) -> None:
             arm["times_of_limit"] = arm["step_s"] / arm["limit_s"]
 
 
-HEAD = (
-    *("arm", *(f"{part}, s" for part in PARTS), "peak, GiB", "reserved, GiB", "after forward, GiB"),
-    *("sent a step, GiB", "read a step, GiB", "link alone, s", "drive alone, s", "limit, s", "x limit", "same bits"),
-)
-
-DRIVE = ("read a step, GiB", "drive alone, s")
-
-
-def table(report: dict[str, Any]) -> str:
-    machine, model, limit = report["machine"], report["model"], report["device_memory"]
-    lines = [
-        f"{model['name']}: {model['what']}, {report['weight_bytes'] / 2**30:.2f} GiB, {model['inputs']}; "
-        f"LoRA of rank {model['rank']}.",
-        f"{machine['device']}, torch {machine['torch']}. Device memory: {f'{limit} (resident: all)' if limit else 'all'}.",
-    ]
-    rows = [HEAD]
-    for name, arm in report["arms"].items():
-        if "error" in arm:
-            rows.append((name, arm["error"], *[""] * (len(HEAD) - 2)))
-            continue
-        numbers = (*(_number(arm, f"{part}_s") for part in PARTS), *(_gib(arm, f"{key}_bytes") for key in SIZES))
-        limits = tuple(_number(arm, key) for key in ("link_s", "drive_s", "limit_s", "times_of_limit"))
-        rows.append((name, *numbers, *limits, {True: "yes", False: "NO", None: ""}[arm["is_equal"]]))
-    # Without an arm that reads from the drive there is nothing to tell about it.
-    kept = [at for at, title in enumerate(HEAD) if title not in DRIVE or any(row[at] for row in rows[1:])]
-    return "\n".join([*lines, "", markdown([tuple(row[at] for at in kept) for row in rows])])
+COLUMNS: reports.Columns = {
+    **{
+        # Times: of a step as a whole, of compute's stream in it, of the thread that launches, and of waits for weights.
+        f"{part}, s": lambda arm, part=part: number(arm.get(f"{part}_s") or None, 3)  # type: ignore[misc]
+        for part in ("step", "forward", "backward", "host", "stalled")
+    },
+    "peak, GiB": lambda arm: _gib(arm, "peak_bytes"),
+    "reserved, GiB": lambda arm: _gib(arm, "reserved_bytes"),
+    "after forward, GiB": lambda arm: _gib(arm, "after_forward_bytes"),
+    "sent a step, GiB": lambda arm: _gib(arm, "sent_bytes"),
+    "read a step, GiB": lambda arm: _gib(arm, "read_bytes"),
+    "link alone, s": lambda arm: number(arm.get("link_s") or None, 3),
+    "drive alone, s": lambda arm: number(arm.get("drive_s") or None, 3),
+    "limit, s": lambda arm: number(arm.get("limit_s"), 3),
+    "x limit": lambda arm: number(arm.get("times_of_limit"), 3),
+    "same bits": lambda arm: {True: "yes", False: "NO", None: ""}[arm["is_equal"]],
+}
 
 
-def _gib(arm: dict[str, Any], key: str) -> str:
-    return f"{arm[key] / 2**30:.2f}" if arm.get(key) else ""
+def _gib(arm: Mapping[str, Any], key: str) -> str:
+    return number(arm[key] / GIB, 2) if arm.get(key) else ""
 
 
-def _number(arm: dict[str, Any], key: str) -> str:
-    return f"{arm[key]:.3f}" if arm.get(key) else ""
+def render(report: Mapping[str, Any]) -> str:
+    """A report of this benchmark as Markdown: what was measured where, then one row for each arm."""
+    model, limit = report["model"], report["device_memory"]
+    facts = (
+        f"{model['name']}: {model['what']}, {report['weight_bytes'] / GIB:.2f} GiB, {model['inputs']}; LoRA of rank "
+        f"{model['rank']}; {machine_facts(report)}. Device memory: {f'{limit} (resident: all)' if limit else 'all'}."
+    )
+    return "\n".join([facts, "", reports.table(report["arms"], COLUMNS, "step_s", head="arm")])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="flux", choices=NAMES)
-    parser.add_argument("--device", default=default_device())
-    parser.add_argument("--output", type=Path, help="a JSON file")
-    parser.add_argument("--table", type=Path, help="print the table of a JSON file, and do nothing else")
-    parser.add_argument("--disk", type=Path, help="where files are written (default: the system's temporary folder)")
-    parser.add_argument("--small", action="store_true", help="a tiny model of the same kind")
-    parser.add_argument("--blocks", type=int, nargs="+", help="the number of blocks, of each kind")
-    parser.add_argument("--tokens", type=int)
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=5, help="timed steps; three more come first, and are compared")
-    parser.add_argument("--min-bytes", type=int, default=1 << 20, help="activations that are smaller stay")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add(parser, "device", "model", "small", "blocks", "tokens", "list", "disk", "budget", steps=5, min_bytes=1 << 20)
+    parser.add_argument("--rank", type=int, default=16, help="of the LoRA (default 16)")
     parser.add_argument("--device-memory", help="what torch may take of the device in arms that stream: 8GiB")
-    parser.add_argument("--budget", type=float, help="seconds, after which no other arm begins")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    options = parser.parse_args()
-    if options.table is not None:
-        print(table(json.loads(options.table.read_text())))
-        return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: for deterministic algorithms
-    fix_algorithms()
-    print(table(run(options)))
-
-
-if __name__ == "__main__":
-    main()
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help="only these")

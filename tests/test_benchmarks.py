@@ -16,47 +16,48 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import activations, machine, models, pipeline, processes, training, weights
+from benchmarks.__main__ import main
+from benchmarks.arms import choose
 from group_offload import apply_group_offloading
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = sorted((ROOT / "benchmarks" / "results").glob("files-*.json"))
-PIPELINES = sorted((ROOT / "benchmarks" / "results").glob("pipeline-*.json"))
-RESULTS = sorted((ROOT / "benchmarks" / "results").glob("weights-*.json"))
-
+RESULTS = sorted((ROOT / "benchmarks" / "results").rglob("*.json"))
+WEIGHTS = ROOT / "benchmarks" / "results" / "weights" / "flux1-h200.json"
 
 Run = Callable[..., str]
 
 
-def run(script: str, *arguments: str | Path) -> str:
-    """What a script prints, in a process of its own."""
+def run(*arguments: str | Path, python_path: str | None = None) -> str:
+    """What `python` with these arguments prints."""
     done = subprocess.run(
-        [sys.executable, str(ROOT / script), *map(str, arguments)],
+        [sys.executable, *map(str, arguments)],
+        cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=110,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **({} if python_path is None else {"PYTHONPATH": python_path})},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-@pytest.fixture
-def scripts(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """The benchmarks as modules."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module
+def benchmark(*arguments: str | Path) -> str:
+    """What a benchmark prints, in a process of its own."""
+    return run("-m", "benchmarks", *arguments)
 
 
 @pytest.fixture
-def run_here(scripts: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`run` without processes, also for arms: to import the libraries takes longer than all that arms do."""
-    processes = scripts("processes")
+def benchmark_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`benchmark` without processes, also for arms: to import the libraries takes longer than all that arms do."""
 
     class Here:
         """In the place of `processes.Child`."""
 
-        def __init__(self, script: str, group: object = None) -> None:
-            self.work = scripts(Path(script).stem).work
+        def __init__(self, name: str, group: object = None) -> None:
+            self.group = group
+            self.so_far: dict[str, Any] = {}
+            self.work = importlib.import_module(f"benchmarks.{name}").work
 
         def run(
             self, job: Any, limit: float, next_child: object = None, before: Callable[[], object] | None = None
@@ -68,40 +69,48 @@ def run_here(scripts: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, cap
                 if before is not None:
                     before()
 
-            result = self.work(json.loads(json.dumps(job)), begin)
+            result = processes.do(self.work, json.loads(json.dumps(job)), begin)
             return found | json.loads(json.dumps(result))
 
         def end(self) -> None:
             gc.collect()
 
-    def call(script: str, *arguments: str | Path) -> str:
-        module = scripts(Path(script).stem)
+    def call(name: str, *arguments: str | Path) -> str:
+        module = importlib.import_module(f"benchmarks.{name}")
         monkeypatch.setattr(processes, "Child", Here)
-        if hasattr(module, "work"):
-            monkeypatch.setattr(module, "Child", Here, raising=False)
-        monkeypatch.setattr("sys.argv", [script, *map(str, arguments)])
+        if name in ("weights", "opening"):
+            monkeypatch.setattr(module, "Child", Here)
+        elif name == "files":  # which has processes read the files
+            monkeypatch.setattr(weights, "Child", Here)
         capsys.readouterr()
         with warnings.catch_warnings(action="ignore"):
-            module.main()
+            main([name, *map(str, arguments)])
         return capsys.readouterr().out
 
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # scripts set it for good
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # training sets it for good
     return call
 
 
-def measure(run: Run, folder: Path, model: str, *arms: str, options: tuple[str | Path, ...] = ()) -> dict[str, Any]:
-    arguments = ("--model", model, "--small", "--device", "cpu", "--steps", "2", "--slow-steps", "1", *options)
-    table = run("benchmarks/weights.py", *arguments, "--output", folder, "--disk", folder, "--arms", *arms)
-    assert table.count("| yes") == len(arms), table
-    (file,) = folder.glob("weights-*.json")
+def result_of(folder: Path, name: str) -> dict[str, Any]:
+    """The one result of a benchmark below `folder`."""
+    (file,) = (folder / name).glob("*.json")
     report: dict[str, Any] = json.loads(file.read_text())
+    return report
+
+
+def measure(
+    benchmark: Run, folder: Path, model: str, *arms: str, options: tuple[str | Path, ...] = ()
+) -> dict[str, Any]:
+    arguments = ("--model", model, "--small", "--device", "cpu", "--steps", "2", "--slow-steps", "1", *options)
+    table = benchmark("weights", *arguments, "--output", folder, "--disk", folder, "--arms", *arms)
+    assert table.count("| yes") == len(arms), table
+    report = result_of(folder, "weights")
     assert set(report["arms"]) == set(arms)
     return report
 
 
 @pytest.mark.parametrize("name", ["flux", "wan14b", "unet-sd15", "vae-decode", "t5-xxl", "umt5-xxl", "wan-vae-decode"])
-def test_every_model_is_built_and_runs(name: str, scripts: Callable[[str], Any]) -> None:
-    models = scripts("models")
+def test_every_model_is_built_and_runs(name: str) -> None:
     model, device = models.find(name, small=True), torch.device("cpu")
     module, inputs = models.make_model(model, device, resident=False), models.make_inputs(model, device)
     with torch.no_grad():
@@ -112,9 +121,9 @@ def test_every_model_is_built_and_runs(name: str, scripts: Callable[[str], Any])
     handle.remove()
 
 
-def test_checkpoint_files_and_peers(tmp_path: Path, run_here: Run) -> None:
+def test_checkpoint_files_and_peers(tmp_path: Path, benchmark_here: Run) -> None:
     report = measure(
-        run_here,
+        benchmark_here,
         tmp_path,
         "flux",
         "resident",
@@ -124,13 +133,13 @@ def test_checkpoint_files_and_peers(tmp_path: Path, run_here: Run) -> None:
     )
     assert report["arms"]["ours block, from_pretrained"]["load_s"] > 0
     assert len(report["arms"]["accelerate cpu_offload"]["steps_s"]) == 1
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["weights"]
 
 
 def test_files_with_little_ram_and_a_timeline(tmp_path: Path) -> None:
     limited = "ours leaf, checkpoint @1GiB"
     report = measure(
-        run,
+        benchmark,
         tmp_path,
         "flux",
         "resident",
@@ -148,11 +157,10 @@ def test_files_with_little_ram_and_a_timeline(tmp_path: Path) -> None:
     assert "file reads" in picture.read_text()
 
 
-def test_reading_is_compared(tmp_path: Path, run_here: Run) -> None:
+def test_reading_is_compared(tmp_path: Path, benchmark_here: Run) -> None:
     arguments = ("--small", "--repeats", "1", "--ways", "ours", "--disk", tmp_path, "--output", tmp_path)
-    run_here("benchmarks/files.py", *arguments)
-    (file,) = tmp_path.glob("*.json")
-    report = json.loads(file.read_text())
+    benchmark_here("files", *arguments)
+    report = result_of(tmp_path, "files")
     assert all("error" not in arm for arm in report["arms"].values())
     assert len({arm["output_sha256"] for arm in report["arms"].values()}) == 1
     way = report["reading"]["ways"]["ours"]
@@ -160,13 +168,12 @@ def test_reading_is_compared(tmp_path: Path, run_here: Run) -> None:
     assert sum(way["warm"]["reads"][0].values()) == report["arms"]["resident, from_pretrained"]["weight_bytes"]
 
 
-def test_opening_is_measured(tmp_path: Path, run_here: Run) -> None:
+def test_opening_is_measured(tmp_path: Path, benchmark_here: Run) -> None:
     arms = ("diffusers, cast", "ours, cast")
     options = ("--small", "--device", "cpu", "--output", tmp_path, "--disk", tmp_path)
-    table = run_here("benchmarks/opening.py", *options, "--arms", *arms)
+    table = benchmark_here("opening", *options, "--arms", *arms)
     assert table.count("| yes") == len(arms), table
-    (file,) = tmp_path.glob("opening-*.json")
-    assert set(json.loads(file.read_text())["arms"]) == set(arms)
+    assert set(result_of(tmp_path, "opening")["arms"]) == set(arms)
 
 
 def test_timelines_are_drawn(tmp_path: Path) -> None:
@@ -189,8 +196,7 @@ def test_timelines_are_drawn(tmp_path: Path) -> None:
     assert ">8 ms<" in part.read_text()
 
 
-def test_training_runs(tmp_path: Path, run_here: Run) -> None:
-    output = tmp_path / "training.json"
+def test_training_runs(tmp_path: Path, benchmark_here: Run) -> None:
     arms = [
         f"{where} + checkpointing{more}"
         for where, more in (
@@ -202,23 +208,23 @@ def test_training_runs(tmp_path: Path, run_here: Run) -> None:
             ("diffusers block", ""),
         )
     ]
-    tables = run_here(
-        "benchmarks/training.py",
-        *("--small", "--device", "cpu", "--steps", "1", "--min-bytes", "0", "--disk", tmp_path, "--output", output),
+    tables = benchmark_here(
+        "training",
+        *("--small", "--device", "cpu", "--steps", "1", "--min-bytes", "0", "--disk", tmp_path, "--output", tmp_path),
         *("--arms", *arms),
     )
     assert tables.count("| yes") == len(arms), tables
-    report = json.loads(output.read_text())
+    report = result_of(tmp_path, "training")
     ours = report["arms"]["ours block + checkpointing"]
     frozen = report["weight_bytes"] - ours["trainable_bytes"]
     sent = ours["sent_forward_bytes"], ours["sent_backward_bytes"]
     assert max(sent) <= frozen + 16384
     assert frozen < sum(sent)
     assert report["arms"]["ours block + checkpointing + activations"]["activations_bytes_per_step"] > 0
-    assert run_here("benchmarks/training.py", "--table", output) == tables
+    assert benchmark_here("training", "--table", next((tmp_path / "training").iterdir())) == tables
 
 
-def test_limit_of_a_training_step_is_the_sum_of_both_phases(scripts: Callable[[str], Any]) -> None:
+def test_limit_of_a_training_step_is_the_sum_of_both_phases() -> None:
     """Forward waits for the link, backward computes; activations go out beside weights, and come back after them."""
     resident = {"bits": "a", "step_s": 4.0, "forward_s": 1.0, "backward_s": 3.0}
     ours = {"bits": "a", "step_s": 10.0, "sent_forward_bytes": 20, "sent_backward_bytes": 10}
@@ -230,7 +236,7 @@ def test_limit_of_a_training_step_is_the_sum_of_both_phases(scripts: Callable[[s
             "ours block + activations": {**ours, "bits": "b", "activations_bytes_per_step": 30},
         },
     }
-    scripts("training").judge(report)
+    training.judge(report)
     weights, both = report["arms"]["ours block"], report["arms"]["ours block + activations"]
     assert (weights["link_s"], weights["limit_s"], weights["times_of_limit"], weights["is_equal"]) == (
         3.0,
@@ -241,16 +247,15 @@ def test_limit_of_a_training_step_is_the_sum_of_both_phases(scripts: Callable[[s
     assert (both["link_s"], both["limit_s"], both["is_equal"]) == (7.0, 7.0, False)
     ours |= {"read_forward_bytes": 4, "read_backward_bytes": 8, "raw_bytes_per_s": 2.0}
     report["arms"]["ours files ram=8GiB"] = ours
-    scripts("training").judge(report)
+    training.judge(report)
     assert (ours["drive_s"], ours["limit_s"]) == (6.0, 2.0 + 4.0)
 
 
-def test_activations_are_measured(tmp_path: Path, scripts: Callable[[str], Any], run_here: Run) -> None:
+def test_activations_are_measured(tmp_path: Path, benchmark_here: Run) -> None:
     """All arms give the same bits; there is a table and a picture; what a budget leaves out is said."""
-    output = tmp_path / "activations.json"
-    options = ("--small", "--device", "cpu", "--steps", "1", "--warm-up", "0", "--output", output)
-    tables = run_here("benchmarks/activations.py", *options, "--tokens", "16", "--blocks", "1", "3")
-    report = json.loads(output.read_text())
+    options = ("--small", "--device", "cpu", "--steps", "1", "--warm-up", "0", "--output", tmp_path)
+    tables = benchmark_here("activations", *options, "--tokens", "16", "--blocks", "1", "3")
+    report = result_of(tmp_path, "activations")
     (size,) = report["sizes"]
     arms = size["arms"]
     assert len(arms) == tables.count("| yes") == 7, tables
@@ -260,52 +265,49 @@ def test_activations_are_measured(tmp_path: Path, scripts: Callable[[str], Any],
     assert arms["ours"]["out_bytes"] > arms["ours + checkpointing"]["out_bytes"] > 0
     assert sum(arms["ours"]["group_bytes"].values()) == arms["ours"]["out_bytes"]
     assert len(arms["ours"]["group_bytes"]) == 1 + 3 - 1  # the last group stays
-    module = scripts("activations")
-    assert module.table(report).strip() == tables.strip()
-    assert module.chart(report).count("<circle") == 6  # on the CPU only times, and copies beside are no way to train
-    tables = run_here(
-        "benchmarks/activations.py",
+    assert activations.render(report).strip() == tables.strip()
+    picture = tmp_path / "activations.svg"
+    run("docs/images/draw_activations.py", tmp_path / "activations" / "small-cpu.json", "--output", picture)
+    assert picture.read_text().count("<circle") == 6  # on the CPU only times, and copies beside are no way to train
+    tables = benchmark_here(
+        "activations",
         *(*options, "--model", "wan14b", "--frames", "1", "--blocks", "2", "--budget", "0", "--arms", "none"),
     )
-    assert "the budget of 0 s was spent" in tables
+    assert "the 0 s for all arms were over" in tables
 
 
-def test_activations_are_compared_with_limits(scripts: Callable[[str], Any]) -> None:
+def test_activations_are_compared_with_limits() -> None:
     """2 s of copies in each phase, beside 1 s of forward and 3 s of backward; groups that save 4, 4, 2, 2, 1."""
     plain = {"step_s": 3.5, "forward_s": 0.9, "backward_s": 2.6, "peak_bytes": 20}
     beside = {"step_s": 4.1, "forward_s": 1.0, "backward_s": 3.0, "peak_bytes": 21}
     groups = {"blocks.0": 4, "blocks.1": 4, "blocks.2": 2, "blocks.3": 2}
     ours = {"step_s": 6.0, "peak_bytes": 17, "out_bytes": 12, "back_bytes": 12, "kept_bytes": 1, "group_bytes": groups}
     arms = {"none": plain, "save_on_cpu": {"error": "out of memory"}, "ours": ours, "none, copies beside": beside}
-    scripts("activations").judge(
-        {"arms": arms}, {"bandwidth_bytes_per_s": {"d2h": 6, "h2d": 6}, "options": {"prefetch": 1}}
-    )
+    activations.judge({"arms": arms}, {"bandwidth_bytes_per_s": {"d2h": 6, "h2d": 6}, "options": {"prefetch": 1}})
     assert (ours["limit_s"], ours["times_of_limit"]) == (4.0, 1.5)
     assert (ours["phases_limit_s"], ours["times_of_phases_limit"]) == (5.0, 1.2)
     assert (ours["expected_peak_bytes"], ours["exposed_s"]) == (20 - 13 + 10, 2.5)
 
 
-def test_pipeline_runs(tmp_path: Path, run_here: Run) -> None:
-    tables = run_here(
-        "benchmarks/pipeline.py",
+def test_pipeline_runs(tmp_path: Path, benchmark_here: Run) -> None:
+    tables = benchmark_here(
+        "pipeline",
         *("--small", "--device", "cpu", "--steps", "2", "--output", tmp_path, "--arms", "resident", "--alone", "vae"),
     )
     assert tables.count("| yes") == 1, tables
-    (file,) = tmp_path.glob("*.json")
-    report = json.loads(file.read_text())
+    report = result_of(tmp_path, "pipeline")
     assert all("error" not in alone for alone in report["alone"].values())
     assert set(report["alone"]) == {"vae"}
 
 
-def test_pipeline_with_two_transformers_runs(tmp_path: Path, scripts: Callable[[str], Any], run_here: Run) -> None:
-    tables = run_here(
-        "benchmarks/pipeline.py",
+def test_pipeline_with_two_transformers_runs(tmp_path: Path, benchmark_here: Run) -> None:
+    tables = benchmark_here(
+        "pipeline",
         *("--pipeline", "wan", "--small", "--device", "cpu", "--steps", "5", "--output", tmp_path),
         *("--arms", "resident", "ours block"),
     )
     assert tables.count("| yes") == 2, tables
-    (file,) = tmp_path.glob("*.json")
-    report = json.loads(file.read_text())
+    report = result_of(tmp_path, "pipeline")
     ours = report["arms"]["ours block"]
     assert [step["model"] for step in ours["steps"]] == ["transformer"] * 3 + ["transformer_2"] * 2
     for name, denoiser in ours["denoisers"].items():
@@ -318,15 +320,15 @@ def test_pipeline_with_two_transformers_runs(tmp_path: Path, scripts: Callable[[
     ours |= {"vram_budget": 1 << 30, "is_budget_held": False}
     ours["denoisers"]["transformer_2"] |= {"excess_s": 0.25, "step_s": 2.0, "predicted_s": 1.9}
     report["machine"]["pinned_h2d_bytes_per_s"] = ours["weight_bytes"]["transformer_2"]
-    arms, denoisers = scripts("pipeline").render_tables(report).split("\n\n")[1:]
+    arms, denoisers = pipeline.render(report).split("\n\n")[1:]
     assert "| 1.00 GiB | **no** " in arms
     head, *_, last = ([cell.strip() for cell in line.split("|")] for line in denoisers.splitlines())
     row = dict(zip(head, last, strict=True))
     assert (row["predicted / step"], row["excess"], row["x streamed pass"]) == ("0.95", "0.2500 s", "0.25")
 
 
-def test_peaks_outlast_resets_by_others(monkeypatch: pytest.MonkeyPatch, scripts: Callable[[str], Any]) -> None:
-    machine, peak = scripts("machine"), [0]
+def test_peaks_outlast_resets_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    peak = [0]
     monkeypatch.setattr(machine, "forget_device_peak", lambda device: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: peak.__setitem__(0, 0))
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: peak[0])
@@ -344,46 +346,48 @@ def test_peaks_outlast_resets_by_others(monkeypatch: pytest.MonkeyPatch, scripts
     ("given", "names"),
     [(None, "resident"), (["ours block vram=25%", "resident"], "ours block vram=25%")],
 )
-def test_arms_of_a_pipeline_are_chosen(given: list[str] | None, names: str, scripts: Callable[[str], Any]) -> None:
-    arms = scripts("pipeline").choose(given, "wan")
+def test_arms_of_a_pipeline_are_chosen(given: list[str] | None, names: str) -> None:
+    arms = choose(given or pipeline.DEFAULTS["wan"], pipeline.ARMS)
     assert arms[0].name == names
     assert [arm.budgets(1000) for arm in arms if arm.vram == "25%"] == [{"vram_budget": 250}]
 
 
 @pytest.mark.parametrize("name", ["no such arm", "resident vram=25%"])
-def test_arms_of_a_pipeline_are_refused(name: str, scripts: Callable[[str], Any]) -> None:
+def test_arms_of_a_pipeline_are_refused(name: str) -> None:
     with pytest.raises(SystemExit, match=name.partition(" vram")[0]):
-        scripts("pipeline").choose([name], "wan")
+        choose([name], pipeline.ARMS)
 
 
-@pytest.mark.parametrize("file", PIPELINES, ids=[file.stem for file in PIPELINES])
-def test_committed_results_of_pipelines_are_rendered(file: Path, scripts: Callable[[str], Any]) -> None:
+@pytest.mark.parametrize("file", RESULTS, ids=[f"{file.parent.name}-{file.stem}" for file in RESULTS])
+def test_committed_results_are_rendered(file: Path) -> None:
+    """Each arm, or way to read, has its row."""
     report = json.loads(file.read_text())
-    tables = scripts("pipeline").render_tables(report)
-    for name in report["arms"]:
-        assert f"| {name} " in tables
-
-
-@pytest.mark.parametrize("file", RESULTS, ids=[file.stem for file in RESULTS])
-def test_committed_results_are_rendered(file: Path, scripts: Callable[[str], Any]) -> None:
-    report = json.loads(file.read_text())
-    table = scripts("weights").render_table(report)
-    for name in report["arms"]:
-        assert f"| {name} " in table
-
-
-@pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
-def test_committed_results_of_files_are_rendered(file: Path, scripts: Callable[[str], Any]) -> None:
-    report = json.loads(file.read_text())
-    table = scripts("files").render(report)
-    for name in (*report["arms"], *report["reading"]["ways"]):
-        assert f"| {name} " in table
+    tables = importlib.import_module(f"benchmarks.{file.parent.name}").render(report)
+    for part in (report, *report.get("sizes", ())):
+        for name in (*part.get("arms", ()), *part.get("reading", {}).get("ways", ())):
+            assert f"| {name} " in tables
 
 
 def test_a_table_is_printed() -> None:
-    assert "| resident " in run("benchmarks/weights.py", "--table", RESULTS[0])
+    assert "| resident " in benchmark("weights", "--table", WEIGHTS)
+
+
+def test_the_package_that_python_path_names_is_measured(tmp_path: Path) -> None:
+    """An older package beside this one: PYTHONPATH goes before the current directory."""
+    (tmp_path / "group_offload").mkdir()
+    (tmp_path / "group_offload" / "__init__.py").write_text("")
+    code = "import benchmarks.__main__ as it; it.put_python_path_first(); import group_offload; print(group_offload.__file__)"
+    for path, expected in ((str(tmp_path), tmp_path), ("", ROOT)):
+        found = run("-c", f"import sys; sys.path[0] = {str(ROOT)!r}; {code}", python_path=path)
+        assert Path(found.strip()).parent == expected / "group_offload"
+
+
+def test_hooks_are_measured(tmp_path: Path, benchmark_here: Run) -> None:
+    table = benchmark_here("hooks", "--repeats", "1", "--output", tmp_path)
+    assert "| a leaf " in table
+    assert set(result_of(tmp_path, "hooks")["arms"]) == {"a block", "a leaf"}
 
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:
-    run("docs/images/draw_benchmarks.py", RESULTS[-1], "--output", tmp_path)
+    run("docs/images/draw_benchmarks.py", WEIGHTS, "--output", tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {"step-and-peak.svg", "rss.svg"}

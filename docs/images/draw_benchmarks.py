@@ -1,6 +1,6 @@
-"""Draws step-and-peak.svg and rss.svg from results of `benchmarks/weights.py`. Standard library only.
+"""Draws step-and-peak.svg and rss.svg from results of `python -m benchmarks weights`.
 
-    python docs/images/draw_benchmarks.py benchmarks/results/weights-flux1-h200-DATE.json
+    python docs/images/draw_benchmarks.py benchmarks/results/weights/flux1-h200.json
 
 Several results of one model on one machine are drawn as one: an arm that is in two of them is taken from the first.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from draw_memory import line, text
+from svg import close_picture, line, logarithmic, open_picture, text, ticks
 
 HERE = Path(__file__).parent
 GIB = 1 << 30
@@ -54,13 +54,13 @@ def draw_steps(report: Mapping[str, Any]) -> str:
     )
     bottom = 62 + 18 * math.ceil(len(arms) / 2)
     height = 340 + TOP + bottom
-    x_of = _logarithmic([*(arm["step_s"] for arm in arms.values()), floor], LEFT, WIDTH - RIGHT)
-    y_of = _logarithmic([arm["device_peak_bytes"] / GIB for arm in arms.values()], height - bottom, TOP)
+    x_of = logarithmic([*(arm["step_s"] for arm in arms.values()), floor], LEFT, WIDTH - RIGHT)
+    y_of = logarithmic([arm["device_peak_bytes"] / GIB for arm in arms.values()], height - bottom, TOP)
     parts = [*_frame(height, "Time a step against device memory", report)]
-    for value in _ticks([arm["device_peak_bytes"] / GIB for arm in arms.values()]):
+    for value in ticks([arm["device_peak_bytes"] / GIB for arm in arms.values()]):
         parts += [line(LEFT, y_of(value), WIDTH - RIGHT, y_of(value), "#e4e4e4")]
         parts += [text(LEFT - 8, y_of(value) + 4, f"{value:g}", "end")]
-    for value in _ticks([*(arm["step_s"] for arm in arms.values()), floor]):
+    for value in ticks([*(arm["step_s"] for arm in arms.values()), floor]):
         parts += [line(x_of(value), TOP, x_of(value), height - bottom, "#f0f0f0")]
         parts += [text(x_of(value), height - bottom + 18, f"{value:g} s", "middle")]
     parts += [
@@ -78,7 +78,7 @@ def draw_steps(report: Mapping[str, Any]) -> str:
         )
         parts.append(text(at, down, str(number), "end", fill=COLOURS[arm["engine"]], weight="bold", size=12))
         parts.append(text(at + 8, down, label, size=12))
-    return "\n".join([*parts, "</svg>", ""])
+    return close_picture(parts)
 
 
 def _points(arms: Mapping[str, Any], x_of: Callable[[float], float], y_of: Callable[[float], float]) -> Iterator[str]:
@@ -129,36 +129,15 @@ def draw_rss(report: Mapping[str, Any]) -> str:
         line(x(weights), TOP - 6, x(weights), height - 34, "#555", dash="4 4"),
         text(x(weights) + 4, TOP - 8, f"the weights, {weights:.1f} GiB", fill="#555", size=12),
     ]
-    return "\n".join([*parts, "</svg>", ""])
+    return close_picture(parts)
 
 
-# ------------------------------------------------------------------------------------------------ frames and scales
-
-
-def _frame(height: float, title: str, report: Mapping[str, Any]) -> Iterator[str]:
+def _frame(height: float, title: str, report: Mapping[str, Any]) -> list[str]:
     machine, model = report["machine"], report["model"]
     weights = next(iter(report["arms"].values()))["weight_bytes"] / GIB
-    yield (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-        'font-family="system-ui, sans-serif" font-size="13">'
-    )
-    yield f'<rect width="{WIDTH}" height="{height}" fill="white"/>'
-    yield text(LEFT, 22, title, weight="bold")
     tokens = f", {model['num_tokens']} tokens" if "num_tokens" in model else ""
     what = f"{model['name']}, {weights:.2f} GiB{tokens}, one {machine['device']}, torch {machine['torch']}"
-    yield text(LEFT, 42, f"{what}, diffusers {machine['diffusers']}, {report['date']}", fill="#555")
-
-
-def _logarithmic(values: list[float], start: float, end: float) -> Callable[[float], float]:
-    low, high = math.log(min(values) * 0.85), math.log(max(values) * 1.15)
-    return lambda value: start + (math.log(value) - low) / (high - low) * (end - start)
-
-
-def _ticks(values: list[float]) -> list[float]:
-    """1, 2 and 5 times powers of ten between the smallest and the largest value."""
-    low, high = min(values) * 0.85, max(values) * 1.15
-    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    return [tick for e in exponents for base in (1, 2, 5) if low <= (tick := round(base * 10.0**e, 9)) <= high]
+    return open_picture(WIDTH, height, title, f"{what}, diffusers {machine['diffusers']}, {report['date']}", LEFT)
 
 
 if __name__ == "__main__":

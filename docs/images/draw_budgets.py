@@ -1,6 +1,6 @@
-"""Draws budgets.svg: the time of a step against `vram_budget`, from a result of `benchmarks/weights.py`. Standard library only.
+"""Draws budgets.svg: the time of a step against `vram_budget`, from a result of `python -m benchmarks weights`.
 
-python docs/images/draw_budgets.py benchmarks/results/weights-flux1-budgets-h200-DATE.json
+python docs/images/draw_budgets.py benchmarks/results/weights/flux1-budgets-h200.json
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from draw_memory import line, text
+from svg import close_picture, line, open_picture, text
 
 GIB = 1 << 30
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 860, 360, 64, 24, 70, 60
@@ -33,15 +33,8 @@ def draw(report: Mapping[str, Any]) -> str:
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * seconds / most
 
     limits = [max(resident, arm["h2d_bytes"] / link) for arm in arms]
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        f'font-family="sans-serif" font-size="12">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        text(LEFT, 24, "Time a step against the device memory that is given", size=15),
-        text(
-            LEFT, 44, f"FLUX.1-size transformer, weights in RAM; one {report['machine']['device']}; points are measured"
-        ),
-    ]
+    facts = f"FLUX.1-size transformer, weights in RAM; one {report['machine']['device']}; points are measured"
+    parts = open_picture(WIDTH, HEIGHT, "Time a step against the device memory that is given", facts, LEFT)
     for tenth in range(int(most * 10) + 1):
         parts += [line(LEFT, y(tenth / 10), WIDTH - RIGHT, y(tenth / 10), "#dddddd")]
         parts += [text(LEFT - 8, y(tenth / 10) + 4, f"{tenth / 10:.1f} s", anchor="end")]
@@ -58,7 +51,7 @@ def draw(report: Mapping[str, Any]) -> str:
     parts += [
         text(LEFT, HEIGHT - 14, "line: the limit (compute, or the bytes that are sent over the link's bandwidth)")
     ]
-    return "\n".join([*parts, "</svg>", ""])
+    return close_picture(parts)
 
 
 def main() -> None:

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from svg import close_picture, line, open_picture, text
+
 HERE = Path(__file__).parent
 WIDTH, HEIGHT = 860, 380
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 64, 52
@@ -14,35 +16,28 @@ COLOURS = {"resident": "#b0413e", "diffusers": "#c98a1b", "offloaded": "#2a6f97"
 
 def draw(data: dict[str, Any]) -> str:
     arms = {name: data["arms"][name] for name in COLOURS if name in data["arms"]}
-    end = max(arm["seconds"][-1] for arm in arms.values())
+    last = max(arm["seconds"][-1] for arm in arms.values())
     top = 1.08 * max(max(arm["mib"]) for arm in arms.values())
     result = arms["offloaded"]["result"]
     baseline = result["baseline_rss"] / (1 << 20)
 
     def x(seconds: float) -> float:
-        return LEFT + seconds / end * (WIDTH - LEFT - RIGHT)
+        return LEFT + seconds / last * (WIDTH - LEFT - RIGHT)
 
     def y(mib: float) -> float:
         return HEIGHT - BOTTOM - mib / top * (HEIGHT - TOP - BOTTOM)
 
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
-        'font-family="system-ui, sans-serif" font-size="13">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        text(LEFT, 22, "Memory of the process while a FLUX-class pipeline is loaded and makes an image", weight="bold"),
-        text(
-            LEFT,
-            42,
-            f"demo model, {result['num_bytes_of_weights'] / (1 << 30):.1f} GiB of weights, on a CPU "
-            f"({result['device_name']}), torch {result['torch']}, {data['date']}",
-            fill="#555",
-        ),
-    ]
+    title = "Memory of the process while a FLUX-class pipeline is loaded and makes an image"
+    facts = (
+        f"demo model, {result['num_bytes_of_weights'] / (1 << 30):.1f} GiB of weights, on a CPU "
+        f"({result['device_name']}), torch {result['torch']}, {data['date']}"
+    )
+    parts = open_picture(WIDTH, HEIGHT, title, facts, LEFT)
     for mib in range(0, int(top), 500):
         parts += [line(LEFT, y(mib), WIDTH - RIGHT, y(mib), "#e4e4e4"), text(LEFT - 8, y(mib) + 4, f"{mib:,}", "end")]
     parts.append(text(LEFT - 8, y(top) + 2, "MiB", "end", fill="#555"))
-    step = next(step for step in (1, 2, 5, 10, 20, 50, 100, 200) if end / step <= 10)
-    for seconds in range(0, int(end) + 1, step):
+    step = next(step for step in (1, 2, 5, 10, 20, 50, 100, 200) if last / step <= 10)
+    for seconds in range(0, int(last) + 1, step):
         parts.append(text(x(seconds), HEIGHT - BOTTOM + 18, f"{seconds} s", "middle"))
     parts += [
         line(LEFT, y(baseline), WIDTH - RIGHT, y(baseline), "#999", dash="4 4"),
@@ -61,22 +56,7 @@ def draw(data: dict[str, Any]) -> str:
         parts.append(line(at, HEIGHT - 13, at + 18, HEIGHT - 13, COLOURS[name], width=3))
         parts.append(text(at + 23, HEIGHT - 9, label, size=12))
         at += 40 + 6.6 * len(label)
-    return "\n".join([*parts, "</svg>", ""])
-
-
-def text(x: float, y: float, content: str, anchor: str = "start", **style: Any) -> str:
-    fill, weight, size = style.get("fill", "#222"), style.get("weight", "normal"), style.get("size", 13)
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}" font-weight="{weight}" font-size="{size}">'
-        f"{content}</text>"
-    )
-
-
-def line(x1: float, y1: float, x2: float, y2: float, colour: str, *, dash: str = "none", width: float = 1) -> str:
-    return (
-        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}" stroke-width="{width}" '
-        f'stroke-dasharray="{dash}"/>'
-    )
+    return close_picture(parts)
 
 
 if __name__ == "__main__":

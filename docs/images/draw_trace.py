@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draw_memory import line, text
+from svg import close_picture, line, open_picture, text
 
 WIDTH, LEFT, RIGHT, TOP = 860, 110, 24, 62
 LANE, ROW, GAP = 30, 7, 14
@@ -82,34 +82,28 @@ def draw(trace: Mapping[str, Any], *, title: str, start: float = 0, seconds: flo
         raise ValueError("The trace is empty.")
     first, last = min(each.start for each in every), max(each.end for each in every)
     begin = first + start
-    end = min(last, begin + seconds) if seconds is not None else last
-    if begin >= end:
+    stop = min(last, begin + seconds) if seconds is not None else last
+    if begin >= stop:
         raise ValueError(f"The trace is over after {last - first:.3f} s.")
     num_rows = {lane: 1 + max((each.row for each in slices), default=0) for lane, slices in lanes.items()}
     heights = {lane: max(LANE, ROW * num_rows[lane]) for lane in LANES}
     height = TOP + sum(heights.values()) + GAP * len(LANES) + 34
 
     def x(at: float) -> float:
-        return LEFT + (at - begin) / (end - begin) * (WIDTH - LEFT - RIGHT)
+        return LEFT + (at - begin) / (stop - begin) * (WIDTH - LEFT - RIGHT)
 
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-        'font-family="system-ui, sans-serif" font-size="13">',
-        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-        text(16, 22, title, weight="bold"),
-        text(16, 42, " · ".join(_facts(lanes, begin, end)), fill="#555", size=12),
-    ]
+    parts = open_picture(WIDTH, height, title, " · ".join(_facts(lanes, begin, stop)), 16)
     bottom = height - 34
-    step = next(step for step in _steps() if (end - begin) / step <= 8)
-    for number in range(int((end - begin) / step) + 1):
+    step = next(step for step in _steps() if (stop - begin) / step <= 8)
+    for number in range(int((stop - begin) / step) + 1):
         at = x(begin + number * step)
         parts += [line(at, TOP - 6, at, bottom, "#e4e4e4"), text(at, bottom + 17, _seconds(number * step), "middle")]
     y = float(TOP)
     for lane in LANES:
         parts += [text(LEFT - 10, y + heights[lane] / 2 + 4, lane, "end")]
-        parts += _rectangles(lanes[lane], COLOURS[lane], x, begin, end, y, heights[lane] / num_rows[lane])
+        parts += _rectangles(lanes[lane], COLOURS[lane], x, begin, stop, y, heights[lane] / num_rows[lane])
         y += heights[lane] + GAP
-    return "\n".join([*parts, "</svg>", ""])
+    return close_picture(parts)
 
 
 def _facts(lanes: Mapping[str, Sequence[Slice]], begin: float, end: float) -> Iterator[str]:

@@ -1,0 +1,69 @@
+"""python -m benchmarks NAME [options]: runs one benchmark, writes its result, and prints it as a Markdown table."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+NAMES = {
+    "weights": "one model: resident, under diffusers' group offloading, under accelerate, under this package",
+    "pipeline": "a whole pipeline: time of an image or a video, and the device's peak",
+    "files": "a model that is larger than RAM, on the CPU, and how fast its files are read",
+    "opening": "RAM and time that it takes to open a checkpoint",
+    "training": "a LoRA over frozen weights that are offloaded",
+    "activations": "training steps with activations on the device, recomputed, and offloaded",
+    "hooks": "the host's work for one group",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    listed = "\n".join(f"  {name:<13}{what}" for name, what in NAMES.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=f"{listed}\n\n`python -m benchmarks NAME --help` lists the options, docs/benchmarks.md has the tables.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", choices=NAMES)
+    name = parser.parse_args(arguments[:1]).name
+    put_python_path_first()
+    run(name, arguments[1:])
+
+
+def run(name: str, arguments: Sequence[str]) -> None:
+    from .options import parse
+
+    benchmark: Any = importlib.import_module(f"benchmarks.{name}")
+    options = parse(name, benchmark, arguments)
+    if options.child:
+        from .processes import serve
+
+        benchmark.preload()
+        serve(benchmark.work)
+    elif options.table:
+        print(benchmark.render(json.loads(options.table.read_text())))
+    elif getattr(options, "list", False):
+        print("\n".join(benchmark.ARMS))
+    else:
+        path: Path | None = benchmark.run(options)
+        if path is None:
+            raise SystemExit("No arm gave a result.")
+        print(benchmark.render(json.loads(path.read_text())))
+        print(f"\n{path}", file=sys.stderr)
+
+
+def put_python_path_first() -> None:
+    """Let PYTHONPATH go before the current directory, which `python -m` puts first: it may name an older package."""
+    named = os.environ.get("PYTHONPATH")
+    if named and sys.path[0] == str(Path.cwd()):
+        sys.path.insert(len(named.split(os.pathsep)), sys.path.pop(0))
+
+
+if __name__ == "__main__":
+    main()
