@@ -104,8 +104,9 @@ def all_resident(device: SimulatedDevice, **options: Any) -> tuple[RoutedModel, 
 
 def nothing_is_foreseen(handle: OffloadHandle) -> None:
     """Else groups are given up before device memory runs out."""
-    for name in ("_replan", "_keep_within_budgets"):
-        setattr(handle._engine, name, lambda kind: None)
+    assert handle._engine is not None
+    for name in ("replan", "keep_within_budgets"):
+        setattr(handle._engine._placer, name, lambda kind: None)
 
 
 @every_mode
