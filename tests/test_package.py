@@ -6,7 +6,7 @@ import ast
 import json
 import subprocess
 import sys
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import version
 from pathlib import Path
 
@@ -119,17 +119,11 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports_of(name: str, path: Path, known: set[str], *, typing_only: bool = True) -> set[str]:
-    """The modules of the package that a module imports, anywhere in its text."""
+def imports_of(name: str, path: Path, known: set[str]) -> set[str]:
+    """The modules of the package that a module imports, anywhere in its text, for types too."""
     tree = ast.parse(path.read_text())
-    skipped: set[ast.AST] = set()
-    for node in ast.walk(tree):
-        if not typing_only and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            skipped.update(inner for statement in node.body for inner in ast.walk(statement))
     found = set()
     for node in ast.walk(tree):
-        if node in skipped:
-            continue
         if isinstance(node, ast.Import):
             found.update(a.name.removeprefix("group_offload").lstrip(".") for a in node.names if _is_ours(a.name))
         elif isinstance(node, ast.ImportFrom):
@@ -171,11 +165,22 @@ def test_imports_run_one_way(name: str) -> None:
 
 
 def test_imports_have_no_cycle() -> None:
+    """Imports for types count: what is read together with another file belongs beside it, or below it."""
     known = modules()
-    graph = {name: imports_of(name, path, set(known), typing_only=False) for name, path in known.items() if name}
+    graph = {name: imports_of(name, path, set(known)) for name, path in known.items() if name}
     for name in graph:
         graph[name].discard("")  # made inside a function, when everything is loaded
     TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def test_a_cycle_of_imports_for_types_is_seen(tmp_path: Path) -> None:
+    """The test above would fail if one returned."""
+    (tmp_path / "one.py").write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .two import Two\n")
+    (tmp_path / "two.py").write_text("from .one import One\n")
+    known = {"one", "two"}
+    graph = {name: imports_of(name, tmp_path / f"{name}.py", known) for name in known}
+    with pytest.raises(CycleError):
+        TopologicalSorter(graph).prepare()
 
 
 def test_activations_know_nothing_of_weights() -> None:
