@@ -1,4 +1,4 @@
-"""What the runtime asks of an image, whatever tier it rests on."""
+"""Images: the bytes of some tensors at rest, whichever tier they rest on."""
 
 from __future__ import annotations
 
@@ -25,75 +25,85 @@ class Tier(Enum):
 
 
 class Store(Protocol):
-    """What one or several images rest in."""
+    """The memory or the file that one or several images rest in."""
 
     def commit_edits(self, wait: Callable[[], None]) -> bool:
-        """Make what was written into weights at rest part of what their images send.
+        """Make edits of weights at rest a part of the bytes that their images send.
 
-        An image whose bytes changed has a new `generation` then, or is `is_outdated`. `wait` is called before memory
-        changes that copies may still be reading: it returns when they are done.
+        An image whose bytes changed then has a new `generation`, or is `is_outdated`.
+
+        Args:
+            wait: A function that returns when no copy is on its way. It is called before memory changes that copies may
+                still be reading.
 
         Returns:
-            Whether anything was written.
+            Whether there were edits.
 
         Raises:
-            GroupFileError: a file was changed by somebody else, or a new one cannot be written (nothing is lost).
+            GroupFileError: another program changed a file, or a new file cannot be written (no edit is lost).
         """
 
 
 class Image(Protocol):
     """The bytes of some tensors at rest. Used by one thread at a time.
 
-    Order of calls: made from live tensors, which are then rebound to `rest`; any number of `send`, `write` and its
-    store's `commit_edits`; at last `close`. `rest` stays readable for as long as anybody holds a tensor of it.
+    Order of calls: an image is made from live tensors, which are then rebound to `rest`; any number of `moves`, `write` and
+    `commit_edits` of its store; at last `close`. A tensor of `rest` stays readable for as long as it is referred to.
     """
 
     layout: ImageLayout
     tier: Tier
     rest: list[torch.Tensor]
-    """The tensors at rest, in the order of `layout.specs`: CPU, true values."""
+    """The tensors at rest, on the CPU and with their values, in the order of `layout.specs`."""
     generation: int
-    """Goes up whenever the bytes change other than by `write`: what was sent before is out of date."""
+    """A number that goes up whenever the bytes change other than by `write`: bytes that were sent before are out of date."""
     is_outdated: bool
-    """`rest` holds edits that the image cannot take up: it has to be made again."""
+    """Whether `rest` has edits that the image cannot take: it has to be made again."""
 
     @property
     def store(self) -> Store: ...
 
     @property
     def detects_edits(self) -> bool:
-        """Whether an edit of `rest` leaves copies that are on their way alone, and `commit_edits` finds it.
+        """Whether `commit_edits` finds edits of `rest`, and edits leave copies alone that are on their way.
 
-        If not, nothing may be on its way, and nothing that was sent may be used again, once anybody can edit `rest`.
+        If not, no copy may be on its way, and no bytes that were sent may be used again, from when users can edit `rest`.
         """
 
     @property
     def pinned_bytes(self) -> int:
-        """Page-locked RAM that the image takes."""
+        """Bytes of page-locked RAM that the image takes."""
 
     @property
     def where(self) -> str:
-        """The file's name, or the kind of RAM, for people to read."""
+        """The file's name, or the kind of RAM, for messages."""
 
     def check(self) -> None:
-        """Raise if reading `rest` would not give the weights, because somebody changed the file under it."""
+        """
+        Raises:
+            GroupFileError: another program changed the file, so that `rest` may not have the weights any more.
+        """
 
     def write(self, index: int, value: torch.Tensor) -> bool:
-        """Keep the bytes that a forward left in tensor `index`, in `rest` and in what is sent from now on.
+        """Keep the bytes that a forward left in tensor `index`, in `rest` and in the bytes that are sent from now on.
 
         Returns:
-            Whether `commit_edits` has to be called before the next `send`.
+            Whether `commit_edits` has to be called before the next `moves`.
         """
 
     def moves(self, at: int, label: str) -> list[Move]:
-        """How the image gets to byte `at` of a slot, as it is now.
+        """How the image, as it is now, gets to byte `at` of a slot.
 
         Args:
-            label: the name of the group that needs it, for errors and traces.
+            label: The name of the group that needs the image, for errors and traces.
         """
 
     def close(self, *, forget: bool) -> None:
-        """Give up what the image holds. `forget`: its content is out of date, so that nobody will look for it again."""
+        """Give up the memory or the file.
+
+        Args:
+            forget: Whether the content is out of date, so that a later process has no use for it.
+        """
 
 
 class PlacedImage(NamedTuple):

@@ -1,7 +1,7 @@
 """Images in the checkpoint itself: weights that are views of a mapped file already rest where they are.
 
 `from_pretrained` leaves weights as views of a private mapping of their safetensors file, if nothing casts them. Nothing is
-copied or written to offload them. They stay what they were, so an edit gets a page of its own, as for any image (see
+copied or written to offload such weights. They stay the same tensors, and the kernel copies the pages that are edited (see
 [Note: Edits at rest] in `pinned`).
 """
 
@@ -28,9 +28,9 @@ from .moves import Move
 from .source import Piece, SourceFile, merged
 
 _KEPT_ALIGNMENT = 64
-"""Tensors that lie in a file as they may lie in an image, up to this, are copied together. No kernel asks for more."""
+"""Tensors are copied together if their distance in the file is a multiple of this. No kernel asks for more alignment."""
 _MAX_GAP = 4096
-"""Bytes between two tensors that are copied along rather than left out."""
+"""How many bytes between two tensors are copied along, at most, rather than left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +55,17 @@ class FileSpan:
 
 
 class FileMap:
-    """Tells of tensors whether they are unchanged views of a file, as of when it was made."""
+    """Finds tensors that are unchanged views of files, by the mappings that there were when it was made."""
 
     def __init__(self) -> None:
         self._can_detect_writes = can_detect_writes()
         self._mappings: list[FileMapping] = []
-        with suppress(OSError):  # it cannot be told, here or now
+        with suppress(OSError):  # this system does not tell
             self._mappings = file_mappings()
         self._starts = [mapping.start for mapping in self._mappings]
 
     def find(self, tensor: torch.Tensor) -> FileSpan | None:
-        """Where `tensor` is a view of a file that still is what it was mapped from; None for any other tensor."""
+        """The bytes that `tensor` is an unchanged view of; None for a tensor that is no view of a file, or was edited."""
         mapping = self._mapping_of(tensor)
         if mapping is None or not mapping.is_private or not self._can_detect_writes:
             return None
@@ -79,7 +79,7 @@ class FileMap:
     def check(self, fqn: str, tensor: torch.Tensor) -> None:
         """
         Raises:
-            GroupFileError: `tensor` is a view of a file that was cut off: reading it would be a SIGBUS.
+            GroupFileError: `tensor` is a view of a file that was cut off: reading it would end the process (SIGBUS).
         """
         mapping = self._mapping_of(tensor)
         if mapping is not None and is_cut_off(tensor.data_ptr() + span_bytes(tensor) - 1):
@@ -99,7 +99,7 @@ class FileMap:
 
 
 class Checkpoint(SourceFile):
-    """A file that somebody else wrote, and whose views weights are."""
+    """A file that another program wrote, and that weights are views of."""
 
     def __init__(self, spans: Sequence[FileSpan]) -> None:
         """
@@ -120,10 +120,10 @@ class Checkpoint(SourceFile):
             os.close(fd)
         self._mapping_name = self._find_mapping_name(file.identity)
         self._pages: _Pages | None = None
-        """Of all images; None until somebody asks."""
+        """The memory of all images; None until it is needed."""
 
     def _find_mapping_name(self, identity: tuple[str, int]) -> str:
-        # The device of `fstat` may be another one than the kernel shows for mappings: two of those are compared.
+        # `fstat` may give another device than the kernel shows for mappings. So a mapping is compared with a mapping.
         mapping = mapping_at(self.bytes.data_ptr())
         if mapping is None or mapping.identity != identity:
             self.release()
@@ -135,14 +135,14 @@ class Checkpoint(SourceFile):
         self._pages = None
 
     def let_go(self, image: CheckpointImage) -> None:
-        """One image less. The last one unlocks and closes the file."""
+        """Forget an image. The last one unlocks and closes the file."""
         self.images.discard(image)
         self._pages = None
         if not self.images:
             self.release()
 
     def commit_edits(self, wait: Callable[[], None]) -> bool:
-        """Find the images that weights at rest hold edits of: those have to be made again, somewhere else."""
+        """Find the images whose weights at rest were edited: they have to be made again, elsewhere."""
         self.check()
         images = [image for image in self.images if isinstance(image, CheckpointImage)]
         pages = self._pages
@@ -153,9 +153,9 @@ class Checkpoint(SourceFile):
             written = written_pages(start, end - start)
             if written == []:
                 if time.perf_counter() - started > SLOW_SCAN_SECONDS:
-                    pages.forget(start, end)  # this unmaps what was read
+                    pages.forget(start, end)  # this unmaps the pages that were read, so that the next scan is fast
                 continue
-            # Pages count as written too if they were locked, and if the system does not tell any may be: bytes are compared.
+            # Locked pages count as written too, and where the system does not tell, all pages do. So bytes are compared.
             for low, high in [(0, end - start)] if written is None else written:
                 found = [image for image in images if image.has_edits(start + low, start + high)]
                 if not found and written is not None:
@@ -182,12 +182,12 @@ class _Pages:
         spans = merged([(start, start + num_bytes) for image in images for start, _, num_bytes in image.mapped])
         # Images of one file mostly lie in one mapping, one after another: few scans serve all of them.
         self.all = merged([(start // PAGE * PAGE, -(-end // PAGE) * PAGE) for start, end in spans])
-        """Whole pages around them."""
+        """The whole pages around the weights."""
         self._own = [(-(-start // PAGE) * PAGE, end // PAGE * PAGE) for start, end in spans]
-        """The pages that nothing else lies in."""
+        """The pages that hold nothing but these weights."""
 
     def forget(self, start: int, end: int) -> None:
-        """Nothing was written to these pages. Those that others may be writing to are left alone."""
+        """Nothing was written to these pages. Pages that also hold other memory are left alone."""
         for first, last in self._own:
             low, high = max(start, first), min(end, last)
             if low < high:
@@ -195,7 +195,7 @@ class _Pages:
 
 
 class CheckpointImage(FileImage):
-    """An image whose tensors are views of a mapped checkpoint already: they stay what they are."""
+    """An image whose tensors are views of a mapped checkpoint already, and stay so."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class CheckpointImage(FileImage):
         self.mapped = [
             (tensor.data_ptr(), span.position, span.num_bytes) for tensor, span in zip(tensors, spans, strict=True)
         ]
-        """Where each weight at rest lies: in memory, in the file, and how many bytes."""
+        """For each weight at rest: its address, its position in the file, and its bytes."""
         self._first = min(start for start, _, _ in self.mapped)
         self._last = max(start + num_bytes for start, _, num_bytes in self.mapped)
         self._is_open = True
@@ -226,10 +226,10 @@ class CheckpointImage(FileImage):
         return f"{'page cache, ' if self.tier is Tier.RAM else ''}{self.source.path.name}"
 
     def has_edits(self, start: int, end: int) -> bool:
-        """Whether weights at rest differ from the file in this memory. From then on the image is outdated.
+        """Whether weights at rest differ from the file between these addresses. If so the image is outdated from now on.
 
         Raises:
-            GroupFileError: with `is_verified`, the file is not what it was: damage would become a part of what is edited.
+            GroupFileError: with `is_verified`, the file is damaged: the damage would become a part of the edited image.
         """
         if not self.is_outdated and start < self._last and self._first < end:
             self.is_outdated = any(

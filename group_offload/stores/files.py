@@ -15,7 +15,7 @@ from .source import Piece, Proof, SourceFile
 class FileImage:
     """An image whose bytes are pieces of a file. At rest its tensors are views of a private mapping of that file.
 
-    They take no RAM until they are read, and an edit lands in pages of its own.
+    They take no RAM until they are read, and the kernel copies the pages that are edited.
     """
 
     detects_edits = True

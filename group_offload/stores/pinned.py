@@ -1,17 +1,17 @@
-"""Images in RAM: exactly the weights' own bytes, page-locked where the device can do so.
+"""Images in RAM. They take exactly the bytes of the weights, and are page-locked where the device can do so.
 
 [Note: Edits at rest]
 Copies to the device read RAM long after they were enqueued, and the first groups of the next pass are on their way
-before it begins. So what copies read must not be what users edit. Images therefore rest in memory that is mapped twice:
-copies read the shared mapping, weights at rest are views of a private one. Both show the same pages, and RAM is taken
-once, until somebody writes to a weight: that page, and only that, gets a copy of its own. At the beginning of a pass the
-kernel tells which pages those are (`pagemap`), and they become part of the image.
+before the pass begins. So copies must not read the memory that users edit. Images therefore rest in memory that is mapped
+twice: copies read the shared mapping, and weights at rest are views of a private one. Both mappings show the same pages, so
+RAM is taken once, until a weight is written to: then the kernel copies that page, and only that page, for the private
+mapping. At the beginning of a pass the kernel tells which pages were copied (`pagemap`), and they are written to the image.
 
-A forked child has both mappings too: what is written to the shared one is seen on either side of the fork. So segments
-from before a fork are never written to again, by the parent or by the child. An image with edits is made again, in memory of
-one process alone (`Image.is_outdated`), and the other process reads on what there was at the fork.
+A forked child has both mappings too, and a write to the shared one is seen on both sides of the fork. So segments from
+before a fork are never written to again, neither by the parent nor by the child. An image with edits is made again, in
+memory of one process alone (`Image.is_outdated`), and the other process goes on to read the bytes as of the fork.
 
-Where the kernel does not tell, weights at rest are the image itself, nothing is prefetched across passes, and the host
+Where the kernel does not tell, weights at rest are the image itself: nothing is prefetched across passes, and the host
 waits for the last copy at the end of each pass (`Image.detects_edits`).
 """
 
@@ -36,11 +36,12 @@ from .moves import Copy, Move, Stage
 logger = logging.getLogger("group_offload")
 
 SEGMENT_BYTES = 256 << 20
-"""Images are packed into segments of this size; one that is larger has its own. Page-locking works while the next fills."""
+"""The size of a segment that images are packed into. A larger image has a segment alone. A segment is page-locked while the
+next one is filled."""
 
 
 class _Forks:
-    """How often this process was forked, or came about so."""
+    """How many forks this process has been through, as parent or as child."""
 
     num = 0
 
@@ -53,7 +54,7 @@ os.register_at_fork(before=_Forks.count)
 
 
 class Segment:
-    """RAM that images lie in one after another, page-locked as one. See [Note: Edits at rest].
+    """RAM that holds images one after another, page-locked as a whole. See [Note: Edits at rest].
 
     Order of calls: `fill`, `lock`, then images are made.
     """
@@ -61,7 +62,7 @@ class Segment:
     def __init__(self, num_bytes: int, backend: Backend, *, pin: bool, wait: Callable[[], None]) -> None:
         self._backend = backend
         self._wait = wait
-        """Returns once no copy is on its way: before that the pages stay locked."""
+        """A function that returns once no copy is on its way: the pages stay locked until then."""
         self._pins = pin and backend.has_streams and num_bytes > 0
         self._num_bytes = num_bytes
         self._private: torch.Tensor | None = None
@@ -90,7 +91,7 @@ class Segment:
 
     @property
     def is_shared(self) -> bool:
-        """Whether another process sees what is written to the memory."""
+        """Whether another process sees writes to the memory."""
         return self._private is not None and self._num_forks != _Forks.num
 
     def fill(self, images: Sequence[tuple[ImageLayout, Sequence[torch.Tensor]]]) -> None:
@@ -114,7 +115,7 @@ class Segment:
             self._twice.seal()
 
     def lock(self) -> None:
-        """Page-lock what was filled. Where that is refused the device's own memory serves, else pageable RAM."""
+        """Page-lock the memory. If the device refuses, memory that the driver allocates serves, else pageable RAM."""
         if not self._pins:
             return
         self._lock = PageLock.take(self._backend, self.bytes, self._wait)
@@ -125,7 +126,7 @@ class Segment:
     def rest(self, start: int, num_bytes: int) -> torch.Tensor:
         """A part of the memory, as weights at rest see it: with a storage of its own."""
         if self._rest_memory is None:
-            return self.bytes[start : start + num_bytes]  # of torch's own making
+            return self.bytes[start : start + num_bytes]  # memory that the driver allocated: see `_fall_back`
         return flat_view(self._rest_memory, start, num_bytes)
 
     def hold(self, image: RamImage) -> None:
@@ -133,7 +134,7 @@ class Segment:
         self._num_open += 1
 
     def let_go(self, image: RamImage) -> None:
-        """One image less. The last one unlocks the memory, and gives it back if no tensor at rest is left."""
+        """Forget an image. The last one unlocks the memory, which is given back once no tensor at rest is left."""
         self._images.discard(image)
         self._num_open -= 1
         if self._num_open:
@@ -152,9 +153,10 @@ class Segment:
         ranges = scan.written()
         if ranges == []:
             if time.perf_counter() - started > SLOW_SCAN_SECONDS:
-                forget_writes(private.data_ptr(), self._num_bytes)  # there are none: this unmaps what was read
+                # Nothing was written. This unmaps the pages that were read, so that the next scan is fast.
+                forget_writes(private.data_ptr(), self._num_bytes)
             return False
-        # Pages count as written too if they were locked, and if the system does not tell any may be: bytes are compared.
+        # Locked pages count as written too, and where the system does not tell, all pages do. So bytes are compared.
         edited = []
         for start, end in ranges or [(0, -(-self._num_bytes // PAGE) * PAGE)]:
             inside = slice(start, min(end, self._num_bytes))
@@ -244,7 +246,7 @@ class RamImage:
                 return False
             self.store.bytes[begin : begin + value.numel()].copy_(value)
             rest = as_bytes(self.rest[index])
-            if not torch.equal(rest, value):  # a page of its own hides the image: the weight beside it was edited
+            if not torch.equal(rest, value):  # the page was copied, because the weight beside this one was edited
                 rest.copy_(value)
         return False
 

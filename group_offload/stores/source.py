@@ -94,7 +94,7 @@ class Contents(Protocol):
 
 
 class SourceFile:
-    """A part of a file that images are read from, by several threads at once.
+    """A part of a file that images are read from. Several threads may read at once.
 
     See [Note: Ways to read a file] and [Note: Which file it is].
     """
@@ -102,41 +102,41 @@ class SourceFile:
     def __init__(self, path: Path, fd: int, start: int, end: int, stamp: os.stat_result | None = None) -> None:
         """
         Args:
-            fd: of the file; the caller closes it.
-            start, end: the bytes of the file that images lie in.
-            stamp: what `fstat` said before anybody looked at the bytes.
+            fd: A descriptor of the file. The caller closes it.
+            start, end: The bytes of the file that images lie in.
+            stamp: The result of `fstat` from before the bytes were first read.
 
         Raises:
-            GroupFileError: the file is shorter.
-            OSError: it cannot be mapped.
+            GroupFileError: the file is shorter than `end`.
+            OSError: the file cannot be mapped.
         """
         self.path = path
-        """Its name, as far as that is known."""
+        """The file's name, as far as it is known."""
         self._stamp = os.fstat(fd) if stamp is None else stamp
         if not stat.S_ISREG(self._stamp.st_mode):
             raise OSError(f"{path} is not a regular file")
         if end > self._stamp.st_size:
             raise self.lost(self._stamp.st_size, "it ends there: it was cut off")
         self.start = start // PAGE * PAGE
-        """Where in the file `bytes` begins."""
+        """The byte of the file that `bytes` begins at."""
         size = end - self.start if start < end else 0
         self.bytes = flat_view(map_page_cache(fd, self.start, size) if size else None, 0, size)
-        """What the page cache holds, as flat uint8: only to be read while it is locked."""
+        """The pages of the page cache, as flat uint8. They may be touched only while they are locked."""
         self.bytes_cached = 0
-        """Read so far through the page cache. Not exact: threads that read do not wait for each other to count."""
+        """Bytes that were read through the page cache so far. Not exact: threads that read do not wait to count."""
         self.images: weakref.WeakSet[Contents] = weakref.WeakSet()
         """The images whose bytes lie in this file."""
         self.is_adrift = False
-        """It cannot be looked at: what is read has to be hashed."""
+        """Whether the file cannot be reached to check it, so that bytes that are read have to be hashed."""
         self._looking = threading.RLock()
-        """Held by the thread that looks at the bytes again: the others wait for what it finds."""
+        """Held by the thread that hashes the bytes again. Other threads wait for the result."""
         self._fds = KeptDescriptors(fd)
         self._close_fds = weakref.finalize(self, self._fds.close)
         self._close_fds.atexit = False
         self._locked: dict[tuple[int, int], PageLock] = {}
         """The page-locked ranges of `bytes`."""
         self.num_lockings = 0
-        """Goes up when other ranges are locked."""
+        """A number that goes up when other ranges are locked."""
 
     @property
     def num_bytes(self) -> int:
@@ -151,12 +151,14 @@ class SourceFile:
         self._unlock_all_but(())
 
     def lock(self, pieces: Sequence[Piece] | None, backend: Backend, wait: Callable[[], None]) -> bool:
-        """Page-lock the pages of `pieces`, or all, in the page cache, and no others. What is not there is read first.
+        """Page-lock the pages of `pieces` in the page cache, and no others. Pages that are not there are read first.
 
-        `wait` returns once no copy is on its way: before that the pages stay locked.
+        Args:
+            pieces: None for the whole part of the file.
+            wait: A function that returns once no copy is on its way: pages stay locked until then.
 
         Returns:
-            False if the device refuses: then none is locked.
+            False if the device refuses: then no page is locked.
         """
         wanted = [(0, self.num_bytes)] if pieces is None else self._pages_of(pieces)
         self._unlock_all_but(wanted)
@@ -195,20 +197,20 @@ class SourceFile:
             del self._locked[found]
 
     def forget_cached(self, pieces: Sequence[Piece]) -> None:
-        """Let the page cache give up the pages of `pieces` first of all."""
+        """Let the page cache drop the pages of `pieces` now."""
         with suppress(OSError), self._open() as fd:
             for piece in () if fd is None else pieces:
                 assert fd is not None
                 os.posix_fadvise(fd, piece.position, piece.num_bytes, os.POSIX_FADV_DONTNEED)
 
     def avoid_readahead(self) -> None:
-        """Let the kernel read what is asked for and no more: what is beside it is read past the page cache."""
+        """Let the kernel read no more than it is asked for: the bytes beside it are read past the page cache."""
         if self._fds.fd is not None:
             with suppress(OSError):
                 os.posix_fadvise(self._fds.fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def offset_of(self, position: int) -> int:
-        """Where in `bytes` a byte of the file is."""
+        """The index in `bytes` of a byte of the file."""
         return position - self.start
 
     def seems_cached(self, pieces: Sequence[Piece]) -> bool:
@@ -233,16 +235,17 @@ class SourceFile:
             return False
 
     def read(self, area: memoryview, position: int, num_bytes: int, *, direct: bool) -> bool:
-        """Bring bytes into `area`: byte `position` of the file lands at `position % BLOCK`.
+        """Read bytes into `area`: byte `position` of the file lands at `position % BLOCK`.
 
         Args:
-            area: has room for the whole blocks around those bytes, and is aligned to blocks.
+            area: Memory with room for the whole blocks around these bytes, aligned to blocks.
+            direct: Whether bytes that are not in the page cache are read past it.
 
         Returns:
-            Whether they were read past the page cache.
+            Whether the bytes were read past the page cache.
 
         Raises:
-            GroupFileError: they cannot be read.
+            GroupFileError: the bytes cannot be read, or another program changed the file.
         """
         inset = position % BLOCK
         with self._readable() as fd:
@@ -263,10 +266,10 @@ class SourceFile:
             return is_direct
 
     def read_straight(self, target: memoryview, position: int) -> None:
-        """Bring bytes into `target`, through the page cache.
+        """Read bytes into `target`, through the page cache.
 
         Raises:
-            GroupFileError: they cannot be read.
+            GroupFileError: the bytes cannot be read, or another program changed the file.
         """
         with self._readable() as fd:
             self._fill(fd, target, position)
@@ -275,7 +278,7 @@ class SourceFile:
         """Whether the file holds `data` (flat uint8) from byte `position` on.
 
         Raises:
-            GroupFileError: it cannot be read, or was changed.
+            GroupFileError: the file cannot be read, or another program changed it.
         """
         done = 0
         for chunk in self.chunks(position, data.numel()):
@@ -286,10 +289,10 @@ class SourceFile:
         return True
 
     def chunks(self, position: int, num_bytes: int) -> Iterator[memoryview]:
-        """What the file holds there, in pieces. Each is good until the next one.
+        """The bytes of the file, in chunks. Each chunk is good until the next one.
 
         Raises:
-            GroupFileError: it cannot be read.
+            GroupFileError: the file cannot be read.
         """
         buffer = memoryview(bytearray(min(_CHUNK_BYTES, num_bytes)))
         with self._open() as fd:
@@ -303,7 +306,7 @@ class SourceFile:
     def check(self) -> None:
         """
         Raises:
-            GroupFileError: somebody changed the file, or nobody can tell.
+            GroupFileError: another program changed the file, or it cannot be told whether one did.
         """
         fd = self._fds.fd
         now = self._stat_of(self.path) if fd is None else self._look_at(fd)
@@ -319,12 +322,12 @@ class SourceFile:
         if not self.is_adrift:
             self.is_adrift = True
             for image in self.images:
-                image.generation += 1  # what is on its way is not going to be hashed
+                image.generation += 1  # bytes that are on their way are read without a hash
         for image in self.images:
             image.prove()
 
     def has_name(self, path: Path) -> bool:
-        """Whether `path` leads to this file, and it is what it was."""
+        """Whether `path` leads to this file, unchanged."""
         now = self._stat_of(path)
         return now is not None and _content_of(now) == _content_of(self._stamp)
 
@@ -342,7 +345,7 @@ class SourceFile:
             raise self.lost(position, str(error.strerror)) from error
 
     def _read_direct(self, fd: int, area: memoryview, position: int, num_needed: int) -> int | None:
-        """None if the file cannot be read so."""
+        """How many bytes of `area` were filled; None if the file cannot be read directly."""
         found = self._fds.direct(fd)
         if found is None:
             return None
@@ -372,7 +375,7 @@ class SourceFile:
 
     @contextmanager
     def _readable(self) -> Iterator[int | None]:
-        """A descriptor of the file, which is what it was; None if it is adrift."""
+        """A descriptor of the unchanged file; None if the file is adrift."""
         with self._open() as fd:
             if fd is not None:
                 self._compare(self._look_at(fd))
@@ -382,7 +385,7 @@ class SourceFile:
 
     @contextmanager
     def _open(self) -> Iterator[int | None]:
-        """A descriptor of the file; None if there is none to be had."""
+        """A descriptor of the file; None if the file cannot be reached."""
         if self._fds.fd is not None:
             yield self._fds.fd
             return
@@ -416,7 +419,7 @@ class SourceFile:
             raise self.lost(self.start, str(error.strerror)) from error
 
     def _stat_of(self, path: Path) -> os.stat_result | None:
-        """What `path` leads to, without a link, if that is this file."""
+        """The status of `path` if it is this file and no link."""
         with suppress(OSError):
             now = os.lstat(path)
             if _identity_of(now) == _identity_of(self._stamp):
@@ -435,7 +438,7 @@ class SourceFile:
             self._look_again(now)
 
     def _look_again(self, now: os.stat_result) -> None:
-        """Something about the file changed, and perhaps no byte of it."""
+        """`st_ctime_ns` changed: find out whether any byte did."""
         with self._looking:
             if now.st_ctime_ns == self._stamp.st_ctime_ns:
                 return
@@ -452,7 +455,7 @@ class SourceFile:
             self._stamp = now
 
     def _is_explained(self, was: os.stat_result, now: os.stat_result) -> bool:
-        """Whether its time of change is another for a reason that leaves its bytes alone."""
+        """Whether there is a reason for another `st_ctime_ns` that leaves the bytes alone."""
         return False
 
     def _without_name(self) -> GroupFileError:
@@ -473,7 +476,7 @@ def _identity_of(found: os.stat_result) -> tuple[int, int]:
 
 
 def _content_of(found: os.stat_result) -> tuple[int, int, int, int]:
-    """What is another if the content is: the file itself, its size, and the time of its last change."""
+    """What differs if the content does: the file itself, its size, and the time of its last change."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 

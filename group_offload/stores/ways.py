@@ -1,4 +1,4 @@
-"""What the RAM that is available means for files: which are page-locked, cached, or read directly."""
+"""The way in which each file is read, as the available RAM allows: page-locked, cached, or directly."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from ..base.ram import available_ram
 from .files import FileImage
 
 LOCKED_SHARE = 0.5
-"""Of the RAM that is available, so much is locked without anybody asking for it."""
+"""Share of the available RAM that may be page-locked when no ram_budget is given."""
 
 
 def choose_ways(images: Sequence[FileImage], *, may_lock: bool) -> list[FileImage]:
     """Decide how each image is read. See [Note: Ways to read a file].
 
     Returns:
-        The images to lock, once they are in the page cache: all, if half of the RAM that is available is enough for them
-        (the other half stays with everybody else); else none.
+        The images to lock once they are in the page cache: all of them if they fit into `LOCKED_SHARE` of the available
+        RAM, else none.
     """
     num_bytes = sum(image.layout.num_bytes for image in images)
     if not num_bytes:
         return []
     available = available_ram()
     to_lock = may_lock and num_bytes <= available * LOCKED_SHARE
-    # The same share of images is cached in each pass. If all were, none would be: each would drive out the next.
+    # The same share of images is cached in each pass. If all were to be cached, each would drive out the next, and none
+    # would be found in the cache.
     share = min(1.0, available / 2 / num_bytes)
     credit = 0.0
     for image in images:

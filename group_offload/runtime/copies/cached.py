@@ -1,4 +1,4 @@
-"""Which files of a module are page-locked in the page cache, and how the others are read."""
+"""The files of a module that are page-locked in the page cache, and how the others are read."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ...stores.ways import choose_ways
 logger = logging.getLogger("group_offload")
 
 MAX_LOCKING_SECONDS = 1.0
-"""After this long no more files are page-locked before the next pass."""
+"""After this many seconds no more files are page-locked before the next pass."""
 MIN_FREE_RAM_BYTES = 256 << 20
-"""With less than that available, page-locked files are given up."""
+"""With less available RAM than this, page-locked files are given up."""
 _NEARLY_ALL = 0.95
-"""Images are padded: so much of their bytes has been read when all of them were."""
+"""The share of its bytes that is read when a whole image is read: images are padded."""
 _RELIEF_PART, _RELIEF_SECONDS = 4, 1.0
-"""One in so many locked images is given up, and no sooner again than after so long."""
+"""When RAM runs short one in four locked images is unlocked, and no more for a second."""
 
 
 class CachedFiles:
@@ -34,14 +34,15 @@ class CachedFiles:
     def __init__(self, backend: Backend, wait: Callable[[], None], *, may_lock: bool) -> None:
         """
         Args:
-            wait: returns once no copy is on its way: before that pages stay locked.
+            wait: A function that returns once no copy is on its way: pages stay locked until then.
+            may_lock: Whether files may be page-locked.
         """
         self._backend = backend
         self._wait = wait
         self._may_lock = may_lock and backend.has_streams
         self.images: list[FileImage] = []
         self.are_read = False
-        """Some of them are not locked."""
+        """Whether some of the images are not locked, so that passes read them."""
         self._to_lock: dict[SourceFile, list[FileImage]] = {}
         self._relieved_at = 0.0
         self._has_run = False
@@ -53,12 +54,12 @@ class CachedFiles:
         self._has_run = False
 
     def choose_ways(self) -> None:
-        """Decide by the RAM that is available."""
+        """Decide by the available RAM which images are locked, and how the others are read."""
         for image in choose_ways(self.images, may_lock=self._may_lock):
             self._to_lock.setdefault(image.source, []).append(image)
 
     def share_out(self, in_ram: Iterable[FileImage]) -> None:
-        """Lock these images, once they are in the page cache, and no others: those are read past it."""
+        """Lock the images `in_ram` once they are in the page cache. Read the others past the page cache."""
         wanted: dict[SourceFile, list[FileImage]] = {image.source: [] for image in self.images}
         known = set(self.images)
         for image in in_ram:
@@ -76,17 +77,18 @@ class CachedFiles:
             if any(image.is_locked for image in left if image.source is source):
                 self._lock(source, there)
         for image in left:
-            if not image.is_direct and self._has_run:  # this module brought it there: room for what is to be locked now
+            # This module brought the image into the page cache. That RAM is for the images that are to be locked now.
+            if not image.is_direct and self._has_run:
                 image.source.forget_cached(image.pieces)
         for image in self.images:
             image.is_direct = image not in chosen
         self.look()
 
     def lock_what_is_there(self, *, was_read: bool) -> None:
-        """Lock what is in the page cache, for as long as a pass can do without.
+        """Lock the images that are in the page cache, for at most `MAX_LOCKING_SECONDS`.
 
         Args:
-            was_read: it should be there by now. If nothing more is, RAM is not as plentiful as it seemed, and that is that.
+            was_read: Whether a pass should have brought the images there. If none is there, RAM is short: stop trying.
         """
         begun = time.perf_counter()
         for source, images in [*self._to_lock.items()]:
@@ -105,14 +107,14 @@ class CachedFiles:
         self.look()
 
     def before_pass(self, name: str) -> None:
-        """Give up RAM where others need it, and lock what was read."""
+        """Give up RAM if the system runs short of it, and lock the files that were read."""
         self._has_run = True
         self._relieve(name)
         if self._to_lock:
             self.lock_what_is_there(was_read=True)
 
     def _relieve(self, name: str) -> None:
-        """Unlock files where RAM runs short: a part at a time, evenly spread. What is not locked is read."""
+        """If RAM runs short, unlock a part of the images, evenly spread. These are read in each pass from then on."""
         now = time.monotonic()
         if now - self._relieved_at < _RELIEF_SECONDS or not locked.num_bytes or available_ram() >= MIN_FREE_RAM_BYTES:
             return
@@ -138,5 +140,5 @@ class CachedFiles:
         source.lock(pieces, self._backend, self._wait)
 
     def look(self) -> None:
-        """Find out which are locked."""
+        """Find out whether some images are not locked."""
         self.are_read = any(not image.is_locked for image in self.images)

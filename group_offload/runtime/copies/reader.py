@@ -1,18 +1,18 @@
-"""Reads files ahead of compute, with several threads, and sends what was read on to the device.
+"""Reads files ahead of compute, with several threads, and sends the bytes to the device.
 
 [Note: The life of a chunk]
-What a slot needs from files is one *job*, cut into chunks. A chunk gets a frame of the staging memory, which is
-page-locked once; a thread of the pool reads it there; then its copy to the slot is enqueued, and once that copy is done
-the frame is free again. Chunks are read side by side and in any order, and enqueued in the order of their jobs: so the
-drive, the link to the device and compute are all busy at once, and the first groups that are needed come first.
+The bytes that a slot needs from files are one *job*, cut into chunks. A chunk gets a frame of the staging memory, which is
+page-locked once; a thread of the pool reads the chunk into the frame; then the copy to the slot is enqueued, and once that
+copy is done the frame is free again. Chunks are read side by side and in any order, and enqueued in the order of their
+jobs: so the drive, the link to the device and compute are all busy at once, and the groups that are needed first come first.
 
 A job may be *announced* before there is a slot for it: it is read as far as there are frames, and sent when it is
-submitted with its slot. So the drive, which is slower than the link, works on while slots are held by what compute needs
-now. What is needed sooner takes frames from what was announced; that is read again then.
+*submitted* with its slot. So the drive, which is slower than the link, works on while compute still needs the slots. A job
+that is needed sooner takes frames from announced jobs, whose chunks are read again later.
 
-Workers run on the pool as long as they find something to do. Whoever has read a chunk enqueues all that can be enqueued.
-Compute has to wait for the slot's *ready* event, which is recorded only when the job's last copy was enqueued: whoever
-launches compute waits for that first (`ReadJob.wait`). It waits for the drive then, never for the device.
+Workers run on the pool as long as they find something to do. A worker that has read a chunk enqueues all copies that can be
+enqueued. Compute has to wait for the slot's *ready* event, which is recorded only after the job's last copy. So the thread
+that launches compute waits for that first (`ReadJob.wait`): it waits for the drive, never for the device.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ from .jobs import Chunk, Landing, ReadJob, parts_of
 from .staging import Staging
 
 CHUNK_BYTES = 16 << 20
-"""Large enough for Python's part to be small, small enough for all threads to be busy with one group."""
+"""The size of a chunk: large enough for Python's share of the time to be small, small enough for all threads to be busy
+with one group."""
 SMALL_CHUNK_BYTES = 6 << 20
-"""Where RAM is scarce: then the drive takes so long that Python's part does not matter."""
+"""The size of a chunk where RAM is scarce. The drive takes so long then that Python's share does not matter."""
 NUM_FRAMES = 18
-"""Two more than threads: while some are copied from, all threads can read."""
+"""The number of frames: two more than threads, so that all threads can read while some frames are copied from."""
 STAGING_BYTES = NUM_FRAMES * SMALL_CHUNK_BYTES
-"""RAM that reading files takes, at most, besides weights."""
+"""The RAM that reading files takes besides weights, at most."""
 _POLL_SECONDS = 2e-4
 
 
@@ -67,20 +68,20 @@ class Reader:
         self._lock = threading.RLock()
         """Guards everything below and all jobs. A lock that is written in C: Ctrl-C does not leave it taken."""
         self._is_retired = False
-        """Another one has taken its place."""
+        """Whether another reader has taken the place of this one."""
         self._submitted: deque[ReadJob] = deque()
-        """Those that are not over, in the order in which they are copied."""
+        """The jobs that have a slot and are not over, in the order in which they are copied."""
         self._announced: list[ReadJob] = []
-        """Those that have no slot yet, in the order in which they will be needed."""
+        """The jobs that have no slot yet, in the order in which they will be needed."""
         self._num_workers = 0
         self._num_starting = 0
-        """Of these, how many have not yet looked for something to do."""
+        """The number of workers that have not yet looked for something to do."""
         self._is_waiting = False
-        """One of them waits for a copy to free a frame."""
+        """Whether a worker waits for a copy to free a frame."""
         self._staging = Staging(backend)
         self.num_copies = 0
         self.bytes_read = {False: 0, True: 0}
-        """Through the page cache, and past it."""
+        """Bytes that were read through the page cache (False), and past it (True)."""
         self._num_reading = 0
         self._busy_seconds = 0.0
         self._counted_at = 0.0
@@ -91,21 +92,22 @@ class Reader:
 
     @property
     def busy_seconds(self) -> float:
-        """For how long something was read, so far."""
+        """Seconds in which at least one thread was reading, so far."""
         with self._lock:
             self._count_reading(0)
             return self._busy_seconds
 
     @property
     def has_room_ahead(self) -> bool:
-        """Whether another job may be announced: those that are do not take all frames."""
+        """Whether another job may be announced: the announced ones do not take all frames."""
         return sum(len(job.chunks) + len(job.begun) for job in self._announced) < self._staging.num_frames
 
     def prepare_for(self, file_bytes: int, *, is_scarce: bool) -> None:
-        """Size the staging memory for images of so many bytes in all. Nothing may be read.
+        """Size the staging memory. Nothing may be read.
 
         Args:
-            is_scarce: RAM is.
+            file_bytes: The bytes of all images in files.
+            is_scarce: Whether RAM is scarce.
         """
         assert not self._num_workers
         chunk_bytes = min(CHUNK_BYTES, SMALL_CHUNK_BYTES) if is_scarce else CHUNK_BYTES
@@ -134,9 +136,9 @@ class Reader:
         self._start(num_more)
 
     def begin_all(self) -> None:
-        """Let copies that do not come from here also wait for all that jobs so far have to wait for.
+        """Let copies that other code enqueues also come after everything that the submitted jobs have to wait for.
 
-        A job's slot may have taken the place of a larger one, and what is copied now the rest of that.
+        A job's slot may have taken a part of a larger slot, and those copies go to the rest of it.
         """
         if self._submitted:
             with self._lock:
@@ -154,7 +156,7 @@ class Reader:
         self._start(num_more)
 
     def wait_until_enqueued(self) -> None:
-        """Return once all that was submitted is on its way, and nothing is read."""
+        """Return once the copies of all submitted jobs are enqueued, and nothing is read."""
         while self._num_workers:
             time.sleep(_POLL_SECONDS)
 
@@ -166,9 +168,9 @@ class Reader:
         self.wait_until_enqueued()
 
     def successor(self) -> Reader:
-        """Another reader, in the place of this one, of which nobody knows what state it is in.
+        """Another reader in the place of this one, whose state is unknown after an interrupt.
 
-        Its threads read on into its own memory, and enqueue nothing any more. What it has goes with the last of them.
+        The threads of this one read on into its memory and enqueue nothing any more. The memory goes with the last thread.
         """
         with self._lock:
             self._is_retired = True
@@ -202,7 +204,10 @@ class Reader:
     # ---------------------------------------------------------------- workers
 
     def _hire(self) -> int:
-        """How many workers more have something to do now. Call `_start` with that, without the lock."""
+        """Count the workers that are started now, because there is something for them to do.
+
+        Call `_start` with the result, without the lock.
+        """
         num_unread = self._num_unread()
         num = self._staging.num_free
         if not num and not self._is_waiting and (self._staging.oldest_sent is not None or not self._num_workers):
@@ -226,15 +231,15 @@ class Reader:
         try:
             while (found := self._next()) is not None:
                 self._read(*found)
-        except BaseException as error:  # nobody else would tell those who wait
+        except BaseException as error:  # else the threads that wait for jobs would never be told
             self._fail(error)
 
     def _leave(self) -> None:
-        """A worker ends. Under the lock under which it found nothing to do: what comes next hires another one."""
+        """A worker ends. The caller still holds the lock under which it found nothing: the next job hires another one."""
         self._num_workers -= 1
 
     def _next(self) -> tuple[ReadJob, Chunk] | None:
-        """What the calling worker reads next, in a frame of its own; None if there is nothing for it."""
+        """The chunk that the calling worker reads next, with a frame; None if there is nothing for it to do."""
         while True:
             with self._lock:
                 self._send_what_is_read()
@@ -251,13 +256,13 @@ class Reader:
                 return found
             assert oldest is not None
             try:
-                oldest.synchronize()  # as long as the link takes for a chunk
+                oldest.synchronize()  # this takes as long as the link takes for a chunk
             finally:
                 with self._lock:
                     self._is_waiting = False
 
     def _begin_chunk(self) -> tuple[ReadJob, Chunk] | None:
-        """Give the first chunk that nobody has begun to read a frame; None if there is no such chunk, or no frame."""
+        """Give the first chunk that is not being read a frame; None if there is no such chunk, or no frame."""
         jobs = [*self._submitted, *self._announced]
         for index, job in enumerate(jobs):
             if job.chunks:
@@ -274,7 +279,7 @@ class Reader:
         return None
 
     def _take_back(self, jobs: Sequence[ReadJob]) -> int | None:
-        """The frame of what is needed last of all in `jobs`, which is read again later."""
+        """The frame of the chunk in `jobs` that is needed last. It is read again later."""
         for job in reversed(jobs):
             if job.begun and job.begun[-1].is_read:
                 chunk = job.begun.pop()
@@ -307,7 +312,7 @@ class Reader:
                     self._staging.give_back(chunk.start)
 
     def read_now(self, target: torch.Tensor, reads: Sequence[Read], tracer: WeightTrace | None) -> None:
-        """Read into memory that the CPU computes from, with several threads, and return when it is there.
+        """Read into memory that the CPU computes from, with several threads, and return when the bytes are there.
 
         Raises:
             GroupFileError: a file could not be read. No thread writes to `target` any more.
@@ -336,7 +341,7 @@ class Reader:
                 tracer.read(read.label, started, time.perf_counter(), read.num_bytes)
 
     def _count_reading(self, num_more: int) -> None:
-        """So many more workers read from now on."""
+        """From now on `num_more` more workers read."""
         now = time.perf_counter()
         if self._num_reading:
             self._busy_seconds += now - self._counted_at
@@ -400,14 +405,14 @@ class Reader:
                 job.landing.ready.record(job.landing.stream)
                 self._staging.last_copies.record(job.landing.stream)
         job.landing = None  # the job may be kept longer than the slot
-        job.chunks.clear()  # the job may be kept: files need not stay mapped
+        job.chunks.clear()  # so that files do not stay mapped
         job.begun.clear()
         job.end()
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
             for job in [*self._submitted, *self._announced]:
-                with suppress(Exception):  # it may be the device that fails
+                with suppress(Exception):  # the device itself may be failing
                     self._end(job, error)
                 job.error = error
                 job.end()
@@ -424,7 +429,7 @@ def _prove(read: Read, data: torch.Tensor) -> None:
 
 @contextmanager
 def _naming(*reads: Read) -> Iterator[None]:
-    """Tell in an error which groups could not be read."""
+    """Name the groups in an error that is raised inside."""
     try:
         yield
     except GroupFileError as error:

@@ -1,4 +1,4 @@
-"""Page-locked memory that file content passes through on its way to the device, in frames of one size."""
+"""Page-locked memory, in frames of one size, that bytes of files pass through on their way to the device."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .last import LastCopies
 
 
 class Staging:
-    """Frames that are taken, filled, and given back, or come back by themselves once a copy from them is done.
+    """Frames that are taken, filled and given back. `give_back_after` gives one back once a copy from it is done.
 
-    The memory is taken with the first frame. Used under its reader's lock.
+    The memory is allocated with the first frame. Used under its reader's lock.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -25,15 +25,15 @@ class Staging:
         self.num_frames = 0
         self.memory: torch.Tensor | None = None
         self.view = memoryview(b"")
-        """The same, for system calls."""
+        """The memory, as system calls take it."""
         self._free: list[int] = []
-        """Where free frames begin."""
+        """The bytes of `memory` that free frames begin at."""
         self._sent: deque[tuple[Event, int]] = deque()
-        """In the order in which their copies end."""
+        """Frames that copies read, in the order in which the copies end."""
         self._spare: list[Event] = []
         self._lock: PageLock | None = None
         self.last_copies = LastCopies(backend)
-        """Recorded by the reader behind all copies: before it is reached the memory stays locked."""
+        """Recorded by the reader behind all copies: the memory stays locked until they are done."""
 
     @property
     def num_bytes(self) -> int:
@@ -41,11 +41,11 @@ class Staging:
 
     @property
     def oldest_sent(self) -> Event | None:
-        """What to wait for if no frame is free; None if that would free none."""
+        """The event to wait for if no frame is free; None if waiting would free none."""
         return self._sent[0][0] if self._sent else None
 
     def resize(self, num_frames: int, frame_bytes: int) -> None:
-        """Nothing may be in a frame, or be read into one."""
+        """Change the number and the size of frames. No frame may be in use."""
         if (num_frames, frame_bytes) != (self.num_frames, self.frame_bytes):
             self.close()
             self.num_frames, self.frame_bytes = num_frames, frame_bytes
@@ -61,17 +61,17 @@ class Staging:
         return len(self._free)
 
     def take(self) -> int | None:
-        """Where a free frame begins in `memory`."""
+        """The byte of `memory` that a free frame begins at, which is taken now; None if no frame is free."""
         if self.memory is None:
             self._allocate()
         return self._free.pop() if self.num_free else None
 
     def give_back(self, start: int) -> None:
-        """Nothing is copied from the frame, and nobody reads into it."""
+        """Free a frame that no copy and no thread uses."""
         self._free.append(start)
 
     def give_back_after(self, start: int, stream: Stream) -> None:
-        """The frame is free once `stream` has come to this point."""
+        """Free a frame once `stream` has come to this point."""
         event = self._spare.pop() if self._spare else self._backend.new_event()
         event.record(stream)
         self._sent.append((event, start))
@@ -83,7 +83,7 @@ class Staging:
             self._free = self._starts()
 
     def close(self) -> None:
-        """Give the memory back. No frame may be in use, but for copies that are on their way."""
+        """Give the memory back. No thread may use a frame; copies that are on their way are waited for."""
         if self._lock is not None:
             self._lock.release()
         self._lock, self.memory, self.view = None, None, memoryview(b"")

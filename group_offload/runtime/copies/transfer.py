@@ -27,7 +27,7 @@ NUM_STAGING_BUFFERS = 2
 class Transfer:
     """Enqueues the copies of images, and counts them. Used by one thread at a time.
 
-    What rests in files is handed to a reader: its copies are enqueued later, by another thread, on the same stream.
+    Bytes in files are left to a reader: their copies are enqueued later, by other threads, on the same stream.
     """
 
     def __init__(self, backend: Backend, *, use_stream: bool, blocking: bool) -> None:
@@ -54,12 +54,12 @@ class Transfer:
 
     @property
     def bytes_read(self) -> dict[str, int]:
-        """What came from files, by how it was read."""
+        """Bytes that came from files, by the way in which they were read."""
         through_cache, direct = self._reader.bytes_read[False], self._reader.bytes_read[True]
         return {"locked": self._bytes_locked, "page cache": through_cache, "direct": direct}
 
     def note_drive(self, meter: DriveMeter) -> None:
-        """A pass ended: tell what was read for it."""
+        """A pass ended: let `meter` know how much was read for it."""
         reader = self._reader
         meter.note(time.perf_counter(), reader.busy_seconds, reader.bytes_read[False], reader.bytes_read[True])
 
@@ -68,7 +68,13 @@ class Transfer:
         return sum(buffer.numel() for buffer, _ in self._staging) + self._reader.staging_bytes
 
     def prepare_for(self, largest_image: int, file_bytes: int, *, is_scarce: bool) -> None:
-        """Size the staging memory: for one image, and for so many bytes in files (RAM may be scarce). At rest only."""
+        """Size the staging memory. Only between passes.
+
+        Args:
+            largest_image: The bytes of the largest image.
+            file_bytes: The bytes of all images in files.
+            is_scarce: Whether RAM is scarce.
+        """
         size = max(1, min(MAX_STAGING_BYTES, largest_image))
         if size != self._staging_size:
             self._drop_buffers()
@@ -77,12 +83,12 @@ class Transfer:
 
     @property
     def stream(self) -> Stream:
-        """What copies run on: a stream of their own, or the one that computes."""
+        """The stream that copies run on: the copy stream, or the one that computes if there is none."""
         return self._copy_stream if self._copy_stream is not None else self._backend.current_stream()
 
     @property
     def compute_stream(self) -> Stream:
-        """What the calling thread computes on."""
+        """The stream that the calling thread computes on."""
         return self._backend.current_stream()
 
     @property
@@ -91,7 +97,7 @@ class Transfer:
         return self._reader.has_room_ahead
 
     def reads_of(self, images: Sequence[PlacedImage]) -> list[Read]:
-        """What `send` will need of the files that images rest in, if it can be read ahead."""
+        """The bytes that `send` will need from files, if they can be read ahead."""
         if isinstance(self._backend, HostBackend):
             return []
         return [move for move in _moves_of(images) if isinstance(move, Read)]
@@ -115,7 +121,7 @@ class Transfer:
 
         Args:
             memory: The slot's memory.
-            job: What `read_ahead` gave for what these images need from files. It was not submitted yet.
+            job: The job that `read_ahead` gave for these images, if any.
 
         Returns:
             A job if bytes have yet to be read from files: until it is over, `ready` tells nothing. See `ReadJob.wait`.
@@ -174,7 +180,7 @@ class Transfer:
             self.tracer.copied([placed.label for placed in images], begun, stream, num_bytes)
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
-        """Copy device bytes that compute has changed, until `after`, back to the host, and wait for them."""
+        """Copy device bytes that compute changes before `after` back to the host, and wait for them."""
         stream = self._backend.current_stream()
         stream.wait_event(after)
         self._backend.copy(target, source, stream, blocking=True)

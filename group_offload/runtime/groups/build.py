@@ -1,4 +1,4 @@
-"""From a module to groups whose tensors are at rest, and back."""
+"""Cuts a module into groups and brings their tensors to rest; gives tensors their own memory back."""
 
 from __future__ import annotations
 
@@ -43,19 +43,20 @@ def build_groups(
     casts: Mapping[int, torch.dtype],
     trained: frozenset[int] = frozenset(),
 ) -> tuple[Group, ...]:
-    """Cut `root` into groups and bring every tensor to its place at rest. What has an image in `before` keeps it.
+    """Cut `root` into groups and bring every tensor to its memory at rest.
 
-    If that fails, all tensors that were brought to a new place get memory of their own again.
+    If that fails, all tensors that were brought to an image get separate memory again.
 
     Args:
-        casts: by id, tensors that get another dtype before they are placed, one group after another.
-        wait: returns once no copy reads an image any more: page-locked memory is not given up before.
-        trained: by id, parameters that stay on the device.
+        before: The groups of the module until now. Their images are kept where the tensors are the same.
+        wait: A function that returns once no copy reads an image any more: page-locked memory is kept until then.
+        casts: By id, the tensors that get another dtype before they are placed, one group after another.
+        trained: By id, the parameters that stay on the device.
 
     Raises:
-        ModuleError, ConfigError: the module cannot be cut: see `partition`. Weights are to stay in files, are in none, and
-            there is no folder for new ones.
-        GroupFileError: files cannot be written, or were changed by somebody else.
+        ModuleError, ConfigError: the module cannot be cut (see `partition`), or weights are to stay in the files that they
+            were loaded from, are in no such file, and there is no folder for group files.
+        GroupFileError: files cannot be written, or another program changed them.
     """
     for group in before:
         group.check()
@@ -72,14 +73,16 @@ def build_groups(
         file_map = FileMap()
         views = _find_views(plans, casts, file_map)
         if config.rests_in_files or config.has_budgets:
-            is_promised = config.rests_in_files and folder is None and not before  # what is edited later comes to RAM
+            is_promised = (
+                config.rests_in_files and folder is None and not before
+            )  # weights that are edited later go to RAM
             if is_promised:
                 _refuse_what_is_in_no_file(plans, views)
             _adopt(views, homes, made, lambda checkpoint: False, is_promised=is_promised)
         else:
             _adopt_for_ram(views, config, homes, made, wait)
         for plan in plans:
-            for ref in plan.fresh:  # is going to be read
+            for ref in plan.fresh:  # these are going to be read
                 file_map.check(ref.fqn, ref.tensor.detach())
         for in_turn in _in_turn(plans):
             for plan in plans:
@@ -89,7 +92,7 @@ def build_groups(
             _rest_in_ram(plans, config, homes, made, wait, casts)
         return tuple(Group(plan.spec, height, plan.parts) for plan, height in zip(plans, cut.heights, strict=True))
     except BaseException:
-        with ExitStack() as undo:  # all of it, even if one of them cannot be undone
+        with ExitStack() as undo:  # which goes on with the others if one part cannot be undone
             for part in made:
                 undo.callback(part.image.close, forget=True)
                 undo.callback(materialise, part)
@@ -107,7 +110,7 @@ class _Plan:
 
 
 def _in_turn(plans: Sequence[_Plan]) -> list[dict[GroupSpec, tuple[TensorRef, ...]]]:
-    """What gets an image at once: what may be trained comes later, so that it can leave its group alone."""
+    """The tensors that get images together. Those that may be trained get images later, so that they can leave alone."""
     trainable = may_be_trained([ref for plan in plans for ref in plan.spec.tensors])
     later = {plan.spec: tuple(ref for ref in plan.fresh if id(ref.holder) in trainable) for plan in plans}
     if not any(later.values()):
@@ -160,7 +163,7 @@ def _rest_in_ram(
             tensors = [[ref.tensor.detach() for ref in plan.fresh] for plan in run]
             segment.fill(list(zip(layouts, tensors, strict=True)))
             del tensors
-            filled = segment, run, layouts, on_pool(segment.lock)  # while the next one is filled
+            filled = segment, run, layouts, on_pool(segment.lock)  # it is locked while the next one is filled
         if before is not None:
             _bind_run(*before, homes, made)
         before = filled
@@ -184,7 +187,7 @@ def _bind_run(
 
 
 def _runs_of(plans: Iterable[_Plan]) -> Iterator[list[_Plan]]:
-    """The plans with something to place, in runs that share a segment."""
+    """The plans with tensors to place, in runs that share a segment."""
     run: list[_Plan] = []
     num_bytes = 0
     for plan in plans:
@@ -201,7 +204,7 @@ def _runs_of(plans: Iterable[_Plan]) -> Iterator[list[_Plan]]:
 
 
 _Views = dict[MappedFile, list[tuple[_Plan, list[tuple[TensorRef, FileSpan]]]]]
-"""By file: the groups that have tensors there, which these are, and where each of them lies."""
+"""By file: the groups with tensors in the file, and for each group these tensors and their bytes of the file."""
 
 
 def _find_views(plans: Sequence[_Plan], casts: Mapping[int, torch.dtype], file_map: FileMap) -> _Views:
@@ -228,7 +231,11 @@ def _adopt(
     *,
     is_promised: bool = False,
 ) -> None:
-    """Let weights rest in the files that they are views of, if `accept` says so: locked in RAM, or not; None refuses.
+    """Let weights rest in the files that they are views of.
+
+    Args:
+        accept: A function that tells whether a file is page-locked in RAM; None if its weights shall not rest there.
+        is_promised: Whether the user asked for weights to stay in files.
 
     Raises:
         ConfigError: `is_promised`, and a file is not there any more.
@@ -313,7 +320,7 @@ def _refuse_what_is_in_no_file(plans: Sequence[_Plan], views: _Views) -> None:
 
 
 def _cast(refs: Sequence[TensorRef], casts: Mapping[int, torch.dtype]) -> None:
-    """Cast tensors, into memory that goes back to the system with the last of them: the C library keeps what it frees."""
+    """Cast tensors into memory that goes back to the system with the last of them. (The C library keeps freed memory.)"""
     mine = [(ref.tensor, casts[id(ref.tensor)]) for ref in refs if id(ref.tensor) in casts]
     sizes = [span_bytes(tensor) // tensor.dtype.itemsize * dtype.itemsize for tensor, dtype in mine]
     starts = [0, *accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
@@ -341,12 +348,12 @@ def _size_after(refs: Sequence[TensorRef], casts: Mapping[int, torch.dtype]) -> 
 
 
 def materialise(part: Part) -> None:
-    """Give the tensors of `part` memory of their own, on the device where they were. Replaced ones have theirs already.
+    """Give the tensors of `part` separate memory, on the device where they were before. Replaced ones have it already.
 
-    Views of a checkpoint stay what they are.
+    Views of a checkpoint stay as they are.
 
     Raises:
-        GroupFileError: the file of the part was changed by somebody else, or is damaged.
+        GroupFileError: another program changed the file of the part, or it is damaged.
     """
     part.image.check()
     layout = part.image.layout
@@ -382,7 +389,7 @@ def _bind(image: Image, refs: tuple[TensorRef, ...], homes: dict[int, torch.devi
 
 
 def _reusable(spec: GroupSpec, known: dict[int, Part]) -> tuple[list[Part], tuple[TensorRef, ...]]:
-    """Parts of before whose tensors are all in `spec` and where they were left, and the tensors that need a new image."""
+    """The known parts whose tensors are all in `spec` and unchanged, and the tensors of `spec` that need a new image."""
     mine = {id(ref.tensor): ref for ref in spec.tensors}
     kept = []
     taken: set[int] = set()

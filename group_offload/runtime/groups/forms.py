@@ -1,7 +1,7 @@
 """Whether tensors still have the sizes, strides and dtypes that they had.
 
-It is asked of every weight when a pass begins, while the device has nothing to do. The guards of torch's compiler compare
-all that in one call. Where torch has none, or they see something else that has changed, each tensor is looked at.
+Every weight is checked when a pass begins, while the device has nothing to do. The guards of torch's compiler compare
+all of them in one call. Where torch has no such guards, or they find another difference, each tensor is compared alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Forms:
             return True
         if not all(all(map(eq, map(form, tensors), known)) for form, known in zip(_FORMS, self._known, strict=True)):
             return False
-        # Guards compare more: whether gradients are required, modes of torch. They are made again for what is now.
+        # Guards compare more, such as `requires_grad` and modes of torch. They are made again for the present state.
         self._guards = _guards_for(tensors)
         return True
 
@@ -40,5 +40,5 @@ def _guards_for(tensors: Sequence[torch.Tensor]) -> Any:
         return None
     try:
         return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    except (TypeError, RuntimeError):  # of another version, or tensors of a kind that they do not know
+    except (TypeError, RuntimeError):  # another version of torch, or a kind of tensor that guards do not support
         return None

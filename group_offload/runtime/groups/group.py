@@ -25,7 +25,7 @@ logger = logging.getLogger("group_offload")
 
 
 class Residence(Enum):
-    """Where the tensors of a group are, as whoever reads them sees it."""
+    """The memory that the tensors of a group are bound to."""
 
     AT_REST = 1
     """Views of the image on its tier."""
@@ -34,10 +34,10 @@ class Residence(Enum):
 
 
 class Group:
-    """Tensors that move together. Owned by an engine, and touched only under its lock.
+    """Tensors that move together. Owned by an engine, and used only under its lock.
 
-    A group has one image, and one more for tensors that were added to its modules later (a LoRA): what is there already
-    is not laid out, or written to a file, again.
+    A group has one image, and one more for each time that tensors were added to its modules (a LoRA). So the tensors that
+    were there before are not laid out, or written to a file, again.
     """
 
     def __init__(self, spec: GroupSpec, height: int, parts: Sequence[Part]) -> None:
@@ -50,11 +50,11 @@ class Group:
             part.offset = self.num_bytes
             self.num_bytes += part.image.layout.num_bytes
         self.holds = 0
-        """Calls in progress that need the group."""
+        """The number of calls in progress that need the group."""
         self.slot: Slot[Group] | None = None
-        """Where its images are, or are on their way to. They stay good between calls, until the slot is taken."""
+        """The slot that the images are in, or on their way to. They stay good between calls, until the slot is taken."""
         self.offset = 0
-        """Where in the slot."""
+        """The byte of the slot that the group begins at."""
         self.residence = Residence.AT_REST
         refs = [ref for part in self.parts for ref in part.refs]
         self._tensors = [ref.tensor for ref in refs]
@@ -65,32 +65,32 @@ class Group:
         self._wrapped = wrapped_holders(refs)
         self._is_plain = not self._wrapped and len(self._tracked) == len(self._tensors)
         self._to_increment = self._tracked
-        """One tensor for each version counter."""
+        """One tensor for each version counter: autograd raises it once."""
         self._shared_counters: list[SharedCounter] = []
         self._rest_version = self._version_sum()
         self._note_rest()
         self._rests = [part.rest for part in self.parts]
-        """Where the tensors were bound to last, at rest."""
+        """For each part, the list of views that its tensors were bound to at rest last."""
         self._versions: list[int] = []
         self._bound: list[torch.Tensor] = []
-        """While all of it is onloaded: what each tensor was bound to."""
+        """The view that each tensor was bound to, while the whole group is onloaded."""
         self._recast: dict[int, torch.Tensor] = {}
-        """Values that a forward put in place of tensors and that do not fit the image: until the next pass begins."""
+        """By index, values that a forward assigned and that do not fit the image. Kept until the next pass begins."""
         self._needs_commit = False
-        """A forward changed tensors, and their images do not know yet."""
+        """Whether tensors were changed and their images do not have the edits yet."""
 
     @property
     def is_in_file(self) -> bool:
-        """Whether some of it is read from a file."""
+        """Whether a part of the group is read from a file."""
         return any(isinstance(part.image, FileImage) for part in self.parts)
 
     @property
     def detects_edits(self) -> bool:
-        """Whether what was sent may be used again after somebody could edit the weights. See `Image.detects_edits`."""
+        """Whether a slot may be used again after users could edit the weights. See `Image.detects_edits`."""
         return all(part.image.detects_edits for part in self.parts)
 
     def rest(self) -> None:
-        """Bind the tensors to their place at rest."""
+        """Bind the tensors to their memory at rest."""
         if self._moved():
             for part in self.parts:
                 part.follow()
@@ -99,12 +99,13 @@ class Group:
             tensor.data = view
         for wrapped in self._wrapped:
             wrapped.put_back()
-        self._rests = [part.rest for part in self.parts]  # now: an interrupt before leaves it to the next time
+        # Only now, so that the next call does all of it again if this one was interrupted.
+        self._rests = [part.rest for part in self.parts]
         self.residence = Residence.AT_REST
         self._rest_version = self._version_sum()
 
     def _moved(self) -> list[Part]:
-        """The parts whose image rests elsewhere than where the tensors were bound to last."""
+        """The parts whose images rest in other memory than the tensors were bound to last."""
         return [
             part
             for rest, part in zip(self._rests, self.parts, strict=True)
@@ -114,21 +115,23 @@ class Group:
     def _note_rest(self) -> None:
         self._rest_views = [view for part in self.parts for view in part.rest]
         self.rest_addresses = [address for part in self.parts for address in part.addresses]
-        """Where the tensors belong at rest."""
+        """The addresses of the tensors at rest."""
         self._rest_forms = Forms(self._rest_views)
 
     def onload(self, *, is_watched: bool = False) -> None:
-        """Bind the tensors to the slot, which holds the images (or will, once its ready event is reached).
+        """Bind the tensors to the slot, which has the images from when its ready event is reached.
 
         Args:
-            is_watched: a graph is recorded, which may keep views of them for a while, and tells nobody.
+            is_watched: Whether a graph is recorded, which may keep views of the tensors for a while.
         """
         assert self.slot is not None
         slot = self.slot
         bound = self._views_in(slot.alias_once(self.offset, self.num_bytes)) if is_watched else self._views_of(slot)
         if self._recast:
             bound = [self._recast.get(index, view) for index, view in enumerate(bound)]
-        self.residence = Residence.ONLOADED  # of some of them, if this is interrupted
+        self.residence = (
+            Residence.ONLOADED
+        )  # before the first tensor is bound: an interrupt may leave only some of them bound
         for tensor, view in zip(self._tensors, bound, strict=True):
             tensor.data = view
         for wrapped in self._wrapped:
@@ -143,10 +146,10 @@ class Group:
         self._bound = bound
 
     def offload(self, transfer: Transfer) -> int:
-        """Bind the tensors to their place at rest again. What the forward changed is brought back first.
+        """Bind the tensors to their memory at rest again. Values that the forward changed are copied back first.
 
         Returns:
-            How many tensors were brought back.
+            The number of tensors that were copied back.
         """
         slot = self.slot
         assert slot is not None
@@ -157,21 +160,21 @@ class Group:
             rest = part.image.rest[place]
             fits = same_form(tensor, rest)
             if not same_memory(tensor, self._bound[index]):
-                part.sent_generation = -1  # the slot holds what the forward put something else in the place of
-                fits = fits and part.is_alone(place)  # else what lies between its elements is another tensor's
+                part.sent_generation = -1  # the slot still has the value that the forward replaced
+                fits = fits and part.is_alone(place)  # else the bytes between its elements may be another tensor's
             if not fits:
                 self._recast[index] = tensor.detach()
                 continue
             value = plain_empty(span_bytes(tensor), torch.device("cpu"))
             transfer.fetch(value, as_bytes(tensor), slot.last_use())
-            part.image.check()  # touching what rests in a file that was cut off would be a SIGBUS
+            part.image.check()  # writing to a weight that rests in a file that was cut off would be a SIGBUS
             with torch.inference_mode(False), torch.no_grad():
                 if not torch.equal(value, as_bytes(rest)):
                     self._needs_commit |= part.image.write(place, value)
                     num_changed += 1
         if not torch.is_inference_mode_enabled():
-            # Whatever autograd saved of these weights, past our hooks, is about to be overwritten in the slot. Their
-            # version makes a backward pass over it raise instead of being silently wrong.
+            # Other images are about to overwrite the slot, also views of these weights that autograd saved past our hooks.
+            # With another version of the weights a backward over such a view raises, and is not silently wrong.
             self.increment_versions()
         self._bound = []
         self.rest()
@@ -180,9 +183,9 @@ class Group:
         return num_changed
 
     def recover(self, transfer: Transfer) -> None:
-        """A pass failed, or was interrupted: bind the tensors to their place at rest, whatever state they are in.
+        """A pass failed, or was interrupted: bind the tensors to their memory at rest, whatever state they are in.
 
-        What a forward has changed is brought back if the group was onloaded as a whole.
+        Values that a forward changed are copied back if the whole group was onloaded.
         """
         if self.residence is Residence.ONLOADED and self.slot is not None and len(self._bound) == len(self._tensors):
             with suppress(Exception):
@@ -197,7 +200,7 @@ class Group:
         self.slot = None
 
     def increment_versions(self) -> None:
-        """Raise each version counter once, and remember that it was not somebody else."""
+        """Raise each version counter once, and count that as done by the engine."""
         torch.autograd.graph.increment_version(self._to_increment)
         for part in self.parts:
             part.num_increments += 1
@@ -205,7 +208,7 @@ class Group:
             counter.num_increments += 1
 
     def note_shared_counters(self) -> None:
-        """The parts know by now which tensors share a version counter."""
+        """Take over from the parts which tensors share a version counter."""
         known: dict[SharedCounter, None] = {}
         self._to_increment = []
         for (part, index), tensor, tracks in zip(self._places, self._tensors, self._tracks_version, strict=True):
@@ -218,7 +221,7 @@ class Group:
         self._rest_version = self._version_sum()
 
     def find(self, address: int) -> tuple[Part, int, int] | None:
-        """Whose bytes in the slot begin there: a part, the index of one of its tensors, and a byte of its image."""
+        """The part that this address of the slot belongs to, the index of its tensor, and the byte of its image."""
         if self.slot is None:
             return None
         at = address - self.slot.memory.data_ptr() - self.offset
@@ -228,33 +231,33 @@ class Group:
         return None
 
     def was_touched(self) -> bool:
-        """Whether an in-place operation changed a tensor at rest since it was bound there."""
+        """Whether an in-place operation changed a tensor at rest, since it was bound there."""
         return self._needs_commit or self._rest_version != self._version_sum()
 
     def was_replaced(self) -> bool:
-        """Whether a tensor at rest is bound to something else since it was bound there."""
+        """Whether a tensor was bound to other memory (`weight.data = ...`), since it was bound to its memory at rest."""
         is_elsewhere = list(map(torch.Tensor.data_ptr, self._tensors)) != self.rest_addresses
         return not self._recast and (is_elsewhere or not self.has_forms())
 
     def has_forms(self) -> bool:
-        """Whether the tensors at rest, wherever they are, have the sizes, strides and dtypes that they were bound with."""
+        """Whether the tensors have the sizes, strides and dtypes that they were bound with, whatever memory they are in."""
         return self._rest_forms.are_of(self._tensors)
 
     def commit_edits(self, transfer: Transfer) -> None:
-        """Make edits of tensors at rest part of what is sent from now on."""
-        self._needs_commit = True  # until all have
+        """Make edits of tensors at rest a part of the bytes that are sent from now on."""
+        self._needs_commit = True  # until the last part is done: an error, or an interrupt, may come in between
         try:
             for part in self.parts:
                 part.image.store.commit_edits(transfer.wait_for_copies)
                 if not part.image.detects_edits:
-                    part.sent_generation = -1  # what was edited is the image itself
+                    part.sent_generation = -1  # the edit was made in the image itself, which does not know of it
         finally:
             self.rebind_moved()
         self._needs_commit = False
         self._rest_version = self._version_sum()
 
     def rebind_moved(self) -> None:
-        """Bind the tensors again if an image rests somewhere else by now (in a new file)."""
+        """Bind the tensors again if an image rests in other memory by now (a mapping of a new file)."""
         moved = self._moved()
         if not moved:
             return
@@ -268,12 +271,15 @@ class Group:
 
     @property
     def is_ready(self) -> bool:
-        """Whether its weights can be computed with: bound to the slot (what backward holds need not be), and held."""
+        """Whether modules can compute with the weights: they are bound to the slot, and a call holds the group.
+
+        Backward holds groups whose weights are not bound to their slots.
+        """
         return self.holds > 0 and self.residence is Residence.ONLOADED
 
     @property
     def is_current(self) -> bool:
-        """Whether the slot holds what the images hold."""
+        """Whether the bytes in the slot are those of the images."""
         return all(part.sent_generation == part.image.generation and not part.image.is_outdated for part in self.parts)
 
     @property
@@ -281,7 +287,10 @@ class Group:
         return any(part.image.is_outdated for part in self.parts)
 
     def check(self) -> None:
-        """Raise if a file under the group was changed by somebody else, so that reading its tensors is not safe."""
+        """
+        Raises:
+            GroupFileError: another program changed a file of the group, so that reading its tensors is not safe.
+        """
         for part in self.parts:
             if not part.is_given_up:
                 part.image.check()
@@ -295,11 +304,11 @@ class Group:
         return all(all(part.as_left()) for part in self.parts)
 
     def replaced(self) -> list[torch.Tensor] | None:
-        """The tensors that are no longer bound to their place at rest (`weight.data = ...`).
+        """The tensors that are no longer bound to their memory at rest (`weight.data = ...`).
 
-        None if one of them does not fit there any more (another dtype, shape or strides), or shares memory in the image
-        with others, or there is no such place, or somebody keeps what it was bound to (`w.data, kept = kept, w.data`), so
-        that the group has to be laid out again.
+        None if the group has to be laid out again: a tensor has another dtype, shape or strides than its memory at rest, or
+        shares bytes of the image with others, or has no memory at rest any more, or its old value is kept elsewhere
+        (`w.data, kept = kept, w.data`).
         """
         found = []
         for part in self.parts:
@@ -324,7 +333,7 @@ class Group:
         return any(part.was_moved() for part in self.parts)
 
     def commit_replacements(self) -> None:
-        """Copy the values of `replaced()` tensors to their places at rest, and bind the tensors there again."""
+        """Copy the values of `replaced()` tensors to their memory at rest, and bind the tensors there again."""
         for part in self.parts:
             for index, is_left in enumerate(part.as_left()):
                 if not is_left:
@@ -340,7 +349,7 @@ class Group:
         return [PlacedImage(offset + part.offset, self.group_id, part.image) for part in self.parts]
 
     def was_sent(self, slot: Slot[Group], offset: int) -> None:
-        """The images, as they are now, are on their way to byte `offset` of `slot`."""
+        """Note that the images, as they are now, are on their way to byte `offset` of `slot`."""
         self.slot, self.offset = slot, offset
         for part in self.parts:
             part.sent_generation = part.image.generation
@@ -354,7 +363,7 @@ class Group:
         return known.tensors
 
     def _views_in(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors, as views of flat uint8 memory that holds the images."""
+        """The tensors, as views of flat uint8 memory that has the bytes of the images."""
         views = []
         for part in self.parts:
             views += part.image.layout.views(memory[part.offset : part.offset + part.image.layout.num_bytes])
@@ -366,11 +375,11 @@ class Group:
         return [fit_for(tensor, view) for tensor, view in zip(self._tensors, views, strict=True)]
 
     def _version_sum(self) -> int:
-        others = sum([counter.num_increments for counter in self._shared_counters])  # other groups' too
+        others = sum([counter.num_increments for counter in self._shared_counters])  # also those for other groups
         return sum([tensor._version for tensor in self._to_increment]) - others
 
     def _in_use(self) -> list[torch.Tensor]:
-        """The tensors that a forward sees: for a tensor subclass, those inside the stand-in."""
+        """The tensors that a forward uses: those inside the stand-in for a tensor subclass."""
         if not self._wrapped:
             return self._tensors
         tensors = list(self._tensors)
@@ -382,7 +391,7 @@ class Group:
         """The tensors that the forward may have left with other values than it found."""
         found = []
         is_edited = dict.fromkeys(
-            # An edit of a wrapper reaches the tensors inside below autograd: only the wrapper's version tells of it.
+            # An edit of a wrapper changes the tensors inside below autograd: only the wrapper's version rises.
             index
             for wrapped in self._wrapped
             if wrapped.was_edited
@@ -391,14 +400,14 @@ class Group:
         for index, (tensor, bound) in enumerate(zip(self._in_use(), self._bound, strict=True)):
             tracks = self._tracks_version[index]
             if not same_memory(tensor, bound):
-                # Replaced in forward. Casting hooks do so at every call, and put the same values back.
+                # The forward replaced the value. Casting hooks do so at every call, and put the same value back.
                 is_same = tensor.device == bound.device and same_form(tensor, bound)
                 if not is_same or not torch.equal(tensor.detach(), bound):
                     found.append(index)
             elif (tracks and tensor._version != self._versions[index]) or index in is_edited:
                 found.append(index)
             else:
-                # Kernels of batch norm, and codebooks that are updated through `.data`, leave no trace in the version.
+                # Kernels of batch norm, and codebooks that are updated through `.data`, do not raise the version.
                 owner = self._owner_of_buffer.get(index)
                 if owner is not None and (owner.training or not tracks):
                     found.append(index)

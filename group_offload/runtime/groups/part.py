@@ -16,10 +16,10 @@ from .wrapped import inner_of
 
 @dataclass(slots=True, eq=False)
 class SharedCounter:
-    """The version counter of tensors that were made as views of one: what `chunk` or `unbind` give, say."""
+    """The version counter of tensors that were made as views of one tensor, by `chunk` or `unbind` for instance."""
 
     num_increments: int
-    """By the engine."""
+    """How often the engine raised it."""
 
 
 class Part:
@@ -45,18 +45,18 @@ class Part:
         self.devices = devices
         """Where each tensor was before it was offloaded."""
         self.offset = 0
-        """Where the image begins among the group's bytes."""
+        """The byte of the group that the image begins at."""
         self.follow()
         self.sent_generation = -1
-        """Of the image, when it was sent to the group's slot."""
+        """The generation of the image when it was sent to the group's slot."""
         self.num_increments = 0
-        """How often the engine, and nobody else, has raised the tensors' versions."""
+        """How often the engine raised the tensors' versions. Edits raise them too."""
         self.shared_counters: dict[int, SharedCounter] = {}
-        """Of tensors that do not have a version of their own, by index."""
+        """By index, the counters of tensors that share one."""
         self.num_replaced: Counter[int] = Counter()
-        """How often something else was put in the place of a tensor's value, by index."""
+        """By index, how often a tensor's value was replaced (`weight.data = ...`)."""
         self.starts = sorted((spec.offset, i) for i, spec in enumerate(image.layout.specs) if 0 not in spec.shape)
-        """Where in the image each tensor begins, and its index."""
+        """The byte of the image that each tensor begins at, and the tensor's index."""
 
     def index_at(self, offset: int) -> int:
         """The index of the tensor that byte `offset` of the image belongs to."""
@@ -66,7 +66,7 @@ class Part:
         return tracks_version(self.refs[index].tensor)
 
     def version_of(self, index: int) -> int:
-        """How often anybody but the engine has modified a tensor, as far as it tells."""
+        """How often a tensor was modified other than by the engine, as far as its version tells."""
         version = version_of(self.refs[index].tensor)
         if version < 0:
             return 0
@@ -75,13 +75,13 @@ class Part:
         return version - num_increments + self.num_replaced[index]
 
     def follow(self) -> None:
-        """Its place at rest is where the image has it now."""
+        """Take over where the image rests now."""
         self.rest = self.image.rest
-        """What the tensors are bound to at rest."""
+        """The views that the tensors are bound to at rest."""
         self.addresses = [view.data_ptr() for view in self.rest]
 
     def was_moved(self) -> bool:
-        """Whether its place at rest was exchanged below torch's tensors (`module.share_memory()`, a queue of processes)."""
+        """Whether the memory at rest was exchanged below torch's tensors (`module.share_memory()`, a queue of processes)."""
         return [view.data_ptr() for view in self.rest] != self.addresses
 
     @property
@@ -89,13 +89,13 @@ class Part:
         return not self.rest and bool(self.refs)
 
     def give_up(self) -> None:
-        """The tensors have memory of their own: give the image's back."""
-        self.rest, self.addresses = [], []  # first of all: nobody looks for edits in an image that is closed
+        """Close the image. The tensors have other memory by now."""
+        self.rest, self.addresses = [], []  # first, so that edits are not looked for in an image that is closed
         self.image.close(forget=False)
         self.image.rest = self.rest
 
     def is_alone(self, index: int) -> bool:
-        """Whether no other tensor has bytes between the first and the last of this one."""
+        """Whether no other tensor has bytes between the first and the last byte of this one."""
         return any(extent.tensors == (index,) for extent in self.image.layout.extents)
 
     def as_left(self) -> list[bool]:

@@ -1,4 +1,4 @@
-"""What can be asked of a tensor that is bound to other memory again and again: its version, its form, who else keeps it."""
+"""Questions about tensors that are bound to other memory again and again: version, form, and whether views are kept."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from ...base.layout import num_uses
 
 
 def is_kept(view: torch.Tensor, num_ours: int) -> bool:
-    """Whether somebody has a tensor of the storage of `view` beside ours. (A view holds what it is a view of.)"""
+    """Whether there are tensors of the storage of `view` beside ours, which are `num_ours`.
+
+    A view keeps the tensor that it is a view of, which is one more.
+    """
     return num_uses(view) > num_ours + view._is_view()
 
 
 def fit_for(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    """`view`, as what `tensor.data` can be set to: an inference tensor for one that was made in inference mode.
+    """A tensor like `view` that `tensor.data` can be set to: an inference tensor if `tensor` was made in inference mode.
 
-    Such a tensor has no version counter, ever. Bound to a normal one it would be neither, and of no use to most kernels.
+    An inference tensor never has a version counter. Bound to a normal tensor it would be neither kind, and most kernels
+    would refuse it.
     """
     if tracks_version(tensor):
         return view
@@ -25,11 +29,15 @@ def fit_for(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
 
 
 def tracks_version(tensor: torch.Tensor) -> bool:
-    """False for a tensor that was made in inference mode. `is_inference` tells of what it is bound to now."""
+    """Whether a tensor has a version counter: not if it was made in inference mode.
+
+    `is_inference` would tell about the memory that the tensor is bound to now.
+    """
     return version_of(tensor) >= 0
 
 
 def version_of(tensor: torch.Tensor) -> int:
+    """The version of a tensor; -1 if it has none."""
     try:
         return tensor._version
     except RuntimeError:
@@ -37,8 +45,10 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def same_form(tensor: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether two tensors have the same dtype, shape and strides."""
     return tensor.dtype == view.dtype and tensor.shape == view.shape and tensor.stride() == view.stride()
 
 
 def same_memory(tensor: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether two tensors have the same form and begin at the same address."""
     return tensor.data_ptr() == view.data_ptr() and same_form(tensor, view)

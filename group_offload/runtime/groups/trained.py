@@ -1,9 +1,9 @@
 """Parameters that are trained: they stay on the device, where their gradients and the optimizer's state are.
 
-[Note: Gradients of what is offloaded]
-A gradient in a parameter that takes turns on the device would stay there, and an optimizer would find the two in different
-places. Such parameters get a hook that refuses it. (To ask autograd beforehand which parameters a backward reaches does not
-work: a parameter that is bound to memory of another device gets another node for its gradient each time.)
+[Note: Gradients of offloaded parameters]
+The gradient of an offloaded parameter would stay on the device, and an optimizer would find the two on different devices. So
+such parameters get a hook that refuses gradients. (Autograd cannot be asked beforehand which parameters a backward reaches:
+a parameter that is bound to memory of another device gets another node for its gradient each time.)
 """
 
 from __future__ import annotations
@@ -25,27 +25,31 @@ from ...errors import StateError
 from ...partition import TensorRef
 
 MAX_SHARE = 0.5
-"""Of a module's bytes. Where more requires gradients nobody has frozen anything: that is how modules are made."""
+"""Above this share of a module's bytes, `requires_grad` is taken for the default of modules and not for a wish to train."""
 
 MAX_FROZEN_PASSES = 8
-"""So many forwards that record a graph a parameter stays after it was frozen: it may be so for one of them only (an adapter
-that is switched off for a reference, a critic in its generator's turn), and the graph before that is still to run."""
+"""The number of forwards with a graph for which a frozen parameter stays on the device. It may be frozen for only one of them
+(an adapter that is switched off for a reference, a critic while its generator is trained), and an earlier graph may still
+have to run."""
 
 
 class Trained:
-    """The parameters of a module that require gradients, as long as most others do not. Owned by an engine."""
+    """The parameters of a module that are trained. Owned by an engine.
+
+    They require gradients, and most parameters of the module do not: see `MAX_SHARE`.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._homes: dict[int, tuple[torch.Tensor, torch.device]] = {}
-        """By id: the parameters that stay on the device, and where they were before."""
+        """By id, the parameters that stay on the device, and the device where they were before."""
         self._asked: frozenset[int] = frozenset()
         self._num_frozen: dict[int, int] = {}
-        """By id: for how many forwards in a row, which have recorded a graph, it has required no gradient."""
+        """By id, the number of forwards with a graph in a row for which a parameter has required no gradient."""
         self._optimizers: RemovableHandle | None = None
-        """Looks at each step of each optimizer. See `_bring_state`."""
+        """The hook on the steps of all optimizers. See `_bring_state`."""
         self._guards: list[RemovableHandle] = []
-        """On those that require gradients and take turns. See [Note: Gradients of what is offloaded]."""
+        """The hooks on offloaded parameters that require gradients. See [Note: Gradients of offloaded parameters]."""
 
     @property
     def ids(self) -> frozenset[int]:
@@ -56,15 +60,18 @@ class Trained:
         return sum(span_bytes(parameter) for parameter, _ in self._homes.values())
 
     def take_up(self, refs: Sequence[TensorRef]) -> bool:
-        """A graph is about to be recorded, and these tensors are in groups.
+        """Decide which parameters stay on the device, because a graph is about to be recorded.
+
+        Args:
+            refs: The tensors that are in groups.
 
         Returns:
-            Whether others than before are to stay on the device: they are there, and groups are to be made without them.
+            Whether the set of these parameters changed. If so they are on the device now, and groups must be rebuilt.
         """
         known = {key: parameter for key, (parameter, _) in self._homes.items()}
         for parameter in known.values():
             if parameter.device != self._backend.device:
-                self._bring(parameter)  # somebody has moved it
+                self._bring(parameter)  # the user has moved it
         self._num_frozen = {
             key: 0 if parameter.requires_grad else self._num_frozen.get(key, 0) + 1 for key, parameter in known.items()
         }
@@ -93,7 +100,7 @@ class Trained:
         return self._homes.keys() != homes.keys()
 
     def give_back(self) -> None:
-        """Let the parameters be where they were before."""
+        """Bring the parameters back to the devices where they were before."""
         homes, self._homes, self._asked = self._homes, {}, frozenset()
         self.guard(())
         if self._optimizers is not None:
@@ -104,7 +111,7 @@ class Trained:
                 self._move(parameter, home)
 
     def guard(self, refs: Iterable[TensorRef]) -> None:
-        """Refuse gradients in these tensors, as far as they require some and do not stay on the device."""
+        """Refuse gradients of these tensors, where they require gradients and do not stay on the device."""
         for guard in self._guards:
             guard.remove()
         holders = {
@@ -123,7 +130,7 @@ class Trained:
             num_bytes = source.numel()
             if self._backend.has_streams:
                 memory = self._backend.empty(num_bytes)
-            else:  # that of the backend is aligned, so larger, and `torch.save` writes all of a storage
+            else:  # memory of the backend is aligned and so larger, and `torch.save` writes the whole storage
                 memory = plain_empty(num_bytes, self._backend.device)
             self._backend.copy(memory, source, self._backend.current_stream(), blocking=True)
             parameter.data = view_of(memory, 0, parameter.dtype, parameter.shape, parameter.stride())
@@ -140,7 +147,7 @@ class Trained:
 
 
 def _bring_state(trained: weakref.ref[Trained], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """What an optimizer holds of a parameter follows it: its state may have been loaded before the parameter was brought."""
+    """Let an optimizer's state follow its parameters: it may have been loaded before they were brought to the device."""
     owner = trained()
     for parameter, home in () if owner is None else owner._homes.values():
         state = (optimizer.state.get(parameter) or {}) if home != parameter.device else {}
@@ -161,12 +168,12 @@ def _refuse(fqn: str, had_gradient: bool, parameter: torch.Tensor) -> None:
 
 
 def is_trainable(ref: TensorRef) -> bool:
-    """Whether a backward may leave a gradient in it. (A buffer that a forward computes has a graph, but no gradient.)"""
+    """Whether a backward may leave a gradient in a tensor. (A buffer that a forward computes has a graph, no gradient.)"""
     return ref.holder.requires_grad and ref.holder.is_leaf
 
 
 def may_be_trained(refs: Sequence[TensorRef]) -> set[int]:
-    """By id, the parameters that require gradients, if most others do not, and that share memory with none."""
+    """By id, the parameters that require gradients and share memory with no other tensor; none if most require gradients."""
     wanted = {id(ref.holder): ref.holder for ref in refs if is_trainable(ref) and not ref.path}
     if not wanted or not _is_small(wanted.values(), sum(ref.tensor.nbytes for ref in refs)):
         return set()
@@ -178,6 +185,6 @@ def _is_small(parameters: Iterable[torch.Tensor], num_bytes: int) -> bool:
 
 
 def _sharing(refs: Sequence[TensorRef]) -> set[int]:
-    """By id, the tensors that share memory with others: one of them cannot go elsewhere."""
+    """By id, the tensors that share memory with others: one of them cannot go elsewhere alone."""
     clusters = overlapping([ref.tensor for ref in refs])
     return {id(refs[index].holder) for cluster in clusters if len(cluster) > 1 for index in cluster}

@@ -1,7 +1,7 @@
-"""Which tensors share a version counter: those that were made as views of one tensor (`chunk`, `unbind`, a stacked checkpoint).
+"""Tensors that share a version counter, because they were made as views of one (`chunk`, `unbind`, a stacked checkpoint).
 
-Each of them sees it rise when the engine raises it for another one, of another group even. Autograd's counters can be read
-and raised, but not compared: so one is raised, to see which versions rise with it.
+When the engine raises the counter for one of them the versions of all rise, even of tensors in other groups. Autograd's
+counters can be read and raised, but not compared: so one is raised, to see which versions rise with it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .part import Part, SharedCounter
 
 
 def share_counters(groups: Sequence[Group]) -> None:
-    """Let tensors of `groups` that share a version counter know of it. Nobody is to see that versions have risen."""
+    """Find the tensors of `groups` that share a version counter. The increments that this takes are counted as the engine's."""
     places = [
         (part, i) for group in groups for part in group.parts for i in range(len(part.refs)) if part.has_version(i)
     ]
@@ -42,7 +42,7 @@ def share_counters(groups: Sequence[Group]) -> None:
 
 def _share(places: Sequence[tuple[Part, int]], num_increments: int) -> None:
     known = [part.shared_counters[index] for part, index in places if index in part.shared_counters]
-    # Whose versions somebody may have noted has had increments: those of new tensors count from anywhere.
+    # A tensor whose version may have been noted keeps its count of increments. New tensors may count from anywhere.
     counter = known[0] if known else SharedCounter(max(part.num_increments for part, _ in places))
     counter.num_increments += num_increments
     for part, index in places:

@@ -16,8 +16,8 @@ from .tensors import version_of
 class WrappedHolder:
     """A parameter that is a tensor subclass around plain tensors (a quantised weight).
 
-    Its inner tensors cannot simply be rebound: the wrapper tells kernels its own device. While the group is onloaded
-    another wrapper, around the views of the slot, stands in its places.
+    It is not enough to bind the inner tensors to a slot, because kernels ask the wrapper for its device. While the group is
+    onloaded, another wrapper around the views of the slot stands in for the parameter in its modules.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class WrappedHolder:
 
     @property
     def indices(self) -> Iterable[int]:
-        """Which of the group's tensors are inside."""
+        """The indices of the group's tensors that are inside."""
         return self._indices.values()
 
     @property
@@ -50,7 +50,7 @@ class WrappedHolder:
         self._version = version_of(stand_in)
 
     def replace_inner(self, tensors: list[torch.Tensor]) -> None:
-        """Put what is inside the stand-in now in place of this holder's tensors."""
+        """Replace this holder's tensors in the list by those that are inside the stand-in now."""
         if self._stand_in is not None:
             for path, index in self._indices.items():
                 tensors[index] = inner_of(self._stand_in, path)
