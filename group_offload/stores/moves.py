@@ -62,21 +62,21 @@ def joined(moves: Iterable[Move]) -> list[Move]:
     """The same moves, with neighbours that lie side by side both at rest and in the slot joined into one."""
     found: list[Move] = []
     for move in moves:
-        last = found[-1] if found else None
-        if isinstance(last, Copy | Read) and _continues(last, move):
-            found[-1] = replace(last, num_bytes=last.num_bytes + move.num_bytes)
+        if found and _continues(found[-1], move):
+            found[-1] = replace(found[-1], num_bytes=found[-1].num_bytes + move.num_bytes)
         else:
             found.append(move)
     return found
 
 
-def _continues(last: Copy | Read, move: Move) -> bool:
+def _continues(last: Move, move: Move) -> bool:
     if last.at + last.num_bytes != move.at:
         return False
     if isinstance(last, Copy):
         return isinstance(move, Copy) and last.memory is move.memory and last.start + last.num_bytes == move.start
     return (
-        isinstance(move, Read)
+        isinstance(last, Read)
+        and isinstance(move, Read)
         and last.source is move.source
         and last.proof is move.proof
         and last.is_direct == move.is_direct
