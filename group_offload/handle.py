@@ -21,7 +21,7 @@ from .runtime.gates import HANDLE, Gate
 from .runtime.groups.group import Group
 from .runtime.measure.trace import WeightTrace
 from .stores.base import Tier
-from .stores.files import FileImage
+from .stores.files import FileBlob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class OffloadStats:
     backward_passes: int
     """Runs of autograd that needed weights, or that called modules again for a gradient checkpoint."""
     onloads: int
-    """Images brought to the device."""
+    """Blobs brought to the device."""
     stalls: int
     """Onloads that were started only when the weights were needed, because they were not foreseen or no room was free. (An
     onload that was started in time may still arrive late: see `stalled_seconds`.)"""
@@ -59,7 +59,7 @@ class OffloadStats:
     trainable_bytes: int
     """Device memory of the parameters that are trained. They are in no group."""
     host_bytes: int
-    """RAM of the images at rest, page-locked or not. A file takes none unless it is page-locked in the page cache."""
+    """RAM of the blobs at rest, page-locked or not. A file takes none unless it is page-locked in the page cache."""
     pinned_bytes: int
     """The part of `host_bytes` that is page-locked."""
     staging_bytes: int
@@ -122,9 +122,9 @@ class OffloadHandle:
         """Counts and bytes since the module was offloaded."""
         engine = self._live
         counters, transfer = engine.counters, engine.transfer
-        images = [part.image for group in engine.groups for part in group.parts]
+        blobs = [part.blob for group in engine.groups for part in group.parts]
         waits = engine.seconds_stalled
-        in_files = sum(image.layout.num_bytes for image in images if image.tier is Tier.FILE)
+        in_files = sum(blob.layout.num_bytes for blob in blobs if blob.tier is Tier.FILE)
         return OffloadStats(
             passes=counters.passes,
             backward_passes=counters.backward_passes,
@@ -140,10 +140,8 @@ class OffloadHandle:
             peak_device_bytes=counters.peak_device_bytes,
             resident_bytes=counters.resident_bytes,
             trainable_bytes=engine.trainable_bytes,
-            host_bytes=sum(
-                image.pinned_bytes if image.tier is Tier.FILE else image.layout.num_bytes for image in images
-            ),
-            pinned_bytes=sum(image.pinned_bytes for image in images),
+            host_bytes=sum(blob.pinned_bytes if blob.tier is Tier.FILE else blob.layout.num_bytes for blob in blobs),
+            pinned_bytes=sum(blob.pinned_bytes for blob in blobs),
             staging_bytes=transfer.staging_bytes,
             file_bytes=in_files,
         )
@@ -246,14 +244,14 @@ class OffloadHandle:
 
 
 def _describe(group: Group) -> GroupInfo:
-    images = [part.image for part in group.parts]
+    blobs = [part.blob for part in group.parts]
     return GroupInfo(
         group_id=group.group_id,
-        tier=images[0].tier.value if images else Tier.RAM.value,
-        where=", ".join(dict.fromkeys(image.where for image in images)) or "nothing to move",
-        way=", ".join(dict.fromkeys(image.way for image in images if isinstance(image, FileImage))),
+        tier=blobs[0].tier.value if blobs else Tier.RAM.value,
+        where=", ".join(dict.fromkeys(blob.where for blob in blobs)) or "nothing to move",
+        way=", ".join(dict.fromkeys(blob.way for blob in blobs if isinstance(blob, FileBlob))),
         num_tensors=sum(len(part.refs) for part in group.parts),
-        num_bytes=sum(image.layout.num_bytes for image in images),
+        num_bytes=sum(blob.layout.num_bytes for blob in blobs),
     )
 
 

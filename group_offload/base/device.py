@@ -160,7 +160,7 @@ class HostBackend:
         return 0.0
 
     def empty(self, num_bytes: int, stream: Stream | None = None) -> torch.Tensor:
-        # torch's CPU allocator aligns to 64 bytes; images are laid out for 256, and MKL rounds by alignment.
+        # torch's CPU allocator aligns to 64 bytes; blobs are laid out for 256, and MKL rounds by alignment.
         memory = plain_empty(num_bytes + 255, self.device)
         start = -memory.data_ptr() % 256
         with torch.inference_mode(False):

@@ -1,7 +1,7 @@
-"""Where each tensor of a group lies in the group's flat image.
+"""Where each tensor of a group lies in the group's flat blob.
 
-An image is one run of bytes that moves in one copy. Tensors keep their dtype, shape and strides. Tensors that share
-memory keep sharing it: what overlaps becomes one *extent* of the image, and extents start at multiples of 256 bytes, as
+A blob is one run of bytes that moves in one copy. Tensors keep their dtype, shape and strides. Tensors that share
+memory keep sharing it: what overlaps becomes one *extent* of the blob, and extents start at multiples of 256 bytes, as
 torch's CUDA allocator starts its tensors, so that kernels choose the same code as for a resident weight.
 """
 
@@ -20,7 +20,7 @@ ALIGNMENT = 256
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor in an image: `offset` is in bytes from the image's start."""
+    """One tensor in a blob: `offset` is in bytes from the blob's start."""
 
     fqn: str
     dtype: torch.dtype
@@ -28,20 +28,20 @@ class TensorSpec:
     stride: tuple[int, ...]
     offset: int
 
-    def view(self, image: torch.Tensor, base: int = 0) -> torch.Tensor:
-        """The tensor, as a view of `image`: flat uint8 that begins at byte `base` of the image."""
+    def view(self, blob: torch.Tensor, base: int = 0) -> torch.Tensor:
+        """The tensor, as a view of `blob`: flat uint8 that begins at byte `base` of the blob."""
         if 0 in self.shape:
-            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=image.device)
+            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=blob.device)
         start = self.offset - base
         end = start + span_of(self.shape, self.stride, self.dtype.itemsize)
         # as_strided counts from the start of the storage: it has to be told where this view begins.
-        flat = image[start:end].view(self.dtype)
+        flat = blob[start:end].view(self.dtype)
         return flat.as_strided(self.shape, self.stride, flat.storage_offset())
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A run of bytes of an image that one piece of memory fills; `tensors` are indices of the specs in it."""
+    """A run of bytes of a blob that one piece of memory fills; `tensors` are indices of the specs in it."""
 
     offset: int
     num_bytes: int
@@ -49,32 +49,32 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageLayout:
+class BlobLayout:
     """The specs of a group's tensors, in the order in which they were given, and the extents they fill."""
 
     specs: tuple[TensorSpec, ...]
     extents: tuple[Extent, ...]
     num_bytes: int
 
-    def views(self, image: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors, in the order of `specs`, as views of `image` (uint8, [num_bytes])."""
+    def views(self, blob: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors, in the order of `specs`, as views of `blob` (uint8, [num_bytes])."""
         # A view made in inference mode would make the weight it is assigned to an inference tensor for good.
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
-                return self._views(image)
-        return self._views(image)
+                return self._views(blob)
+        return self._views(blob)
 
-    def _views(self, image: torch.Tensor) -> list[torch.Tensor]:
+    def _views(self, blob: torch.Tensor) -> list[torch.Tensor]:
         views = []
         flats: dict[torch.dtype, torch.Tensor] = {}
         for spec in self.specs:
             size = spec.dtype.itemsize
             if 0 in spec.shape or spec.offset % size:
-                views.append(spec.view(image))
+                views.append(spec.view(blob))
                 continue
             flat = flats.get(spec.dtype)
             if flat is None:
-                flat = flats[spec.dtype] = image.view(spec.dtype)
+                flat = flats[spec.dtype] = blob.view(spec.dtype)
             views.append(flat.as_strided(spec.shape, spec.stride, flat.storage_offset() + spec.offset // size))
         return views
 
@@ -91,8 +91,8 @@ class ImageLayout:
             return [views[i] for i in range(len(self.specs))]
 
 
-def lay_out(fqns: Sequence[str], tensors: Sequence[torch.Tensor]) -> ImageLayout:
-    """Lay `tensors` (plain, strided) out in one image, in the order given."""
+def lay_out(fqns: Sequence[str], tensors: Sequence[torch.Tensor]) -> BlobLayout:
+    """Lay `tensors` (plain, strided) out in one blob, in the order given."""
     specs: list[TensorSpec | None] = [None] * len(tensors)
     extents = []
     end = 0
@@ -110,15 +110,15 @@ def lay_out(fqns: Sequence[str], tensors: Sequence[torch.Tensor]) -> ImageLayout
             )
         extents.append(Extent(offset=start, num_bytes=high - low, tensors=tuple(members)))
         end = start + high - low
-    return ImageLayout(
+    return BlobLayout(
         specs=tuple(spec for spec in specs if spec is not None), extents=tuple(extents), num_bytes=_align(end)
     )
 
 
 def lay_out_at(
     fqns: Sequence[str], tensors: Sequence[torch.Tensor], offsets: Sequence[int], num_bytes: int
-) -> ImageLayout:
-    """The layout of an image that exists already, with tensor `i` at byte `offsets[i]`."""
+) -> BlobLayout:
+    """The layout of a blob that exists already, with tensor `i` at byte `offsets[i]`."""
     specs = tuple(
         TensorSpec(fqn=fqn, dtype=t.dtype, shape=tuple(t.shape), stride=tuple(t.stride()), offset=offset)
         for fqn, t, offset in zip(fqns, tensors, offsets, strict=True)
@@ -127,7 +127,7 @@ def lay_out_at(
     for members in overlapping(tensors):
         low, high = _address_range(tensors, members)
         extents.append(Extent(offset=min(offsets[i] for i in members), num_bytes=high - low, tensors=tuple(members)))
-    return ImageLayout(specs=specs, extents=tuple(extents), num_bytes=num_bytes)
+    return BlobLayout(specs=specs, extents=tuple(extents), num_bytes=num_bytes)
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:

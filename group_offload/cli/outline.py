@@ -53,7 +53,7 @@ class OutlinedGroup:
 
     name: str
     num_bytes: int
-    """The size of the group's image, in RAM or in a group file."""
+    """The size of the group's blob, in RAM or in a group file."""
     is_outer: bool
     """Whether the group is needed around other groups, so that it is on the device during the whole pass."""
 

@@ -3,7 +3,7 @@
 [Note: Backward]
 While a forward records a graph, every gate pushes saved-tensor hooks, over those that are in force already (a checkpoint's,
 activation offloading's). What autograd would save of a slot's memory, whatever view of it, becomes a `SavedWeight`: an
-image, and a place in it. All else goes to the hooks below. So nobody but the engine ever holds memory of a slot, and a
+blob, and a place in it. All else goes to the hooks below. So nobody but the engine ever holds memory of a slot, and a
 slot that is filled again cannot change what backward computes.
 
 A backward pass of the engine lasts from the first time that autograd asks for a weight, or calls a module again for a
@@ -72,7 +72,7 @@ class SavedWeight:
         """
         Args:
             index: of the weight among the tensors of `part`.
-            offset: bytes from the beginning of the image to the first one of `tensor`.
+            offset: bytes from the beginning of the blob to the first one of `tensor`.
         """
         self._backward = backward
         self.part, self.index, self.offset = part, index, offset
@@ -360,9 +360,9 @@ class Backward:
 
 def _bytes_at_rest(saved: SavedWeight) -> torch.Tensor:
     """What a saved view spans, as it is at rest (flat uint8)."""
-    image = saved.part.image
-    rest = image.rest[saved.index]
-    start = saved.offset - image.layout.specs[saved.index].offset
+    blob = saved.part.blob
+    rest = blob.rest[saved.index]
+    start = saved.offset - blob.layout.specs[saved.index].offset
     whole = torch.empty(0, dtype=torch.uint8, device=rest.device).set_(rest.untyped_storage())
     start += int(rest.storage_offset()) * rest.itemsize
     return whole[start : start + span_of(saved.size, saved.stride, saved.dtype.itemsize)]

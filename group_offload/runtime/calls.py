@@ -5,7 +5,7 @@ Ctrl-C raises between any two steps of the engine's own code, also where a call 
 So no list and no flag is trusted to say that a call goes on. A call goes on as long as its frame is on the stack. The rest
 follows the same rule: `Engine._is_whole` is false wherever the engine is in the middle of something, and becomes true only
 at its end. A pass that ends while it is false, or in which anything was raised, ends with `Engine._recover`. That method
-trusts nothing but the weights and their images: what is on the device or on its way there is given up. If it is interrupted
+trusts nothing but the weights and their blobs: what is on the device or on its way there is given up. If it is interrupted
 itself, whoever comes next begins it again.
 """
 

@@ -87,7 +87,7 @@ class Watch:
         self.scope = set(scope)
         self._groups = tuple(scope)
         self._parts = [part for group in scope for part in group.parts]
-        self.stores: tuple[Store, ...] = tuple(dict.fromkeys(part.image.store for part in self._parts))
+        self.stores: tuple[Store, ...] = tuple(dict.fromkeys(part.blob.store for part in self._parts))
         self._tensors = [ref.tensor for part in self._parts for ref in part.refs]
         self._forms = Forms([view for part in self._parts for view in part.rest])
         self._wrapped = [part for part in self._parts if any(ref.path for ref in part.refs)]
@@ -212,7 +212,7 @@ class Changes:
         """Commit what happened to one group's weights at rest in the middle of a pass.
 
         Args:
-            binds: whether a module's call needs the group. (Backward computes with what its forward had, which the image
+            binds: whether a module's call needs the group. (Backward computes with what its forward had, which the blob
                 holds still, also if a weight was replaced since.)
 
         Raises:
@@ -238,7 +238,7 @@ class Changes:
             replaced += found
         if replaced:
             # A value that was tied, or swapped, shares memory with a place at rest: writing there would change that weight.
-            at_rest = [view for group in self._groups for part in group.parts for view in part.image.rest]
+            at_rest = [view for group in self._groups for part in group.parts for view in part.blob.rest]
             clusters = overlapping([tensor.detach() for tensor in replaced] + at_rest)
             if any(cluster[0] < len(replaced) and len(cluster) > 1 for cluster in clusters):
                 return False

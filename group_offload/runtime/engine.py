@@ -166,7 +166,7 @@ class Engine:
             self._lookahead.abandon()
             self._memory.release()
             self._changes.invalidate()  # weights that have memory of their own by then are taken up by the next forward
-            self._give_up_images()
+            self._give_up_blobs()
             self._trained.give_back()
             if self._folder is not None:
                 self._folder.keep_manifest()
@@ -185,8 +185,8 @@ class Engine:
             self._passes.stay_clean()
             turns.leave(self._passes)
 
-    def _give_up_images(self) -> None:
-        """Give tensors memory of their own, group by group: what their images took is given back meanwhile."""
+    def _give_up_blobs(self) -> None:
+        """Give tensors memory of their own, group by group: what their blobs took is given back meanwhile."""
         for group in self.groups:
             group.check()
         for group in self.groups:
@@ -256,7 +256,7 @@ class Engine:
         return self._rebuild_for(top) if scope is None else scope
 
     def _rebuild_for(self, top: nn.Module) -> set[Group]:
-        # Images that the first one keeps may turn out to be edited: then the second one makes them again.
+        # Blobs that the first one keeps may turn out to be edited: then the second one makes them again.
         for _ in range(_MOST_REBUILDS):
             self._rebuild()
             scope = self._changes.notice(top)
@@ -281,7 +281,7 @@ class Engine:
         """Cut the module into groups, for the first time or because it has changed."""
         self._changes.invalidate()
         before = self.groups
-        if before:  # images are about to go, and slots will have other sizes
+        if before:  # blobs are about to go, and slots will have other sizes
             self._lookahead.abandon()
             self._probe.stopwatch.clear()
             self._memory.release()
@@ -305,7 +305,7 @@ class Engine:
             share_counters(self.groups)
         # The next pass's first groups are started at the end of a pass, if edits in between are found, and if that does
         # not hold up the thread: what goes through staging buffers of pageable memory does.
-        wraps = all(part.image.detects_edits and part.image.tier is not Tier.PAGEABLE for part in parts)
+        wraps = all(part.blob.detects_edits and part.blob.tier is not Tier.PAGEABLE for part in parts)
         self._lookahead.reset(self.groups, wraps=wraps and self.config.use_stream)
         self._placer.place(self.groups, is_first=not before)
         self._publish_manifest()
@@ -314,13 +314,13 @@ class Engine:
         for group in before:
             for part in group.parts:
                 if part not in in_use and not part.is_given_up:
-                    part.image.close(forget=True)
+                    part.blob.close(forget=True)
         self._trained.guard(self._refs)
         self._install_gates()
 
     def _publish_manifest(self) -> None:
-        images = [part.image for group in self.groups for part in group.parts]
-        entries = [image.entry for image in images if isinstance(image, GroupFile)]
+        blobs = [part.blob for group in self.groups for part in group.parts]
+        entries = [blob.entry for blob in blobs if isinstance(blob, GroupFile)]
         if self._folder is not None:
             self._folder.publish_manifest(entries)
 

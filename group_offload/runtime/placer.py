@@ -26,7 +26,7 @@ from ..plan.placement import Placement, Speeds
 from ..plan.planner import Plan
 from ..plan.speeds import ASSUMED_DRIVE, known_speeds
 from ..stores.base import Tier
-from ..stores.files import FileImage
+from ..stores.files import FileBlob
 from .budget.budgeter import Budgeter, Kind, ram_for_weights
 from .budget.stopwatch import Stopwatch
 from .copies.cached import CachedFiles
@@ -119,10 +119,10 @@ class Placer:
         self._total_bytes = sum(group.num_bytes for group in groups)
         self._num_modules = len({module for group in groups for module in group.modules})
         self._activations = {}
-        images = [part.image for group in groups for part in group.parts]
-        in_files = [image for image in images if isinstance(image, FileImage) and image.tier is Tier.FILE]
-        for image in in_files:
-            image.is_verified = self._config.verify_files
+        blobs = [part.blob for group in groups for part in group.parts]
+        in_files = [blob for blob in blobs if isinstance(blob, FileBlob) and blob.tier is Tier.FILE]
+        for blob in in_files:
+            blob.is_verified = self._config.verify_files
         self._files.begin(in_files)
         if self._config.has_budgets:
             self._plan_first(is_first=is_first)
@@ -130,9 +130,9 @@ class Placer:
             self._files.choose_ways()
         self._files.lock_what_is_there(was_read=False)
         self._transfer.prepare_for(
-            max((image.layout.num_bytes for image in images), default=0),
-            sum(image.layout.num_bytes for image in in_files),
-            is_scarce=any(image.is_direct for image in in_files),
+            max((blob.layout.num_bytes for blob in blobs), default=0),
+            sum(blob.layout.num_bytes for blob in in_files),
+            is_scarce=any(blob.is_direct for blob in in_files),
         )
 
     def clear(self) -> None:
@@ -175,8 +175,8 @@ class Placer:
             ConfigError: a budget is too small.
         """
         config = self._config
-        images = [part.image for group in self._groups for part in group.parts]
-        in_ram = sum(image.layout.num_bytes for image in images if not isinstance(image, FileImage))
+        blobs = [part.blob for group in self._groups for part in group.parts]
+        in_ram = sum(blob.layout.num_bytes for blob in blobs if not isinstance(blob, FileBlob))
         vram = config.vram_budget
         if vram is AUTO:
             vram = int((self._backend.bytes_in_use() + self._backend.free_bytes()) * _AUTO_SHARE)
@@ -185,8 +185,8 @@ class Placer:
         ram = None if self._ram is None else max(self._ram, in_ram)
         promised = 0
         if ram is not None and self._backend.has_streams and (config.ram_budget, config.ram_share) != (None, None):
-            promised = min(ram - in_ram, sum(image.layout.num_bytes for image in self._files.images))
-        if not self._backend.has_streams and ram is not None and self._files.images:
+            promised = min(ram - in_ram, sum(blob.layout.num_bytes for blob in self._files.blobs))
+        if not self._backend.has_streams and ram is not None and self._files.blobs:
             # The device is RAM: what rests there is in its way already, and the rest is for what comes from files.
             vram, ram = int((ram - in_ram) * (1 - HOST_ACTIVATIONS_SHARE)), in_ram
         outer = sum(group.num_bytes for group in self._groups if group.height)
@@ -212,10 +212,10 @@ class Placer:
         config = self._config
         if config.ram_share is not None:
             return in_ram + config.ram_share
-        if self._files.images or config.ram_budget is not None:
-            staging = STAGING_BYTES if self._files.images else 0
+        if self._files.blobs or config.ram_budget is not None:
+            staging = STAGING_BYTES if self._files.blobs else 0
             turns = 0
-            if is_first and self._files.images and not self._backend.has_streams:
+            if is_first and self._files.blobs and not self._backend.has_streams:
                 sizes = [group.num_bytes for group in self._groups if not group.height]
                 least = sum(nlargest(config.num_slots, sizes)) + self._memory.outer_bytes
                 turns = int(least / (1 - HOST_ACTIVATIONS_SHARE)) + 1
@@ -312,10 +312,10 @@ class Placer:
         """Groups that the plan puts into RAM are locked there, and those that are needed around others."""
         in_ram = self._budgeter.at(Placement.RAM)
         self._files.share_out(
-            part.image
+            part.blob
             for group in self._groups
             for part in group.parts
-            if isinstance(part.image, FileImage) and group.num_bytes and (group in in_ram or group.height)
+            if isinstance(part.blob, FileBlob) and group.num_bytes and (group in in_ram or group.height)
         )
 
     # ---------------------------------------------------------------- too little memory
@@ -362,6 +362,6 @@ class Placer:
 
 
 def _measure_speeds(backend: Backend, files: CachedFiles) -> Speeds:
-    found = known_speeds(backend, next((image.source.path for image in files.images), None))
+    found = known_speeds(backend, next((blob.source.path for blob in files.blobs), None))
     h2d = found.h2d if backend.has_streams else _IN_PLACE
     return Speeds(h2d=h2d, drive=found.drive or ASSUMED_DRIVE)

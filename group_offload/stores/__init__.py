@@ -1,1 +1,1 @@
-"""Where images rest: in (pinned) RAM, or in files."""
+"""Where blobs rest: in (pinned) RAM, or in files."""

@@ -1,4 +1,4 @@
-"""Images: the bytes of some tensors at rest, whichever tier they rest on."""
+"""Blobs: the bytes of some tensors at rest, whichever tier they rest on."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ..base.layout import ImageLayout, as_bytes
+from ..base.layout import BlobLayout, as_bytes
 from .moves import Move, Stage
 
 
 class Tier(Enum):
-    """Where an image rests."""
+    """Where a blob rests."""
 
     RAM = "ram"
     """Page-locked RAM: one asynchronous copy to the device."""
@@ -25,12 +25,12 @@ class Tier(Enum):
 
 
 class Store(Protocol):
-    """The memory or the file that one or several images rest in."""
+    """The memory or the file that one or several blobs rest in."""
 
     def commit_edits(self, wait: Callable[[], None]) -> bool:
-        """Make edits of weights at rest a part of the bytes that their images send.
+        """Make edits of weights at rest a part of the bytes that their blobs send.
 
-        An image whose bytes changed then has a new `generation`, or is `is_outdated`.
+        A blob whose bytes changed then has a new `generation`, or is `is_outdated`.
 
         Args:
             wait: A function that returns when no copy is on its way. It is called before memory changes that copies may
@@ -44,21 +44,21 @@ class Store(Protocol):
         """
 
 
-class Image(Protocol):
+class Blob(Protocol):
     """The bytes of some tensors at rest. Used by one thread at a time.
 
-    Order of calls: an image is made from live tensors, which are then rebound to `rest`; any number of `moves`, `write` and
+    Order of calls: a blob is made from live tensors, which are then rebound to `rest`; any number of `moves`, `write` and
     `commit_edits` of its store; at last `close`. A tensor of `rest` stays readable for as long as it is referred to.
     """
 
-    layout: ImageLayout
+    layout: BlobLayout
     tier: Tier
     rest: list[torch.Tensor]
     """The tensors at rest, on the CPU and with their values, in the order of `layout.specs`."""
     generation: int
     """A number that goes up whenever the bytes change other than by `write`: bytes that were sent before are out of date."""
     is_outdated: bool
-    """Whether `rest` has edits that the image cannot take: it has to be made again."""
+    """Whether `rest` has edits that the blob cannot take: it has to be made again."""
 
     @property
     def store(self) -> Store: ...
@@ -72,7 +72,7 @@ class Image(Protocol):
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of page-locked RAM that the image takes."""
+        """Bytes of page-locked RAM that the blob takes."""
 
     @property
     def where(self) -> str:
@@ -92,10 +92,10 @@ class Image(Protocol):
         """
 
     def moves(self, at: int, label: str) -> list[Move]:
-        """How the image, as it is now, gets to byte `at` of a slot.
+        """How the blob, as it is now, gets to byte `at` of a slot.
 
         Args:
-            label: The name of the group that needs the image, for errors and traces.
+            label: The name of the group that needs the blob, for errors and traces.
         """
 
     def close(self, *, forget: bool) -> None:
@@ -106,22 +106,22 @@ class Image(Protocol):
         """
 
 
-class PlacedImage(NamedTuple):
-    """An image, and where in a slot it goes."""
+class PlacedBlob(NamedTuple):
+    """A blob, and where in a slot it goes."""
 
     at: int
-    """The byte of the slot that the image begins at."""
+    """The byte of the slot that the blob begins at."""
     label: str
-    """The name of the group that the image belongs to."""
-    image: Image
+    """The name of the group that the blob belongs to."""
+    blob: Blob
 
 
-def moves_of_rest(image: Image, at: int) -> list[Move]:
-    """How the weights at rest get to byte `at` of a slot: for an image that does not hold their edits.
+def moves_of_rest(blob: Blob, at: int) -> list[Move]:
+    """How the weights at rest get to byte `at` of a slot: for a blob that does not hold their edits.
 
-    This happens where an image is outdated in the middle of a pass. When the next pass begins the image is made again.
+    This happens where a blob is outdated in the middle of a pass. When the next pass begins the blob is made again.
     """
-    values = [(spec.offset, as_bytes(tensor)) for spec, tensor in zip(image.layout.specs, image.rest, strict=True)]
+    values = [(spec.offset, as_bytes(tensor)) for spec, tensor in zip(blob.layout.specs, blob.rest, strict=True)]
     return [Stage(at + offset, value.numel(), partial(_fill_from, value)) for offset, value in values]
 
 

@@ -1,4 +1,4 @@
-"""Images in the checkpoint itself: weights that are views of a mapped file already rest where they are.
+"""Blobs in the checkpoint itself: weights that are views of a mapped file already rest where they are.
 
 `from_pretrained` leaves weights as views of a private mapping of their safetensors file, if nothing casts them. Nothing is
 copied or written to offload such weights. They stay the same tensors, and the kernel copies the pages that are edited (see
@@ -23,7 +23,7 @@ from ..base.pagemap import PAGE, SLOW_SCAN_SECONDS, can_detect_writes, written_p
 from ..base.publish import open_to_read
 from ..errors import GroupFileError
 from .base import Tier, moves_of_rest
-from .files import FileImage
+from .files import FileBlob
 from .moves import Move
 from .source import Piece, SourceFile, merged
 
@@ -120,7 +120,7 @@ class Checkpoint(SourceFile):
             os.close(fd)
         self._mapping_name = self._find_mapping_name(file.identity)
         self._pages: _Pages | None = None
-        """The memory of all images; None until it is needed."""
+        """The memory of all blobs; None until it is needed."""
 
     def _find_mapping_name(self, identity: tuple[str, int]) -> str:
         # `fstat` may give another device than the kernel shows for mappings. So a mapping is compared with a mapping.
@@ -130,24 +130,24 @@ class Checkpoint(SourceFile):
             raise OSError(f"{self.path} is not what was mapped any more")
         return mapping.path
 
-    def add(self, image: CheckpointImage) -> None:
-        self.images.add(image)
+    def add(self, blob: CheckpointBlob) -> None:
+        self.blobs.add(blob)
         self._pages = None
 
-    def let_go(self, image: CheckpointImage) -> None:
-        """Forget an image. The last one unlocks and closes the file."""
-        self.images.discard(image)
+    def let_go(self, blob: CheckpointBlob) -> None:
+        """Forget a blob. The last one unlocks and closes the file."""
+        self.blobs.discard(blob)
         self._pages = None
-        if not self.images:
+        if not self.blobs:
             self.release()
 
     def commit_edits(self, wait: Callable[[], None]) -> bool:
-        """Find the images whose weights at rest were edited: they have to be made again, elsewhere."""
+        """Find the blobs whose weights at rest were edited: they have to be made again, elsewhere."""
         self.check()
-        images = [image for image in self.images if isinstance(image, CheckpointImage)]
+        blobs = [blob for blob in self.blobs if isinstance(blob, CheckpointBlob)]
         pages = self._pages
         if pages is None:
-            pages = self._pages = _Pages(images)
+            pages = self._pages = _Pages(blobs)
         for start, end in pages.all:
             started = time.perf_counter()
             written = written_pages(start, end - start)
@@ -157,10 +157,10 @@ class Checkpoint(SourceFile):
                 continue
             # Locked pages count as written too, and where the system does not tell, all pages do. So bytes are compared.
             for low, high in [(0, end - start)] if written is None else written:
-                found = [image for image in images if image.has_edits(start + low, start + high)]
+                found = [blob for blob in blobs if blob.has_edits(start + low, start + high)]
                 if not found and written is not None:
                     pages.forget(start + low, start + high)
-        return any(image.is_outdated for image in images)
+        return any(blob.is_outdated for blob in blobs)
 
     def _is_explained(self, was: os.stat_result, now: os.stat_result) -> bool:
         mapping = mapping_at(self.bytes.data_ptr())
@@ -176,11 +176,11 @@ def _status_of(found: os.stat_result) -> tuple[int, int, int, int]:
 
 
 class _Pages:
-    """The memory that weights of some images rest in."""
+    """The memory that weights of some blobs rest in."""
 
-    def __init__(self, images: Sequence[CheckpointImage]) -> None:
-        spans = merged([(start, start + num_bytes) for image in images for start, _, num_bytes in image.mapped])
-        # Images of one file mostly lie in one mapping, one after another: few scans serve all of them.
+    def __init__(self, blobs: Sequence[CheckpointBlob]) -> None:
+        spans = merged([(start, start + num_bytes) for blob in blobs for start, _, num_bytes in blob.mapped])
+        # Blobs of one file mostly lie in one mapping, one after another: few scans serve all of them.
         self.all = merged([(start // PAGE * PAGE, -(-end // PAGE) * PAGE) for start, end in spans])
         """The whole pages around the weights."""
         self._own = [(-(-start // PAGE) * PAGE, end // PAGE * PAGE) for start, end in spans]
@@ -194,8 +194,8 @@ class _Pages:
                 forget_writes(low, high - low)
 
 
-class CheckpointImage(FileImage):
-    """An image whose tensors are views of a mapped checkpoint already, and stay so."""
+class CheckpointBlob(FileBlob):
+    """A blob whose tensors are views of a mapped checkpoint already, and stay so."""
 
     def __init__(
         self,
@@ -226,10 +226,10 @@ class CheckpointImage(FileImage):
         return f"{'page cache, ' if self.tier is Tier.RAM else ''}{self.source.path.name}"
 
     def has_edits(self, start: int, end: int) -> bool:
-        """Whether weights at rest differ from the file between these addresses. If so the image is outdated from now on.
+        """Whether weights at rest differ from the file between these addresses. If so the blob is outdated from now on.
 
         Raises:
-            GroupFileError: with `is_verified`, the file is damaged: the damage would become a part of the edited image.
+            GroupFileError: with `is_verified`, the file is damaged: the damage would become a part of the edited blob.
         """
         if not self.is_outdated and start < self._last and self._first < end:
             self.is_outdated = any(
@@ -261,7 +261,7 @@ class CheckpointImage(FileImage):
 
 
 def _arrange(spans: Sequence[FileSpan]) -> tuple[list[int], list[Piece], int]:
-    """Where each tensor goes in the image, in as few pieces of the file as alignment allows, and the image's size."""
+    """Where each tensor goes in the blob, in as few pieces of the file as alignment allows, and the blob's size."""
     offsets = [0] * len(spans)
     pieces: list[Piece] = []
     end = 0

@@ -1,4 +1,4 @@
-"""Images whose bytes lie in files."""
+"""Blobs whose bytes lie in files."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from ..base.layout import ImageLayout
+from ..base.layout import BlobLayout
 from .base import Tier
 from .moves import Copy, Move, Read
 from .source import Piece, Proof, SourceFile
 
 
-class FileImage:
-    """An image whose bytes are pieces of a file. At rest its tensors are views of a private mapping of that file.
+class FileBlob:
+    """A blob whose bytes are pieces of a file. At rest its tensors are views of a private mapping of that file.
 
     They take no RAM until they are read, and the kernel copies the pages that are edited.
     """
@@ -21,12 +21,12 @@ class FileImage:
     detects_edits = True
     is_outdated = False
     generation = 0
-    layout: ImageLayout
+    layout: BlobLayout
     rest: list[torch.Tensor]
     source: SourceFile
     pieces: Sequence[Piece]
 
-    def __init__(self, layout: ImageLayout) -> None:
+    def __init__(self, layout: BlobLayout) -> None:
         self.layout = layout
         self.content: str | None = None
         """The XXH3 hash (128 bits, hexadecimal) of the pieces' bytes, if it is known."""
@@ -45,7 +45,7 @@ class FileImage:
 
     @property
     def is_locked(self) -> bool:
-        """Whether the image is page-locked in the page cache: then copies take it from there, and nothing is read."""
+        """Whether the blob is page-locked in the page cache: then copies take it from there, and nothing is read."""
         asked = self.source, self.source.num_lockings
         if asked != self._asked:
             self._is_locked, self._asked = self.source.is_locked(self.pieces), asked

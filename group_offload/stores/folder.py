@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from ..base.layout import ImageLayout
+from ..base.layout import BlobLayout
 from ..base.publish import boot, folder_lock, mark_in_use, open_to_read, publish, temporary_name
 from ..errors import GroupFileError
 from .manifest import Manifest, ManifestEntry, publish_manifest, tidy_manifests, tidy_temporary_files
@@ -28,7 +28,7 @@ logger = logging.getLogger("group_offload")
 
 _lock = threading.RLock()
 _users: dict[Path, weakref.WeakSet[object]] = {}
-"""The images of this process that rest in each group file, and the folders whose model has each manifest."""
+"""The blobs of this process that rest in each group file, and the folders whose model has each manifest."""
 _written_here: set[Path] = set()
 """The files that this process wrote. It may delete them once their content is out of date."""
 
@@ -147,7 +147,7 @@ class Folder:
     def find_or_write(
         self,
         group_id: str,
-        layout: ImageLayout,
+        layout: BlobLayout,
         tensors: Sequence[torch.Tensor],
         on_written: Callable[[int], None],
         outdated: Path | None = None,
@@ -222,7 +222,7 @@ class Folder:
         return path
 
     def discard(self, path: Path) -> None:
-        """Delete the file of a group that rests in another one by now, if this process wrote it and no other image rests there.
+        """Delete the file of a group that rests in another one by now, if this process wrote it and no other blob rests there.
 
         It does not wait for the new manifest, which comes when all groups are written: else an edit of all groups would need
         room for the model twice. A manifest of a set-up that names the file is deleted first. A process that is killed before
@@ -251,7 +251,7 @@ class Folder:
         probe.unlink(missing_ok=True)
 
     def _open_if_equal(
-        self, path: Path, header: bytes, layout: ImageLayout, tensors: Sequence[torch.Tensor]
+        self, path: Path, header: bytes, layout: BlobLayout, tensors: Sequence[torch.Tensor]
     ) -> tuple[int, os.stat_result] | None:
         """A descriptor of the file if it holds exactly this, and what `fstat` said before it was compared.
 
@@ -282,7 +282,7 @@ class Folder:
         path: Path,
         group_id: str,
         header: bytes,
-        layout: ImageLayout,
+        layout: BlobLayout,
         tensors: Sequence[torch.Tensor],
         on_written: Callable[[int], None],
     ) -> tuple[int, os.stat_result] | None:
@@ -299,7 +299,7 @@ class Folder:
 
 
 def add_user(path: Path, user: object) -> None:
-    """Remember that an image rests in the file, or that a model has the manifest, until it leaves or is collected."""
+    """Remember that a blob rests in the file, or that a model has the manifest, until it leaves or is collected."""
     with _lock:
         _users.setdefault(path, weakref.WeakSet()).add(user)
 

@@ -1,4 +1,4 @@
-"""Images in files of their own: one safetensors file a group, in a folder of group files."""
+"""Blobs in files of their own: one safetensors file a group, in a folder of group files."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pathlib import Path
 
 import torch
 
-from ..base.layout import ImageLayout, as_bytes
+from ..base.layout import BlobLayout, as_bytes
 from ..base.mapping import flat_view, forget_writes, map_file
 from ..base.pagemap import written_pages
 from ..errors import GroupFileError
-from .files import FileImage
+from .files import FileBlob
 from .folder import Folder, add_user, delete_if_unused, never_delete, remove_user
 from .source import Piece, SourceFile
 
 
-class GroupFile(FileImage):
-    """An image in a file of its own, in a folder of group files."""
+class GroupFile(FileBlob):
+    """A blob in a file of its own, in a folder of group files."""
 
     def __init__(
         self,
-        layout: ImageLayout,
+        layout: BlobLayout,
         tensors: Sequence[torch.Tensor],
         folder: Folder,
         group_id: str,
@@ -35,7 +35,7 @@ class GroupFile(FileImage):
 
     @property
     def store(self) -> GroupFile:
-        return self  # each file holds one image
+        return self  # each file holds one blob
 
     @property
     def where(self) -> str:
@@ -95,7 +95,7 @@ class GroupFile(FileImage):
             ) from error
         finally:
             os.close(found.fd)
-        source.images.add(self)
+        source.blobs.add(self)
         pieces = [Piece(0, start, self.layout.num_bytes)] if self.layout.num_bytes else []
         rest = self.layout.views_by_extent(lambda extent: flat_view(mapping, start + extent.offset, extent.num_bytes))
         add_user(found.path, self)

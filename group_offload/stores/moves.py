@@ -1,4 +1,4 @@
-"""How bytes get into a slot: frozen data that an image gives and `Transfer` carries out, in the order given.
+"""How bytes get into a slot: frozen data that a blob gives and `Transfer` carries out, in the order given.
 
 A new way to bring bytes to the device is a new kind of move here, and a new case in `Transfer`.
 """

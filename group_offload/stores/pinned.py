@@ -1,18 +1,18 @@
-"""Images in RAM. They take exactly the bytes of the weights, and are page-locked where the device can do so.
+"""Blobs in RAM. They take exactly the bytes of the weights, and are page-locked where the device can do so.
 
 [Note: Edits at rest]
 Copies to the device read RAM long after they were enqueued, and the first groups of the next pass are on their way
-before the pass begins. So copies must not read the memory that users edit. Images therefore rest in memory that is mapped
+before the pass begins. So copies must not read the memory that users edit. Blobs therefore rest in memory that is mapped
 twice: copies read the shared mapping, and weights at rest are views of a private one. Both mappings show the same pages, so
 RAM is taken once, until a weight is written to: then the kernel copies that page, and only that page, for the private
-mapping. At the beginning of a pass the kernel tells which pages were copied (`pagemap`), and they are written to the image.
+mapping. At the beginning of a pass the kernel tells which pages were copied (`pagemap`), and they are written to the blob.
 
 A forked child has both mappings too, and a write to the shared one is seen on both sides of the fork. So segments from
-before a fork are never written to again, neither by the parent nor by the child. An image with edits is made again, in
-memory of one process alone (`Image.is_outdated`), and the other process goes on to read the bytes as of the fork.
+before a fork are never written to again, neither by the parent nor by the child. A blob with edits is made again, in
+memory of one process alone (`Blob.is_outdated`), and the other process goes on to read the bytes as of the fork.
 
-Where the kernel does not tell, weights at rest are the image itself: nothing is prefetched across passes, and the host
-waits for the last copy at the end of each pass (`Image.detects_edits`).
+Where the kernel does not tell, weights at rest are the blob itself: nothing is prefetched across passes, and the host
+waits for the last copy at the end of each pass (`Blob.detects_edits`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..base.device import Backend
-from ..base.layout import ImageLayout, as_bytes, extent_bytes, memory_of
+from ..base.layout import BlobLayout, as_bytes, extent_bytes, memory_of
 from ..base.mapping import TwiceMapped, flat_view, forget_writes, map_anonymous
 from ..base.page_lock import PageLock
 from ..base.pagemap import PAGE, SLOW_SCAN_SECONDS, PageScan, can_detect_writes
@@ -36,7 +36,7 @@ from .moves import Copy, Move, Stage
 logger = logging.getLogger("group_offload")
 
 SEGMENT_BYTES = 256 << 20
-"""The size of a segment that images are packed into. A larger image has a segment alone. A segment is page-locked while the
+"""The size of a segment that blobs are packed into. A larger blob has a segment alone. A segment is page-locked while the
 next one is filled."""
 
 
@@ -54,9 +54,9 @@ os.register_at_fork(before=_Forks.count)
 
 
 class Segment:
-    """RAM that holds images one after another, page-locked as a whole. See [Note: Edits at rest].
+    """RAM that holds blobs one after another, page-locked as a whole. See [Note: Edits at rest].
 
-    Order of calls: `fill`, `lock`, then images are made.
+    Order of calls: `fill`, `lock`, then blobs are made.
     """
 
     def __init__(self, num_bytes: int, backend: Backend, *, pin: bool, wait: Callable[[], None]) -> None:
@@ -67,7 +67,7 @@ class Segment:
         self._num_bytes = num_bytes
         self._private: torch.Tensor | None = None
         self._scan: PageScan | None = None
-        self._images: weakref.WeakSet[RamImage] = weakref.WeakSet()
+        self._blobs: weakref.WeakSet[RamBlob] = weakref.WeakSet()
         self._num_open = 0
         self.is_locked = False
         self._lock: PageLock | None = None
@@ -94,11 +94,11 @@ class Segment:
         """Whether another process sees writes to the memory."""
         return self._private is not None and self._num_forks != _Forks.num
 
-    def fill(self, images: Sequence[tuple[ImageLayout, Sequence[torch.Tensor]]]) -> None:
-        """Copy the bytes of images, one after another."""
+    def fill(self, blobs: Sequence[tuple[BlobLayout, Sequence[torch.Tensor]]]) -> None:
+        """Copy the bytes of blobs, one after another."""
         runs = []
         start = 0
-        for layout, tensors in images:
+        for layout, tensors in blobs:
             for extent in layout.extents:
                 source = extent_bytes(tensors, extent)
                 if self._twice is not None and source.device.type == "cpu":
@@ -129,13 +129,13 @@ class Segment:
             return self.bytes[start : start + num_bytes]  # memory that the driver allocated: see `_fall_back`
         return flat_view(self._rest_memory, start, num_bytes)
 
-    def hold(self, image: RamImage) -> None:
-        self._images.add(image)
+    def hold(self, blob: RamBlob) -> None:
+        self._blobs.add(blob)
         self._num_open += 1
 
-    def let_go(self, image: RamImage) -> None:
-        """Forget an image. The last one unlocks the memory, which is given back once no tensor at rest is left."""
-        self._images.discard(image)
+    def let_go(self, blob: RamBlob) -> None:
+        """Forget a blob. The last one unlocks the memory, which is given back once no tensor at rest is left."""
+        self._blobs.discard(blob)
         self._num_open -= 1
         if self._num_open:
             return
@@ -164,15 +164,15 @@ class Segment:
                 edited.append((start, end))
             elif ranges is not None:
                 forget_writes(private.data_ptr() + start, end - start)
-        images = [
-            image
-            for image in self._images
-            if any(start < image.start + image.layout.num_bytes and image.start < end for start, end in edited)
+        blobs = [
+            blob
+            for blob in self._blobs
+            if any(start < blob.start + blob.layout.num_bytes and blob.start < end for start, end in edited)
         ]
         if self.is_shared:
-            for image in images:
-                image.is_outdated = True
-            return any(image.is_outdated for image in self._images)
+            for blob in blobs:
+                blob.is_outdated = True
+            return any(blob.is_outdated for blob in self._blobs)
         if edited:
             wait()
         for start, end in edited:
@@ -180,8 +180,8 @@ class Segment:
             with torch.inference_mode(False), torch.no_grad():
                 self.bytes[inside].copy_(private[inside])
             forget_writes(private.data_ptr() + start, end - start)
-        for image in images:
-            image.generation += 1
+        for blob in blobs:
+            blob.generation += 1
         return bool(edited)
 
     def _fall_back(self) -> None:
@@ -206,10 +206,10 @@ class Segment:
         self.is_locked = True
 
 
-class RamImage:
-    """An image in a segment."""
+class RamBlob:
+    """A blob in a segment."""
 
-    def __init__(self, layout: ImageLayout, segment: Segment, start: int) -> None:
+    def __init__(self, layout: BlobLayout, segment: Segment, start: int) -> None:
         self.layout = layout
         self.store = segment
         self.start = start

@@ -1,9 +1,9 @@
-"""The format of group files: safetensors files whose data section is one flat image.
+"""The format of group files: safetensors files whose data section is one flat blob.
 
 The format is that of https://github.com/huggingface/safetensors: 8 bytes of header length, a JSON header, the data. Any
 reader opens these files.
 
-The writer is our own because the safetensors package cannot write these files. Direct reads need an image that lies in the file
+The writer is our own because the safetensors package cannot write these files. Direct reads need a blob that lies in the file
 as it lies in memory: from a page on, with gaps between tensors. The package neither aligns the data to a page nor allows a gap.
 The format allows both: the header is padded with spaces so that the data begins on a page, and `__padding_N` entries cover the
 gaps. A tensor whose name the format cannot have, or has for something else, is the entry `__tensor_N`, and the metadata has its
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
-from ..base.layout import Extent, ImageLayout, TensorSpec, extent_bytes, memory_of, span_of
+from ..base.layout import BlobLayout, Extent, TensorSpec, extent_bytes, memory_of, span_of
 from ..base.reading import read_into, read_part
 from ..base.strict_json import as_size, as_sizes, as_text, parse
 from ..errors import GroupFileError
@@ -65,7 +65,7 @@ _DTYPE_NAMES = {
 }
 
 
-def encode_header(layout: ImageLayout, group_id: str, model_class: str, content: str) -> bytes:
+def encode_header(layout: BlobLayout, group_id: str, model_class: str, content: str) -> bytes:
     """The bytes before the data section. Equal tensors of one group always give equal headers.
 
     Args:
@@ -110,7 +110,7 @@ def printable_id(group_id: str) -> str:
     return group_id.encode(errors="backslashreplace").decode()
 
 
-def data_pieces(layout: ImageLayout, tensors: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
+def data_pieces(layout: BlobLayout, tensors: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
     """The data section in order, as flat uint8 CPU tensors: the bytes of each extent, and zeros between them."""
     end = 0
     for extent in layout.extents:
@@ -184,7 +184,7 @@ class GroupHeader:
     group_id: str
     content: str
     """xxh3_128 of the data section, in hex."""
-    layout: ImageLayout
+    layout: BlobLayout
 
 
 def read_header(fd: int) -> Header:
@@ -283,7 +283,7 @@ def check_tensor_entries(entries: dict[str, object], data_bytes: int) -> dict[st
     return found
 
 
-def _layout_of(text: str, data_bytes: int) -> ImageLayout:
+def _layout_of(text: str, data_bytes: int) -> BlobLayout:
     """The layout that `group_offload.tensors` describes. Tensors that overlap are one extent, as `lay_out` makes it."""
     tensors = parse(text.encode(), may_have_halves=True)
     if not isinstance(tensors, list):
@@ -304,7 +304,7 @@ def _layout_of(text: str, data_bytes: int) -> ImageLayout:
         else:
             clusters.append((start, end, [index]))
     extents = [Extent(low, high - low, tuple(sorted(members))) for low, high, members in clusters]
-    return ImageLayout(specs, tuple(sorted(extents, key=lambda extent: extent.tensors)), data_bytes)
+    return BlobLayout(specs, tuple(sorted(extents, key=lambda extent: extent.tensors)), data_bytes)
 
 
 def _spec_of(item: object) -> TensorSpec:

@@ -1,4 +1,4 @@
-"""Files that images are read from: checkpoints whose views weights are already, and group files that we wrote.
+"""Files that blobs are read from: checkpoints whose views weights are already, and group files that we wrote.
 
 [Note: Ways to read a file]
 Each file has one of three ways to the device.
@@ -63,7 +63,7 @@ _NUM_SAMPLES, _SAMPLE_BYTES = 64, 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes of a file that belong together, and go to `offset` in the image."""
+    """Bytes of a file that belong together, and go to `offset` in the blob."""
 
     offset: int
     position: int
@@ -71,7 +71,7 @@ class Piece:
 
 
 class Contents(Protocol):
-    """The bytes of an image that lie in pieces of a file, as the file sees them."""
+    """The bytes of a blob that lie in pieces of a file, as the file sees them."""
 
     content: str | None
     """The XXH3 hash (128 bits, hexadecimal) of the pieces' bytes, if it is known."""
@@ -84,7 +84,7 @@ class Contents(Protocol):
 
     @property
     def name(self) -> str:
-        """The name of the image's first weight, for messages."""
+        """The name of the blob's first weight, for messages."""
 
     def prove(self) -> None:
         """
@@ -94,7 +94,7 @@ class Contents(Protocol):
 
 
 class SourceFile:
-    """A part of a file that images are read from. Several threads may read at once.
+    """A part of a file that blobs are read from. Several threads may read at once.
 
     See [Note: Ways to read a file] and [Note: Which file it is].
     """
@@ -103,7 +103,7 @@ class SourceFile:
         """
         Args:
             fd: A descriptor of the file. The caller closes it.
-            start, end: The bytes of the file that images lie in.
+            start, end: The bytes of the file that blobs lie in.
             stamp: The result of `fstat` from before the bytes were first read.
 
         Raises:
@@ -124,8 +124,8 @@ class SourceFile:
         """The pages of the page cache, as flat uint8. They may be touched only while they are locked."""
         self.bytes_cached = 0
         """Bytes that were read through the page cache so far. Not exact: threads that read do not wait to count."""
-        self.images: weakref.WeakSet[Contents] = weakref.WeakSet()
-        """The images whose bytes lie in this file."""
+        self.blobs: weakref.WeakSet[Contents] = weakref.WeakSet()
+        """The blobs whose bytes lie in this file."""
         self.is_adrift = False
         """Whether the file cannot be reached to check it, so that bytes that are read have to be hashed."""
         self._looking = threading.RLock()
@@ -317,14 +317,14 @@ class SourceFile:
         if now is not None:
             self._compare(now)
             return
-        if not all(image.content for image in self.images):
+        if not all(blob.content for blob in self.blobs):
             raise self._without_name()
         if not self.is_adrift:
             self.is_adrift = True
-            for image in self.images:
-                image.generation += 1  # bytes that are on their way are read without a hash
-        for image in self.images:
-            image.prove()
+            for blob in self.blobs:
+                blob.generation += 1  # bytes that are on their way are read without a hash
+        for blob in self.blobs:
+            blob.prove()
 
     def has_name(self, path: Path) -> bool:
         """Whether `path` leads to this file, unchanged."""
@@ -442,10 +442,10 @@ class SourceFile:
         with self._looking:
             if now.st_ctime_ns == self._stamp.st_ctime_ns:
                 return
-            images = [*self.images]
-            if images and all(image.content for image in images):
-                for image in images:
-                    image.prove()
+            blobs = [*self.blobs]
+            if blobs and all(blob.content for blob in blobs):
+                for blob in blobs:
+                    blob.prove()
             elif not self._is_explained(self._stamp, now):
                 raise self.lost(
                     self.start,

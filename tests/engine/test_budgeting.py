@@ -143,12 +143,12 @@ def test_a_budget_for_ram(
     resident = RoutedModel([1000] * 8).eval()
     model, options = place(resident, tier, tmp_path, options)
     num_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
-    num_bytes += num_bytes // 10  # images begin where kernels want them to
+    num_bytes += num_bytes // 10  # blobs begin where kernels want them to
     handle = offload(model, **options, ram_budget="1GiB", ram_share=int(share * num_bytes))
     outer = num_bytes // 10
     for _ in range(4):
         check(device, model, resident)
-        # A small image may lie in a page that is locked for its neighbour.
+        # A small blob may lie in a page that is locked for its neighbour.
         assert handle.stats().pinned_bytes <= share * num_bytes + 1024 or share == 0
     pinned = handle.stats().pinned_bytes
     largest = max(group.num_bytes for group in handle.groups)
@@ -662,7 +662,7 @@ def budget_for(num_bytes: int) -> int:
 
 def locked_bytes(handle: OffloadHandle) -> int:
     assert handle._engine is not None
-    return sum(image.layout.num_bytes for image in handle._engine._files.images if image.is_locked)
+    return sum(blob.layout.num_bytes for blob in handle._engine._files.blobs if blob.is_locked)
 
 
 @pytest.mark.parametrize("where", ["checkpoint", "folder"])
@@ -824,7 +824,7 @@ def test_three_tiers_read_each_group_of_the_drive_once(
 def test_a_pipeline_with_a_budget_for_ram(
     budget: str, tier: str, device_kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """The smallest and the largest images have room around them: what must be in RAM is no more than what may."""
+    """The smallest and the largest blobs have room around them: what must be in RAM is no more than what may."""
     device = request.getfixturevalue("device") if device_kind == "simulated" else None
     residents = {"text_encoder": RoutedModel([30] * 6).eval(), "transformer": RoutedModel([50] * 6).eval()}
     models = copy.deepcopy(residents)

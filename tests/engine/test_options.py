@@ -48,7 +48,7 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // 256) * 256
 
 
-def image_bytes(*modules: nn.Module | torch.Tensor) -> int:
+def blob_bytes(*modules: nn.Module | torch.Tensor) -> int:
     tensors = [t for m in modules for t in ([m] if isinstance(m, torch.Tensor) else [t for _, t in named_tensors(m)])]
     return sum(aligned(tensor.numel() * tensor.element_size()) for tensor in tensors)
 
@@ -432,7 +432,7 @@ def test_groups_cover_the_module(tier: str, level: str, tmp_path: Path) -> None:
     model = make(Model)
     handle = offload_to(tmp_path if tier == "file" else None, model, level)
     assert sum(group.num_tensors for group in handle.groups) == len(list(model.parameters()))
-    assert sum(group.num_bytes for group in handle.groups) == image_bytes(model)
+    assert sum(group.num_bytes for group in handle.groups) == blob_bytes(model)
     assert len({group.group_id for group in handle.groups}) == len(handle.groups)
     assert {group.tier for group in handle.groups} == {tier}
     assert handle.module is model
@@ -443,8 +443,8 @@ def test_groups_cover_the_module(tier: str, level: str, tmp_path: Path) -> None:
 def test_statistics_of_blocks(tier: str, tmp_path: Path) -> None:
     model = make(Model)
     handle = offload_to(tmp_path if tier == "file" else None, model)
-    block = image_bytes(model.blocks[0])
-    rest = image_bytes(model.proj_in, model.norm, model.gain)
+    block = blob_bytes(model.blocks[0])
+    rest = blob_bytes(model.proj_in, model.norm, model.gain)
     empty = handle.stats()
     assert (empty.passes, empty.onloads, empty.copies, empty.stalls, empty.peak_device_bytes) == (0, 0, 0, 0, 0)
     for passes in range(1, 4):
@@ -469,15 +469,15 @@ def test_statistics_of_leaves(tier: str, tmp_path: Path) -> None:
     block = model.blocks[0]
     # The root's own, a block's own (or the norm's), and the largest layer.
     heights = (
-        image_bytes(model.gain),
-        max(image_bytes(block.scale), image_bytes(model.norm)),
-        max(map(image_bytes, (block.up, block.down, model.proj_in))),
+        blob_bytes(model.gain),
+        max(blob_bytes(block.scale), blob_bytes(model.norm)),
+        max(map(blob_bytes, (block.up, block.down, model.proj_in))),
     )
     stats = handle.stats()
-    assert stats.peak_device_bytes <= sum(heights) + image_bytes(model.norm)
-    assert stats.peak_device_bytes < image_bytes(block) + image_bytes(model.proj_in, model.norm, model.gain)
+    assert stats.peak_device_bytes <= sum(heights) + blob_bytes(model.norm)
+    assert stats.peak_device_bytes < blob_bytes(block) + blob_bytes(model.proj_in, model.norm, model.gain)
     assert stats.onloads == 1 + 1 + 4 * 3 + 1
-    assert sum(stats.bytes_onloaded.values()) == image_bytes(model)
+    assert sum(stats.bytes_onloaded.values()) == blob_bytes(model)
 
 
 def test_blocks_per_group_and_peak() -> None:
@@ -488,7 +488,7 @@ def test_blocks_per_group_and_peak() -> None:
         run(model, inputs())
         peaks.append(handle.stats().peak_device_bytes)
         handle.remove()
-    block, rest = image_bytes(model.blocks[0]), image_bytes(model.proj_in, model.norm, model.gain)
+    block, rest = blob_bytes(model.blocks[0]), blob_bytes(model.proj_in, model.norm, model.gain)
     assert peaks == [count * block + rest for count in (1, 2, 4)]
 
 

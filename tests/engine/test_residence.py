@@ -20,7 +20,7 @@ from group_offload.base import mapping
 from group_offload.base.pagemap import PAGE, written_pages
 from group_offload.runtime.copies.transfer import Transfer
 from group_offload.stores.base import Tier
-from group_offload.stores.pinned import RamImage, Segment
+from group_offload.stores.pinned import RamBlob, Segment
 
 from ..support.models import DIM, EditsItsBlocks, NormedModel, RoutedBlock, RoutedModel
 from ..support.on_device import assert_same_state, forward, offload, on_their_way
@@ -72,12 +72,12 @@ def taken_away(handle: OffloadHandle, device: SimulatedDevice, *models: Any) -> 
 
 def segments_of(handle: OffloadHandle) -> list[Segment]:
     assert handle._engine is not None
-    images = [part.image for group in handle._engine.groups for part in group.parts]
-    return list(dict.fromkeys(image.store for image in images if isinstance(image, RamImage)))
+    blobs = [part.blob for group in handle._engine.groups for part in group.parts]
+    return list(dict.fromkeys(blob.store for blob in blobs if isinstance(blob, RamBlob)))
 
 
 def private_bytes(handle: OffloadHandle) -> int:
-    """RAM that weights at rest take beside their images: pages of their own of the private mapping."""
+    """RAM that weights at rest take beside their blobs: pages of their own of the private mapping."""
     total = 0
     for segment in segments_of(handle):
         assert segment._private is not None
@@ -275,7 +275,7 @@ def test_forwards_that_change_their_weights(
     assert in_files or all(group.num_bytes < PAGE for group in handle.groups)
 
     def edit_what_was_used(position: int, model: nn.Module) -> None:
-        if position >= 1:  # a page of its own then hides the images of the blocks beside it
+        if position >= 1:  # a page of its own then hides the blobs of the blocks beside it
             model.blocks[position - 1].proj.bias.data.add_(1)
 
     with taken_away(handle, device):
@@ -404,14 +404,14 @@ def test_page_locking_is_refused(
 def test_the_next_pass_is_on_its_way_before_it_begins(
     options: dict[str, Any], device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In steady state nothing waits for its copy to be started, and each image is brought once in a pass."""
+    """In steady state nothing waits for its copy to be started, and each blob is brought once in a pass."""
     model = RoutedModel([16] * 6)
     events: list[str] = []
     send = Transfer.send
 
-    def spy(self: Transfer, images: Any, *args: Any, **options: Any) -> Any:
-        events.extend(dict.fromkeys(placed.label for placed in images))
-        return send(self, images, *args, **options)
+    def spy(self: Transfer, blobs: Any, *args: Any, **options: Any) -> Any:
+        events.extend(dict.fromkeys(placed.label for placed in blobs))
+        return send(self, blobs, *args, **options)
 
     monkeypatch.setattr(Transfer, "send", spy)
     handle = offload(model, **options)
@@ -428,7 +428,7 @@ def test_the_next_pass_is_on_its_way_before_it_begins(
         begin, end = events.index("pass 3"), events.index("pass 4")
         before, now = events[events.index("pass 2") + 1 : begin], events[begin + 1 : end]
         assert before == now
-        assert len(set(now)) == len(now) == counts[3][0]  # no image comes twice
+        assert len(set(now)) == len(now) == counts[3][0]  # no blob comes twice
         # A pass brings what it needs last, and then what the next one needs first.
         first = "embed" if options.get("offload_type") else "blocks_0_0"
         last = "blocks.5.down" if options.get("offload_type") else "blocks_5_5"

@@ -87,7 +87,7 @@ def test_any_seed_matches_the_resident_one(seed: int, laziness: str, options: di
 
 
 def test_copies_overlap_with_compute() -> None:
-    """While a block computes the next image is already on its way: in steady state nothing is started on demand."""
+    """While a block computes the next blob is already on its way: in steady state nothing is started on demand."""
     device = SimulatedDevice(0, "lazy")
     model = RoutedModel([16] * 6)
     with use_simulated_device(device):
@@ -596,7 +596,7 @@ def test_removed_right_after_a_forward(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"in_files": True}], ids=str)
 def test_cut_into_groups_again_right_after_a_forward(options: dict[str, Any]) -> None:
-    """What is on its way then is for images, slots and staging buffers of other sizes."""
+    """What is on its way then is for blobs, slots and staging buffers of other sizes."""
     device = SimulatedDevice(0, "lazy")
     model = RoutedModel([16] * 4)
     resident = copy.deepcopy(model)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from group_offload.base.layout import ImageLayout, lay_out
+from group_offload.base.layout import BlobLayout, lay_out
 from group_offload.base.publish import remove_unused
 from group_offload.stores.folder import Folder, ProvenFile
 from group_offload.stores.manifest import Manifest
@@ -24,7 +24,7 @@ def weights(seed: int = 0, group: str = "blocks_0") -> dict[str, torch.Tensor]:
     return {f"{group}.{name}": torch.randn(3, 5, generator=generator) for name in ("up", "down")}
 
 
-def layout_of(named: dict[str, torch.Tensor]) -> ImageLayout:
+def layout_of(named: dict[str, torch.Tensor]) -> BlobLayout:
     return lay_out(list(named), list(named.values()))
 
 

@@ -117,7 +117,7 @@ class Source:
     def avoid_readahead(self) -> None: ...
 
 
-def images(*sizes: int) -> list[Any]:
+def blobs(*sizes: int) -> list[Any]:
     return [SimpleNamespace(layout=SimpleNamespace(num_bytes=size), is_direct=None, source=Source()) for size in sizes]
 
 
@@ -133,11 +133,11 @@ def set_ram(patch: pytest.MonkeyPatch, num_bytes: int) -> None:
 @pytest.mark.usefixtures("_may_lock_half")
 def test_plenty_of_ram(monkeypatch: pytest.MonkeyPatch) -> None:
     set_ram(monkeypatch, 2000)
-    found = images(*[100] * 10)
+    found = blobs(*[100] * 10)
     assert choose_ways(found, may_lock=True) == found
-    assert not any(image.is_direct for image in found)
+    assert not any(blob.is_direct for blob in found)
     assert choose_ways(found, may_lock=False) == []
-    assert not any(image.is_direct for image in found)  # half of the RAM is enough for the page cache too
+    assert not any(blob.is_direct for blob in found)  # half of the RAM is enough for the page cache too
     set_ram(monkeypatch, 1998)
     assert choose_ways(found, may_lock=True) == []
 
@@ -145,33 +145,33 @@ def test_plenty_of_ram(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
     set_ram(monkeypatch, 0)
     assert choose_ways([], may_lock=True) == []
-    assert choose_ways(images(0, 0), may_lock=True) == []
-    found = images(0, 100, 0)
+    assert choose_ways(blobs(0, 0), may_lock=True) == []
+    found = blobs(0, 100, 0)
     assert choose_ways(found, may_lock=True) == []
     assert found[1].is_direct
 
 
 @pytest.mark.parametrize("percent", [0, 1, 10, 25, 33, 50, 60, 75, 90, 99, 100])
 def test_the_share_that_is_cached(percent: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the RAM is full of images, and they lie evenly among the others."""
+    """Half of the RAM is full of blobs, and they lie evenly among the others."""
     num = 200
-    set_ram(monkeypatch, 2 * percent * num)  # images of 100 bytes each
-    found = images(*[100] * num)
+    set_ram(monkeypatch, 2 * percent * num)  # blobs of 100 bytes each
+    found = blobs(*[100] * num)
     choose_ways(found, may_lock=False)
-    cached = [not image.is_direct for image in found]
+    cached = [not blob.is_direct for blob in found]
     assert abs(sum(cached) - num * percent / 100) <= 1
     for end in range(num):
         assert abs(sum(cached[:end]) - end * percent / 100) <= 1
 
 
-def test_images_of_several_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blobs_of_several_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """By bytes, not by number; a large one is cached once there is enough for it."""
     sizes = [10, 500, 30, 70, 1000, 1, 400, 20] * 20
-    found = images(*sizes)
+    found = blobs(*sizes)
     for share in (0.1, 0.4, 0.8):
         set_ram(monkeypatch, int(2 * share * sum(sizes)))
         choose_ways(found, may_lock=False)
-        cached = sum(image.layout.num_bytes for image in found if not image.is_direct)
+        cached = sum(blob.layout.num_bytes for blob in found if not blob.is_direct)
         assert share * sum(sizes) - 1000 <= cached <= share * sum(sizes) + 1
 
 

@@ -224,24 +224,24 @@ def test_freed_memory_is_reused_at_once_and_cannot_be_used(laziness: Laziness) -
 def test_host_memory_in_flight_cannot_be_changed(laziness: Laziness) -> None:
     device = SimulatedDevice(0, laziness)
     stream = device.current_stream()
-    image = torch.ones(512, dtype=torch.uint8)
-    memory, unpin = device.empty(512), device.pin(image)
-    assert unpin is not None and device.pin(image[:8]) is None and device.pinned_bytes == 512
-    device.label(image, "the image")
-    device.copy(memory, image, stream)
+    blob = torch.ones(512, dtype=torch.uint8)
+    memory, unpin = device.empty(512), device.pin(blob)
+    assert unpin is not None and device.pin(blob[:8]) is None and device.pinned_bytes == 512
+    device.label(blob, "the blob")
+    device.copy(memory, blob, stream)
     with device.running():
-        assert image[0] == 1
-        with pytest.raises(RaceError, match=r"writes what was read by 'copy H2D' on compute .* the image"):
-            image[256:].add_(1)
+        assert blob[0] == 1
+        with pytest.raises(RaceError, match=r"writes what was read by 'copy H2D' on compute .* the blob"):
+            blob[256:].add_(1)
     with pytest.raises(RaceError):
-        device.host_access(image, write=True)
+        device.host_access(blob, write=True)
     with pytest.raises(RaceError):
         unpin()
     device.synchronize()
-    device.host_access(image, write=True)
-    device.copy(image, memory, stream)
+    device.host_access(blob, write=True)
+    device.copy(blob, memory, stream)
     with pytest.raises(RaceError):
-        device.host_access(image, write=False)
+        device.host_access(blob, write=False)
     device.synchronize()
     unpin()
     unpin()
@@ -287,15 +287,15 @@ def test_pageable_copies_stage_the_source_and_wait_for_the_target() -> None:
 
 def test_values_that_the_host_needs_order_only_their_own_stream() -> None:
     device = SimulatedDevice(0, "lazy")
-    side, image = device.new_stream(), torch.ones(256, dtype=torch.uint8)
-    device.pin(image)
-    device.copy(device.empty(256, side), image, side)
+    side, blob = device.new_stream(), torch.ones(256, dtype=torch.uint8)
+    device.pin(blob)
+    device.copy(device.empty(256, side), blob, side)
     with device.running():
         x = device.put(torch.arange(4.0))
         assert (x * 2).sum().item() == 12 and x.max() > 2 and x.nonzero().shape == (3, 1) and torch.equal(x, x)
         some = x[x > 1]
         with pytest.raises(RaceError):
-            image.zero_()
+            blob.zero_()
         assert device.get(some).tolist() == [2, 3]
 
 

@@ -32,7 +32,7 @@ from ...plan.budgets import Auto, Budget, auto_ram, describe_bytes
 from ...plan.pass_model import simulate
 from ...plan.placement import Budgets, Placement, PlannedGroup, Problem, Speeds, smallest_device_bytes
 from ...plan.planner import Plan, least_seconds, make_plan
-from ...stores.files import FileImage
+from ...stores.files import FileBlob
 from ...stores.ways import LOCKED_SHARE
 from ..groups.group import Group
 from ..measure.drive import DriveMeter
@@ -438,7 +438,7 @@ def _plan_if_better(problem: Problem, before: Plan) -> Plan:
 
 
 def _is_read(group: Group) -> bool:
-    return any(isinstance(part.image, FileImage) and not part.image.is_locked for part in group.parts)
+    return any(isinstance(part.blob, FileBlob) and not part.blob.is_locked for part in group.parts)
 
 
 def ram_for_weights(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from ...base.device import Backend
 from ...base.ram import available_ram, locked
 from ...plan.budgets import describe_bytes
-from ...stores.files import FileImage
+from ...stores.files import FileBlob
 from ...stores.source import Piece, SourceFile
 from ...stores.ways import choose_ways
 
@@ -20,13 +20,13 @@ MAX_LOCKING_SECONDS = 1.0
 MIN_FREE_RAM_BYTES = 256 << 20
 """With less available RAM than this, page-locked files are given up."""
 _NEARLY_ALL = 0.95
-"""The share of its bytes that is read when a whole image is read: images are padded."""
+"""The share of its bytes that is read when a whole blob is read: blobs are padded."""
 _RELIEF_PART, _RELIEF_SECONDS = 4, 1.0
-"""When RAM runs short one in four locked images is unlocked, and no more for a second."""
+"""When RAM runs short one in four locked blobs is unlocked, and no more for a second."""
 
 
 class CachedFiles:
-    """The images of a module that rest in files. Owned by an engine, and used under its lock, between passes.
+    """The blobs of a module that rest in files. Owned by an engine, and used under its lock, between passes.
 
     A file is locked only once it is in the page cache: mostly after it was read in a pass.
     """
@@ -40,66 +40,66 @@ class CachedFiles:
         self._backend = backend
         self._wait = wait
         self._may_lock = may_lock and backend.has_streams
-        self.images: list[FileImage] = []
+        self.blobs: list[FileBlob] = []
         self.are_read = False
-        """Whether some of the images are not locked, so that passes read them."""
-        self._to_lock: dict[SourceFile, list[FileImage]] = {}
+        """Whether some of the blobs are not locked, so that passes read them."""
+        self._to_lock: dict[SourceFile, list[FileBlob]] = {}
         self._relieved_at = 0.0
         self._has_run = False
 
-    def begin(self, images: Sequence[FileImage]) -> None:
+    def begin(self, blobs: Sequence[FileBlob]) -> None:
         """The module was cut into groups."""
-        self.images = [image for image in images if image.layout.num_bytes]
+        self.blobs = [blob for blob in blobs if blob.layout.num_bytes]
         self._to_lock = {}
         self._has_run = False
 
     def choose_ways(self) -> None:
-        """Decide by the available RAM which images are locked, and how the others are read."""
-        for image in choose_ways(self.images, may_lock=self._may_lock):
-            self._to_lock.setdefault(image.source, []).append(image)
+        """Decide by the available RAM which blobs are locked, and how the others are read."""
+        for blob in choose_ways(self.blobs, may_lock=self._may_lock):
+            self._to_lock.setdefault(blob.source, []).append(blob)
 
-    def share_out(self, in_ram: Iterable[FileImage]) -> None:
-        """Lock the images `in_ram` once they are in the page cache. Read the others past the page cache."""
-        wanted: dict[SourceFile, list[FileImage]] = {image.source: [] for image in self.images}
-        known = set(self.images)
-        for image in in_ram:
-            if image in known:
-                wanted[image.source].append(image)
-        chosen = {image for images in wanted.values() for image in images}
-        left = [image for image in self.images if image not in chosen]
+    def share_out(self, in_ram: Iterable[FileBlob]) -> None:
+        """Lock the blobs `in_ram` once they are in the page cache. Read the others past the page cache."""
+        wanted: dict[SourceFile, list[FileBlob]] = {blob.source: [] for blob in self.blobs}
+        known = set(self.blobs)
+        for blob in in_ram:
+            if blob in known:
+                wanted[blob.source].append(blob)
+        chosen = {blob for blobs in wanted.values() for blob in blobs}
+        left = [blob for blob in self.blobs if blob not in chosen]
         self._to_lock = {}
-        for source, images in wanted.items():
+        for source, blobs in wanted.items():
             source.avoid_readahead()
             source.bytes_cached = 0
-            there = [image for image in images if image.is_locked]
-            if self._may_lock and len(there) < len(images):
-                self._to_lock[source] = images
-            if any(image.is_locked for image in left if image.source is source):
+            there = [blob for blob in blobs if blob.is_locked]
+            if self._may_lock and len(there) < len(blobs):
+                self._to_lock[source] = blobs
+            if any(blob.is_locked for blob in left if blob.source is source):
                 self._lock(source, there)
-        for image in left:
-            # This module brought the image into the page cache. That RAM is for the images that are to be locked now.
-            if not image.is_direct and self._has_run:
-                image.source.forget_cached(image.pieces)
-        for image in self.images:
-            image.is_direct = image not in chosen
+        for blob in left:
+            # This module brought the blob into the page cache. That RAM is for the blobs that are to be locked now.
+            if not blob.is_direct and self._has_run:
+                blob.source.forget_cached(blob.pieces)
+        for blob in self.blobs:
+            blob.is_direct = blob not in chosen
         self.look()
 
     def lock_what_is_there(self, *, was_read: bool) -> None:
-        """Lock the images that are in the page cache, for at most `MAX_LOCKING_SECONDS`.
+        """Lock the blobs that are in the page cache, for at most `MAX_LOCKING_SECONDS`.
 
         Args:
-            was_read: Whether a pass should have brought the images there. If none is there, RAM is short: stop trying.
+            was_read: Whether a pass should have brought the blobs there. If none is there, RAM is short: stop trying.
         """
         begun = time.perf_counter()
-        for source, images in [*self._to_lock.items()]:
-            missing = [image for image in images if not image.is_locked]
-            if was_read and source.bytes_cached < sum(image.layout.num_bytes for image in missing) * _NEARLY_ALL:
+        for source, blobs in [*self._to_lock.items()]:
+            missing = [blob for blob in blobs if not blob.is_locked]
+            if was_read and source.bytes_cached < sum(blob.layout.num_bytes for blob in missing) * _NEARLY_ALL:
                 continue
             if time.perf_counter() - begun > MAX_LOCKING_SECONDS:
                 break
-            there = {image for image in missing if source.seems_cached(image.pieces)}
+            there = {blob for blob in missing if source.seems_cached(blob.pieces)}
             if there:
-                self._lock(source, [image for image in images if image.is_locked or image in there])
+                self._lock(source, [blob for blob in blobs if blob.is_locked or blob in there])
             if len(there) == len(missing) or (was_read and not there):
                 del self._to_lock[source]
             elif was_read:
@@ -114,31 +114,31 @@ class CachedFiles:
             self.lock_what_is_there(was_read=True)
 
     def _relieve(self, name: str) -> None:
-        """If RAM runs short, unlock a part of the images, evenly spread. These are read in each pass from then on."""
+        """If RAM runs short, unlock a part of the blobs, evenly spread. These are read in each pass from then on."""
         now = time.monotonic()
         if now - self._relieved_at < _RELIEF_SECONDS or not locked.num_bytes or available_ram() >= MIN_FREE_RAM_BYTES:
             return
         self._relieved_at = now
-        there = [image for image in self.images if image.is_locked]
+        there = [blob for blob in self.blobs if blob.is_locked]
         given_up = set(there[::_RELIEF_PART])
         if not given_up:
             return
-        for image in given_up:
-            image.is_direct = True
-        for source in {image.source for image in given_up}:
-            self._lock(source, [image for image in there if image.source is source and image not in given_up])
+        for blob in given_up:
+            blob.is_direct = True
+        for source in {blob.source for blob in given_up}:
+            self._lock(source, [blob for blob in there if blob.source is source and blob not in given_up])
             self._to_lock.pop(source, None)
         self.look()
         logger.warning(
             "RAM runs short: %s of %s are no longer page-locked, and are read from the drive from now on.",
-            describe_bytes(sum(image.layout.num_bytes for image in given_up)),
+            describe_bytes(sum(blob.layout.num_bytes for blob in given_up)),
             name,
         )
 
-    def _lock(self, source: SourceFile, images: Sequence[FileImage]) -> None:
-        pieces: list[Piece] = [piece for image in images for piece in image.pieces]
+    def _lock(self, source: SourceFile, blobs: Sequence[FileBlob]) -> None:
+        pieces: list[Piece] = [piece for blob in blobs for piece in blob.pieces]
         source.lock(pieces, self._backend, self._wait)
 
     def look(self) -> None:
-        """Find out whether some images are not locked."""
-        self.are_read = any(not image.is_locked for image in self.images)
+        """Find out whether some blobs are not locked."""
+        self.are_read = any(not blob.is_locked for blob in self.blobs)

@@ -106,7 +106,7 @@ class Reader:
         """Size the staging memory. Nothing may be read.
 
         Args:
-            file_bytes: The bytes of all images in files.
+            file_bytes: The bytes of all blobs in files.
             is_scarce: Whether RAM is scarce.
         """
         assert not self._num_workers

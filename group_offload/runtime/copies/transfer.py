@@ -1,4 +1,4 @@
-"""Copies from where images rest into slots."""
+"""Copies from where blobs rest into slots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.profiler import record_function
 
 from ...base.device import Backend, Event, HostBackend, Stream, plain_empty
 from ...base.torch_internals import is_profiler_enabled
-from ...stores.base import PlacedImage, Tier
+from ...stores.base import PlacedBlob, Tier
 from ...stores.moves import Copy, Move, Read, Stage, joined
 from ..measure.drive import DriveMeter
 from ..measure.trace import WeightTrace
@@ -25,7 +25,7 @@ NUM_STAGING_BUFFERS = 2
 
 
 class Transfer:
-    """Enqueues the copies of images, and counts them. Used by one thread at a time.
+    """Enqueues the copies of blobs, and counts them. Used by one thread at a time.
 
     Bytes in files are left to a reader: their copies are enqueued later, by other threads, on the same stream.
     """
@@ -67,15 +67,15 @@ class Transfer:
     def staging_bytes(self) -> int:
         return sum(buffer.numel() for buffer, _ in self._staging) + self._reader.staging_bytes
 
-    def prepare_for(self, largest_image: int, file_bytes: int, *, is_scarce: bool) -> None:
+    def prepare_for(self, largest_blob: int, file_bytes: int, *, is_scarce: bool) -> None:
         """Size the staging memory. Only between passes.
 
         Args:
-            largest_image: The bytes of the largest image.
-            file_bytes: The bytes of all images in files.
+            largest_blob: The bytes of the largest blob.
+            file_bytes: The bytes of all blobs in files.
             is_scarce: Whether RAM is scarce.
         """
-        size = max(1, min(MAX_STAGING_BYTES, largest_image))
+        size = max(1, min(MAX_STAGING_BYTES, largest_blob))
         if size != self._staging_size:
             self._drop_buffers()
             self._staging_size = size
@@ -96,11 +96,11 @@ class Transfer:
         """Whether more may be read ahead of slots."""
         return self._reader.has_room_ahead
 
-    def reads_of(self, images: Sequence[PlacedImage]) -> list[Read]:
+    def reads_of(self, blobs: Sequence[PlacedBlob]) -> list[Read]:
         """The bytes that `send` will need from files, if they can be read ahead."""
         if isinstance(self._backend, HostBackend):
             return []
-        return [move for move in _moves_of(images) if isinstance(move, Read)]
+        return [move for move in _moves_of(blobs) if isinstance(move, Read)]
 
     def read_ahead(self, reads: Sequence[Read]) -> ReadJob:
         """Begin to read."""
@@ -110,33 +110,33 @@ class Transfer:
 
     def send(
         self,
-        images: Sequence[PlacedImage],
+        blobs: Sequence[PlacedBlob],
         memory: torch.Tensor,
         after: Sequence[Event],
         ready: Event,
         *,
         job: ReadJob | None = None,
     ) -> ReadJob | None:
-        """Bring images to a slot once all of `after` is reached, and record `ready` behind the last copy.
+        """Bring blobs to a slot once all of `after` is reached, and record `ready` behind the last copy.
 
         Args:
             memory: The slot's memory.
-            job: The job that `read_ahead` gave for these images, if any.
+            job: The job that `read_ahead` gave for these blobs, if any.
 
         Returns:
             A job if bytes have yet to be read from files: until it is over, `ready` tells nothing. See `ReadJob.wait`.
         """
         landing = Landing(memory, self.stream, after, ready)
         if is_profiler_enabled():
-            names = " ".join(dict.fromkeys(placed.label for placed in images))
+            names = " ".join(dict.fromkeys(placed.label for placed in blobs))
             with record_function(f"group_offload.onload {names}"):
-                return self._send(images, landing, job)
-        return self._send(images, landing, job)
+                return self._send(blobs, landing, job)
+        return self._send(blobs, landing, job)
 
-    def _send(self, images: Sequence[PlacedImage], landing: Landing, job: ReadJob | None) -> ReadJob | None:
+    def _send(self, blobs: Sequence[PlacedBlob], landing: Landing, job: ReadJob | None) -> ReadJob | None:
         stream = landing.stream
         self.last_copies.expect(stream)
-        moves = _moves_of(images)
+        moves = _moves_of(blobs)
         reads = [move for move in moves if isinstance(move, Read)]
         begun = None
         if self.tracer is not None:
@@ -151,21 +151,21 @@ class Transfer:
                     case Stage():
                         self._stage(landing, move)
             has_failed = False
-        finally:  # what was enqueued reads images, and writes to the slot, also if the rest cannot be enqueued
+        finally:  # what was enqueued reads blobs, and writes to the slot, also if the rest cannot be enqueued
             if has_failed or not reads:
-                self._trace_copies(images, begun, stream)
+                self._trace_copies(blobs, begun, stream)
                 landing.ready.record(stream)
             self.last_copies.record(stream)
-        for placed in images:
-            self.bytes_sent[placed.image.tier] += placed.image.layout.num_bytes
-            if placed.image.tier is Tier.FILE:
-                self._bytes_locked += placed.image.pinned_bytes
+        for placed in blobs:
+            self.bytes_sent[placed.blob.tier] += placed.blob.layout.num_bytes
+            if placed.blob.tier is Tier.FILE:
+                self._bytes_locked += placed.blob.pinned_bytes
         if not reads:
             return None
         if isinstance(self._backend, HostBackend):
             self._reader.read_now(landing.memory, reads, self.tracer)
             self._num_copies += len(reads)
-            self._trace_copies(images, begun, stream)
+            self._trace_copies(blobs, begun, stream)
             return None
         job = job or self._reader.job_for(reads, self.tracer)
         self._reader.submit(job, landing)
@@ -174,10 +174,10 @@ class Transfer:
         job.wait()  # copies run on the stream that computes: no kernel may come in between
         return None
 
-    def _trace_copies(self, images: Sequence[PlacedImage], begun: Event | None, stream: Stream) -> None:
+    def _trace_copies(self, blobs: Sequence[PlacedBlob], begun: Event | None, stream: Stream) -> None:
         if self.tracer is not None and begun is not None:
-            num_bytes = sum(placed.image.layout.num_bytes for placed in images)
-            self.tracer.copied([placed.label for placed in images], begun, stream, num_bytes)
+            num_bytes = sum(placed.blob.layout.num_bytes for placed in blobs)
+            self.tracer.copied([placed.label for placed in blobs], begun, stream, num_bytes)
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
         """Copy device bytes that compute changes before `after` back to the host, and wait for them."""
@@ -187,7 +187,7 @@ class Transfer:
         self._num_copies += 1
 
     def wait_for_copies(self) -> None:
-        """Wait until no copy reads an image any more, because images are about to change.
+        """Wait until no copy reads a blob any more, because blobs are about to change.
 
         Copies of bytes that were read from files are not waited for: they read staging memory only.
         """
@@ -259,8 +259,8 @@ class Transfer:
         return self._staging[self._turn]
 
 
-def _moves_of(images: Sequence[PlacedImage]) -> list[Move]:
-    return joined(move for at, label, image in images for move in image.moves(at, label))
+def _moves_of(blobs: Sequence[PlacedBlob]) -> list[Move]:
+    return joined(move for at, label, blob in blobs for move in blob.moves(at, label))
 
 
 def _call_all(calls: list[Callable[[], None]]) -> None:

@@ -1,4 +1,4 @@
-"""Starts images ahead of the calls that need them: what comes next, as far as there is room, or can be read."""
+"""Starts blobs ahead of the calls that need them: what comes next, as far as there is room, or can be read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections.abc import Hashable, Sequence
 from itertools import accumulate
 
-from ...stores.base import PlacedImage
+from ...stores.base import PlacedBlob
 from ..calls import EXPECTED
 from ..copies.cached import CachedFiles
 from ..copies.jobs import ReadJob
@@ -57,7 +57,7 @@ class LookAhead:
         self._model = model
         self.schedule = Schedule(())
         self._wraps = False
-        """The next pass's first images are started in this one."""
+        """The next pass's first blobs are started in this one."""
         self._outer: list[Group] = []
         """Groups inside of whose modules others are needed."""
         self._ahead: dict[Group, _Ahead] = {}
@@ -65,7 +65,7 @@ class LookAhead:
         self._is_behind = False
         """Something may have changed about what can be started."""
         self._blockers: set[Group] = set()
-        """The groups for whose bytes the next image waits."""
+        """The groups for whose bytes the next blob waits."""
         self._has_warned_of_alias = False
 
     def reset(self, groups: Sequence[Group], *, wraps: bool) -> None:
@@ -112,11 +112,11 @@ class LookAhead:
             self._is_behind = True
 
     def is_on_its_way(self, group: Group) -> bool:
-        """Whether the group's images were started, or are read before there is a slot for them."""
+        """Whether the group's blobs were started, or are read before there is a slot for them."""
         return group.slot is not None or group in self._ahead
 
     def onload_now(self, group: Group) -> None:
-        """Start the images of a group that is needed and was not foreseen."""
+        """Start the blobs of a group that is needed and was not foreseen."""
         self._is_behind = True
         if self._memory.may_reside(group):
             self._send([group], self._memory.resident_slot(group), [])
@@ -133,7 +133,7 @@ class LookAhead:
         self._transfer.cancel_pending()
 
     def _look(self) -> None:
-        """Start the images that come next, as far as there is room, or room in what is needed later.
+        """Start the blobs that come next, as far as there is room, or room in what is needed later.
 
         What is read from files is read further ahead, as far as the staging memory reaches.
         """
@@ -202,7 +202,7 @@ class LookAhead:
             walk.met.add(ahead)
             return
         self._give_up_ahead(run)
-        reads = self._transfer.reads_of(_images_of(run))
+        reads = self._transfer.reads_of(_blobs_of(run))
         if not reads:
             return
         while not self._transfer.has_room_ahead:
@@ -241,7 +241,7 @@ class LookAhead:
         return min(MAX_RUN_BYTES, room // 8)
 
     def _onload_ahead(self, run: list[Group], num_bytes: int, soon: set[Group]) -> bool:
-        """Start the images of `run` in one slot. False if there is no room before something that is needed sooner goes."""
+        """Start the blobs of `run` in one slot. False if there is no room before something that is needed sooner goes."""
 
         def may_evict(slot: Slot[Group]) -> bool:
             if any(group.holds or group in soon for group in slot.groups):
@@ -292,7 +292,7 @@ class LookAhead:
             self._memory.evict(old)
         self._stalls.collect(slot)
         job = self._take_ahead(run)
-        images = _images_of(run)
+        blobs = _blobs_of(run)
         offset = 0
         for group in run:
             group.was_sent(slot, offset)
@@ -302,7 +302,7 @@ class LookAhead:
         slot.waited_on = slot.last_stream = None
         self._counters.onloads += len(run)
         try:
-            slot.job = self._transfer.send(images, slot.memory, after, slot.ready, job=job)
+            slot.job = self._transfer.send(blobs, slot.memory, after, slot.ready, job=job)
         except EXPECTED:  # the forward may catch that, and call again
             self._memory.free(slot)
             raise
@@ -336,11 +336,11 @@ class _Ahead:
 
 def _states_of(run: list[Group]) -> list[tuple[int, bool, int]]:
     """What is page-locked meanwhile is not read any more, but copied from where it is."""
-    images = [part.image for group in run for part in group.parts]
-    return [(image.generation, image.is_outdated, image.pinned_bytes) for image in images]
+    blobs = [part.blob for group in run for part in group.parts]
+    return [(blob.generation, blob.is_outdated, blob.pinned_bytes) for blob in blobs]
 
 
-def _images_of(run: Sequence[Group]) -> list[PlacedImage]:
-    """The images of `run`, placed one after another in one slot."""
+def _blobs_of(run: Sequence[Group]) -> list[PlacedBlob]:
+    """The blobs of `run`, placed one after another in one slot."""
     starts = accumulate((group.num_bytes for group in run), initial=0)
-    return [image for group, start in zip(run, starts, strict=False) for image in group.images_at(start)]
+    return [blob for group, start in zip(run, starts, strict=False) for blob in group.blobs_at(start)]

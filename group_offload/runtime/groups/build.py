@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ...base.compiled import is_compiled
-from ...base.layout import ALIGNMENT, ImageLayout, extent_bytes, lay_out, overlapping, span_bytes
+from ...base.layout import ALIGNMENT, BlobLayout, extent_bytes, lay_out, overlapping, span_bytes
 from ...base.mapping import flat_view, map_anonymous, trim_heap
 from ...base.pagemap import can_detect_writes
 from ...base.pool import Task, on_pool
@@ -21,11 +21,11 @@ from ...base.ram import fits
 from ...config import OffloadConfig
 from ...errors import ConfigError, GroupFileError
 from ...partition import GroupSpec, TensorRef, partition
-from ...stores.base import Image, Tier
-from ...stores.checkpoint import Checkpoint, CheckpointImage, FileMap, FileSpan, MappedFile
+from ...stores.base import Blob, Tier
+from ...stores.checkpoint import Checkpoint, CheckpointBlob, FileMap, FileSpan, MappedFile
 from ...stores.folder import Folder
 from ...stores.group_file import GroupFile
-from ...stores.pinned import SEGMENT_BYTES, RamImage, Segment
+from ...stores.pinned import SEGMENT_BYTES, RamBlob, Segment
 from .group import Group
 from .part import Part
 from .tensors import fit_for
@@ -45,11 +45,11 @@ def build_groups(
 ) -> tuple[Group, ...]:
     """Cut `root` into groups and bring every tensor to its memory at rest.
 
-    If that fails, all tensors that were brought to an image get separate memory again.
+    If that fails, all tensors that were brought to a blob get separate memory again.
 
     Args:
-        before: The groups of the module until now. Their images are kept where the tensors are the same.
-        wait: A function that returns once no copy reads an image any more: page-locked memory is kept until then.
+        before: The groups of the module until now. Their blobs are kept where the tensors are the same.
+        wait: A function that returns once no copy reads a blob any more: page-locked memory is kept until then.
         casts: By id, the tensors that get another dtype before they are placed, one group after another.
         trained: By id, the parameters that stay on the device.
 
@@ -94,7 +94,7 @@ def build_groups(
     except BaseException:
         with ExitStack() as undo:  # which goes on with the others if one part cannot be undone
             for part in made:
-                undo.callback(part.image.close, forget=True)
+                undo.callback(part.blob.close, forget=True)
                 undo.callback(materialise, part)
         raise
 
@@ -106,11 +106,11 @@ class _Plan:
     spec: GroupSpec
     parts: list[Part]
     fresh: tuple[TensorRef, ...]
-    """The tensors that have no image yet."""
+    """The tensors that have no blob yet."""
 
 
 def _in_turn(plans: Sequence[_Plan]) -> list[dict[GroupSpec, tuple[TensorRef, ...]]]:
-    """The tensors that get images together. Those that may be trained get images later, so that they can leave alone."""
+    """The tensors that get blobs together. Those that may be trained get blobs later, so that they can leave alone."""
     trainable = may_be_trained([ref for plan in plans for ref in plan.spec.tensors])
     later = {plan.spec: tuple(ref for ref in plan.fresh if id(ref.holder) in trainable) for plan in plans}
     if not any(later.values()):
@@ -131,12 +131,12 @@ def _rest_in_files(
         for plan in plans:
             if plan.fresh or not plan.parts:  # diffusers writes empty groups too
                 kept = len(plan.parts)
-                image_id = f"{plan.spec.group_id}+{kept}" if kept else plan.spec.group_id
+                blob_id = f"{plan.spec.group_id}+{kept}" if kept else plan.spec.group_id
                 _cast(plan.fresh, casts)
                 tensors = [ref.tensor.detach() for ref in plan.fresh]
-                image = GroupFile(_lay_out(plan.fresh), tensors, folder, image_id, advance)
+                blob = GroupFile(_lay_out(plan.fresh), tensors, folder, blob_id, advance)
                 del tensors
-                plan.parts.append(_bind(image, plan.fresh, homes, made))
+                plan.parts.append(_bind(blob, plan.fresh, homes, made))
                 plan.fresh = ()
     trim_heap()
     folder.report()
@@ -152,7 +152,7 @@ def _rest_in_ram(
 ) -> None:
     backend = config.backend
     pins = not config.low_cpu_mem_usage
-    before: tuple[Segment, list[_Plan], list[ImageLayout], Task[None]] | None = None
+    before: tuple[Segment, list[_Plan], list[BlobLayout], Task[None]] | None = None
     for run in (*_runs_of(plans), None):
         filled = None
         if run is not None:
@@ -172,7 +172,7 @@ def _rest_in_ram(
 def _bind_run(
     segment: Segment,
     run: list[_Plan],
-    layouts: list[ImageLayout],
+    layouts: list[BlobLayout],
     locked: Task[None],
     homes: dict[int, torch.device],
     made: list[Part],
@@ -181,7 +181,7 @@ def _bind_run(
     locked.result()
     start = 0
     for plan, layout in zip(run, layouts, strict=True):
-        plan.parts.append(_bind(RamImage(layout, segment, start), plan.fresh, homes, made))
+        plan.parts.append(_bind(RamBlob(layout, segment, start), plan.fresh, homes, made))
         start += layout.num_bytes
     trim_heap()
 
@@ -261,10 +261,10 @@ def _adopt(
         for plan, mine in users:
             refs = tuple(ref for ref, _ in mine)
             tensors = [ref.tensor.detach() for ref in refs]
-            image = CheckpointImage([ref.fqn for ref in refs], tensors, [span for _, span in mine], checkpoint)
+            blob = CheckpointBlob([ref.fqn for ref in refs], tensors, [span for _, span in mine], checkpoint)
             if is_locked:
-                image.tier = Tier.RAM
-            plan.parts.append(_bind(image, refs, homes, made))
+                blob.tier = Tier.RAM
+            plan.parts.append(_bind(blob, refs, homes, made))
             plan.fresh = tuple(ref for ref in plan.fresh if ref not in refs)
 
 
@@ -355,12 +355,12 @@ def materialise(part: Part) -> None:
     Raises:
         GroupFileError: another program changed the file of the part, or it is damaged.
     """
-    part.image.check()
-    layout = part.image.layout
+    part.blob.check()
+    layout = part.blob.layout
     as_left = part.as_left()
-    is_view = isinstance(part.image, CheckpointImage)
-    if isinstance(part.image, GroupFile) and part.image.is_verified:
-        part.image.prove()
+    is_view = isinstance(part.blob, CheckpointBlob)
+    if isinstance(part.blob, GroupFile) and part.blob.is_verified:
+        part.blob.prove()
     with torch.inference_mode(False), torch.no_grad():
         for extent in layout.extents:
             mine = [index for index in extent.tensors if as_left[index]]
@@ -376,20 +376,20 @@ def materialise(part: Part) -> None:
                 tensor.data = fit_for(tensor, layout.specs[index].view(flat, extent.offset))
 
 
-def _bind(image: Image, refs: tuple[TensorRef, ...], homes: dict[int, torch.device], made: list[Part]) -> Part:
-    """Let the tensors of `refs` rest in `image`: here their old memory goes. It is noted in `made` before."""
+def _bind(blob: Blob, refs: tuple[TensorRef, ...], homes: dict[int, torch.device], made: list[Part]) -> Part:
+    """Let the tensors of `refs` rest in `blob`: here their old memory goes. It is noted in `made` before."""
     # What was laid out again, or came later to a module that was on one device, belongs where it, or the module, was.
     usual = next(iter(homes.values())) if len(set(homes.values())) == 1 else None
     devices = [homes.get(id(ref.holder), usual or ref.tensor.device) for ref in refs]
-    part = Part(image, refs, devices)
+    part = Part(blob, refs, devices)
     made.append(part)
-    for ref, view in zip(refs, image.rest, strict=True):
+    for ref, view in zip(refs, blob.rest, strict=True):
         ref.tensor.data = fit_for(ref.tensor, view)
     return part
 
 
 def _reusable(spec: GroupSpec, known: dict[int, Part]) -> tuple[list[Part], tuple[TensorRef, ...]]:
-    """The known parts whose tensors are all in `spec` and unchanged, and the tensors of `spec` that need a new image."""
+    """The known parts whose tensors are all in `spec` and unchanged, and the tensors of `spec` that need a new blob."""
     mine = {id(ref.tensor): ref for ref in spec.tensors}
     kept = []
     taken: set[int] = set()
@@ -398,7 +398,7 @@ def _reusable(spec: GroupSpec, known: dict[int, Part]) -> tuple[list[Part], tupl
     for part in candidates:
         keys = {id(ref.tensor): None for ref in part.refs}
         is_tied = any(len({id(spec.tensors[i].tensor) in keys for i in cluster}) == 2 for cluster in ties)
-        is_left = all(part.as_left()) and not part.was_moved() and not part.image.is_outdated
+        is_left = all(part.as_left()) and not part.was_moved() and not part.blob.is_outdated
         if all(key in mine for key in keys) and is_left and not is_tied:
             part.refs = tuple(mine[key] for key in keys)  # under their new names
             kept.append(part)
@@ -406,5 +406,5 @@ def _reusable(spec: GroupSpec, known: dict[int, Part]) -> tuple[list[Part], tupl
     return kept, tuple(ref for ref in spec.tensors if id(ref.tensor) not in taken)
 
 
-def _lay_out(refs: Sequence[TensorRef]) -> ImageLayout:
+def _lay_out(refs: Sequence[TensorRef]) -> BlobLayout:
     return lay_out([ref.fqn for ref in refs], [ref.tensor.detach() for ref in refs])

@@ -12,8 +12,8 @@ import torch
 from ...base.device import plain_empty
 from ...base.layout import as_bytes, span_bytes
 from ...partition import GroupSpec
-from ...stores.base import PlacedImage
-from ...stores.files import FileImage
+from ...stores.base import PlacedBlob
+from ...stores.files import FileBlob
 from ..copies.transfer import Transfer
 from ..slots.slot import Slot, Views
 from .forms import Forms
@@ -28,7 +28,7 @@ class Residence(Enum):
     """The memory that the tensors of a group are bound to."""
 
     AT_REST = 1
-    """Views of the image on its tier."""
+    """Views of the blob on its tier."""
     ONLOADED = 2
     """Views of a slot."""
 
@@ -36,7 +36,7 @@ class Residence(Enum):
 class Group:
     """Tensors that move together. Owned by an engine, and used only under its lock.
 
-    A group has one image, and one more for each time that tensors were added to its modules (a LoRA). So the tensors that
+    A group has one blob, and one more for each time that tensors were added to its modules (a LoRA). So the tensors that
     were there before are not laid out, or written to a file, again.
     """
 
@@ -48,11 +48,11 @@ class Group:
         self.num_bytes = 0
         for part in self.parts:
             part.offset = self.num_bytes
-            self.num_bytes += part.image.layout.num_bytes
+            self.num_bytes += part.blob.layout.num_bytes
         self.holds = 0
         """The number of calls in progress that need the group."""
         self.slot: Slot[Group] | None = None
-        """The slot that the images are in, or on their way to. They stay good between calls, until the slot is taken."""
+        """The slot that the blobs are in, or on their way to. They stay good between calls, until the slot is taken."""
         self.offset = 0
         """The byte of the slot that the group begins at."""
         self.residence = Residence.AT_REST
@@ -75,19 +75,19 @@ class Group:
         self._bound: list[torch.Tensor] = []
         """The view that each tensor was bound to, while the whole group is onloaded."""
         self._recast: dict[int, torch.Tensor] = {}
-        """By index, values that a forward assigned and that do not fit the image. Kept until the next pass begins."""
+        """By index, values that a forward assigned and that do not fit the blob. Kept until the next pass begins."""
         self._needs_commit = False
-        """Whether tensors were changed and their images do not have the edits yet."""
+        """Whether tensors were changed and their blobs do not have the edits yet."""
 
     @property
     def is_in_file(self) -> bool:
         """Whether a part of the group is read from a file."""
-        return any(isinstance(part.image, FileImage) for part in self.parts)
+        return any(isinstance(part.blob, FileBlob) for part in self.parts)
 
     @property
     def detects_edits(self) -> bool:
-        """Whether a slot may be used again after users could edit the weights. See `Image.detects_edits`."""
-        return all(part.image.detects_edits for part in self.parts)
+        """Whether a slot may be used again after users could edit the weights. See `Blob.detects_edits`."""
+        return all(part.blob.detects_edits for part in self.parts)
 
     def rest(self) -> None:
         """Bind the tensors to their memory at rest."""
@@ -105,11 +105,11 @@ class Group:
         self._rest_version = self._version_sum()
 
     def _moved(self) -> list[Part]:
-        """The parts whose images rest in other memory than the tensors were bound to last."""
+        """The parts whose blobs rest in other memory than the tensors were bound to last."""
         return [
             part
             for rest, part in zip(self._rests, self.parts, strict=True)
-            if rest is not part.image.rest and not part.is_given_up
+            if rest is not part.blob.rest and not part.is_given_up
         ]
 
     def _note_rest(self) -> None:
@@ -119,7 +119,7 @@ class Group:
         self._rest_forms = Forms(self._rest_views)
 
     def onload(self, *, is_watched: bool = False) -> None:
-        """Bind the tensors to the slot, which has the images from when its ready event is reached.
+        """Bind the tensors to the slot, which has the blobs from when its ready event is reached.
 
         Args:
             is_watched: Whether a graph is recorded, which may keep views of the tensors for a while.
@@ -157,7 +157,7 @@ class Group:
         for index in self._changed():
             tensor = self._in_use()[index]
             part, place = self._places[index]
-            rest = part.image.rest[place]
+            rest = part.blob.rest[place]
             fits = same_form(tensor, rest)
             if not same_memory(tensor, self._bound[index]):
                 part.sent_generation = -1  # the slot still has the value that the forward replaced
@@ -167,13 +167,13 @@ class Group:
                 continue
             value = plain_empty(span_bytes(tensor), torch.device("cpu"))
             transfer.fetch(value, as_bytes(tensor), slot.last_use())
-            part.image.check()  # writing to a weight that rests in a file that was cut off would be a SIGBUS
+            part.blob.check()  # writing to a weight that rests in a file that was cut off would be a SIGBUS
             with torch.inference_mode(False), torch.no_grad():
                 if not torch.equal(value, as_bytes(rest)):
-                    self._needs_commit |= part.image.write(place, value)
+                    self._needs_commit |= part.blob.write(place, value)
                     num_changed += 1
         if not torch.is_inference_mode_enabled():
-            # Other images are about to overwrite the slot, also views of these weights that autograd saved past our hooks.
+            # Other blobs are about to overwrite the slot, also views of these weights that autograd saved past our hooks.
             # With another version of the weights a backward over such a view raises, and is not silently wrong.
             self.increment_versions()
         self._bound = []
@@ -221,12 +221,12 @@ class Group:
         self._rest_version = self._version_sum()
 
     def find(self, address: int) -> tuple[Part, int, int] | None:
-        """The part that this address of the slot belongs to, the index of its tensor, and the byte of its image."""
+        """The part that this address of the slot belongs to, the index of its tensor, and the byte of its blob."""
         if self.slot is None:
             return None
         at = address - self.slot.memory.data_ptr() - self.offset
         for part in self.parts:
-            if 0 <= at - part.offset < part.image.layout.num_bytes:
+            if 0 <= at - part.offset < part.blob.layout.num_bytes:
                 return part, part.index_at(at - part.offset), at - part.offset
         return None
 
@@ -248,16 +248,16 @@ class Group:
         self._needs_commit = True  # until the last part is done: an error, or an interrupt, may come in between
         try:
             for part in self.parts:
-                part.image.store.commit_edits(transfer.wait_for_copies)
-                if not part.image.detects_edits:
-                    part.sent_generation = -1  # the edit was made in the image itself, which does not know of it
+                part.blob.store.commit_edits(transfer.wait_for_copies)
+                if not part.blob.detects_edits:
+                    part.sent_generation = -1  # the edit was made in the blob itself, which does not know of it
         finally:
             self.rebind_moved()
         self._needs_commit = False
         self._rest_version = self._version_sum()
 
     def rebind_moved(self) -> None:
-        """Bind the tensors again if an image rests in other memory by now (a mapping of a new file)."""
+        """Bind the tensors again if a blob rests in other memory by now (a mapping of a new file)."""
         moved = self._moved()
         if not moved:
             return
@@ -279,12 +279,12 @@ class Group:
 
     @property
     def is_current(self) -> bool:
-        """Whether the bytes in the slot are those of the images."""
-        return all(part.sent_generation == part.image.generation and not part.image.is_outdated for part in self.parts)
+        """Whether the bytes in the slot are those of the blobs."""
+        return all(part.sent_generation == part.blob.generation and not part.blob.is_outdated for part in self.parts)
 
     @property
     def is_outdated(self) -> bool:
-        return any(part.image.is_outdated for part in self.parts)
+        return any(part.blob.is_outdated for part in self.parts)
 
     def check(self) -> None:
         """
@@ -293,7 +293,7 @@ class Group:
         """
         for part in self.parts:
             if not part.is_given_up:
-                part.image.check()
+                part.blob.check()
 
     def give_up(self) -> None:
         for part in self.parts:
@@ -307,7 +307,7 @@ class Group:
         """The tensors that are no longer bound to their memory at rest (`weight.data = ...`).
 
         None if the group has to be laid out again: a tensor has another dtype, shape or strides than its memory at rest, or
-        shares bytes of the image with others, or has no memory at rest any more, or its old value is kept elsewhere
+        shares bytes of the blob with others, or has no memory at rest any more, or its old value is kept elsewhere
         (`w.data, kept = kept, w.data`).
         """
         found = []
@@ -318,7 +318,7 @@ class Group:
                 if is_left:
                     continue
                 tensor = part.refs[index].tensor
-                place = part.image.rest[index]
+                place = part.blob.rest[index]
                 if (
                     not part.is_alone(index)
                     or part.refs[index].path
@@ -337,22 +337,22 @@ class Group:
         for part in self.parts:
             for index, is_left in enumerate(part.as_left()):
                 if not is_left:
-                    ref, view = part.refs[index], part.image.rest[index]
+                    ref, view = part.refs[index], part.blob.rest[index]
                     part.num_replaced[index] += 1
                     with torch.inference_mode(False), torch.no_grad():
                         view.copy_(ref.tensor.detach())
                     ref.tensor.data = fit_for(ref.tensor, view)
                     self._needs_commit = True
 
-    def images_at(self, offset: int) -> list[PlacedImage]:
-        """The images, placed in a slot so that the group's bytes begin at `offset`."""
-        return [PlacedImage(offset + part.offset, self.group_id, part.image) for part in self.parts]
+    def blobs_at(self, offset: int) -> list[PlacedBlob]:
+        """The blobs, placed in a slot so that the group's bytes begin at `offset`."""
+        return [PlacedBlob(offset + part.offset, self.group_id, part.blob) for part in self.parts]
 
     def was_sent(self, slot: Slot[Group], offset: int) -> None:
-        """Note that the images, as they are now, are on their way to byte `offset` of `slot`."""
+        """Note that the blobs, as they are now, are on their way to byte `offset` of `slot`."""
         self.slot, self.offset = slot, offset
         for part in self.parts:
-            part.sent_generation = part.image.generation
+            part.sent_generation = part.blob.generation
 
     def _views_of(self, slot: Slot[Group]) -> list[torch.Tensor]:
         known = slot.views.get(self)
@@ -363,10 +363,10 @@ class Group:
         return known.tensors
 
     def _views_in(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors, as views of flat uint8 memory that has the bytes of the images."""
+        """The tensors, as views of flat uint8 memory that has the bytes of the blobs."""
         views = []
         for part in self.parts:
-            views += part.image.layout.views(memory[part.offset : part.offset + part.image.layout.num_bytes])
+            views += part.blob.layout.views(memory[part.offset : part.offset + part.blob.layout.num_bytes])
         return self._fit(views)
 
     def _fit(self, views: list[torch.Tensor]) -> list[torch.Tensor]:

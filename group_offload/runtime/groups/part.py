@@ -1,4 +1,4 @@
-"""One image of a group, and the tensors whose bytes it has."""
+"""One blob of a group, and the tensors whose bytes it has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ...partition import TensorRef
-from ...stores.base import Image
+from ...stores.base import Blob
 from .tensors import same_memory, tracks_version, version_of
 from .wrapped import inner_of
 
@@ -23,12 +23,12 @@ class SharedCounter:
 
 
 class Part:
-    """One image of a group, and the tensors it holds."""
+    """One blob of a group, and the tensors it holds."""
 
     __slots__ = (
         "addresses",
+        "blob",
         "devices",
-        "image",
         "num_increments",
         "num_replaced",
         "offset",
@@ -39,27 +39,27 @@ class Part:
         "starts",
     )
 
-    def __init__(self, image: Image, refs: tuple[TensorRef, ...], devices: list[torch.device]) -> None:
-        self.image = image
+    def __init__(self, blob: Blob, refs: tuple[TensorRef, ...], devices: list[torch.device]) -> None:
+        self.blob = blob
         self.refs = refs
         self.devices = devices
         """Where each tensor was before it was offloaded."""
         self.offset = 0
-        """The byte of the group that the image begins at."""
+        """The byte of the group that the blob begins at."""
         self.follow()
         self.sent_generation = -1
-        """The generation of the image when it was sent to the group's slot."""
+        """The generation of the blob when it was sent to the group's slot."""
         self.num_increments = 0
         """How often the engine raised the tensors' versions. Edits raise them too."""
         self.shared_counters: dict[int, SharedCounter] = {}
         """By index, the counters of tensors that share one."""
         self.num_replaced: Counter[int] = Counter()
         """By index, how often a tensor's value was replaced (`weight.data = ...`)."""
-        self.starts = sorted((spec.offset, i) for i, spec in enumerate(image.layout.specs) if 0 not in spec.shape)
-        """The byte of the image that each tensor begins at, and the tensor's index."""
+        self.starts = sorted((spec.offset, i) for i, spec in enumerate(blob.layout.specs) if 0 not in spec.shape)
+        """The byte of the blob that each tensor begins at, and the tensor's index."""
 
     def index_at(self, offset: int) -> int:
-        """The index of the tensor that byte `offset` of the image belongs to."""
+        """The index of the tensor that byte `offset` of the blob belongs to."""
         return self.starts[bisect_right(self.starts, (offset, len(self.refs))) - 1][1]
 
     def has_version(self, index: int) -> bool:
@@ -75,8 +75,8 @@ class Part:
         return version - num_increments + self.num_replaced[index]
 
     def follow(self) -> None:
-        """Take over where the image rests now."""
-        self.rest = self.image.rest
+        """Take over where the blob rests now."""
+        self.rest = self.blob.rest
         """The views that the tensors are bound to at rest."""
         self.addresses = [view.data_ptr() for view in self.rest]
 
@@ -89,14 +89,14 @@ class Part:
         return not self.rest and bool(self.refs)
 
     def give_up(self) -> None:
-        """Close the image. The tensors have other memory by now."""
-        self.rest, self.addresses = [], []  # first, so that edits are not looked for in an image that is closed
-        self.image.close(forget=False)
-        self.image.rest = self.rest
+        """Close the blob. The tensors have other memory by now."""
+        self.rest, self.addresses = [], []  # first, so that edits are not looked for in a blob that is closed
+        self.blob.close(forget=False)
+        self.blob.rest = self.rest
 
     def is_alone(self, index: int) -> bool:
         """Whether no other tensor has bytes between the first and the last byte of this one."""
-        return any(extent.tensors == (index,) for extent in self.image.layout.extents)
+        return any(extent.tensors == (index,) for extent in self.blob.layout.extents)
 
     def as_left(self) -> list[bool]:
         """For each tensor, whether it is still the view at rest that it was bound to."""

@@ -1,14 +1,14 @@
-"""The device memory that images of groups land in.
+"""The device memory that blobs of groups land in.
 
 [Note: The life of a slot]
 Copies write to a slot and compute reads it, on two streams. Two events keep them apart. *ready* is recorded on the copy
-stream behind the copies of the slot's images, and compute waits for it before the first kernel that reads the slot. *last
+stream behind the copies of the slot's blobs, and compute waits for it before the first kernel that reads the slot. *last
 use* is recorded on the compute stream behind the last kernel that read the slot, and the copies of whatever takes its
 bytes next wait for it. Each event is recorded as soon as the work that it stands for was enqueued. There is one exception:
 the last use of a slot that is in no ring is recorded when it is asked for.
 
 The content of a slot stays good until something else takes its bytes. It stays good between passes too, if copies read
-other memory than the weights at rest (`Image.detects_edits`). Therefore the first groups of a pass are on their way before the
+other memory than the weights at rest (`Blob.detects_edits`). Therefore the first groups of a pass are on their way before the
 pass begins, and a group whose bytes nothing else needs is copied once.
 """
 
@@ -38,7 +38,7 @@ T = TypeVar("T", bound=Tenant)
 
 
 class Slot(Generic[T]):
-    """Device memory for the images of one run of groups. See [Note: The life of a slot]."""
+    """Device memory for the blobs of one run of groups. See [Note: The life of a slot]."""
 
     __slots__ = (
         "__weakref__",
@@ -81,7 +81,7 @@ class Slot(Generic[T]):
         self._last_use = new_event()
         self._is_recorded = True
         self.groups: list[T] = []
-        """The groups whose images are in the slot, or on their way to it."""
+        """The groups whose blobs are in the slot, or on their way to it."""
         self.unused: set[T] = set()
         """Those of `groups` that no call has needed since they were sent."""
         self.num_bytes_ahead = 0
@@ -89,7 +89,7 @@ class Slot(Generic[T]):
         self.waited_on: Stream | None = None
         """The stream that waited for `ready` last; None if none has."""
         self.last_stream: Stream | None = None
-        """The stream that used the slot last since the images were sent."""
+        """The stream that used the slot last since the blobs were sent."""
         self.views: dict[T, Views] = {}
         """Views of the slot, for groups that were in it before."""
         self.aliases: list[StorageWeakRef] = []

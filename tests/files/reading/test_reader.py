@@ -119,7 +119,7 @@ def test_figures(where: str, tier: str, tmp_path: Path) -> None:
             # What a slot still holds is not brought again; of the next pass there is what there is room for.
             least = number * file_bytes - (number - 1) * stats.peak_device_bytes
             assert least <= num_bytes <= number * file_bytes + stats.peak_device_bytes
-            # Images in a checkpoint are padded, so that tensors begin where kernels want them to.
+            # Blobs in a checkpoint are padded, so that tensors begin where kernels want them to.
             assert (0.9 if tier == "checkpoint" else 1) * num_bytes <= num_read <= num_bytes + stats.staging_bytes
             if where == "cpu" and number == 1:
                 assert num_bytes == file_bytes
