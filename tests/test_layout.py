@@ -48,3 +48,10 @@ def test_slow_tests_exist() -> None:
     for name in slow_tests():
         file, test = name.split("::")
         assert test in (TESTS / file).read_text(), f"tests/slow.txt names {name}"
+
+
+def test_running_engines_are_looked_into_at_one_place() -> None:
+    """All else goes through the public calls. (The suite of diffusers runs as a script.)"""
+    windows = {"support/inside.py", "support/diffusers_suite.py", "test_layout.py"}
+    found = {str(path.relative_to(TESTS)) for path in FILES if "handle._engine" in path.read_text()}
+    assert found <= windows

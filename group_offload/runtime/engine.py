@@ -87,7 +87,6 @@ class Engine:
         self._lookahead = LookAhead(
             self._memory,
             self.transfer,
-            self._probe.stalls,
             self.counters,
             self._files,
             use_stream=config.use_stream,

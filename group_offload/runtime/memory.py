@@ -8,7 +8,7 @@ from heapq import nlargest
 from torch import nn
 
 from ..base.compiled import is_compiled
-from ..base.device import Backend
+from ..base.device import Backend, Event
 from ..base.layout import span_bytes
 from ..config import OffloadConfig
 from ..partition import partition
@@ -250,6 +250,28 @@ class DeviceMemory:
         self._lease.pooled.append(slot)
         self._count(num_bytes)
         return slot
+
+    def occupy(self, slot: Slot[Group], run: list[Group], evicted: Sequence[Slot[Group]]) -> list[Event]:
+        """Put groups into a slot, one after another, in place of what its memory held.
+
+        Args:
+            evicted: the slots that had the same bytes of a ring.
+
+        Returns:
+            The events that copies into the slot have to wait for: the last uses of its memory.
+        """
+        after = [old.last_use() for old in evicted] if slot.is_fixed else [slot.last_use()]
+        for old in evicted:
+            self.evict(old)
+        self._stalls.collect(slot)
+        offset = 0
+        for group in run:
+            group.was_sent(slot, offset)
+            offset += group.num_bytes
+        slot.groups = run
+        slot.unused = set(run)
+        slot.waited_on = slot.last_stream = None
+        return after
 
     # ---------------------------------------------------------------- giving up
 

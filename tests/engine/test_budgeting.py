@@ -33,6 +33,7 @@ from group_offload.runtime.budget.budgeter import MARGIN_RAM_BYTES
 from group_offload.runtime.copies.reader import STAGING_BYTES
 
 from ..support import tiny_models as tiny
+from ..support.inside import engine_of, wait_until_enqueued
 from ..support.models import DIM, RoutedModel
 from ..support.on_device import exercise, forward, from_file
 from ..support.processes import run_python
@@ -104,9 +105,8 @@ def all_resident(device: SimulatedDevice, **options: Any) -> tuple[RoutedModel, 
 
 def nothing_is_foreseen(handle: OffloadHandle) -> None:
     """Else groups are given up before device memory runs out."""
-    assert handle._engine is not None
     for name in ("replan", "keep_within_budgets"):
-        setattr(handle._engine._placer, name, lambda kind: None)
+        setattr(engine_of(handle)._placer, name, lambda kind: None)
 
 
 @every_mode
@@ -157,7 +157,7 @@ def test_a_budget_for_ram(
     assert ways == {0.0: {"direct"}, 0.4: {"direct", "locked"}, 1.0: {"locked"}}[share]
     before = handle.stats()
     check(device, model, resident)
-    handle._engine.transfer.wait_until_enqueued()  # type: ignore[union-attr]
+    wait_until_enqueued(handle)
     after = handle.stats()
     read = sum(after.bytes_read[way] - before.bytes_read[way] for way in ("direct", "page cache"))
     assert read <= (1 - share) * num_bytes + after.staging_bytes if share < 1 else read == 0
@@ -315,7 +315,7 @@ def test_memory_runs_out(options: dict[str, Any], device: SimulatedDevice) -> No
     model.alive.clear()
     resident.alive.clear()
     for name in ("_replan", "_keep_within_budgets"):
-        delattr(handle._engine, name)
+        delattr(engine_of(handle)._placer, name)
     for _ in range(3):
         check(device, model, resident)
     device.free(taken)
@@ -661,8 +661,7 @@ def budget_for(num_bytes: int) -> int:
 
 
 def locked_bytes(handle: OffloadHandle) -> int:
-    assert handle._engine is not None
-    return sum(blob.layout.num_bytes for blob in handle._engine._files.blobs if blob.is_locked)
+    return sum(blob.layout.num_bytes for blob in engine_of(handle)._files.blobs if blob.is_locked)
 
 
 @pytest.mark.parametrize("where", ["checkpoint", "folder"])
@@ -807,7 +806,7 @@ def test_three_tiers_read_each_group_of_the_drive_once(
         before = handle.stats().bytes_read
         for _ in range(4):
             check(device, model, resident)
-        handle._engine.transfer.wait_until_enqueued()  # type: ignore[union-attr]
+        wait_until_enqueued(handle)
         after, details = handle.stats().bytes_read, handle.plan.details
         handle.remove()
     assert details is not None and {place.value for place in details.placements} == {"device", "ram", "file"}

@@ -30,6 +30,7 @@ from group_offload.runtime.slots import slot as slots
 from .. import interrupts
 from ..interrupts import OPERATIONS, SCENARIOS, Place, Places, Scenario, Strike, contained
 from ..support.asserts import assert_at_rest, assert_same
+from ..support.inside import engine_of
 from ..support.models import Model, inputs, make
 from ..support.processes import run_python
 from ..support.rigs import check, offload_to, run
@@ -281,8 +282,7 @@ def test_memory_that_runs_out_while_slots_are_exchanged(monkeypatch: pytest.Monk
         handle = apply_group_offloading(model, "cpu", vram_budget="1GiB")
         for _ in range(4):
             forward()
-        assert handle._engine is not None
-        memory, kept = handle._engine._memory, handle.stats().resident_bytes
+        memory, kept = engine_of(handle)._memory, handle.stats().resident_bytes
         with monkeypatch.context() as patch:
             real = memory.take
 
@@ -514,7 +514,7 @@ def test_another_model_begins_while_slots_are_laid_out_anew(monkeypatch: pytest.
             forward(one, references[0])
         assert handle.stats().resident_bytes
         before = handle.stats().onloads
-        placer: Any = handle._engine._placer
+        placer: Any = engine_of(handle)._placer
         real = placer.replan
 
         def replan(kind: Any) -> None:

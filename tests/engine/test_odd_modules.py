@@ -20,6 +20,7 @@ from group_offload import ModuleError, StateError, apply_group_offloading, remov
 from ..support.asserts import assert_at_rest, assert_same
 from ..support.models import WIDTH, Block, Model, inputs, make
 from ..support.rigs import LEVELS, TIERS, check, offload_to, run
+from ..support.simulated import SimulatedDevice, use_simulated_device
 
 every_tier = pytest.mark.parametrize("tier", TIERS)
 every_level = pytest.mark.parametrize("level", LEVELS)
@@ -282,6 +283,28 @@ def test_one_of_two_models_is_called_inside_of_the_other(tier: str, level: str, 
     handles[0].remove()
     for model, reference in zip(models, references, strict=True):
         assert_same(run(model, ids), run(reference, ids))
+
+
+def test_training_of_two_models_with_a_weight() -> None:
+    """Their passes take turns under one lock, and so do their backwards."""
+    models, references = (make(Model), make(Model, seed=1)), (make(Model), make(Model, seed=1))
+    for one, other in (models, references):
+        other.blocks[1].up.weight = one.blocks[1].up.weight
+    device = SimulatedDevice()
+    with use_simulated_device(device):
+        for model in models:
+            apply_group_offloading(model.requires_grad_(False), "cpu")
+        for _ in range(3):
+            for model, reference in zip(models, references, strict=True):
+                x, wanted = inputs().requires_grad_(), inputs().requires_grad_()
+                reference.requires_grad_(False)(wanted).sum().backward()
+                with device.running():
+                    on_device = device.put(x.detach()).requires_grad_()
+                    model(on_device).sum().backward()
+                assert on_device.grad is not None and wanted.grad is not None
+                assert_same(device.get(on_device.grad), wanted.grad)
+        for model in models:
+            remove_group_offloading(model)
 
 
 def test_weights_that_come_to_be_shared() -> None:

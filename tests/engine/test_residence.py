@@ -22,6 +22,7 @@ from group_offload.runtime.copies.transfer import Transfer
 from group_offload.stores.base import Tier
 from group_offload.stores.pinned import RamBlob, Segment
 
+from ..support.inside import engine_of
 from ..support.models import DIM, EditsItsBlocks, NormedModel, RoutedBlock, RoutedModel
 from ..support.on_device import assert_same_state, forward, offload, on_their_way
 from ..support.rigs import run
@@ -71,8 +72,7 @@ def taken_away(handle: OffloadHandle, device: SimulatedDevice, *models: Any) -> 
 
 
 def segments_of(handle: OffloadHandle) -> list[Segment]:
-    assert handle._engine is not None
-    blobs = [part.blob for group in handle._engine.groups for part in group.parts]
+    blobs = [part.blob for group in engine_of(handle).groups for part in group.parts]
     return list(dict.fromkeys(blob.store for blob in blobs if isinstance(blob, RamBlob)))
 
 
@@ -544,9 +544,8 @@ def test_device_memory_is_the_formula(options: dict[str, Any], device: Simulated
     model = RoutedModel([16, 16, 40, 16, 16, 24, 16, 16])
     handle = offload(model, **options)
     with taken_away(handle, device, model):
-        assert handle._engine is not None
         sizes: dict[int, list[int]] = {}
-        for group in handle._engine.groups:
+        for group in engine_of(handle).groups:
             if group.num_bytes:
                 sizes.setdefault(group.height, []).append(group.num_bytes)
         around = sum(sum(found) for height, found in sizes.items() if height)  # so little here that it stays

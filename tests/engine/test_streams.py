@@ -36,6 +36,7 @@ from group_offload.runtime.slots import arena
 from group_offload.runtime.slots import slot as slots
 from group_offload.stores.source import SourceFile
 
+from ..support.inside import engine_of, wait_until_enqueued
 from ..support.models import DIM, RoutedBlock, RoutedModel
 from ..support.on_device import (
     assert_reads_have_owners,
@@ -309,8 +310,7 @@ def test_slots_go_to_another_model_while_files_are_being_read(options: dict[str,
     ):
         hold_what_the_next_pass_needs(one, held)
         handles = [offload(one, **in_files), offload(two, **options)]
-        assert handles[0]._engine is not None
-        transfer = handles[0]._engine.transfer
+        transfer = engine_of(handles[0]).transfer
         for _ in range(3):
             held.open()
             outputs = [forward(device, one, x)]
@@ -336,8 +336,6 @@ def test_what_was_read_ahead_in_vain_is_given_up() -> None:
     rng = random.Random(0)
     with use_simulated_device(device), watch_file_reads(device), options_for({"in_files": True}) as options:
         handle = offload(model, **options)
-        engine = handle._engine
-        assert engine is not None
         for number in range(8):
             model.route = resident.route = rng.sample(range(8), 5)
             output, expected = forward(device, model, x), run(resident, x)
@@ -369,8 +367,7 @@ def test_an_edit_of_what_is_read_ahead(where: str) -> None:
         if where == "checkpoint":
             model, options = from_file(resident, Path(folder) / "model.safetensors"), {"offload_device": "disk"}
         handle = offload(model, **options)
-        engine = handle._engine
-        assert engine is not None
+        engine = engine_of(handle)
         for _ in range(3 if where == "folder" else 1):  # what was edited once has left the checkpoint
             for _ in range(2):  # the first one learns the order
                 assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
@@ -407,7 +404,7 @@ def test_files_are_being_read_when(end: str) -> None:
         hook = hold_what_the_next_pass_needs(model, held)
         forward(device, model, x)
         hook.remove()
-        assert handle._engine is not None and handle._engine.transfer._reader._submitted
+        assert engine_of(handle).transfer._reader._submitted
         threading.Timer(0.2, held.open).start()
         if end == "change":
             model.blocks[2] = RoutedBlock(400, counts=False)
@@ -517,13 +514,12 @@ def test_what_could_not_be_read_ahead_is_read_again() -> None:
     ):
         handle = offload(model, **options)
         forward(device, model, x)
-        assert handle._engine is not None
-        handle._engine.transfer.wait_until_enqueued()
+        wait_until_enqueued(handle)
         patch.setattr(SourceFile, "read", failing)
         for _ in range(4):
             # What is needed at once is not tried again: so all is read ahead.
             assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
-            handle._engine.transfer.wait_until_enqueued()
+            wait_until_enqueued(handle)
         assert num_reads > 12
         patch.undo()
         handle.remove()
@@ -582,8 +578,7 @@ def test_removed_right_after_a_forward(options: dict[str, Any]) -> None:
         handle = offload(model, **options)
         x = torch.randn(2, DIM)
         outputs = [forward(device, model, x) for _ in range(3)]
-        assert handle._engine is not None
-        handle._engine.transfer.wait_until_enqueued()
+        wait_until_enqueued(handle)
         assert on_their_way(device) > 0
         handle.remove()
         assert device.pinned_bytes == 0 and device.allocated_bytes == 0
@@ -604,8 +599,7 @@ def test_cut_into_groups_again_right_after_a_forward(options: dict[str, Any]) ->
         handle = offload(model, **options)
         x = torch.randn(2, DIM)
         outputs = [(forward(device, model, x), run(resident, x)) for _ in range(3)]
-        assert handle._engine is not None
-        handle._engine.transfer.wait_until_enqueued()
+        wait_until_enqueued(handle)
         assert on_their_way(device) > 0
         large = RoutedBlock(40, counts=False)
         resident.blocks[2] = copy.deepcopy(large)

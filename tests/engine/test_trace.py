@@ -15,6 +15,7 @@ import torch
 
 from group_offload import OffloadHandle, StateError, apply_group_offloading
 
+from ..support.inside import engine_of
 from ..support.models import DIM, RoutedModel, Stop, inputs, make
 from ..support.on_device import forward, offload, options_for
 from ..support.rigs import TIERS, offload_to, run
@@ -155,8 +156,7 @@ def test_timeline_on_the_cpu(tier: str, tmp_path: Path) -> None:
 
 
 def stalled(handle: OffloadHandle) -> dict[str, float]:
-    assert handle._engine is not None
-    return handle._engine.stalls.by_group()
+    return engine_of(handle).seconds_stalled
 
 
 @pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)

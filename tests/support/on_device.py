@@ -18,6 +18,7 @@ from torch import nn
 
 from group_offload import OffloadHandle, apply_group_offloading
 
+from .inside import engine_of
 from .models import DIM, RoutedModel, Stop, stay
 from .reads import late_reads, watch_file_reads
 from .rigs import run
@@ -153,8 +154,7 @@ def options_for(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def assert_reads_have_owners(handle: OffloadHandle) -> None:
     """Every read ahead has a group that waits for it; without one it would keep its part of the staging memory for good."""
-    engine = handle._engine
-    assert engine is not None
+    engine = engine_of(handle)
     engine.transfer.wait_until_enqueued()
     jobs = {ahead.job for ahead in engine._lookahead._ahead.values()}
     assert set(engine.transfer._reader._announced) <= jobs and not engine.transfer._reader._submitted

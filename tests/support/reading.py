@@ -21,6 +21,7 @@ import torch
 from group_offload import GroupFileError, apply_group_offloading
 from group_offload.base import pool
 
+from .inside import wait_until_enqueued
 from .models import DIM, RoutedModel
 from .on_device import from_file
 from .reads import watch_file_reads
@@ -99,7 +100,7 @@ class Rig:
 
     def settle(self) -> None:
         """Return once nothing is read."""
-        self.handle._engine.transfer.wait_until_enqueued()
+        wait_until_enqueued(self.handle)
 
     def expected(self) -> torch.Tensor:
         with torch.no_grad():

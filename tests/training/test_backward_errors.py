@@ -20,6 +20,7 @@ from group_offload.runtime import backward as backward_module
 
 from ..support.asserts import same_bits
 from ..support.backward import check, frozen_bits, make, offloaded
+from ..support.inside import engine_of
 from ..support.training import DIM, STEPS, Put, assert_same_bits, data, plain, train
 
 
@@ -273,7 +274,7 @@ def test_a_backward_that_breaks_off_ends_the_pass(tmp_path: Path) -> None:
                 plain(model, put)
             hook.remove()
             model.zero_grad()
-            engine = handle._engine
+            engine = engine_of(handle)
             assert engine is not None and not engine.is_running
         assert_same_bits(train(model, plain, put), expected)
         handle.remove()

@@ -17,6 +17,7 @@ from group_offload.runtime import backward as backward_module
 
 from ..support.asserts import same_bits
 from ..support.backward import LoraModel, check, make, offloaded
+from ..support.inside import engine_of
 from ..support.training import DIM, Put, assert_same_bits, data, plain, train
 
 
@@ -68,7 +69,7 @@ def test_graphs_that_are_dropped_hold_nothing(tmp_path: Path) -> None:
     model = make()
     with offloaded(model, "cpu", tmp_path) as (_, handle, put, _):
         plain(model, put)
-        engine = weakref.ref(handle._engine)  # type: ignore[arg-type]
+        engine = weakref.ref(engine_of(handle))
         gc.collect()
         gc.disable()
         try:

@@ -15,6 +15,7 @@ from group_offload.runtime.groups.trained import MAX_FROZEN_PASSES
 
 from ..support.asserts import same_bits
 from ..support.backward import check, make, offloaded
+from ..support.inside import engine_of
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.training import CHECKPOINTS, DIM, Put, assert_same_bits, data, plain, train
 
@@ -40,8 +41,7 @@ def test_nothing_is_remembered_of_steps_that_are_over(tmp_path: Path) -> None:
     model = make()
     with offloaded(model, "lazy", tmp_path, vram_budget="1GiB") as (_, handle, put, _):
         train(model, plain, put, num_steps=12)
-        assert handle._engine is not None
-        found = [len(slot.aliases) for slot in handle._engine._memory.slots]
+        found = [len(slot.aliases) for slot in engine_of(handle)._memory.slots]
         assert any(found)
         assert max(found) < 4
         handle.remove()

@@ -15,7 +15,6 @@ from ..groups.group import Group
 from ..measure.counters import Counters
 from ..memory import DeviceMemory
 from ..slots.slot import Slot
-from ..slots.stalls import Stalls
 from .schedule import Schedule, first_guess
 
 logger = logging.getLogger("group_offload")
@@ -36,7 +35,6 @@ class LookAhead:
         self,
         memory: DeviceMemory,
         transfer: Transfer,
-        stalls: Stalls,
         counters: Counters,
         files: CachedFiles,
         *,
@@ -50,7 +48,6 @@ class LookAhead:
         """
         self._memory = memory
         self._transfer = transfer
-        self._stalls = stalls
         self._counters = counters
         self._files = files
         self._use_stream = use_stream
@@ -287,19 +284,9 @@ class LookAhead:
             )
 
     def _send(self, run: list[Group], slot: Slot[Group], evicted: list[Slot[Group]]) -> None:
-        after = [old.last_use() for old in evicted] if slot.is_fixed else [slot.last_use()]
-        for old in evicted:
-            self._memory.evict(old)
-        self._stalls.collect(slot)
         job = self._take_ahead(run)
         blobs = _blobs_of(run)
-        offset = 0
-        for group in run:
-            group.was_sent(slot, offset)
-            offset += group.num_bytes
-        slot.groups = run
-        slot.unused = set(run)
-        slot.waited_on = slot.last_stream = None
+        after = self._memory.occupy(slot, run, evicted)
         self._counters.onloads += len(run)
         try:
             slot.job = self._transfer.send(blobs, slot.memory, after, slot.ready, job=job)

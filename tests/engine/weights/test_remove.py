@@ -17,6 +17,7 @@ from group_offload.runtime.groups.part import Part
 
 from ...support.asserts import assert_at_rest, assert_own_memory, assert_same
 from ...support.edits import edit_in_place
+from ...support.inside import engine_of
 from ...support.models import WIDTH, inputs
 from ...support.processes import run_python
 from ...support.rigs import LEVELS, Offload, check, offload_to, pair, run
@@ -77,7 +78,7 @@ def test_remove_that_finds_no_room_loses_nothing(offload: Offload, monkeypatch: 
         real(part)
 
     monkeypatch.setattr(engine, "materialise", materialise)
-    num_parts = sum(len(group.parts) for group in handle._engine.groups)
+    num_parts = sum(len(group.parts) for group in engine_of(handle).groups)
     for at in range(num_parts):
         check(model, reference, inputs())
         edit_in_place(model)
@@ -191,7 +192,7 @@ def test_dropped_model_is_collected(is_run: bool, offload: Offload) -> None:
     handle = offload(model)
     if is_run:
         run(model, inputs())
-    engine, weight, block = weakref.ref(handle._engine), weakref.ref(model.gain), weakref.ref(model.blocks[0])
+    engine, weight, block = weakref.ref(engine_of(handle)), weakref.ref(model.gain), weakref.ref(model.blocks[0])
     del model, handle
     gc.collect()
     assert engine() is None and weight() is None and block() is None
@@ -201,7 +202,7 @@ def test_removed_model_is_collected(offload: Offload) -> None:
     model, _ = pair()
     handle = offload(model)
     run(model, inputs())
-    engine = weakref.ref(handle._engine)
+    engine = weakref.ref(engine_of(handle))
     handle.remove()
     gc.collect()
     assert engine() is None
