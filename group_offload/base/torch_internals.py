@@ -125,6 +125,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_forward_pre_hooks": "the same",
         "_forward_pre_hooks_with_kwargs": "the same",
         "_modules": "for each pass: `named_modules()` takes longer",
+        "_non_persistent_buffers_set": "which buffers are in no file",
         "_parameters": "for each pass: `named_parameters()` takes longer",
     },
 }

@@ -314,7 +314,7 @@ def test_memory_runs_out(options: dict[str, Any], device: SimulatedDevice) -> No
     assert handle.stats().resident_bytes == 0
     model.alive.clear()
     resident.alive.clear()
-    for name in ("_replan", "_keep_within_budgets"):
+    for name in ("replan", "keep_within_budgets"):
         delattr(engine_of(handle)._placer, name)
     for _ in range(3):
         check(device, model, resident)

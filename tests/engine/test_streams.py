@@ -37,7 +37,7 @@ from group_offload.runtime.slots import slot as slots
 from group_offload.stores.source import SourceFile
 
 from ..support.inside import engine_of, wait_until_enqueued
-from ..support.models import DIM, RoutedBlock, RoutedModel
+from ..support.models import DIM, RoutedBlock, RoutedModel, Stop
 from ..support.on_device import (
     assert_reads_have_owners,
     exercise,
@@ -525,6 +525,75 @@ def test_what_could_not_be_read_ahead_is_read_again() -> None:
         handle.remove()
 
 
+def test_a_forward_that_raises_ends_the_reads_that_are_under_way() -> None:
+    """Else what was read late would be copied to memory that is somebody else's by then."""
+    device = SimulatedDevice(0, "lazy")
+    model = RoutedModel([16] * 6)
+    with (
+        use_simulated_device(device),
+        watch_file_reads(device),
+        many_frames(),
+        options_for({"in_files": True}) as options,
+        held_reads("blocks") as held,
+    ):
+        handle = offload(model, **options)
+        for _ in range(2):
+            forward(device, model, torch.randn(2, DIM))
+        reader = engine_of(handle).transfer._reader
+        late = threading.Timer(0.3, held.open)
+
+        def hold(*_: Any) -> None:
+            held.close()
+            late.start()
+
+        hook = model.blocks[0].register_forward_hook(hold)
+        model.stop_at = 1
+        try:
+            with pytest.raises(Stop):
+                forward(device, model, torch.randn(2, DIM))
+            assert not reader._submitted and not reader._announced
+        finally:
+            hook.remove()
+            late.join()
+            model.alive.clear()
+            handle.remove()
+
+
+def test_the_bytes_of_what_could_not_be_read_go_to_others() -> None:
+    """Who takes a slot's bytes next waits for its job only, although the job copied nothing there."""
+    device = SimulatedDevice(0, "lazy")
+    model = RoutedModel([16] * 2)
+
+    def failing(self: SourceFile, *args: Any, **kwargs: Any) -> bool:
+        raise GroupFileError("the drive had a moment of weakness")
+
+    with (
+        use_simulated_device(device),
+        options_for({"in_files": True}) as options,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        handle = offload(model, **options)
+        engine = engine_of(handle)
+        group = max(engine.groups, key=lambda group: group.num_bytes)
+        patch.setattr(SourceFile, "read", failing)
+        with device.running():
+            memory = device.empty(group.num_bytes).zero_()
+            used, ready = device.new_event(), device.new_event()
+            used.record(device.current_stream())
+            job = engine.transfer.send(group.blobs_at(0), memory, [used], ready)
+            assert job is not None
+            with pytest.raises(GroupFileError):
+                job.wait()
+            next_one = device.new_stream()
+            next_one.wait_event(ready)
+            with device.use_stream(next_one):
+                memory.add_(1)
+        device.synchronize()
+        patch.undo()
+        del memory
+        handle.remove()
+
+
 class Fork(nn.Module):
     """Its last block computes on another stream, and nothing inside of the pass waits for that."""
 
@@ -778,6 +847,8 @@ def everything() -> None:
             test_an_interrupt_in_the_middle_of_the_engine(options, where)
     test_what_rests_in_ram_does_not_overtake_what_is_read()
     test_what_could_not_be_read_ahead_is_read_again()
+    test_the_bytes_of_what_could_not_be_read_go_to_others()
+    test_a_forward_that_raises_ends_the_reads_that_are_under_way()
     test_slots_go_to_another_model_while_copies_to_them_are_on_their_way()
     test_files_and_pageable_ram_go_through_the_staging_buffers_in_turn()
     for options in ({}, {"record_stream": True}, {"in_files": True}):

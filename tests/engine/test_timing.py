@@ -75,7 +75,7 @@ def _value_of(path: str) -> Any:
 @contextmanager
 def offloaded(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[tuple[TimedDevice, Flux, OffloadHandle]]:
     device = TimedDevice(LINK)
-    speeds = replace(KNOWN_SPEEDS, h2d=LINK)
+    speeds = replace(KNOWN_SPEEDS, h2d=int(LINK))
     monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **kwargs: speeds)
     model = Flux()
     for module in model.modules():
@@ -385,7 +385,7 @@ def test_switching_models_costs_the_stalls_of_one_streamed_pass(monkeypatch: pyt
     """Two transformers of one class share the device, used in different steps, as in Wan 2.2."""
     total = sum(parameter.nbytes for parameter in Flux().parameters())
     device = TimedDevice(LINK)
-    speeds = replace(KNOWN_SPEEDS, h2d=LINK)
+    speeds = replace(KNOWN_SPEEDS, h2d=int(LINK))
     monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **kwargs: speeds)
     budget = total * 6 // 10
     with use_simulated_device(device):  # type: ignore[arg-type]

@@ -73,6 +73,7 @@ class LookAhead:
         """
         self.schedule = Schedule(first_guess(groups))
         self._outer = [group for group in groups if group.height and group.num_bytes]
+        self._blockers = set()
         self._wraps = wraps
 
     def recover(self, groups: Sequence[Group], *, is_whole: bool) -> None:
