@@ -1,4 +1,4 @@
-"""What a module's groups take on the device: rings that they take turns in, memory just in time, and what stays there."""
+"""The device memory of a module's groups: rings that they take turns in, slots just in time, and slots that stay."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .slots.slot import Slot
 from .slots.stalls import Stalls
 
 RESIDENT_BYTES = 8 << 20
-"""Groups that are needed around others are not worth taking turns below this size."""
+"""The size below which groups that are needed around others all stay: turns would save too little."""
 
 
 class DeviceMemory:
-    """The slots of one module, and the groups in them. Owned by an engine, and used under its lock.
+    """The slots of one module, and the groups in them. An engine owns it, and uses it under the engine's lock.
 
     Order of calls: `reside` once groups are known; `take`, then everything else, then `give_back` in each pass.
     """
@@ -41,8 +41,8 @@ class DeviceMemory:
     ) -> None:
         """
         Args:
-            just_in_time: groups inside of whose modules no other one is needed are in no ring.
-            tight: where what is in use counts for what may be on its way.
+            just_in_time: Whether groups inside of whose modules no other one is needed have slots outside of rings.
+            tight: Whether slots in use, too, limit the bytes that may be on their way.
         """
         self._backend = backend
         self._transfer = transfer
@@ -52,32 +52,32 @@ class DeviceMemory:
         self._is_tight = tight
         self._arena = arena_for(backend)
         self._lease: Lease[Group] | None = None
-        """Kept between passes, unless another module's pass takes the memory."""
+        """The lease is kept between passes, unless another module's pass takes the memory."""
         self._kept: list[Slot[Group]] = []
-        """Of groups that stay on the device, while the lease is exchanged for one of another size."""
+        """The slots of groups that stay on the device, while the lease is exchanged for one of another size."""
         self._residents: frozenset[Group] = frozenset()
         """Groups that are to stay on the device between passes."""
         self.resident_room = 0
-        """Device memory that they may take."""
+        """Device memory that groups may stay in between passes."""
         self.ring_sizes: dict[int, int] = {}
-        """For each height of groups: how much memory they take turns in."""
+        """For each height, the bytes that its groups take turns in."""
         self._largest: dict[int, int] = {}
-        """For each height: the size of the largest group that takes turns."""
+        """For each height, the size of the largest group that takes turns."""
         self.bound: dict[Group, None] = {}
         """The groups whose tensors are views of slots."""
         self.window_bytes = 0
-        """Just in time: how much may be on its way."""
+        """The bytes that may be on their way just in time."""
         self._bytes_ahead = 0
-        """Just in time: in slots with groups that no call has needed yet."""
+        """The bytes of slots just in time with groups that no call has needed yet."""
         self.next_bytes: int | None = 0
-        """Just in time: what there was no room for; None if everything that was foreseen is on its way."""
+        """The bytes just in time that there was no room for; None if all foreseen groups are on their way."""
 
     # ---------------------------------------------------------------- between passes
 
     def reside(self, residents: frozenset[Group], groups: Sequence[Group], config: OffloadConfig) -> None:
-        """Let some of these groups stay on the device, and no others; what streams takes turns in the memory that it needs.
+        """Let only `residents` of these groups stay on the device, and size the rings for the others.
 
-        What is on the device already stays there, if it is to.
+        Residents that are on the device already stay there.
         """
         self._residents = residents
         streamed = [group for group in groups if group not in residents]
@@ -103,12 +103,12 @@ class DeviceMemory:
 
     @property
     def outer_bytes(self) -> int:
-        """What groups that are needed around others take turns in."""
+        """The bytes that groups that are needed around others take turns in."""
         return sum(size for height, size in self.ring_sizes.items() if height)
 
     @property
     def held_bytes(self) -> int:
-        """Device memory that is this module's, between passes too."""
+        """Device memory that this module holds, between passes too."""
         lease = self._lease
         if lease is None or lease.memory is None:
             return 0
@@ -116,11 +116,11 @@ class DeviceMemory:
 
     @property
     def others_bytes(self) -> int:
-        """Slots of other modules, which give way."""
+        """The bytes of other modules' slots, which give way."""
         return self._arena.others_bytes(self._lease)
 
     def release(self) -> None:
-        """Give all of it up."""
+        """Give the lease up."""
         if self._lease is not None:
             self._arena.release(self._lease)
             self._lease = None
@@ -128,15 +128,15 @@ class DeviceMemory:
     # ---------------------------------------------------------------- a pass
 
     def claim(self) -> None:
-        """No other module's pass takes from here on what this one has kept, until `give_back` or `disclaim`."""
+        """Keep the lease from other modules' passes until `give_back` or `disclaim`."""
         self._arena.claim(self._lease)
 
     def disclaim(self) -> None:
-        """There was no pass after all."""
+        """Undo `claim`: there was no pass after all."""
         self._arena.disclaim(self._lease)
 
     def take(self) -> None:
-        """A pass begins: the slots are there from here on. What is in them and out of date is given up."""
+        """A pass begins: the slots exist from here on. Groups in them that are out of date are given up."""
         stream = self._backend.current_stream()
         before, counters = self._lease, self._counters
         sizes = {height: size for height, size in self.ring_sizes.items() if height or not self.is_just_in_time}
@@ -165,7 +165,7 @@ class DeviceMemory:
         self._arena.give_back(self._lease, self._backend.current_stream())
 
     def recover(self) -> None:
-        """Give all of it up, whatever state it is in: a pass failed, or was interrupted. No copy is on its way."""
+        """Give all memory up, in any state: a pass failed, or was interrupted. No copy is on its way."""
         lease, kept = self._lease, self._kept
         self.bound.clear()
         self._bytes_ahead, self.next_bytes = 0, 0
@@ -190,12 +190,12 @@ class DeviceMemory:
         return [*self._lease.pooled, *(slot for ring in self._lease.rings.values() for slot in ring.slots)]
 
     def ring(self, height: int) -> Ring[Group] | None:
-        """What groups of this height take turns in; None if they come just in time."""
+        """The ring that groups of this height take turns in; None if they come just in time."""
         assert self._lease is not None
         return self._lease.rings.get(height)
 
     def may_reside(self, group: Group) -> bool:
-        """Whether the group is to stay on the device, and there is room."""
+        """Whether the group is to stay on the device, and has room there."""
         return group in self._residents and self._counters.resident_bytes + group.num_bytes <= self.resident_room
 
     @property
@@ -213,17 +213,17 @@ class DeviceMemory:
         """Memory from the device's own allocator, for one run of groups.
 
         It belongs to the stream that computes, so that it is free again, for activations too, once compute has come to
-        where it is given back: nobody has to wait, and nothing is held longer than needed.
+        the point where it is given back: the host does not wait, and memory is held no longer than needed.
         """
         slot = self._new_slot(num_bytes)
         self._counters.pooled_bytes += num_bytes
         return slot
 
     def slot_just_in_time(self, num_bytes: int, may_evict: Callable[[Slot[Group]], bool]) -> Slot[Group] | None:
-        """Memory for what comes next, if so much more may be on its way."""
+        """Memory for the run that comes next, if `num_bytes` more may be on their way."""
         assert self._lease is not None
         for slot in [slot for slot in self._lease.pooled if slot.unused and not slot.is_resident]:
-            if may_evict(slot):  # nobody needs it any more
+            if may_evict(slot):  # no call needs the slot any more
                 self.free(slot)
         if not self.has_room_for(num_bytes):
             self.next_bytes = num_bytes
@@ -234,28 +234,28 @@ class DeviceMemory:
         return slot
 
     def has_room_for(self, num_bytes: int) -> bool:
-        """Whether so much more may be on its way, just in time. Something always is."""
+        """Whether `num_bytes` more may be on their way just in time. A run may always be, if no other one is."""
         if not self._bytes_ahead:
             return True
         if self._bytes_ahead + num_bytes > self.window_bytes:
             return False
-        # Where memory counts most, what is in use counts too.
+        # Where memory counts most, slots in use count too.
         return not self._is_tight or self._counters.pooled_bytes + num_bytes <= self.window_bytes * 3 // 2
 
     def _new_slot(self, num_bytes: int) -> Slot[Group]:
         assert self._lease is not None
         stream = self._backend.current_stream()
         slot: Slot[Group] = Slot(self._backend.empty(num_bytes), self._stalls.new_event, start=0, owner=stream)
-        slot.last_use().record(stream)  # of whatever was in that memory before
+        slot.last_use().record(stream)  # the last use of that memory's contents before
         self._lease.pooled.append(slot)
         self._count(num_bytes)
         return slot
 
     def occupy(self, slot: Slot[Group], run: list[Group], evicted: Sequence[Slot[Group]]) -> list[Event]:
-        """Put groups into a slot, one after another, in place of what its memory held.
+        """Put groups into a slot, one after another, in place of the groups that its memory held.
 
         Args:
-            evicted: the slots that had the same bytes of a ring.
+            evicted: Slots that had the same bytes of a ring.
 
         Returns:
             The events that copies into the slot have to wait for: the last uses of its memory.
@@ -276,7 +276,7 @@ class DeviceMemory:
     # ---------------------------------------------------------------- giving up
 
     def unbind(self, group: Group) -> None:
-        """Bind a group to its place at rest again, with what the forward has changed."""
+        """Bind a group to its place at rest again, with the forward's changes."""
         self.bound.pop(group, None)
         self._counters.brought_back += group.offload(self._transfer)
         if not group.is_current:
@@ -293,7 +293,7 @@ class DeviceMemory:
             self.free(slot)
 
     def is_used(self, group: Group, slot: Slot[Group]) -> None:
-        """Nobody waits for `group` to be in `slot` any more."""
+        """Strike `group` from the unused groups of `slot`: no call waits for it there any more."""
         if group in slot.unused:
             slot.unused.remove(group)
             if not slot.unused and not slot.is_fixed:
@@ -301,28 +301,28 @@ class DeviceMemory:
                 slot.num_bytes_ahead = 0
 
     def evict(self, slot: Slot[Group]) -> None:
-        """Forget what is in a slot."""
+        """Take all groups out of a slot."""
         for group in [*slot.groups]:
-            if group in self.bound:  # it was expected to be needed again at once
+            if group in self.bound:  # the group was expected to be needed again at once
                 self.unbind(group)
             self.is_used(group, slot)
         slot.evict()
 
     def is_kept(self, slot: Slot[Group]) -> bool:
-        """Whether somebody keeps views of a slot that no call holds. What is still bound, in vain, is bound to rest."""
+        """Whether views of a slot that no call holds are kept. Groups still bound to it, in vain, are bound to rest first."""
         for group in [*slot.groups]:
             if group in self.bound:
                 self.unbind(group)
         return slot.is_aliased
 
     def free(self, slot: Slot[Group]) -> None:
-        """Give up what a slot holds; its memory too, if it is of no ring."""
+        """Take all groups out of a slot, and give its memory up if it is of no ring."""
         self.evict(slot)
         assert self._lease is not None
-        if slot not in self._lease.pooled:  # of a ring, or given back already when its last group was dropped
+        if slot not in self._lease.pooled:  # the slot is of a ring, or was given back when its last group was dropped
             return
         assert slot.owner is not None
-        if slot.waited_on is None:  # nobody used it: its copy may still be on its way
+        if slot.waited_on is None:  # no call used the slot: its copy may still be on its way
             slot.owner.wait_event(slot.ready)
         self._stalls.retire(slot)
         self.next_bytes = self.next_bytes or 0
@@ -332,11 +332,11 @@ class DeviceMemory:
         else:
             self._counters.pooled_bytes -= slot.memory.numel()
         self._count(-slot.memory.numel())
-        if not slot.is_aliased:  # else it goes with the last view of it
+        if not slot.is_aliased:  # else the memory goes with the last view of it
             self._backend.free(slot.memory)
 
     def give_up_residents(self, room: int) -> None:
-        """Free device memory of groups that stay there, until they take no more than `room`. Those in use stay."""
+        """Free device memory of groups that stay there, until they take no more than `room`. Groups in use stay."""
         self.resident_room = room
         for slot in reversed(self.slots):
             if self._counters.resident_bytes <= room:
@@ -350,9 +350,9 @@ class DeviceMemory:
 
 
 def size_rings(groups: Iterable[Group], config: OffloadConfig) -> dict[int, int]:
-    """The memory that the groups of each height take turns in: room for the two largest, one where there is no stream.
+    """The bytes that the groups of each height take turns in: the two largest, or one where there is no stream.
 
-    Groups that are needed for the length of others' calls and are small in all stay where they are.
+    Groups that are needed around others all stay on the device, if their sum is small.
     """
     sizes: dict[int, list[int]] = {}
     for group in groups:
@@ -361,7 +361,7 @@ def size_rings(groups: Iterable[Group], config: OffloadConfig) -> dict[int, int]
     rings = {}
     for height, found in sorted(sizes.items()):
         largest = sorted(found, reverse=True)[: config.num_slots]
-        # Room for all of them would save nothing. Unless it was asked for, overlap is not worth that.
+        # Room for all groups would save no memory. Overlap is not worth that, unless the user asked for it.
         is_all = len(largest) == len(found) and not config.was_stream_asked_for
         rings[height] = sum(largest[:1] if is_all else largest)
         if height and config.use_stream:
@@ -370,7 +370,7 @@ def size_rings(groups: Iterable[Group], config: OffloadConfig) -> dict[int, int]
 
 
 def bytes_in_turn(root: nn.Module, config: OffloadConfig) -> int:
-    """About as much device memory as the weights of `root` need to take turns in, once it is offloaded. Nothing is touched."""
+    """The approximate bytes that weights of `root` take turns in on the device, once offloaded. No weight is touched."""
     sizes = [
         sum(span_bytes(ref.tensor) for ref in spec.tensors) for spec in partition(root, config, is_compiled).groups
     ]

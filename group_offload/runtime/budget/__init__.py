@@ -1,1 +1,1 @@
-"""How much memory passes take beside their weights, and for how long they compute."""
+"""Measurements of the memory that passes take beside weights, and of the time that they compute."""

@@ -1,14 +1,14 @@
-"""From budgets and measurements to which groups stay on the device, and which files are page-locked in RAM.
+"""The budgeter decides which groups stay on the device, and which files are page-locked in RAM.
 
 [Note: How a plan comes to be]
-When a module is offloaded, files are shared out between RAM and the drive. Nothing stays on the device yet: how much
-room activations need is not known. The first pass of a kind (a part of the model, with inputs of certain shapes) measures
-that. From then on groups stay on the device, as many as fit beside it. The first three passes also measure how long each
-group computes. The plan is made again with that, and carried out if it is 3% faster. Compute is measured again now and then:
-a device is not always as fast, and other inputs take another time.
+When a module is offloaded, files are shared out between RAM and the drive. No group stays on the device yet: the room
+that activations need is not known. The first pass of a kind (a part of the model, with inputs of certain shapes) measures
+that room. From then on as many groups stay on the device as fit beside it. The first three passes also measure how long
+each group computes. The plan is made again with these times, and carried out if it is 3% faster. Compute is measured again
+now and then: a device's speed varies, and other inputs take another time.
 
-Inputs of other shapes get room in proportion to their size, until they were measured too. If something needs more than
-was foreseen, groups are given up: before the pass if it can be foreseen, else when the device's memory runs out.
+Inputs of other shapes get room in proportion to their size, until they were measured too. If a pass needs more room than
+was measured, groups are given up: before the pass if that can be foreseen, else when the device's memory runs out.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ logger = logging.getLogger("group_offload")
 MIN_GAIN = 0.03
 """A plan that is made again is carried out if it is faster by this share."""
 NUM_TIMED = 3
-"""Passes of a kind whose compute is measured at once; what counts is the median of as many, the last ones."""
+"""The number of first passes of a kind whose compute is measured. The median of as many last ones counts."""
 TIMED_EVERY = 32
-"""Later on one pass of so many is measured, more often at first: the 4th, 8th, 16th, 32nd, 64th, 96th."""
+"""Later on one pass in this many is measured, and more often at first: the 4th, 8th, 16th, 32nd, 64th, 96th."""
 NUM_TIMED_KINDS = 8
-"""Kinds whose times are remembered."""
+"""The number of kinds whose times are remembered."""
 PASSES_UNTIL_LOOK = 32
-"""Once less was there than the budget: after so many passes the device is asked again."""
+"""If the device has had less memory than the budget, it is asked again after this many passes."""
 NUM_RECENT = 8
-"""Passes whose activations have room."""
+"""The number of last passes whose activations have room."""
 MARGIN_BYTES = 16 << 20
-"""Of device memory: the allocator rounds up."""
+"""Device memory that is left free, because the allocator rounds up."""
 MARGIN_RAM_BYTES = 64 << 20
-"""Of a RAM budget, for what Python and torch will still take."""
+"""The part of a RAM budget that Python and torch will still take."""
 _STEPS = 64
-"""Room on the device counts in steps of this share of all weights: a plan is not made again for less."""
+"""All weights are this many steps of room on the device: a change below one step makes no new plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Passes that need as much memory, and take as long, as each other."""
+    """A kind of passes: all of them need the same memory, and take the same time."""
 
     top: Hashable
     shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -82,9 +82,9 @@ class Kind:
         return [torch.Size(shape).numel() for shape, _ in self.shapes]
 
     def growth_from(self, other: Kind) -> float:
-        """How many times as much memory as passes of `other` these take for activations, at most.
+        """The largest factor by which activations of these passes may exceed those of `other`.
 
-        As often as the input that has grown most: beside a long text four times as many tokens of an image are few elements.
+        The input that has grown most counts: four times as many tokens of an image are few elements beside a long text.
         """
         if len(self.shapes) == len(other.shapes):
             return max([1.0, *(now / max(1, before) for now, before in zip(self._sizes, other._sizes, strict=True))])
@@ -92,11 +92,11 @@ class Kind:
 
 
 class _Measured:
-    """What is known about a kind of pass."""
+    """The measurements of one kind of passes."""
 
     def __init__(self) -> None:
         self.activation_bytes: int | None = None
-        """Device memory besides weights, beyond what was in use before the pass."""
+        """Device memory besides weights that a pass adds to the memory in use before it."""
         self.num_passes = 0
 
 
@@ -104,44 +104,44 @@ _budgeters: weakref.WeakSet[Budgeter] = weakref.WeakSet()
 
 
 class Budgeter:
-    """Keeps a module within its budgets. Owned by an engine, and used under its lock."""
+    """Keeps a module within its budgets. An engine owns it, and uses it under the engine's lock."""
 
     def __init__(self, backend: Backend, speeds: Callable[[], Speeds], num_slots: int) -> None:
         """
         Args:
-            speeds: asked when they are needed first.
+            speeds: Function that returns the speeds. It is called once, when they are first needed.
         """
         _budgeters.add(self)
         self._backend = backend
         self.vram: int | None = None
-        """Device memory for the whole process, as far as the device has it; None for no budget."""
+        """Device memory for the whole process, no more than the device has; None for no budget."""
         self._asked_vram: int | None = None
         self._passes_until_look = 0
         self.promised_bytes = 0
-        """RAM of the process's budget for what the module has in files."""
+        """The part of the process's RAM budget that is promised to the module's weights in files."""
         self.ram_bytes: int | None = None
-        """RAM for weights: what is in no file, and what is page-locked."""
+        """RAM for weights that are in no file, and for page-locked files."""
         self._speeds = cache(speeds)
         self.drive = DriveMeter()
-        """What passes teach about the drive."""
+        """The drive's speed, measured in passes."""
         self._num_slots = num_slots
         self._staging_bytes = 0
         self.plan: Plan | None = None
         self.groups: tuple[Group, ...] = ()
-        """Those that are planned."""
+        """The groups that the plan places."""
         self.outer_bytes = 0
         self._measured: dict[Kind, _Measured] = {}
         self._timed: dict[Kind, deque[dict[str, float]]] = {}
-        """Seconds by group in the last passes of each kind that were timed; what was timed last comes last."""
+        """Seconds by group in the last timed passes of each kind. The kind that was timed last comes last."""
         self._seconds: dict[str, float] = {}
-        """By group: how long it computes in a pass, as far as is known by now."""
+        """The seconds that each group computes in a pass, by its id, as far as they are known."""
         self._planned_seconds = 0.0
-        """All of that, as of the last time that a plan was to be made for it."""
+        """The sum of `_seconds` when it last called for a new plan."""
         self._order: tuple[Group, ...] = ()
         self._for: tuple[int | None, int] | None = None
-        """What the plan was made for: room on the device, and `_num_learnt`."""
+        """The room on the device and the `_num_learnt` that the plan was made for."""
         self._num_learnt = 0
-        """How often compute turned out to be other than it was planned for."""
+        """The number of times that compute turned out to differ from the planned seconds."""
         self._kind: Kind | None = None
         self._recent: deque[Kind] = deque(maxlen=NUM_RECENT)
         self._others = 0
@@ -162,16 +162,16 @@ class Budgeter:
         staging_bytes: int,
         too_small: Callable[[int], ConfigError | None],
     ) -> Plan | None:
-        """The module was cut into groups: what rests where, before anything is measured.
+        """Make the first plan once the module was cut into groups, before any measurement.
 
         Args:
-            vram: device memory for the whole process; None for no budget.
-            ram_bytes: for weights; None for no limit.
-            outer_bytes: device memory for groups that are needed around others.
-            too_small: is given what `vram` has to be, and says how to tell; None: then it is that.
+            vram: Device memory for the whole process; None for no budget.
+            ram_bytes: RAM for weights; None for no limit.
+            outer_bytes: Device memory for groups that are needed around others.
+            too_small: Function from the least `vram` that works to the error to raise; None: that becomes the budget.
 
         Raises:
-            ConfigError: a budget is too small.
+            ConfigError: A budget is too small.
         """
         self.plan = self._for = None
         self.groups = tuple(group for group in groups if group.num_bytes and not group.height)
@@ -191,9 +191,9 @@ class Budgeter:
                 try:
                     raise error
                 finally:
-                    del error  # it holds this frame, and so all groups: the frame must not hold it
+                    del error  # the error holds this frame, and so all groups: the frame must not hold the error
             self.vram = self._asked_vram = least + outer_bytes
-        # Half of the device is a guess, which the first pass puts right before anything stays there.
+        # Half of the budget is a guess. The first pass corrects it before any group stays on the device.
         room = None if self.vram is None else max(least, self.vram // 2)
         self.plan = make_plan(self._problem(room))
         return self.plan
@@ -201,7 +201,7 @@ class Budgeter:
     def describe(
         self, groups: Sequence[Group], order: Sequence[Group], *, outer_bytes: int, staging_bytes: int
     ) -> None:
-        """There is no budget: let the plan say how things are."""
+        """Describe in a plan where groups rest: there is no budget."""
         self.plan = None
         self.groups = tuple(group for group in groups if group.num_bytes and not group.height)
         self._order = tuple(order)
@@ -212,7 +212,7 @@ class Budgeter:
             self.plan = replace(make_plan(problem), placements=tuple(rests), prediction=simulate(problem, rests))
 
     def refresh(self) -> None:
-        """Let the plan say what it would now, if compute or the drive are not as fast as they were."""
+        """Predict the times of the plan again, if the speed of compute or of the drive has changed."""
         plan = self.plan
         if plan is None:
             return
@@ -225,7 +225,7 @@ class Budgeter:
         """A pass of `kind` begins, and `others` is the device memory that is not this module's weights.
 
         Returns:
-            Another plan, if the one there is does not fit, or is slower.
+            Another plan, if the current one does not fit, or is slower.
         """
         if self.vram != self._asked_vram:
             self._passes_until_look -= 1
@@ -239,7 +239,7 @@ class Budgeter:
         if asked == self._for or not self.groups:
             return None
         if room is not None and not self._is_measured:
-            return None  # the first pass of all measures
+            return None  # the module's first pass measures
         is_first, self._for = self._for is None, asked
         problem = self._problem(None if room is None else max(room, smallest_device_bytes(self._problem(None))))
         before = self.plan
@@ -248,7 +248,7 @@ class Budgeter:
         else:
             plan = make_plan(problem)
         self.plan = plan
-        # The first one may say what was guessed; but what stays on the device has not been carried out.
+        # The first plan may equal the guess, but its groups were not brought to stay on the device yet.
         return plan if is_first or before is None or plan.placements != before.placements else None
 
     def room_for_residents(self, kind: Kind, others: int) -> int:
@@ -263,7 +263,7 @@ class Budgeter:
         if self.vram is None:
             return None
         # Kinds that take turns (two sizes of inputs) would else bring groups there and give them up again and again.
-        # What backward finds on the device is what a forward has counted among its own.
+        # The memory that a backward finds on the device was counted among its forward's activations.
         kinds = {kind, *self._recent} if kind in self._recent else {kind}
         activations = max(map(self._activation_bytes, kinds))
         return max(0, self.vram - others - activations - MARGIN_BYTES - self.outer_bytes)
@@ -299,17 +299,17 @@ class Budgeter:
         return speeds if drive is None else replace(speeds, drive=drive)
 
     def at(self, placement: Placement) -> frozenset[Group]:
-        """The groups that the plan puts there."""
+        """The groups to which the plan gives this placement."""
         if self.plan is None:
             return frozenset()
         return frozenset(
             group for group, found in zip(self.groups, self.plan.placements, strict=True) if found is placement
         )
 
-    # ---------------------------------------------------------------- what passes teach
+    # ---------------------------------------------------------------- measurements of passes
 
     def is_timed(self, kind: Kind) -> bool:
-        """A pass of this kind begins: whether its compute is to be measured."""
+        """Whether compute is to be measured in the pass of this kind that begins."""
         measured = self._measured.setdefault(kind, _Measured())
         measured.num_passes += 1
         number = measured.num_passes
@@ -319,7 +319,7 @@ class Budgeter:
         """A pass computes from here on.
 
         Returns:
-            Whether its activations are measured for the first time: then nothing new may come to stay on the device.
+            Whether its activations are measured for the first time: then no other group may come to stay on the device.
         """
         self._kind = kind
         self._others, self._weights = others, weights
@@ -330,7 +330,7 @@ class Budgeter:
         return self._is_measuring
 
     def stop(self, weights: int, *, completed: bool) -> None:
-        """The pass ends, with so much device memory in weights."""
+        """The pass ends, and `weights` is the device memory that weights take."""
         kind, self._kind = self._kind, None
         if kind is None or not completed or self.vram is None:
             return
@@ -363,41 +363,41 @@ class Budgeter:
         self._recent.clear()
 
     def ran_out(self, kind: Kind) -> None:
-        """A pass of this kind ran out of device memory: what was measured is not enough, or others have taken some.
+        """A pass of this kind ran out of device memory: the measured room is too small, or others have taken some.
 
-        Nothing stays on the device now, and what torch held without using it was given back.
+        No group stays on the device now, and torch has given back the memory that it held without using it.
         """
         self._measured.pop(kind, None)
         self._recent.clear()
         self._look_at_device()
 
     def smaller_budget(self, given_up: int) -> int:
-        """One with which a pass that ran out of memory had not, where `given_up` bytes of groups stayed on the device."""
+        """A budget that would have sufficed for a pass that ran out while `given_up` bytes of groups stayed on the device."""
         assert self.vram is not None and self._asked_vram is not None
         if self.vram < self._asked_vram:
-            return self.vram  # the device does not have what was asked for: with that, fewer groups stay
+            return self.vram  # the device has less than was asked for: with that, fewer groups stay
         return max(self.vram - given_up, smallest_device_bytes(self._problem(None)) + self.outer_bytes)
 
     def _look_at_device(self) -> None:
-        """No budget is larger than what the device has for this process now."""
+        """Limit the budget to the memory that the device has for this process now."""
         self._passes_until_look = PASSES_UNTIL_LOOK
         if self._asked_vram is not None:
             there = self._backend.bytes_in_use() + self._backend.free_bytes()
             self.vram = min(self._asked_vram, there)
 
     def note_times(self, kind: Kind, by_group: dict[Group, float], rest: float) -> None:
-        """So long did groups compute, and everything else, in a pass of this kind."""
+        """Note the seconds of compute in a pass of this kind: those of each group, and the rest."""
         is_known = bool(self._timed) and len(next(reversed(self._timed.values()))) >= NUM_TIMED
-        # What is computed between groups (attention, at leaf level) is spread over them.
+        # Compute between groups (attention, at leaf level) is spread over the groups.
         timed = sum(by_group.values())
         factor = 1 + rest / timed if timed else 1.0
         last = self._timed.pop(kind, None) or deque(maxlen=NUM_TIMED)
         last.append({group.group_id: seconds * factor for group, seconds in by_group.items()})
-        self._timed[kind] = last  # behind all others
+        self._timed[kind] = last  # the kind timed last comes last
         while len(self._timed) > NUM_TIMED_KINDS:
             del self._timed[next(iter(self._timed))]
         for name in last[-1]:
-            # Of two the faster one: the first pass of all warms up.
+            # The faster one of two counts: the module's first pass warms up.
             self._seconds[name] = median_low(seconds[name] for seconds in last if name in seconds)
         now = sum(self._seconds.values())
         if not is_known or abs(now - self._planned_seconds) > MIN_GAIN * self._planned_seconds:
@@ -405,7 +405,7 @@ class Budgeter:
             self._num_learnt += 1
 
     def _activation_bytes(self, kind: Kind) -> int:
-        """What was measured, or what to expect of inputs of another size; 0 if nothing is known."""
+        """The measured bytes, or an estimate for inputs of another size; 0 if no kind was measured."""
         found = self._measured.get(kind)
         if found is not None and found.activation_bytes is not None:
             return found.activation_bytes
@@ -418,21 +418,21 @@ class Budgeter:
 
     @property
     def _is_measured(self) -> bool:
-        """Whether anything is known of what activations take."""
+        """Whether the activations of any kind were measured."""
         return any(measured.activation_bytes is not None for measured in self._measured.values())
 
 
 def _as_of(problem: Problem, plan: Plan) -> Plan:
-    """The same placements, with what is known by now."""
+    """The same placements, predicted with the speeds and times known by now."""
     return replace(plan, problem=problem, prediction=simulate(problem, plan.placements))
 
 
 def _plan_if_better(problem: Problem, before: Plan) -> Plan:
-    """Another plan if it is faster by `MIN_GAIN` than the one there is; else that, with what is known by now."""
+    """Another plan if it is faster than `before` by `MIN_GAIN`; else `before`, predicted with the times known by now."""
     kept = _as_of(problem, before)
     worth_it = kept.prediction.step_seconds * (1 - MIN_GAIN)
     if least_seconds(problem) >= worth_it:
-        return kept  # no search finds one
+        return kept  # no search finds a plan worth it
     plan = make_plan(problem)
     return plan if plan.placements == before.placements or plan.prediction.step_seconds <= worth_it else kept
 
@@ -444,16 +444,16 @@ def _is_read(group: Group) -> bool:
 def ram_for_weights(
     budget: Budget | None, in_ram: int, staging_bytes: int, *, stay: bool = True, turn_bytes: int = 0
 ) -> int:
-    """What a module, or a pipeline, that gets offloaded may take of RAM for weights; `in_ram` it has taken already.
+    """The RAM that a module or pipeline may take for weights when offloaded; its weights take `in_ram` bytes already.
 
     Args:
-        stay: these do. Else they get files, and give their RAM back.
-        turn_bytes: what weights from files need to take turns in, where that is RAM.
-        budget: for the whole process; None: as much as files are page-locked without anybody asking for it.
-        staging_bytes: are still to be taken from it.
+        stay: Whether those weights stay in RAM. Else they get files, and give their RAM back.
+        turn_bytes: Bytes in which weights from files take turns, where these are in RAM.
+        budget: RAM for the whole process; None: `in_ram`, and the share of RAM that files are page-locked in by default.
+        staging_bytes: RAM that the memory to read files into has still to take from the budget.
 
     Raises:
-        ConfigError: the process takes more already, without any weights in files.
+        ConfigError: The process takes more already, without any weights in files.
     """
     if budget is None:
         return in_ram + int(available_ram() * LOCKED_SHARE)
@@ -477,7 +477,7 @@ def ram_for_weights(
             f"ram_budget is {describe_bytes(budget)}, and this process needs {total}: {', '.join(needs)}. Give it that at "
             f"least."
         )
-    # Files of other modules that are offloaded: what those were promised, or have locked without a budget. What comes
-    # later may find nothing left: it is read from the drive.
+    # Files of other offloaded modules have the RAM that they were promised, or have locked without a budget. Files of
+    # later modules may find no RAM left: they are read from the drive.
     elsewhere = max(locked.num_bytes, sum(budgeter.promised_bytes for budgeter in _budgeters))
     return max(in_ram, budget - others - elsewhere)

@@ -1,4 +1,4 @@
-"""How long groups compute, as the device's own clock has it."""
+"""The stopwatch measures by the device's clock how long groups compute."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class _Times:
 
 
 class Stopwatch:
-    """Measures whole passes: how long each group computes in all its uses, and how long everything else does.
+    """Measures the compute of whole passes: the time of each group in all its uses, and the time of everything else.
 
-    The host never waits for that: a pass is read once the device is past it.
+    The host never waits for a measurement: a pass is read once the device is past it.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -34,11 +34,11 @@ class Stopwatch:
         self._now: _Times | None = None
         self._open: dict[Group, Event] = {}
         self._arrived: Event | None = None
-        """Where compute came to wait for weights."""
+        """The event at which compute came to wait for weights."""
         self._done: deque[_Times] = deque()
 
     def clear(self) -> None:
-        """Forget what was not read yet: the groups are given up."""
+        """Forget the passes that were not read yet: the groups are given up."""
         self._now = self._arrived = None
         self._open.clear()
         self._done.clear()
@@ -76,7 +76,7 @@ class Stopwatch:
             self._done.append(now)
 
     def results(self) -> list[tuple[Hashable, dict[Group, float], float]]:
-        """For each pass that is over by now, and was not given before: kind, seconds by group, and of everything else."""
+        """The kind, the seconds by group, and those of everything else, once for each pass that is over by now."""
         found = []
         while self._done:
             times = self._done[0]

@@ -1,1 +1,1 @@
-"""Which groups are needed next, and which of them are started ahead."""
+"""Foresight of the groups that are needed next, and of those that are started ahead."""

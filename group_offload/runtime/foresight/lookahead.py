@@ -1,4 +1,4 @@
-"""Starts blobs ahead of the calls that need them: what comes next, as far as there is room, or can be read."""
+"""The look-ahead starts or reads blobs ahead of the calls that need them, as far as there is room."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .schedule import Schedule, first_guess
 logger = logging.getLogger("group_offload")
 
 MAX_RUN_BYTES = 8 << 20
-"""Groups that follow one another are sent together up to this size: small ones cost the host more than the link."""
+"""Groups that follow one another are sent together up to this size: small groups cost the host more than the link."""
 _LOOK_BEYOND = 16
-"""Once there is no room for a group inside of whose modules nothing else is needed, this many more are looked at."""
+"""The number of further groups looked at once there is no room for a group whose modules contain no other group."""
 
 
 class LookAhead:
-    """Decides what is started when, and in which slot. Owned by an engine, and used under its lock.
+    """Decides which groups are started when, and in which slot. An engine owns it, and uses it under the engine's lock.
 
     Order of calls: `reset` once groups are known; `begin` in each pass, then everything else.
     """
@@ -43,8 +43,8 @@ class LookAhead:
     ) -> None:
         """
         Args:
-            use_stream: without a stream nothing is started before it is needed.
-            model: for messages.
+            use_stream: Whether there is a stream for copies. Without one no group is started before it is needed.
+            model: Name of the model in messages.
         """
         self._memory = memory
         self._transfer = transfer
@@ -54,13 +54,13 @@ class LookAhead:
         self._model = model
         self.schedule = Schedule(())
         self._wraps = False
-        """The next pass's first blobs are started in this one."""
+        """Whether the next pass's first blobs are started in this one."""
         self._outer: list[Group] = []
         """Groups inside of whose modules others are needed."""
         self._ahead: dict[Group, _Ahead] = {}
-        """What is read before there is a slot for it."""
+        """The groups that are read before there is a slot for them."""
         self._is_behind = False
-        """Something may have changed about what can be started."""
+        """Whether other groups may be startable than at the last look."""
         self._blockers: set[Group] = set()
         """The groups for whose bytes the next blob waits."""
         self._has_warned_of_alias = False
@@ -69,7 +69,7 @@ class LookAhead:
         """The module was cut into groups.
 
         Args:
-            wraps: what the next pass needs first may be started in this one.
+            wraps: Whether groups that the next pass needs first may be started in this one.
         """
         self.schedule = Schedule(first_guess(groups))
         self._outer = [group for group in groups if group.height and group.num_bytes]
@@ -80,7 +80,7 @@ class LookAhead:
         """A pass failed.
 
         Args:
-            is_whole: what was learnt about the order is in order.
+            is_whole: Whether the learnt order is intact.
         """
         self._ahead.clear()
         self._blockers = set()
@@ -96,7 +96,7 @@ class LookAhead:
         self._look()
 
     def before_call(self) -> None:
-        """What a call needs is ready: start what comes next, if there is something to start."""
+        """A call's groups are ready: start the groups that come next, if any can be started."""
         if self._memory.is_just_in_time or self._is_behind or self.schedule.is_learning:
             self._look()
 
@@ -105,7 +105,7 @@ class LookAhead:
             self._look()
 
     def was_let_go(self, group: Group) -> None:
-        """No call holds the group any more."""
+        """The last call that held the group let it go."""
         if group in self._blockers:
             self._is_behind = True
 
@@ -126,14 +126,14 @@ class LookAhead:
         self._send([group], *(found or (self._memory.pooled_slot(group.num_bytes), [])))
 
     def abandon(self) -> None:
-        """Give up what is read: nobody waits for it."""
+        """Give up all reads ahead: no call waits for them."""
         self._ahead.clear()
         self._transfer.cancel_pending()
 
     def _look(self) -> None:
-        """Start the blobs that come next, as far as there is room, or room in what is needed later.
+        """Start the blobs that come next, as far as memory is free, or holds only groups that are needed later.
 
-        What is read from files is read further ahead, as far as the staging memory reaches.
+        Groups in files are read further ahead, as far as the staging memory reaches.
         """
         if not self._use_stream:
             return
@@ -166,7 +166,7 @@ class LookAhead:
                     continue
                 run.append(group)
                 run_bytes += group.num_bytes
-            elif run and not self._memory.is_just_in_time:  # before what is there already counts as needed sooner
+            elif run and not self._memory.is_just_in_time:  # before `group` counts as needed sooner
                 self._start_run(run, walk)
                 run, run_bytes = [], 0
             walk.soon.add(group)
@@ -178,14 +178,14 @@ class LookAhead:
             self._start_run(run, walk)
 
     def _misses_others(self) -> bool:
-        """Whether a group could be onloaded though there is no room among those that take turns with most others."""
+        """Whether a resident or an outer group is missing: its room is apart from that of most groups."""
         return self._memory.misses_residents or any(group.slot is None for group in self._outer)
 
     def _may_read_ahead(self) -> bool:
         return self._files.are_read and self._transfer.has_room_ahead
 
     def _start_run(self, run: list[Group], walk: _Walk) -> None:
-        """Start to onload `run`; where no slot is free, to read it."""
+        """Start to onload `run`; where no slot is free, start to read it."""
         height = run[0].height
         if height not in walk.full:
             if self._onload_ahead(run, sum(group.num_bytes for group in run), walk.soon):
@@ -207,13 +207,13 @@ class LookAhead:
             stale = next((ahead for ahead in reversed(self._ahead.values()) if ahead not in walk.met), None)
             if stale is None:
                 return
-            self._give_up_ahead(stale.run)  # it was expected sooner than it is now
+            self._give_up_ahead(stale.run)  # the walk does not expect this run so soon any more
         ahead = _Ahead(run, self._transfer.read_ahead(reads))
         walk.met.add(ahead)
         self._ahead.update(dict.fromkeys(run, ahead))
 
     def _take_ahead(self, run: list[Group]) -> ReadJob | None:
-        """What was read of `run` so far. What is of no use for it, but has some of its groups, is given up."""
+        """The read of `run` that was started ahead, if it is good. Other reads of the run's groups are given up."""
         ahead = self._ahead.get(run[0])
         if ahead is not None and ahead.run == run and ahead.is_good:
             self._forget_ahead(ahead)
@@ -222,7 +222,7 @@ class LookAhead:
         return None
 
     def _give_up_ahead(self, run: list[Group]) -> None:
-        """Forget what was read of any group of `run`."""
+        """Give up the reads ahead of all groups of `run`."""
         for group in run:
             ahead = self._ahead.get(group)
             if ahead is not None:
@@ -239,13 +239,13 @@ class LookAhead:
         return min(MAX_RUN_BYTES, room // 8)
 
     def _onload_ahead(self, run: list[Group], num_bytes: int, soon: set[Group]) -> bool:
-        """Start the blobs of `run` in one slot. False if there is no room before something that is needed sooner goes."""
+        """Start the blobs of `run` in one slot. False if only groups that are needed sooner could make room."""
 
         def may_evict(slot: Slot[Group]) -> bool:
             if any(group.holds or group in soon for group in slot.groups):
                 self._blockers.update(slot.groups)
                 return False
-            if self._memory.is_kept(slot):  # for a moment only, if it is by frames of a call that raised
+            if self._memory.is_kept(slot):  # frames of a call that raised keep it for a moment only
                 self._is_behind = True
                 return False
             return True
@@ -262,7 +262,7 @@ class LookAhead:
         return found is not None
 
     def _is_first(self, group: Group) -> bool:
-        """Whether passes like this one begin with `group`, as far as those go that take turns with it."""
+        """Whether `group` is the first group that passes like this one need of those that take turns with it."""
         order = self.schedule.order
         return group is next((each for each in order if each.height == group.height and not self._stays(each)), None)
 
@@ -291,21 +291,21 @@ class LookAhead:
         self._counters.onloads += len(run)
         try:
             slot.job = self._transfer.send(blobs, slot.memory, after, slot.ready, job=job)
-        except EXPECTED:  # the forward may catch that, and call again
+        except EXPECTED:  # the forward may catch the error, and call again
             self._memory.free(slot)
             raise
 
 
 class _Walk:
-    """What was found out so far on a walk through what comes next."""
+    """The findings so far of a walk through the groups that come next."""
 
     def __init__(self) -> None:
         self.soon: set[Group] = set()
-        """What comes next, up to here."""
+        """The groups that come next, up to this point of the walk."""
         self.full: set[int] = set()
         """The heights of groups for which there is no room."""
         self.met: set[_Ahead] = set()
-        """What is read already, and rightly so."""
+        """The reads ahead that the walk has met, and that stay."""
 
 
 class _Ahead:
@@ -318,12 +318,12 @@ class _Ahead:
 
     @property
     def is_good(self) -> bool:
-        """Whether what was read is what would be read now."""
+        """Whether the same bytes would be read now."""
         return self._states == _states_of(self.run) and all(group.slot is None for group in self.run)
 
 
 def _states_of(run: list[Group]) -> list[tuple[int, bool, int]]:
-    """What is page-locked meanwhile is not read any more, but copied from where it is."""
+    """The states of blobs that decide how they are read: a page-locked blob is copied from its place, not read."""
     blobs = [part.blob for group in run for part in group.parts]
     return [(blob.generation, blob.is_outdated, blob.pinned_bytes) for blob in blobs]
 

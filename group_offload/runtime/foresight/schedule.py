@@ -1,4 +1,4 @@
-"""Which group will be needed next: what the last pass did, never trusted."""
+"""The schedule foresees the group that is needed next from the last pass. No code trusts it to be right."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _NUMBER = re.compile(r"\d+")
 class Schedule:
     """The order in which groups are needed, learnt in each pass for the next one like it.
 
-    A wrong guess costs a stall, never more: nothing relies on it for being right. Passes that begin at different modules
+    A wrong guess costs a stall, never more: no code relies on a guess to be right. Passes that begin at different modules
     (the whole model; only a VAE's decoder) are told apart by a key.
 
     In the first pass of a kind the order of registration is a guess, and often a wrong one inside of blocks (diffusers
-    registers a block's output projection before its attention). But blocks are alike: what followed `blocks.0.ff` in the
-    first block will follow `blocks.1.ff` in the second.
+    registers a block's output projection before its attention). But blocks are alike: the group after `blocks.0.ff` in the
+    first block foretells the group after `blocks.1.ff` in the second.
     """
 
     def __init__(self, first_guess: Sequence[Group]) -> None:
@@ -29,7 +29,7 @@ class Schedule:
         self._learnt: dict[Hashable, tuple[Group, ...]] = {}
         self._positions: dict[Hashable, dict[Group, list[int]]] = {}
         self._followed_by: dict[Hashable, Hashable] = {}
-        """By the key of a pass, that of the pass that came after the last one like it."""
+        """For the key of each pass, the key of the pass that came after the last one of that key."""
         self._key: Hashable = None
         self._order: tuple[Group, ...] = ()
         self._index: dict[Group, list[int]] = {}
@@ -41,7 +41,7 @@ class Schedule:
         """Start a pass in which only groups of `scope` can be needed.
 
         Args:
-            guess: the order to expect in the first pass of this key. Default: that of registration.
+            guess: Order to expect in the first pass of this key. The default is the order of registration.
         """
         if self._key is not None:
             self._followed_by[self._key] = key
@@ -61,16 +61,16 @@ class Schedule:
 
     @property
     def order(self) -> tuple[Group, ...]:
-        """Of the last pass, or a guess."""
+        """The order of the last pass, or a guess."""
         return self._order or self._first_guess
 
     def order_of(self, key: Hashable) -> tuple[Group, ...]:
-        """The order in which passes of this key need groups, as far as is known."""
+        """The order in which passes of this key need groups, if it is known; else a guess."""
         return self._learnt.get(key, self._first_guess)
 
     @property
     def is_learning(self) -> bool:
-        """The first pass of its kind: what is foreseen gets better with each call."""
+        """Whether this is the first pass of its kind, in which foresight gets better with each call."""
         return self._analogy is not None
 
     def observe(self, group: Group) -> None:
@@ -84,7 +84,7 @@ class Schedule:
             self._next = positions[at if at < len(positions) else 0] + 1
 
     def upcoming(self, *, wraps: bool) -> Iterator[Group]:
-        """The groups that should come next, soonest first, with repeats; with `wraps`, on into the pass that comes then."""
+        """The groups that should come next, soonest first, with repeats; with `wraps`, those of the next pass follow."""
         if self._analogy is not None:
             yield from self._analogy.after(self._seen[-1] if self._seen else None)
         order = self._order
@@ -119,9 +119,9 @@ class _Analogy:
         self._forms = {group: _form(group) for group in scope}
         self._by_form = {form: group for group, form in self._forms.items()}
         self._next_form: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
-        """For each form, what groups of that form were followed by: a form, and numbers. The latest comes first."""
+        """For each form, the forms and numbers of the groups that followed groups of that form. The latest comes first."""
         self._followers: dict[Group, Group | None] = {}
-        """What was found out already."""
+        """The followers of groups that were looked up already."""
 
     def observe(self, before: Group | None, group: Group) -> None:
         if before is None or before not in self._forms or group not in self._forms:
@@ -134,11 +134,11 @@ class _Analogy:
             return
         if step in known:
             known.remove(step)
-        known.insert(0, step)  # what was seen last is tried first
+        known.insert(0, step)  # the step seen last is tried first
         self._followers.clear()
 
     def after(self, group: Group | None) -> Iterator[Group]:
-        """What should follow `group`, as far as blocks before tell."""
+        """The groups that should follow `group`, as far as earlier blocks tell."""
         for _ in range(len(self._forms)):
             if group is None:
                 return
@@ -155,7 +155,7 @@ class _Analogy:
             return None
         form, numbers = self._forms[group]
         for next_form, step in self._next_form.get(form, ()):
-            # Numbers that both have are relative, the others (a layer's place inside a block) are what they were.
+            # Numbers that both groups have are relative, the others (a layer's place inside a block) stay the same.
             numbers_then = tuple(a + b for a, b in zip(numbers, step, strict=False)) + step[len(numbers) :]
             found = self._by_form.get((next_form, numbers_then))
             if found is not None:
@@ -176,6 +176,6 @@ def _positions(order: tuple[Group, ...]) -> dict[Group, list[int]]:
 
 
 def first_guess(groups: Iterable[Group]) -> list[Group]:
-    """The order of the first pass, foreseen: outer groups first, then each group once for each module that needs it."""
+    """A guess of the first pass's order: outer groups first, then each group once for each module that needs it."""
     order = [group for group in groups if group.num_bytes for _ in (group.modules if not group.height else (None,))]
     return sorted(order, key=lambda group: -group.height)

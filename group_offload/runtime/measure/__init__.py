@@ -1,1 +1,1 @@
-"""What passes teach: sizes, speeds, times."""
+"""Measurements taken in passes: sizes, speeds, times."""

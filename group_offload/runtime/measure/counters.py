@@ -1,4 +1,4 @@
-"""What an engine has done so far."""
+"""Counts of an engine's work."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Counters:
-    """What an engine has done so far."""
+    """Counts of an engine's work so far, and bytes that it holds."""
 
     passes: int = 0
-    """Forwards."""
+    """The number of forwards."""
     backward_passes: int = 0
     onloads: int = 0
     stalls: int = 0
@@ -18,7 +18,7 @@ class Counters:
     rebuilds: int = 0
     device_bytes: int = 0
     pooled_bytes: int = 0
-    """The part of it that is in no ring, and for one run of groups only."""
+    """The part of `device_bytes` in slots outside of rings, each for one run of groups."""
     resident_bytes: int = 0
-    """The part of it that stays between passes."""
+    """The part of `device_bytes` that stays between passes."""
     peak_device_bytes: int = 0

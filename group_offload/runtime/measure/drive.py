@@ -1,4 +1,4 @@
-"""How fast the drive is, as passes find it: what was measured once may be out of date (heat, other programs)."""
+"""The drive meter measures the drive in passes: an earlier speed may be out of date (heat, other programs)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import statistics
 from collections import deque
 
 MIN_BYTES = 64 << 20
-"""Less is too little to tell."""
+"""Fewer bytes are too few to tell a speed."""
 MIN_BUSY = 0.8
-"""Of the time of a pass: a drive that waits for slots in between is read with fewer threads than it could be."""
+"""The least busy share of a pass: a drive that waits for slots is read with fewer threads than it could be."""
 MIN_DIRECT = 0.9
-"""Of what is read: the rest comes from the page cache, much faster."""
+"""The least share of bytes from the drive: the others come from the page cache, much faster."""
 NUM_PASSES = 3
 
 
@@ -22,7 +22,7 @@ class DriveMeter:
         self._speeds: deque[float] = deque(maxlen=NUM_PASSES)
 
     def note(self, now: float, busy_seconds: float, cached_bytes: int, direct_bytes: int) -> None:
-        """A pass ended. What was read until `now`, and for how long, counts from the reader's beginning."""
+        """A pass ended at `now`. The busy seconds and the bytes count from the reader's beginning."""
         last, self._last = self._last, (now, busy_seconds, cached_bytes, direct_bytes)
         if last is None:
             return
@@ -33,5 +33,5 @@ class DriveMeter:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """None if that is not known."""
+        """The median speed, or None if no pass has measured one."""
         return statistics.median(self._speeds) if self._speeds else None

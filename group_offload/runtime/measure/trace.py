@@ -1,4 +1,4 @@
-"""A timeline of passes: when bytes were read, copied and computed with, and for which group."""
+"""The trace is a timeline of passes: reads, copies and compute of each group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class WeightTrace(Timeline):
     def __init__(self, backend: Backend, title: str) -> None:
         super().__init__(backend, title, host_lanes=(_READS,), device_lanes=(_COPIES, _COMPUTE, STALLS))
         self._open: dict[str, tuple[Event, Event]] = {}
-        """For each group in use: when compute came to wait for it, and when it went on."""
+        """For each group in use, the events at which compute came to wait for it, and went on."""
 
     def copied(self, names: Sequence[str], begun: Event, stream: Stream, num_bytes: int) -> None:
         """Copies of these groups were enqueued on `stream` behind `begun`, which `now` gave."""
@@ -30,7 +30,7 @@ class WeightTrace(Timeline):
         self._open[name] = event, event
 
     def compute_begins(self, name: str, stream: Stream) -> None:
-        """Compute on `stream` has what it waited for."""
+        """Compute on `stream` has the group that it waited for."""
         begun = self.now(stream)
         arrived = self._open.get(name, (begun, begun))[0]
         self._open[name] = arrived, begun

@@ -1,17 +1,17 @@
-"""How much device memory a pass takes besides weights."""
+"""Weighing measures the device memory that a pass takes besides weights."""
 
 from __future__ import annotations
 
 from torch import nn
 
 _NUM_WEIGHED = 64
-"""Calls of a first pass at which device memory is looked at: each takes 0.1 ms."""
+"""The number of calls of a first pass at which device memory is looked at: each look takes 0.1 ms."""
 
 
 class Weighing:
-    """What a kind of pass takes on the device besides weights, between the calls of modules.
+    """The device memory that a kind of pass takes besides weights, between the calls of modules.
 
-    Asking takes its time: so the first pass is asked at some calls, and later ones where it was most.
+    A look takes time: the first pass is looked at in some calls, and later ones in the call that took most.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Weighing:
         self._num_calls = 0
 
     def begin(self, other_bytes: int) -> None:
-        """A pass begins, and `other_bytes` are in use that are not its own."""
+        """A pass begins, and `other_bytes` in use are not the pass's."""
         if self._now:
             self.most = self._now
         self._before, self._now, self._num_calls = other_bytes, 0, 0
