@@ -1,19 +1,19 @@
-"""Backward over offloaded weights: autograd holds where a weight is, not its bytes, and those come when it asks.
+"""Backward over offloaded weights: autograd saves a reference to each weight, and its bytes come on unpacking.
 
 [Note: Backward]
-While a forward records a graph, every gate pushes saved-tensor hooks, over those that are in force already (a checkpoint's,
-activation offloading's). What autograd would save of a slot's memory, whatever view of it, becomes a `SavedWeight`: an
-blob, and a place in it. All else goes to the hooks below. So nobody but the engine ever holds memory of a slot, and a
-slot that is filled again cannot change what backward computes.
+While a forward records a graph, every gate pushes saved-tensor hooks over the hooks that are in force (a checkpoint's,
+activation offloading's). Every view of a slot that autograd would save becomes a `SavedWeight`: a blob, and a place in it.
+All other tensors go to the hooks below. So only the engine ever holds memory of a slot, and a slot that is filled again
+cannot change the results of backward.
 
 A backward pass of the engine lasts from the first time that autograd asks for a weight, or calls a module again for a
-checkpoint, until the graph task is over. A group is onloaded when it is asked for, and held until autograd has come to
-another node: everything that the node before launched is enqueued by then. Modules that a checkpoint calls again go through
-their gates as in forward, and keep their groups until the next call or node, which mostly needs them. Those inside of groups
-have gates too (`InnerGate`), because a checkpoint may be around a part of a block, and then calls that part alone. The
-schedule learns the order like that of any pass, and guesses the reverse of the forward's first.
+checkpoint, until the graph task is over. A group is onloaded when autograd asks for it, and held until autograd has come
+to another node: all work of the node before is enqueued by then. Modules that a checkpoint calls again go through their
+gates as in forward, and keep their groups until the next call or node, which mostly needs them. Modules inside of groups
+have gates too (`InnerGate`), because a checkpoint may enclose a part of a block, and then calls that part alone. The
+schedule learns the order as in any pass, and first guesses the reverse of the forward's order.
 
-Autograd tells nobody when a backward breaks off. But it holds a callback of ours for the end, and drops it either way.
+Autograd does not report that a backward breaks off. But it holds our callback for the end, and drops it either way.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .groups.part import Part
 from .passes import Passes
 
 PATIENCE_SECONDS = 3600.0
-"""How long a pass waits for one of another thread: one that waits for this one would never end."""
+"""Seconds that a pass waits for a pass of another thread. Two passes that wait for each other would never end."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -71,8 +71,8 @@ class SavedWeight:
     def __init__(self, backward: Backward, tensor: torch.Tensor, part: Part, index: int, offset: int) -> None:
         """
         Args:
-            index: of the weight among the tensors of `part`.
-            offset: bytes from the beginning of the blob to the first one of `tensor`.
+            index: Index of the weight among the tensors of `part`.
+            offset: Bytes from the beginning of the blob to the first byte of `tensor`.
         """
         self._backward = backward
         self.part, self.index, self.offset = part, index, offset
@@ -95,7 +95,7 @@ class SavedWeight:
 
 
 class _SavedWrapper:
-    """A tensor subclass around tensors of which some are weights (a quantised weight)."""
+    """A tensor subclass (a quantised weight) whose inner tensors are partly weights."""
 
     __slots__ = ("_context", "_parts", "_size", "_stride", "_type")
 
@@ -114,23 +114,23 @@ class _Task:
 
     def __init__(self, end: _End) -> None:
         self.end = weakref.ref(end)
-        """It is gone once the run is over, or broke off."""
+        """The callback for the end. It is gone once the run has ended or broken off."""
         self.node: Any = None
         self.uses: list[_Use] = []
 
 
 @dataclass(slots=True, eq=False)
 class _Use:
-    """Why a group is held."""
+    """A reason to hold a group."""
 
     group: Group
     stream: Stream
     is_call: bool
-    """A call that a checkpoint repeats needs it, and the nodes that follow will, most likely; no node has asked for it yet."""
+    """Whether only a call that a checkpoint repeats needs the group so far. The nodes that follow most likely will too."""
 
 
 class _End:
-    """What autograd calls when a run has ended, and drops in any case."""
+    """The callback that autograd calls when a run has ended, and drops in any case."""
 
     def __init__(self, backward: Backward, task: int) -> None:
         self._backward = backward
@@ -144,22 +144,23 @@ class _End:
 
 
 class Backward:
-    """What an engine does for autograd. Used from any thread; all but the hooks is done under the engine's lock."""
+    """The engine's side of autograd. Any thread may use it; all methods but the hooks run under the engine's lock."""
 
     def __init__(self, passes: Passes, backend: Backend) -> None:
         self._owner: Passes | None = passes
         self._backend = backend
         self._over = threading.Condition(passes.lock)
         self._tasks: dict[int, _Task] = passes.tasks
-        """The runs of autograd that make up the pass in progress: more than one if a checkpoint runs autograd inside."""
+        """The runs of autograd in the pass in progress. There are several if a checkpoint runs autograd inside."""
         self._thread = 0
         self._has_failed = False
 
     @property
     def _passes(self) -> Passes:
-        """
+        """The passes of the module.
+
         Raises:
-            StateError: the module is not offloaded any more.
+            StateError: The module is not offloaded any more.
         """
         if self._owner is None:
             raise StateError(
@@ -169,7 +170,7 @@ class Backward:
         return self._owner
 
     def close(self) -> None:
-        """The module is not offloaded any more. Graphs that still ask for weights are told so."""
+        """End offloading. Graphs that ask for weights later get an error."""
         self._owner = None
 
     @property
@@ -180,7 +181,7 @@ class Backward:
     # ---------------------------------------------------------------- saving
 
     def hooks(self) -> saved_tensors_hooks | None:
-        """Hooks to push around a call that records a graph; None if ours are in force."""
+        """Hooks to push around a call that records a graph. None if it records none, or our hooks are in force."""
         if not torch.is_grad_enabled() or not are_saved_tensors_hooks_enabled():
             return None
         below = hooks_in_force()
@@ -213,41 +214,42 @@ class Backward:
     # ---------------------------------------------------------------- bringing back
 
     def check(self, part: Part) -> None:
-        """
+        """Check that the part is still offloaded.
+
         Raises:
-            StateError: the engine was removed, or has given the part up.
+            StateError: The engine was removed, or has given the part up.
         """
         self._passes.group_of(part)
 
     def bring(self, saved: SavedWeight) -> torch.Tensor:
-        """The bytes of a weight, on the device, for the node that autograd is at."""
+        """The weight on the device, for autograd's current node."""
         passes = self._passes
         task = current_graph_task_id()
         if task == -1 or passes.is_in_forward(saved.pass_number):
-            # For whoever looks at a graph, or runs it inside of the forward that records it.
+            # A caller inspects the graph, or runs it inside of the forward that records it.
             return self.copy_of(saved)
         with self._locked():
             if not self.join(task):
                 return self.copy_of(saved)
-            group = passes.group_of(saved.part)  # a forward that the lock had to wait for may have cut them again
+            group = passes.group_of(saved.part)  # a forward that held the lock may have cut the groups again
             now = self._tasks[task]
             self._advance(now, (group,))
             self._use(now, group, is_call=False)
             if torch.is_grad_enabled():
-                return self.copy_of(saved)  # the graph of this backward may keep it for longer than the slot
+                return self.copy_of(saved)  # the graph of this backward may outlive the slot's bytes
             assert group.slot is not None
             start = group.offset + saved.part.offset + saved.offset
             return view_of(group.slot.memory, start, saved.dtype, saved.size, saved.stride)
 
     def copy_of(self, saved: SavedWeight) -> torch.Tensor:
-        """A saved weight in memory of its own, on the device."""
+        """A copy of a saved weight in new memory on the device."""
         source = _bytes_at_rest(saved)
         memory = self._backend.empty(source.numel())
         self._backend.copy(memory, source, self._backend.current_stream(), blocking=True)
         return view_of(memory, 0, saved.dtype, saved.size, saved.stride)
 
     def begin_call(self, groups: Sequence[Group]) -> None:
-        """A gate's call begins. In a run of autograd it is part of the backward pass; else it comes after that."""
+        """Begin a gate's call. Inside a run of autograd it joins the backward pass; else it waits until that is over."""
         task = current_graph_task_id()
         if task == -1:
             if self._tasks:
@@ -260,15 +262,15 @@ class Backward:
                 self._use(now, group, is_call=True)
 
     def settle(self) -> None:
-        """Let a backward in another thread end, and end one that broke off."""
+        """Wait for a backward in another thread to end, and end a backward that broke off."""
         if current_graph_task_id() == -1:
             self._wait_until_over()
 
     def join(self, task: int) -> bool:
-        """Make a run of autograd part of the backward pass, which begins if there is none.
+        """Make a run of autograd part of the backward pass. The first run begins that pass.
 
         Returns:
-            False in the middle of a forward: that pass goes on.
+            Whether the run is part of a backward pass. False in the middle of a forward, whose pass goes on.
         """
         if task in self._tasks:
             return True
@@ -287,7 +289,7 @@ class Backward:
         return True
 
     def leave(self, task: int, *, completed: bool) -> None:
-        """A run of autograd is over."""
+        """End a run of autograd. The last run ends the backward pass."""
         if task not in self._tasks:
             return
         with self._passes.lock:
@@ -304,7 +306,7 @@ class Backward:
             self._over.notify_all()
 
     def _advance(self, now: _Task, groups: Sequence[Group]) -> None:
-        """Let go of what the node before has used, except for `groups`, which are needed next."""
+        """Release the groups of the previous node once autograd is at another, except `groups`, which are needed next."""
         node = current_autograd_node()
         if node is not now.node:
             now.node = node
@@ -331,7 +333,7 @@ class Backward:
             self._passes.release(use.group, use.stream)
 
     def _wait_until_over(self) -> None:
-        """Let another thread's backward end. One that broke off is ended here."""
+        """Wait for another thread's backward to end. A backward that broke off is ended here."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while self._tasks:
             for task, each in [*self._tasks.items()]:
@@ -359,7 +361,7 @@ class Backward:
 
 
 def _bytes_at_rest(saved: SavedWeight) -> torch.Tensor:
-    """What a saved view spans, as it is at rest (flat uint8)."""
+    """The bytes at rest that a saved view spans (flat uint8)."""
     blob = saved.part.blob
     rest = blob.rest[saved.index]
     start = saved.offset - blob.layout.specs[saved.index].offset

@@ -2,11 +2,10 @@
 
 [Note: Interrupts]
 Ctrl-C raises between any two steps of the engine's own code, also where a call ends and is taken off the list of calls.
-So no list and no flag is trusted to say that a call goes on. A call goes on as long as its frame is on the stack. The rest
-follows the same rule: `Engine._is_whole` is false wherever the engine is in the middle of something, and becomes true only
-at its end. A pass that ends while it is false, or in which anything was raised, ends with `Engine._recover`. That method
-trusts nothing but the weights and their blobs: what is on the device or on its way there is given up. If it is interrupted
-itself, whoever comes next begins it again.
+So no list and no flag is trusted to say that a call goes on: a call goes on as long as its frame is on the stack. Likewise
+the state of `Passes` is UNKNOWN during each step of the engine, and becomes another only at the end of the step. A pass that
+ends in that state, or in which an exception was raised, ends with `Passes.recover`. That method trusts only the weights and
+their blobs: bytes on the device or on their way there are given up. If it is interrupted, the next pass begins it again.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 
 EXPECTED = (GroupOffloadError, torch.OutOfMemoryError)
-"""What is raised on purpose, where everything is in order: a forward may catch it, and go on."""
+"""Exceptions that the engine raises on purpose, in an orderly state: a forward may catch them, and go on."""
 
 
 class Call:
@@ -38,17 +37,17 @@ class Call:
     def __init__(self, module: nn.Module, frame: FrameType) -> None:
         """
         Args:
-            frame: is on the stack for as long as the call lasts.
+            frame: Frame that is on the stack for as long as the call lasts.
         """
         self.module = module
         self.groups: list[Group] = []
-        """Those that it holds."""
+        """The groups that the call holds."""
         self.is_complete = False
-        """Nothing was raised in it."""
-        self._frame = id(frame)  # the frame itself would keep all that the call was given
+        """Whether the call returned and raised no exception."""
+        self._frame = id(frame)  # the frame itself would keep the call's arguments alive
 
     def is_on_stack(self) -> bool:
-        """Whether it is in progress. The thread that began it asks."""
+        """Whether the call is in progress. Only the thread that began the call may ask."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if id(frame) == self._frame:

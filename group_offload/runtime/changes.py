@@ -1,4 +1,4 @@
-"""What users did to a module since its last pass: modules and weights that were edited, replaced, added or taken away."""
+"""Changes of a module since its last pass: modules and weights that were edited, replaced, added or taken away."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _tables = itemgetter("_modules", "_parameters", "_buffers")
 
 @dataclass(slots=True, eq=False)
 class Seen:
-    """What a module consisted of when it was cut into groups."""
+    """The contents of a module when it was cut into groups."""
 
     children: tuple[nn.Module, ...]
     members: tuple[tuple[Any, ...], ...]
-    """What was in each of its tables."""
+    """The values of each of the module's tables."""
     names: dict[str, Any]
     call: Any
 
     @classmethod
     def of(cls, module: nn.Module) -> Seen:
-        if isinstance(module, torch.jit.ScriptModule):  # torch does not let its tables be changed
+        if isinstance(module, torch.jit.ScriptModule):  # torch forbids changes of its tables
             return cls(children=(), members=(), names={}, call=None)
         return cls(
             children=tuple(child for child in module._modules.values() if child is not None),
@@ -47,9 +47,9 @@ class Seen:
 
 
 class Watch:
-    """What calls of one module and of those inside it can need, and whether modules and weights still are what they were.
+    """The groups that calls under one module can need, and tests whether modules and weights are still the same.
 
-    It is asked at the beginning of every pass, about every module and weight: so all that C code can loop over is flat.
+    Every pass begins with these tests of every module and weight: so the data is flat, for loops in C code.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class Watch:
     ) -> None:
         """
         Args:
-            groups_of: what calls of modules with gates need.
-            is_cut_by_calls: it counts for every module, not only for those with gates, whether it is compiled.
+            groups_of: Groups that calls of modules with gates need.
+            is_cut_by_calls: Whether a compiled call counts as a change on every module, and not only on those with gates.
         """
         scope: dict[Group, None] = {}
         inside: dict[nn.Module, None] = {}
@@ -94,7 +94,7 @@ class Watch:
         self.expect_tensors()
 
     def has_same_modules(self) -> bool:
-        # The tables are looked up each time: somebody may put another one in the place of one of them.
+        # The tables are looked up each time: users may replace a whole table.
         tables = [*chain.from_iterable(map(_tables, self._modules))]
         return (
             tuple(map(len, tables)) == self._sizes
@@ -112,12 +112,12 @@ class Watch:
         )
 
     def expect_tensors(self) -> None:
-        """Take the places where tensors rest now for those where they belong."""
+        """Note the present addresses at rest as the expected ones."""
         self._addresses = [address for group in self._groups for address in group.rest_addresses]
 
 
 class Changes:
-    """Finds out what was changed about a module between passes, and commits it. Owned by an engine, used under its lock.
+    """Finds and commits changes of a module between passes. An engine owns it, and uses it under its lock.
 
     Order of calls: `expect` once the module was cut into groups; `notice` before each forward, `settle` before each use of
     weights that are at rest; `invalidate` before the module is cut again.
@@ -126,7 +126,7 @@ class Changes:
     def __init__(self, transfer: Transfer, publish: Callable[[], None]) -> None:
         """
         Args:
-            publish: is called once weights in group files were edited, and rest in other files.
+            publish: Function that is called once edited weights of group files rest in other files.
         """
         self._transfer = transfer
         self._publish = publish
@@ -136,7 +136,7 @@ class Changes:
         self._watches: dict[nn.Module, Watch] = {}
         self._checks_all_calls = False
         self._is_known = False
-        """Whether groups and gates are what the module was last found to need: nothing broke in between."""
+        """Whether groups and gates fit the module as last seen. False after an exception on the way there."""
 
     def expect(
         self,
@@ -146,11 +146,11 @@ class Changes:
         *,
         checks_all_calls: bool,
     ) -> None:
-        """The module is what it was cut into groups for.
+        """Take the module as it is now for the one that the groups were cut from.
 
         Args:
-            groups_of: the groups that calls of modules with gates need.
-            checks_all_calls: whether it counts for every module if it is compiled, and not only for those with gates.
+            groups_of: Groups that calls of modules with gates need.
+            checks_all_calls: Whether a compiled call counts as a change on every module, not only on those with gates.
         """
         self._groups, self._groups_of, self._watches = tuple(groups), groups_of, {}
         self._seen = {module: Seen.of(module) for module in root.modules()}
@@ -158,26 +158,26 @@ class Changes:
         self._is_known = True
 
     def invalidate(self) -> None:
-        """What the module consists of is not known until `expect`."""
+        """Let `notice` find that the module has to be cut again, until the next `expect`."""
         self._is_known = False
 
     def clear(self) -> None:
-        """The groups are given up."""
+        """Forget the module and its groups."""
         self.invalidate()
         self._groups, self._groups_of, self._seen, self._watches = (), {}, {}, {}
 
     def recover(self) -> None:
-        """A pass failed: weights may be bound to other places at rest than before."""
+        """Forget the expected addresses after a pass that failed: its weights may be bound to other places at rest."""
         self._watches = {}
 
     def notice(self, top: nn.Module) -> set[Group] | None:
-        """Commit what happened to the weights under `top` since they were left at rest.
+        """Commit changes of the weights under `top` since they were left at rest.
 
         Returns:
             The groups that calls under `top` can need; None if the module has to be cut into groups again.
 
         Raises:
-            GroupFileError: a file was changed by another program, or a new one cannot be written. No weight is lost.
+            GroupFileError: A file was changed by another program, or a new one cannot be written. No weight is lost.
         """
         if not self._is_known:
             return None
@@ -198,7 +198,7 @@ class Changes:
             found = [store.commit_edits(self._transfer.wait_for_copies) for store in watch.stores]
             was_edited = any(found)
         finally:
-            if was_edited:  # or one could not take them up: others before it may rest in other files by now
+            if was_edited:  # also if one store raised: weights of the stores before it may rest in other files by now
                 for group in watch.scope:
                     group.rebind_moved()
                 watch.expect_tensors()
@@ -209,14 +209,14 @@ class Changes:
         return watch.scope
 
     def settle(self, group: Group, *, binds: bool) -> None:
-        """Commit what happened to one group's weights at rest in the middle of a pass.
+        """Commit changes of one group's weights at rest in the middle of a pass.
 
         Args:
-            binds: whether a module's call needs the group. (Backward computes with what its forward had, which the blob
-                holds still, also if a weight was replaced since.)
+            binds: Whether a module's call needs the group. (Backward computes with the values of its forward, which the
+                blob still holds after a weight was replaced.)
 
         Raises:
-            StateError: a weight was replaced by a value that does not fit into its place.
+            StateError: A weight was replaced by a value that does not fit into its place.
         """
         was_replaced = group.was_replaced()
         if was_replaced and binds and not self._commit_replacements([group]):
@@ -228,7 +228,7 @@ class Changes:
             group.commit_edits(self._transfer)
 
     def _commit_replacements(self, groups: list[Group]) -> bool:
-        """Commit values that were put in place of views at rest. False if groups have to be laid out again for that."""
+        """Commit values that replaced views at rest. Returns False if groups have to be laid out again for that."""
         replaced: list[torch.Tensor] = []
         for group in groups:
             group.check()
@@ -237,7 +237,7 @@ class Changes:
                 return False
             replaced += found
         if replaced:
-            # A value that was tied, or swapped, shares memory with a place at rest: writing there would change that weight.
+            # A tied or swapped value shares memory with another weight's place at rest: a write there would change that weight.
             at_rest = [view for group in self._groups for part in group.parts for view in part.blob.rest]
             clusters = overlapping([tensor.detach() for tensor in replaced] + at_rest)
             if any(cluster[0] < len(replaced) and len(cluster) > 1 for cluster in clusters):

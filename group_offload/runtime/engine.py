@@ -1,6 +1,6 @@
 """Offloads one module: assembles the parts that run it, cuts it into groups again when it changes, and gives it back.
 
-What happens in a forward stands in passes.py.
+The steps of a forward stand in passes.py.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from .placer import Placer
 from .probe import Probe
 
 _MOST_REBUILDS = 3
-"""Before a pass: more only if another thread goes on changing the module meanwhile."""
+"""Most rebuilds before a pass. More can be needed only if another thread goes on changing the module."""
 
 
 class Engine:
     """The runtime of one offloaded module. Thread-safe: passes of several threads take turns."""
 
     def __init__(self, root: nn.Module, config: OffloadConfig) -> None:
-        """Assemble the parts. The module itself is touched by `start`.
+        """Assemble the parts. Only `start` touches the module itself.
 
         Raises:
-            StateError: models that share weights with `root` cannot take turns with it.
+            StateError: Models that share weights with `root` cannot take turns with it.
         """
         self.root = root
         self.config = config
@@ -63,11 +63,11 @@ class Engine:
         self.transfer = Transfer(
             backend,
             use_stream=config.use_stream,
-            # Without a stream a copy is as asynchronous as it was asked to be.
+            # Without a stream, `non_blocking` decides whether copies block the host.
             blocking=not config.use_stream and not config.non_blocking,
         )
         self._probe = Probe(backend)
-        # At leaf level least memory counts, and layers are small enough for torch's allocator to fit them in anywhere.
+        # Leaf level is for least memory, and torch's allocator finds room for its small layers anywhere.
         is_leaf_level = config.offload_type is OffloadType.LEAF_LEVEL
         is_just_in_time = config.record_stream or (is_leaf_level and config.use_stream)
         is_tight = is_just_in_time and not config.record_stream
@@ -120,19 +120,19 @@ class Engine:
         self._backward = Backward(self._passes, backend)
         self._gates = Gates(root, config, self._passes, self._backward, self._placer)
         self.lock = self._passes.lock
-        """Held for the length of a pass."""
+        """The lock that a pass holds for its length."""
 
     def start(self, casts: Mapping[int, torch.dtype]) -> None:
-        """Offload the module. Call `remove` if that raises, whatever it is: some may be done.
+        """Offload the module. Callers call `remove` if this raises anything: a part may be done.
 
         Args:
-            casts: the dtypes that parameters and buffers get, by `id`.
+            casts: New dtypes of parameters and buffers, by `id` of the tensor.
         """
         with self.lock:
             self._build(casts)
 
     def refresh(self) -> None:
-        """Commit what was changed since the last pass now, not at the next one."""
+        """Commit changes since the last pass now, and not at the next pass."""
         with self.lock:
             self._backward.settle()
             self._passes.forget_interrupted_calls()
@@ -143,16 +143,16 @@ class Engine:
                 if self._changes.notice(self.root) is None:
                     self._rebuild_for(self.root)
             except BaseException:
-                self._passes.recover()  # now: weights that are edited from here on have to be where edits are looked for
+                self._passes.recover()  # now, because later edits must go to memory in which edits are detected
                 raise
             self._memory.disclaim()
             self._passes.stay_clean()
 
     def remove(self) -> None:
-        """Give every tensor memory of its own again, where it was before, and take the gates away.
+        """Move every tensor back into separate memory on the device where it was before, and take the gates away.
 
-        Where there is no room for that it raises in between, and loses nothing: what has memory of its own keeps it, the
-        next forward takes it up again, and `remove()` goes on with the rest.
+        The method raises midway if memory runs out, and no weight is lost: tensors moved so far stay as they are, the
+        next forward offloads them again, and another `remove()` goes on with the rest.
         """
         with self.lock:
             self._backward.settle()
@@ -164,7 +164,7 @@ class Engine:
             self._passes.begin_clean()
             self._lookahead.abandon()
             self._memory.release()
-            self._changes.invalidate()  # weights that have memory of their own by then are taken up by the next forward
+            self._changes.invalidate()  # the next forward then offloads weights again that were moved out
             self._give_up_blobs()
             self._trained.give_back()
             if self._folder is not None:
@@ -174,7 +174,7 @@ class Engine:
             self._gates.clear()
             self._changes.clear()
             self._probe.stopwatch.clear()
-            # What maps files goes at once, and not when Python's collector comes: until then it counts as RAM in use.
+            # Mapped files are dropped now, and not by Python's collector later: until then they count as RAM in use.
             self.groups, self._refs = (), ()
             self._passes.set_groups((), self._gates.needs)
             self._lookahead.reset((), wraps=False)
@@ -185,7 +185,7 @@ class Engine:
             turns.leave(self._passes)
 
     def _give_up_blobs(self) -> None:
-        """Give tensors memory of their own, group by group: what their blobs took is given back meanwhile."""
+        """Move tensors into separate memory, group by group: each group's blobs are freed before the next group."""
         for group in self.groups:
             group.check()
         for group in self.groups:
@@ -214,7 +214,7 @@ class Engine:
 
     @property
     def seconds_stalled(self) -> dict[str, float]:
-        """How long compute waited, for each group that it waited for."""
+        """Seconds that compute waited, by the group that it waited for."""
         return self._probe.stalls.by_group()
 
     @property
@@ -224,7 +224,7 @@ class Engine:
 
     @property
     def trainable_bytes(self) -> int:
-        """Device memory of parameters that are trained: they stay there."""
+        """Device memory of parameters that are trained, which stay on the device."""
         return self._trained.num_bytes
 
     def current_plan(self) -> Plan | None:
@@ -234,7 +234,7 @@ class Engine:
     # ---------------------------------------------------------------- before a forward
 
     def _prepare(self, top: nn.Module, kind: Kind) -> set[Group]:
-        """Commit what changed about the module, and make it ready for gradients if this forward records them.
+        """Commit changes of the module, and make it ready for gradients if this forward records a graph.
 
         Returns:
             The groups that calls under `top` can need.
@@ -255,7 +255,7 @@ class Engine:
         return self._rebuild_for(top) if scope is None else scope
 
     def _rebuild_for(self, top: nn.Module) -> set[Group]:
-        # Blobs that the first one keeps may turn out to be edited: then the second one makes them again.
+        # Blobs that the first rebuild keeps may turn out to be edited: the second rebuild then makes them again.
         for _ in range(_MOST_REBUILDS):
             self._rebuild()
             scope = self._changes.notice(top)
@@ -299,16 +299,16 @@ class Engine:
         with torch.no_grad():
             for tensor in (*self.root.parameters(), *self.root.buffers()):
                 if is_lazy(tensor) and tensor.data.device != self._passes.device:
-                    tensor.data = tensor.to(self._passes.device)  # where it will get its shape
+                    tensor.data = tensor.to(self._passes.device)  # a lazy tensor gets its shape there
         if self._gates.records_graphs:
             share_counters(self.groups)
-        # The next pass's first groups are started at the end of a pass, if edits in between are found, and if that does
-        # not hold up the thread: what goes through staging buffers of pageable memory does.
+        # The end of a pass starts the first groups of the next one, if edits in between are detected, and if the copies
+        # do not hold up the thread: copies of pageable memory through staging buffers do.
         wraps = all(part.blob.detects_edits and part.blob.tier is not Tier.PAGEABLE for part in parts)
         self._lookahead.reset(self.groups, wraps=wraps and self.config.use_stream)
         self._placer.place(self.groups, is_first=not before)
         self._publish_manifest()
-        # Only now: until the manifest names the new files, the old ones have to be there.
+        # Old files are closed only now: they have to exist until the manifest names the new ones.
         in_use = {*parts}
         for group in before:
             for part in group.parts:

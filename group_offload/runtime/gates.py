@@ -1,7 +1,7 @@
 """Where the engine steps in: around the calls of the modules that need a group.
 
 [Note: Gates and torch.compile]
-A gate is put where `Module.__call__` looks for a compiled call (`_compiled_call_impl`). So it lies around everything:
+A gate is put where `Module.__call__` looks for a compiled call (`_compiled_call_impl`). So the gate encloses everything:
 the module's other hooks, its compiled code if it has any, and exceptions of every kind, Ctrl-C included. A graph that a
 module compiles for itself (`block.compile()`) never contains its gate, which is why `fullgraph=True` holds and equal
 blocks share their code.
@@ -11,9 +11,9 @@ Dynamo inlines `__call__`, gate included, if the module has forward hooks, and l
 with a gate also has a forward pre-hook, and whichever of the two is traced first gives the whole frame back to Python
 (`torch._dynamo.skip_frame`). The frames below, the blocks' own forwards, are then compiled one by one, and shared.
 
-`torch.compiler.is_compiling` is true in all threads while one of them compiles: another one's forward must not go past its
-gates meanwhile. So dynamo is asked about itself (`is_dynamo_compiling` is a constant in what it traces, and false in what
-runs). An export (`torch.export`) runs Python, with fake tensors, which no gate can bring anything for.
+`torch.compiler.is_compiling` is true in all threads while one of them compiles, but the forward of another thread must not
+skip its gates meanwhile. So gates test `is_dynamo_compiling`, which is a constant in code that dynamo traces, and false in
+code that runs. An export (`torch.export`) runs Python with fake tensors, for which no gate can onload a weight.
 """
 
 from __future__ import annotations
@@ -55,42 +55,42 @@ HANDLE = "_group_offload_handle"
 
 
 class Gate(Around):
-    """Stands around one module's call: onloads the groups that it needs before, lets go of them after."""
+    """Encloses one module's call: onloads the groups that the call needs before it, and releases them after it."""
 
     def __init__(self, gates: Gates, module: nn.Module, *, is_root: bool) -> None:
         self.module = module
         self.is_root = is_root
         self.groups: tuple[Group, ...] = ()
-        """What the call needs; what is needed longest comes first."""
+        """The groups that the call needs. The group that is needed longest comes first."""
         self._gates = gates
         self.compiled = module.__dict__.get(COMPILED_CALL)
         self.was_bypassed = False
-        """A call is in progress that went past the gate: a forward hook will end it."""
+        """Whether a call that bypassed the gate is in progress. A forward hook will end it."""
         self._bypassing: Call | None = None
-        """That call."""
+        """The call that bypassed the gate."""
         self._pushed: saved_tensors_hooks | None = None
-        """In such a call."""
+        """The saved-tensor hooks pushed for the call that bypassed the gate."""
 
     def install(self) -> None:
         module = self.module
         if isinstance(module, torch.jit.ScriptModule):
-            pass  # it takes no hooks, and no compiler looks into it
+            pass  # a ScriptModule takes no hooks, and no compiler looks into it
         elif self.compiled is not None and not self.is_root:
             module.register_forward_pre_hook(_allow_trace)
         else:
             module.register_forward_pre_hook(_refuse_trace, with_kwargs=True)
         if self.is_root and not isinstance(module, torch.jit.ScriptModule):
             module.register_forward_hook(_leave_bypassed, always_call=True)
-        module.__dict__[COMPILED_CALL] = self  # what a traced module is asked to set, it sets elsewhere
+        module.__dict__[COMPILED_CALL] = self  # `setattr` on a traced module would store it elsewhere
 
     def uninstall(self) -> None:
-        """Take away what `install` has put there, however far it came. Repeated calls do nothing."""
+        """Undo `install`, also one that was interrupted. Repeated calls do nothing."""
         module = self.module
         for hooks, flags in (
             (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
             (module._forward_hooks, module._forward_hooks_always_called),
         ):
-            # They are known by their functions: an interrupt may come before anybody could note their handles.
+            # Our hooks are known by their functions: an interrupt may come before their handles could be stored.
             for key in [key for key, hook in hooks.items() if any(hook is ours for ours in _OURS)]:
                 del hooks[key]
                 flags.pop(key, None)
@@ -104,14 +104,14 @@ class Gate(Around):
         if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors()):
             torch._dynamo.skip_frame("group_offload onloads weights between the calls in this frame")
             return self.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-        # Whatever compiler watches this thread has no business in the engine's own Python, and no selective checkpoint.
+        # Compilers and selective checkpoints that watch this thread must not see the engine's own Python.
         passes = self._gates.passes
         compiler = set_eval_frame(None)
         modes = selective.hide()
         try:
             if passes.runs_elsewhere:
                 passes.wait_for_turn(self.module)
-            with passes.lock:  # and not by acquire() and release(): Ctrl-C may come between the two
+            with passes.lock:  # not acquire() and try: Ctrl-C may come between the two
                 if not passes.is_removed:
                     try:
                         return self._run(compiler, modes, args, kwargs)
@@ -120,7 +120,7 @@ class Gate(Around):
         finally:
             selective.show(modes)
             set_eval_frame(compiler)
-        # It waited for its turn, and the module is itself again.
+        # The module was given back while this call waited for its turn.
         is_left = self.module.__dict__.get(COMPILED_CALL) is self
         return (self.compiled or self.module._call_impl)(*args, **kwargs) if is_left else self.module(*args, **kwargs)
 
@@ -128,7 +128,7 @@ class Gate(Around):
         gates, backward, passes = self._gates, self._gates.backward, self._gates.passes
         this = Call(self.module, sys._getframe())
         try:
-            if self.was_bypassed:  # by this thread, and then interrupted
+            if self.was_bypassed:  # this thread's bypassed call was interrupted
                 self.leave_bypassed()
             backward.begin_call(self.groups)
             passes.begin_call(this, args, kwargs)
@@ -158,7 +158,7 @@ class Gate(Around):
         return self._gates.move_inputs(args, kwargs)
 
     def __bool__(self) -> bool:
-        """Whether the module is compiled: that is what others (peft) look for where the gate is."""
+        """Whether the module is compiled: other libraries (peft) test the attribute that holds the gate for that."""
         return bool(self.compiled)
 
     def __deepcopy__(self, memo: object) -> None:
@@ -168,10 +168,10 @@ class Gate(Around):
         return type(None), ()
 
     def enter_bypassed(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Step in from inside a call that went past the gate: the root was compiled (`model.compile()`) after applying.
+        """Begin a call that bypassed the gate, because the root was compiled (`model.compile()`) after it was offloaded.
 
         Args:
-            module: the root, or a shallow copy of it, which shares its hooks and its weights.
+            module: Root, or a shallow copy of the root, which shares its hooks and its weights.
         """
         if torch.compiler.is_dynamo_compiling():
             torch._dynamo.skip_frame("group_offload onloads weights here")
@@ -180,17 +180,17 @@ class Gate(Around):
         try:
             if module is self.module:
                 self.compiled = module.__dict__.get(COMPILED_CALL)
-                module._compiled_call_impl = self  # from the next call on the gate is around it again
+                module._compiled_call_impl = self  # the gate encloses the module again from the next call on
             passes, backward = self._gates.passes, self._gates.backward
             passes.lock.acquire()
             backward.begin_call(self.groups)
-            self._bypassing = this = Call(self.module, sys._getframe(2))  # that of the call, two above a hook of it
+            self._bypassing = this = Call(self.module, sys._getframe(2))  # the call's frame, two above this one
             self.was_bypassed = True
             try:
                 passes.begin_call(this, args, kwargs)
             finally:
                 self.was_bypassed = False
-                gate = self._gates.root  # another one, if gates were put around all modules again
+                gate = self._gates.root  # a new gate, if `begin_call` installed all gates again
                 gate.was_bypassed, gate._bypassing = True, this
             gate._pushed = backward.hooks()
             if gate._pushed is not None:
@@ -222,10 +222,10 @@ class Gate(Around):
 
 
 class InnerGate(Gate):
-    """Stands around the call of a module inside of a group's: what a checkpoint in between repeats begins here.
+    """Encloses the call of a module inside a group's module: a checkpoint between the two repeats only this call.
 
-    In a forward the group is held by the gate around, and a call that is in none is a pass of its own. It is not in the way
-    of a compiler, which never looks at it.
+    In a forward the outer gate holds the group, and this gate does nothing. A call outside of any pass is a pass itself.
+    Compilers never look at this gate.
     """
 
     def install(self) -> None:
@@ -250,10 +250,9 @@ class InnerGate(Gate):
 
 @not_compiled
 def _has_fake_tensors() -> bool:
-    """Whether this thread runs to be exported.
+    """Whether this thread runs an export.
 
-    It is asked in place, behind the compiler's two flags: a function for all three would be compiled for itself, and always
-    say yes.
+    Callers test the compiler's flags in place first: one function for all would be compiled itself, and always return True.
     """
     return detect_fake_mode() is not None
 
@@ -263,11 +262,11 @@ def _call_in_range(call: Callable[..., Any], name: str, *args: Any, **kwargs: An
         return call(*args, **kwargs)
 
 
-# Whoever makes a module of another one may copy its hooks, and call them otherwise: there they do nothing.
+# A library that makes a new module from another one may copy the hooks below. They do nothing in such a module.
 
 
 def _allow_trace(module: nn.Module, *args: Any) -> None:
-    """On a module that is compiled as one. It does nothing: that it exists makes dynamo look at the gate."""
+    """Make dynamo look at the gate of a module that compiles itself: the hook only has to exist."""
 
 
 def _refuse_trace(module: nn.Module, args: Any, kwargs: Any = None) -> tuple[Any, Any] | None:
@@ -306,7 +305,7 @@ def is_offloaded(module: nn.Module) -> bool:
 
 
 class Gates:
-    """All gates of one offloaded module, and what its calls have in common. Owned by an engine."""
+    """All gates of one offloaded module, and the parts that their calls share. An engine owns it."""
 
     def __init__(
         self, top: nn.Module, config: OffloadConfig, passes: Passes, backward: Backward, placer: Placer
@@ -319,7 +318,7 @@ class Gates:
         self.backward = backward
         self.placer = placer
         self.records_graphs = False
-        """Whether a forward has recorded a graph, so that a checkpoint may call modules inside of groups alone."""
+        """Whether a forward has recorded a graph. A checkpoint may then call modules inside of groups alone."""
         self._gates: dict[nn.Module, Gate] = {}
         self._inner: dict[nn.Module, InnerGate] = {}
         self._modules: set[nn.Module] = set()
@@ -330,7 +329,7 @@ class Gates:
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """The modules with a gate, but for those inside of groups."""
+        """The modules with a gate, except the modules inside of groups."""
         return tuple(self._gates)
 
     @property
@@ -339,19 +338,19 @@ class Gates:
         return {module: gate.groups for module, gate in (self._gates | self._inner).items()}
 
     def needs(self, module: nn.Module) -> tuple[Group, ...]:
-        """The groups that a call of a module needs. (Its gate may be another one than before: modules are cut in calls.)"""
+        """The groups that a call of a module needs. (The call itself may have replaced the gate.)"""
         gate = self._gates.get(module, self._inner.get(module))
         return () if gate is None else gate.groups
 
     def covers(self, module: nn.Module) -> bool:
-        """Whether the module was a part of this one when gates were installed."""
+        """Whether the module was a part of the offloaded module when gates were installed."""
         return module in self._modules
 
     # ---------------------------------------------------------------- around a module
 
     def install(self, groups: Sequence[Group]) -> None:
-        """Put gates around all modules that need one, in place of those that are there."""
-        # The root's stays: what is interrupted here is done again by the next call of the root.
+        """Put gates around all modules that need one, in place of the present gates."""
+        # The root's gate stays: after an interrupt here the next call of the root installs the gates again.
         root_gate = self._gates.get(self._top)
         if root_gate is not None and self._top.__dict__.get(COMPILED_CALL) is not root_gate:
             root_gate = None
@@ -378,7 +377,7 @@ class Gates:
         _offloaded.update(self._modules)
 
     def _install_inner_gates(self) -> None:
-        """A checkpoint may repeat the call of any module. Without gradients only what is in no block is called by itself."""
+        """A checkpoint may repeat any module's call. Without gradients only modules outside of blocks are called alone."""
         self._inner = {}
         needs: dict[nn.Module, dict[Group, None]] = {}
         blocks = {block for each in self._top.modules() if isinstance(each, NEVER_CALLED) for block in each.children()}
@@ -397,19 +396,19 @@ class Gates:
             inner.install()
 
     def uninstall(self) -> None:
-        """Take all gates away. The root's goes last: as long as it is there, the next forward repairs what is missing."""
+        """Take all gates away. The root's gate goes last: as long as it stands, the next forward repairs the others."""
         for gate in (*self._inner.values(), *reversed(self._gates.values())):
             gate.uninstall()
 
     def clear(self) -> None:
-        """The groups are given up."""
+        """Forget all gates and groups."""
         _offloaded.difference_update(self._modules)
         self._gates, self._inner, self._modules = {}, {}, set()
 
     # ---------------------------------------------------------------- inputs and outputs
 
     def move_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The inputs of a call, on the onload device, except those that the options exclude."""
+        """The inputs of a call on the onload device. Inputs that the options exclude stay where they are."""
         backend, non_blocking = self._backend, self._non_blocking
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -438,13 +437,13 @@ class Gates:
 
 
 def _modules_inside(top: nn.Module, gates: Mapping[nn.Module, Gate]) -> list[nn.Module]:
-    """Modules that are called inside of `top`'s call, up to those that have gates, or compile themselves."""
+    """Modules that are called inside of `top`'s call. Modules with gates or compiled calls, and their insides, are left out."""
     found: dict[nn.Module, None] = {}
     pending = [top]
     while pending:
         module = pending.pop()
         if isinstance(module, torch.jit.ScriptModule):
-            continue  # what is inside is called by torch's own interpreter
+            continue  # torch's own interpreter calls the modules inside
         inside = [each for each in module.children() if not (each in found or each in gates or is_compiled(each))]
         found.update(dict.fromkeys(inside))
         pending += inside

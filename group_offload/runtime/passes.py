@@ -5,7 +5,7 @@ A pass is one call of a module with a gate that is not inside another such call:
 part of it (`vae.decode` calls the decoder). A pass holds the engine's lock, so that threads take turns. In order:
 
 1. `_begin`: changes since the last pass (weights edited, replaced or added, modules compiled) are taken up, slots are
-   leased, and the first groups are started, unless they are there already.
+   leased, and the copies of the first groups are started, unless those groups are on the device already.
 2. For each gated call inside: `begin_call` acquires the groups that the call needs. `acquire` makes compute wait for a
    group's bytes and binds its weights to their slot. `end_call` releases them. `release` records the last use, binds the
    weights to their place at rest, and lets the next groups start into the free bytes.
@@ -47,10 +47,10 @@ from .threads import where_it_waits
 from .turns import join
 
 PATIENCE_SECONDS = 30.0
-"""How long to wait for a forward that is itself waiting for a thread before a deadlock is reported."""
+"""Seconds to wait for a forward that is itself waiting for a thread before a deadlock is reported."""
 
 _BACKWARD = "backward"
-"""Stands for the root in the keys of backward passes."""
+"""The name of backward passes in their `Kind`, beside the root."""
 
 
 class State(Enum):
@@ -61,13 +61,13 @@ class State(Enum):
     OPEN = "open"
     """A pass is in progress, and everything is in order."""
     FAILED = "failed"
-    """Something was raised in the pass in progress. Everything is in order until it ends, with `_recover`."""
+    """Something was raised in the pass in progress. The engine is in order, and the pass ends with `recover`."""
     UNKNOWN = "unknown"
     """The engine is in the middle of a step, or was interrupted in one: see [Note: Interrupts]."""
 
 
 class Passes:
-    """Begins and ends passes and the calls in them, and lends weights to calls. All but `wait_for_turn` needs the lock.
+    """Begins and ends passes and the calls in them, and lends weights to calls. All methods but `wait_for_turn` need the lock.
 
     Order of calls: `set_groups` whenever the module was cut; then `begin_call` ... `end_call`, nested as modules are, or
     `begin_backward`, any of `acquire` and `release`, and `end_backward`.
@@ -89,11 +89,11 @@ class Passes:
     ) -> None:
         """
         Args:
-            prepare: takes up what changed about the module before a forward. It returns the groups that the forward can
-                need, after it has called `set_groups` if the module was cut into groups again.
+            prepare: Function that commits changes of the module before a forward. It returns the groups that the forward
+                can need. If it cuts the module into groups again, it calls `set_groups` first.
 
         Raises:
-            StateError: models that share weights with this one cannot take turns with it.
+            StateError: Models that share weights with this one cannot take turns with it.
         """
         self.root = root
         self._backend = backend
@@ -118,17 +118,17 @@ class Passes:
         self._kind: Kind | None = None
         """The kind of the last forward."""
         self.tasks: dict[int, Any] = {}
-        """The runs of autograd that make up the backward in progress. `Backward` puts them in and takes them out."""
+        """The runs of autograd that make up the backward in progress. `Backward` adds and removes them."""
         self.is_removed = False
         self.lock: Any = threading.RLock()
-        """Held for the length of a pass. Models that share weights have one lock."""
+        """The lock that a pass holds for its length. Models that share weights have one lock."""
         join(self)
 
     def set_groups(self, groups: tuple[Group, ...], needs: Callable[[nn.Module], Sequence[Group]]) -> None:
-        """The module was cut into these groups.
+        """Take over the groups that the module was cut into.
 
         Args:
-            needs: the groups that a call of a module with a gate needs.
+            needs: Function that returns the groups that a call of a module with a gate needs.
         """
         self._groups = groups
         self._group_of = {part: group for group in groups for part in group.parts}
@@ -154,7 +154,7 @@ class Passes:
 
     @property
     def is_inside_a_call(self) -> bool:
-        """Whether the gated call that begins is not the outermost one."""
+        """Whether the gated call that begins lies inside another one, or in a backward."""
         return len(self._calls) > 1 or bool(self.tasks)
 
     @property
@@ -163,7 +163,7 @@ class Passes:
         return self._counters.passes
 
     def is_in_forward(self, number: int) -> bool:
-        """Whether the forward of this number has yet to end."""
+        """Whether the forward with this number is in progress, outside of any backward."""
         return bool(self._calls) and not self.tasks and self.number == number
 
     @property
@@ -177,7 +177,7 @@ class Passes:
     # ---------------------------------------------------------------- a call
 
     def begin_call(self, call: Call, args: Any, kwargs: Any) -> None:
-        """Make the weights that a gate's call needs ready. `end_call` follows, whatever happens."""
+        """Make the weights ready that a gate's call needs. The gate calls `end_call` afterwards, whatever happens."""
         self._refuse_capture()
         self.forget_interrupted_calls()
         is_first = not self.is_running
@@ -203,12 +203,12 @@ class Passes:
         self._state = state
 
     def end_call(self, call: Call) -> None:
-        """End what `begin_call` began."""
-        if call not in self._calls:  # nothing was begun
+        """End a call: release the groups that `begin_call` acquired, and end the pass with the outermost call."""
+        if call not in self._calls:  # `begin_call` raised before it noted the call
             return
         self._forget_calls_above(call)
         state, self._state = self._state, State.UNKNOWN
-        # A checkpoint breaks off calls that it repeats: that is no failure.
+        # A checkpoint breaks off the calls that it repeats: an incomplete call in a backward is no failure.
         if state is State.OPEN and not (call.is_complete or self.tasks):
             state = State.FAILED
         if state is not State.UNKNOWN:
@@ -259,14 +259,14 @@ class Passes:
         self._lookahead.begin(top, scope)
 
     def begin_clean(self) -> None:
-        """Let nothing be left of a pass that was interrupted. Slots stay this module's until a pass, or `stay_clean`, ends."""
+        """Clear away a pass that was interrupted. The module then owns its slots until `_end`, or the caller disclaims them."""
         if self._state is not State.CLEAN:
             self.recover()
         self._state = State.UNKNOWN
         self._memory.claim()
 
     def stay_clean(self) -> None:
-        """What followed `begin_clean` is done, and no pass came of it."""
+        """Return to the clean state after work that `begin_clean` began and that was no pass."""
         self._state = State.CLEAN
 
     def _end(self) -> None:
@@ -285,11 +285,11 @@ class Passes:
         self._placer.end_pass()
         for slot in self._memory.slots:
             if slot.last_stream is not None and slot.last_stream != stream:
-                stream.wait_event(slot.last_use())  # the end of the pass is the end of what other streams did in it
+                stream.wait_event(slot.last_use())  # the pass ends after the work of other streams in it
             if slot.owner is not None and slot.waited_on is None:
-                self._backend.record_stream(slot.memory, self._transfer.stream)  # if another module's pass drops it
+                self._backend.record_stream(slot.memory, self._transfer.stream)  # another module's pass may drop it
         if not self._detect_edits:
-            # What copies read is what can be edited from now on, and nothing would tell.
+            # Users may edit the sources of copies from now on, and the engine would not detect that.
             self._transfer.wait_for_copies()
             for slot in self._memory.slots:
                 if not all(group.detects_edits for group in slot.groups):
@@ -301,10 +301,10 @@ class Passes:
     # ---------------------------------------------------------------- a group
 
     def acquire(self, group: Group, *, binds: bool = True) -> None:
-        """Let what compute does from now on come after the group's bytes arrived, which stay until `release`.
+        """Let compute wait for the group's bytes from here on. The bytes stay on the device until `release`.
 
         Args:
-            binds: whether the weights become views of the slot, for a module's call.
+            binds: Whether the weights become views of the slot, for a module's call.
         """
         if not group.holds:
             self._lookahead.schedule.observe(group)
@@ -322,10 +322,9 @@ class Passes:
         self._probe.arrives(group, slot, stream)
         if slot.job is not None:
             slot = self._wait_for_files(group, slot, was_ahead)
-        # A group that is bound already may be computed with on another stream now. (`!=` of a torch stream and None is
-        # False, so None is asked for first.)
+        # Another stream may compute with a bound group. (`!=` of a torch stream and None is False, so None is tested first.)
         if slot.waited_on is None or slot.waited_on != stream:
-            self._transfer.last_copies.expect(stream)  # after an interrupt nobody knows which streams read the slots
+            self._transfer.last_copies.expect(stream)  # an interrupt may lose the record of the streams that read slots
             stream.wait_event(slot.ready)
             slot.waited_on = stream
         if binds and group.residence is Residence.AT_REST:
@@ -336,7 +335,7 @@ class Passes:
         self._probe.begins(group, stream)
 
     def _wait_for_files(self, group: Group, slot: Slot[Group], was_ahead: bool) -> Slot[Group]:
-        """Wait for the drive, not for the device. What could not be read ahead, earlier, is tried again now.
+        """Let the host wait for the drive, not for the device. A read ahead that failed is tried again now.
 
         Returns:
             The slot that holds the group.
@@ -357,12 +356,12 @@ class Passes:
         return slot
 
     def release(self, group: Group, stream: Stream) -> None:
-        """What was enqueued on `stream` so far was the last that uses the group."""
+        """End one use of the group: the work enqueued on `stream` so far is the last of that use."""
         group.holds -= 1
         slot = group.slot
         assert slot is not None
         if slot.last_stream is not None and slot.last_stream != stream:
-            stream.wait_event(slot.last_use())  # so that this end includes that one
+            stream.wait_event(slot.last_use())  # the new event then covers the earlier use too
         slot.note_use(stream)
         if slot.owner is not None and slot.owner != stream:
             self._backend.record_stream(slot.memory, stream)
@@ -377,7 +376,7 @@ class Passes:
                 self._memory.free(slot)
 
     def find_weight(self, tensor: torch.Tensor) -> tuple[Part, int, int] | None:
-        """The weight that a tensor is a view of, if it is onloaded: see `Group.find`."""
+        """The onloaded weight that a tensor is a view of: see `Group.find`. None if there is none."""
         address = tensor.data_ptr()
         for group in reversed(self._memory.bound):
             found = group.find(address)
@@ -386,9 +385,10 @@ class Passes:
         return None
 
     def group_of(self, part: Part) -> Group:
-        """
+        """The group that a part belongs to.
+
         Raises:
-            StateError: the part was given up.
+            StateError: The part was given up.
         """
         found = self._group_of.get(part)
         if found is None:
@@ -402,11 +402,11 @@ class Passes:
     # ---------------------------------------------------------------- a backward
 
     def begin_backward(self) -> None:
-        """Autograd needs weights, or repeats calls. The lock is held now, and in each call until `end_backward`."""
+        """Begin a pass in which autograd needs weights or repeats calls. Each call until `end_backward` needs the lock too."""
         self._refuse_capture()
         forward = self._lookahead.schedule.order
         self._counters.backward_passes += 1
-        # Changes since the forward are for the next forward: the graph counts here, and groups as they were.
+        # The next forward commits changes made since the last one. Backward follows the graph, and keeps the groups.
         self.begin_clean()
         self._thread = threading.get_ident()
         kind = Kind((_BACKWARD, self.root), (), with_grad=True)
@@ -418,28 +418,28 @@ class Passes:
         self._state = State.OPEN
 
     def look_ahead(self) -> None:
-        """Start what comes next, if there is something to start."""
+        """Start the copies of the next groups, as far as there is room for them."""
         self._lookahead.before_call()
 
     def end_backward(self, *, completed: bool) -> None:
         if self._state is State.CLEAN:
             return
-        self._calls.clear()  # what a checkpoint called again has broken off with it
+        self._calls.clear()  # calls that a checkpoint repeated have broken off with the backward
         if not completed:
-            self._state = State.UNKNOWN  # it may have broken off anywhere
+            self._state = State.UNKNOWN  # the backward may have broken off anywhere
         self._end()
 
     # ---------------------------------------------------------------- interrupts
 
     def settle(self, module: nn.Module) -> None:
-        """A gate's call of `module` is over: if `end_call` was interrupted, end it now."""
+        """End the gated call of `module` that is over, if its `end_call` was interrupted."""
         if self._calls[-1].module is module if self._calls else self._state is not State.CLEAN:
             self.forget_interrupted_calls()
             if not self.is_running and self._state is not State.CLEAN:
                 self.recover()
 
     def forget_interrupted_calls(self) -> None:
-        """Take calls off the list that are not in progress any more. See [Note: Interrupts]."""
+        """Drop calls from the list that are not in progress any more. See [Note: Interrupts]."""
         while self._calls and not (self._thread == threading.get_ident() and self._calls[-1].is_on_stack()):
             self._forget_last_call()
 
@@ -450,12 +450,12 @@ class Passes:
     def _forget_last_call(self) -> None:
         self._calls.pop()
         if self._state is not State.CLEAN:
-            self._state = State.UNKNOWN  # what the call holds, and what it had begun, is not known
+            self._state = State.UNKNOWN  # the groups that the call holds, and the steps it began, are unknown
 
     def recover(self) -> None:
-        """End a pass that failed or was interrupted, wherever that was. See [Note: Interrupts].
+        """End a pass that failed or was interrupted at any point. See [Note: Interrupts].
 
-        The host waits until no copy is on its way and no slot is read, so that memory that gets another use is nobody's.
+        The host waits until no copy is on its way and no slot is read, so that the memory is free for another use.
         """
         is_whole = self._state is not State.UNKNOWN
         self._state = State.UNKNOWN
@@ -478,7 +478,7 @@ class Passes:
         """Return once no pass is in progress in another thread.
 
         Raises:
-            StateError: that pass waits for a thread, which is most likely the calling one.
+            StateError: That pass waits for a thread, which is most likely the calling one.
         """
         if self.lock._is_owned():
             return
@@ -486,7 +486,7 @@ class Passes:
         try:
             while not self.lock.acquire(timeout=PATIENCE_SECONDS):
                 top = None if self._kind is None else self._kind.top
-                # Who calls the whole of it has work of its own, and a turn that comes.
+                # A call of the whole module is separate work, whose turn will come. A call of a part may belong to the pass.
                 parts = top.modules() if self.is_running and isinstance(top, nn.Module) and module is not top else ()
                 is_inside = any(module is part for part in parts)
                 now = where_it_waits(self._thread) if is_inside else None
@@ -498,5 +498,5 @@ class Passes:
                     )
                 before = now
         finally:
-            while self.lock._is_owned():  # also if Ctrl-C came just when it was had
+            while self.lock._is_owned():  # Ctrl-C may have come just after the lock was acquired
                 self.lock.release()

@@ -1,11 +1,11 @@
-"""Carries plans out: which groups stay on the device, which files are page-locked, and how much may be on its way.
+"""Carries plans out: which groups stay on the device, which files are page-locked, and how many bytes may be on their way.
 
 [Note: Slots in rings, and just in time]
 Groups that are needed one after another share a ring of fixed memory, filled as far ahead as it reaches. At leaf level,
-and with `record_stream`, memory for them comes from torch's caching allocator instead, just in time: when compute comes to
-a group, the groups that are needed next get memory, as much as the largest group takes (more where activations take much
-more, see `Placer._window`). The host decides that before the activations of the current call are allocated, and the copies
-wait until compute has got there: so weights that wait for their turn and activations at their peak do not meet.
+and with `record_stream`, memory for groups comes from torch's caching allocator instead, just in time: when compute comes
+to a group, the next groups get memory, as much as the largest group takes (more where activations take much more, see
+`Placer._window`). The host decides that before the activations of the current call are allocated, and the copies wait
+until compute has got there. So weights that wait for their turn do not add to the peak of activations.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from .memory import DeviceMemory
 logger = logging.getLogger("group_offload")
 
 MIN_WINDOW_BYTES = 4 << 20
-"""Just in time: the least that may be on its way, however small the groups are, or an eighth of all weights if that is less.
+"""Smallest window just in time, in bytes, however small the groups are; an eighth of all weights if that is less.
 A smaller window would cost launches and save no memory."""
 _DEEP_WINDOW = 4
-"""At leaf level, `record_stream` lets this many times the largest layer be on its way: for models that compute bounds."""
+"""Largest window at leaf level, in sizes of the largest layer. It helps models whose time compute sets, not copies."""
 HOST_ACTIVATIONS_SHARE = 0.2
 """Share of a RAM budget that is reserved for activations when the CPU computes; they cannot be measured there."""
 _AUTO_SHARE = 0.95
@@ -76,7 +76,7 @@ class Placer:
     ) -> None:
         """
         Args:
-            is_tight: whether weights that wait for their turn count most: at leaf level, without `record_stream`.
+            is_tight: Whether memory of weights that wait for their turn counts most: at leaf level, without `record_stream`.
         """
         self._root = root
         self._config = config
@@ -95,12 +95,12 @@ class Placer:
         self._kind: Kind | None = None
         """The kind of the last forward."""
         self._ram: int | None = None
-        """RAM for weights, as it was when the module was offloaded; None for no limit."""
+        """RAM for weights in bytes, as found when the module was offloaded; None for no limit."""
         self._total_bytes = 0
         self._num_modules = 0
-        """Modules whose calls need groups."""
+        """The number of modules whose calls need groups."""
         self._activations: dict[nn.Module, Weighing] = {}
-        """What activations take, by the module that a pass begins at."""
+        """Bytes that activations take, by the module that a pass begins at."""
         self._weighed = Weighing()
 
     # ---------------------------------------------------------------- a module that was cut
@@ -109,7 +109,7 @@ class Placer:
         """Decide where these groups rest, before any pass has taught anything.
 
         Args:
-            is_first: whether the module is being offloaded. Else it was cut into groups again.
+            is_first: Whether the module is being offloaded. False: it was cut into groups again.
 
         Raises:
             ConfigError: a budget is too small.
@@ -136,7 +136,7 @@ class Placer:
         )
 
     def clear(self) -> None:
-        """The groups are given up."""
+        """Forget the groups and the plan."""
         self._groups = ()
         self._budgeter.clear()
         self._files.begin(())
@@ -154,10 +154,7 @@ class Placer:
         return self._budgeter.vram is not None
 
     def current_plan(self) -> Plan | None:
-        """The plan that is carried out, with what is known by now; without budgets, what they would say of how things are.
-
-        None if the module has no weights that take turns.
-        """
+        """The plan with times known by now; without budgets, one of the present state. None if no weights take turns."""
         self._note_times()
         if not self._config.has_budgets:
             order = self._lookahead.schedule.order
@@ -166,10 +163,10 @@ class Placer:
         return self._budgeter.plan
 
     def _plan_first(self, *, is_first: bool) -> None:
-        """Decide what the budgets are, for weights alone, and share files out between RAM and the drive.
+        """Settle the budgets for weights alone, and share files out between RAM and the drive.
 
         Args:
-            is_first: the module is being offloaded. Else it was cut into groups again, and keeps the RAM that it was given.
+            is_first: Whether the module is being offloaded. False: it was cut into groups again, and keeps its share of RAM.
 
         Raises:
             ConfigError: a budget is too small.
@@ -180,18 +177,18 @@ class Placer:
         vram = config.vram_budget
         if vram is AUTO:
             vram = int((self._backend.bytes_in_use() + self._backend.free_bytes()) * _AUTO_SHARE)
-        if is_first or self._ram is None:  # without a limit, as long as nothing was in files
+        if is_first or self._ram is None:  # there is no limit as long as no weight was in files
             self._ram = self._ram_for_weights(in_ram, is_first=is_first)
         ram = None if self._ram is None else max(self._ram, in_ram)
         promised = 0
         if ram is not None and self._backend.has_streams and (config.ram_budget, config.ram_share) != (None, None):
             promised = min(ram - in_ram, sum(blob.layout.num_bytes for blob in self._files.blobs))
         if not self._backend.has_streams and ram is not None and self._files.blobs:
-            # The device is RAM: what rests there is in its way already, and the rest is for what comes from files.
+            # The device is RAM: weights at rest there take their part, and weights from files take turns in the remainder.
             vram, ram = int((ram - in_ram) * (1 - HOST_ACTIVATIONS_SHARE)), in_ram
         outer = sum(group.num_bytes for group in self._groups if group.height)
         if ram is not None:
-            # The outer groups rest in RAM, whatever the plan; so do those that are in no file.
+            # Outer groups rest in RAM, whatever the plan says; so do groups that are in no file.
             in_no_file = [group for group in self._groups if not group.height and not group.is_in_file]
             ram = max(sum(group.num_bytes for group in in_no_file), ram - outer)
         plan = self._budgeter.begin(
@@ -208,7 +205,7 @@ class Placer:
             self._share_out_files()
 
     def _ram_for_weights(self, in_ram: int, *, is_first: bool) -> int | None:
-        """RAM for weights, `in_ram` of which they take already; None for no limit."""
+        """Bytes of RAM for weights, which take `in_ram` of them already; None for no limit."""
         config = self._config
         if config.ram_share is not None:
             return in_ram + config.ram_share
@@ -223,7 +220,7 @@ class Placer:
         return None
 
     def _too_small(self, least: int, *, vram: int | None, is_first: bool) -> ConfigError | None:
-        """How to tell that weights need `least` bytes to take turns in; None: they take them."""
+        """The error for weights that need `least` bytes to take turns in. None if they take those bytes anyway."""
         smaller = "or make the groups smaller: offload_type='leaf_level'."
         if self._backend.has_streams:
             return ConfigError(
@@ -243,7 +240,7 @@ class Placer:
     # ---------------------------------------------------------------- a pass
 
     def replan(self, kind: Kind) -> None:
-        """A forward of this kind begins: make the plan again if more is known by now, and carry it out."""
+        """Make the plan again before a forward of this kind, if more is known by now, and carry it out."""
         self._kind = kind
         self._note_times()
         if not self._config.has_budgets:
@@ -257,7 +254,7 @@ class Placer:
                 self._share_out_files()
 
     def keep_within_budgets(self, kind: Kind) -> None:
-        """The slots are there: what is left of the budget is for groups that stay."""
+        """Leave groups on the device only in the part of the budget that slots and other memory leave free."""
         if self._budgeter.vram is None:
             return
         others = max(0, self._other_bytes())
@@ -266,10 +263,10 @@ class Placer:
             self._memory.resident_room = min(self._memory.resident_room, self._counters.resident_bytes)
 
     def begin_pass(self, top: nn.Module | None) -> None:
-        """Compute begins: decide how much may be on its way, just in time.
+        """Decide how many bytes may be on their way just in time, before compute begins.
 
         Args:
-            top: the module that the pass begins at; None for a backward, in which nothing is weighed.
+            top: Module that the pass begins at. None for a backward, in which no activations are weighed.
         """
         if top is None:
             self._memory.window_bytes = self._window(self._root)
@@ -284,23 +281,23 @@ class Placer:
         return self._budgeter.is_timed(kind)
 
     def weigh_activations(self, module: nn.Module) -> None:
-        """A gated call of `module` begins."""
+        """Measure the memory of activations as a gated call of `module` begins."""
         is_learning = self._lookahead.schedule.is_learning
         if self._is_tight and self._weighed.is_due(module, is_learning, self._num_modules):
             self._weighed.note(module, self._other_bytes())
 
     def end_pass(self) -> None:
-        """A pass completed."""
+        """Learn from a pass that completed."""
         self._budgeter.stop(self._counters.device_bytes, completed=True)
         if self._files.are_read:
             self._transfer.note_drive(self._budgeter.drive)
 
     def recover(self) -> None:
-        """A pass failed: nothing is learnt from it."""
+        """Drop the measurements of a pass that failed."""
         self._budgeter.stop(0, completed=False)
 
     def reside(self) -> None:
-        """Let the groups stay on the device that the plan puts there, as far as they are there, and no others."""
+        """Let only the groups stay on the device that the plan puts there, as far as they are there."""
         self._memory.reside(self._budgeter.at(Placement.DEVICE), self._groups, self._config)
 
     def _note_times(self) -> None:
@@ -309,7 +306,7 @@ class Placer:
             self._budgeter.note_times(timed, by_group, rest)
 
     def _share_out_files(self) -> None:
-        """Groups that the plan puts into RAM are locked there, and those that are needed around others."""
+        """Lock the groups in RAM that the plan puts there, and the groups that are needed around others."""
         in_ram = self._budgeter.at(Placement.RAM)
         self._files.share_out(
             part.blob
@@ -321,7 +318,7 @@ class Placer:
     # ---------------------------------------------------------------- too little memory
 
     def too_little(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
-        """Device memory ran out in a forward: give up what stays there. The same error, with what helps."""
+        """Give up the resident groups after a forward ran out of device memory. Returns the error with advice added."""
         given_up = self._counters.resident_bytes
         self._memory.give_up_residents(0)
         self._backend.release_unused()
@@ -341,12 +338,12 @@ class Placer:
     # ---------------------------------------------------------------- how far ahead
 
     def _window(self, top: nn.Module | None) -> int:
-        """Just in time: how much may be on its way in passes that begin at `top`.
+        """The bytes that may be on their way just in time, in passes that begin at `top`.
 
-        The largest group, mostly. At leaf level that does not hide the copy of a large layer behind a small one's
-        compute, which matters where compute, not copies, sets the time: then activations are large, and weights may take
-        a third of what those take. With `record_stream` they may from the start. A budget's plan counts on no more than
-        the largest group.
+        The window is mostly the largest group. At leaf level that does not hide the copy of a large layer behind a small
+        one's compute, which matters where compute, not copies, sets the time. Activations are large then, and the window
+        may be a third of them. With `record_stream` it is `_DEEP_WINDOW` times as wide from the start. A budget's plan
+        counts on the largest group at most.
         """
         least = max(self._memory.largest, min(MIN_WINDOW_BYTES, self._total_bytes // 8))
         if self._config.offload_type is not OffloadType.LEAF_LEVEL or self._budgeter.vram is not None:

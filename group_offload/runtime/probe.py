@@ -1,4 +1,4 @@
-"""Everybody who watches compute come to a group, wait for it, and leave it: one place that tells them all."""
+"""One place that reports to all observers when compute comes to a group, waits for it, and leaves it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .slots.stalls import Stalls
 
 
 class Probe:
-    """Tells stalls, the stopwatch and a trace, if one is made, when compute arrives at a group, begins and ends."""
+    """Tells stalls, the stopwatch and the trace, if one is recorded, when compute arrives at a group, begins and ends."""
 
     def __init__(self, backend: Backend) -> None:
         self.stalls = Stalls(backend)
@@ -21,14 +21,14 @@ class Probe:
         self.tracer: WeightTrace | None = None
 
     def begin_timing(self, kind: Hashable, stream: Stream) -> None:
-        """A pass of this kind begins, and its compute is to be measured."""
+        """Measure the compute of the pass of this kind that begins."""
         self.stopwatch.begin(kind, stream)
 
     def end_timing(self, stream: Stream) -> None:
         self.stopwatch.end(stream)
 
     def arrives(self, group: Group, slot: Slot[Group], stream: Stream) -> None:
-        """Compute on `stream` is about to wait for the group in `slot`."""
+        """Report that compute on `stream` is about to wait for the group in `slot`."""
         if self.tracer is not None:
             self.tracer.compute_arrives(group.group_id, stream)
         self.stopwatch.arrive(stream)
@@ -36,19 +36,19 @@ class Probe:
             self.stalls.arrive(slot, group.group_id, stream)
 
     def begins(self, group: Group, stream: Stream) -> None:
-        """The group's bytes are there, and its compute is enqueued next."""
+        """Report that the group's bytes are there, and that its compute is enqueued next."""
         if self.tracer is not None:
             self.tracer.compute_begins(group.group_id, stream)
         self.stopwatch.start(group, stream)
 
     def ends(self, group: Group, stream: Stream) -> None:
-        """A use of the group is enqueued. If no other one goes on, its compute ends here."""
+        """Report that a use of the group is enqueued. Its compute ends here if no other use goes on."""
         if self.tracer is not None:
             self.tracer.compute_ends(group.group_id, group.num_bytes, stream)
         if not group.holds:
             self.stopwatch.stop(group, stream)
 
     def recover(self) -> None:
-        """A pass failed: all slots and events are given up."""
+        """Drop all measurements of slots and events after a pass that failed."""
         self.stalls.recover()
         self.stopwatch.clear()

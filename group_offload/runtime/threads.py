@@ -1,4 +1,4 @@
-"""What other threads of the process are at."""
+"""A look at the calls that other threads of the process are in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MINE = __name__.partition(".")[0]
 
 
 def where_it_waits(thread: int) -> FrameType | None:
-    """The call in which a thread waits for another one. None if it does not, or if this package does there."""
+    """The frame in which a thread waits for another one. None if it does not wait, or if this package made the wait."""
     frame = sys._current_frames().get(thread)
     if frame is None or _package(frame.f_globals) not in _WAITING:
         return None

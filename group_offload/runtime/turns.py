@@ -1,8 +1,8 @@
-"""Models that share weights take turns: a weight can be in one model's slot, or in the other's.
+"""Models that share weights take turns: a weight can be in the slot of only one model at a time.
 
-Each model has a lock that a pass of it holds. Models that share a parameter or a buffer have one in common. It can be taken
-again by the thread that holds it, so one model may be called inside of the other. Which lock a model has is settled before
-anybody else can see that it is offloaded, and never changes: nobody waits for one that is not in use any more.
+Each model has a lock that its passes hold. Models that share a parameter or a buffer have one lock in common. The thread
+that holds the lock can take it again, so one model may be called inside of the other. A model gets its lock before other
+threads can see that it is offloaded, and keeps it: so no thread waits for a lock that has gone out of use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Member(Protocol):
 
     root: nn.Module
     lock: Any
-    """Reentrant. A pass holds it."""
+    """The reentrant lock that a pass holds."""
 
     @property
     def runs_here(self) -> bool:
@@ -33,10 +33,10 @@ _engines: weakref.WeakSet[Member] = weakref.WeakSet()
 
 
 def join(engine: Member) -> None:
-    """Give `engine`, which nobody else knows yet, the lock of those that it shares weights with.
+    """Give `engine`, which no other thread knows yet, the lock of the models that it shares weights with.
 
     Raises:
-        StateError: they have several, or one of them is in the middle of a forward in this thread.
+        StateError: Those models have several locks, or one of them is in the middle of a forward in this thread.
     """
     with _lock:
         others = _sharing(engine)
@@ -60,9 +60,10 @@ def leave(engine: Member) -> None:
 
 
 def check(engine: Member) -> None:
-    """
+    """Check that all models that share weights with `engine` have its lock.
+
     Raises:
-        StateError: weights have come to be shared with a model that has another lock.
+        StateError: The module has come to share weights with a model that has another lock.
     """
     with _lock:
         others = [(name, other) for name, other in _sharing(engine) if other.lock is not engine.lock]
@@ -74,7 +75,7 @@ def check(engine: Member) -> None:
 
 
 def _sharing(engine: Member) -> list[tuple[str, Member]]:
-    """Other models that have a weight too, each with the name of one."""
+    """Other models that share a weight with `engine`, each after the name of one such weight."""
     mine = {id(tensor): name for name, tensor in _tensors_of(engine.root)}
     found = []
     for other in _engines:
