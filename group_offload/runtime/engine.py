@@ -145,7 +145,6 @@ class Engine:
             except BaseException:
                 self._passes.recover()  # now, because later edits must go to memory in which edits are detected
                 raise
-            self._memory.disclaim()
             self._passes.stay_clean()
 
     def remove(self) -> None:

@@ -247,19 +247,19 @@ class Passes:
         self._counters.passes += 1
         self.begin_clean()
         self._thread = threading.get_ident()
-        scope = self._prepare(top, kind)
+        scope = self._prepare(top, kind)  # first: it may cut the module into other groups
         self._kind = kind
-        self._placer.replan(kind)
+        self._placer.replan(kind)  # before slots are taken: a new plan changes their sizes
         self._files.before_pass(type(self.root).__name__)
         self._memory.take()
-        self._placer.keep_within_budgets(kind)
+        self._placer.keep_within_budgets(kind)  # the slots are there: what is left is for groups that stay
         self._placer.begin_pass(top)
         if self._placer.is_timed(kind):
             self._probe.begin_timing(kind, self._backend.current_stream())
         self._lookahead.begin(top, scope)
 
     def begin_clean(self) -> None:
-        """Clear away a pass that was interrupted. The module then owns its slots until `_end`, or the caller disclaims them."""
+        """Clear away a pass that was interrupted. The module then owns its slots until `_end` or `stay_clean`."""
         if self._state is not State.CLEAN:
             self.recover()
         self._state = State.UNKNOWN
@@ -267,6 +267,7 @@ class Passes:
 
     def stay_clean(self) -> None:
         """Return to the clean state after work that `begin_clean` began and that was no pass."""
+        self._memory.disclaim()
         self._state = State.CLEAN
 
     def _end(self) -> None:
@@ -368,7 +369,7 @@ class Passes:
         self._probe.ends(group, stream)
         if group.holds:
             return
-        self._lookahead.was_let_go(group)
+        self._lookahead.was_released(group)
         if not self._lookahead.schedule.expects(group):
             if group in self._memory.bound:
                 self._memory.unbind(group)
@@ -433,7 +434,8 @@ class Passes:
 
     def settle(self, module: nn.Module) -> None:
         """End the gated call of `module` that is over, if its `end_call` was interrupted."""
-        if self._calls[-1].module is module if self._calls else self._state is not State.CLEAN:
+        is_left_over = self._state is not State.CLEAN if not self._calls else self._calls[-1].module is module
+        if is_left_over:
             self.forget_interrupted_calls()
             if not self.is_running and self._state is not State.CLEAN:
                 self.recover()

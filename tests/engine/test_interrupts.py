@@ -449,7 +449,7 @@ def test_a_forward_that_goes_on_after_an_interrupt_is_refused(monkeypatch: pytes
     handle = offload_to(None, model)
     check(model, reference, inputs())
     with monkeypatch.context() as patch:
-        raises_once(LookAhead, "was_let_go", patch)
+        raises_once(LookAhead, "was_released", patch)
         with pytest.raises(StateError, match="goes on after it was interrupted"):
             run(model, inputs())
     check(model, reference, inputs())

@@ -104,7 +104,7 @@ class LookAhead:
         if self._is_behind or self.schedule.is_learning:
             self._look()
 
-    def was_let_go(self, group: Group) -> None:
+    def was_released(self, group: Group) -> None:
         """The last call that held the group let it go."""
         if group in self._blockers:
             self._is_behind = True
