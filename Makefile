@@ -17,7 +17,7 @@ help:
 	@echo "make setup   the environment, in $(VENV)"
 	@echo "make demo    a diffusers pipeline, resident and with its weights in files (into demo-output/)"
 	@echo "make test    all tests; those that need a GPU are skipped where there is none"
-	@echo "make quick   the tests that take no time, for while you work: two minutes on 2 cores"
+	@echo "make quick   the tests that take no time, for while you work: two and a half minutes on 2 cores"
 	@echo "make lint    ruff: rules and format"
 	@echo "make type    mypy, strict, on the package"
 	@echo "make docs    check links and run the examples in README.md and docs/"
