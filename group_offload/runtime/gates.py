@@ -149,7 +149,7 @@ class Gate(Around):
             return output
         except torch.OutOfMemoryError as error:
             if gates.placer.has_budget and not passes.is_inside_a_call:
-                raise gates.placer.too_little(error) from error
+                raise gates.placer.too_little(error, passes.kind) from error
             raise
         finally:
             passes.end_call(this)

@@ -115,7 +115,7 @@ class Passes:
         """The gated calls in progress, outermost first, if none was interrupted: see [Note: Interrupts]."""
         self._thread = 0
         """The thread that began the pass in progress."""
-        self._kind: Kind | None = None
+        self.kind: Kind | None = None
         """The kind of the last forward."""
         self.tasks: dict[int, Any] = {}
         """The runs of autograd that make up the backward in progress. `Backward` adds and removes them."""
@@ -248,7 +248,7 @@ class Passes:
         self.begin_clean()
         self._thread = threading.get_ident()
         scope = self._prepare(top, kind)  # first: it may cut the module into other groups
-        self._kind = kind
+        self.kind = kind
         self._placer.replan(kind)  # before slots are taken: a new plan changes their sizes
         self._files.before_pass(type(self.root).__name__)
         self._memory.take()
@@ -487,7 +487,7 @@ class Passes:
         before: FrameType | None = None
         try:
             while not self.lock.acquire(timeout=PATIENCE_SECONDS):
-                top = None if self._kind is None else self._kind.top
+                top = None if self.kind is None else self.kind.top
                 # A call of the whole module is separate work, whose turn will come. A call of a part may belong to the pass.
                 parts = top.modules() if self.is_running and isinstance(top, nn.Module) and module is not top else ()
                 is_inside = any(module is part for part in parts)

@@ -92,8 +92,6 @@ class Placer:
         speeds = partial(_measure_speeds, self._backend, files)
         self._budgeter = Budgeter(self._backend, speeds, config.num_slots)
         self._groups: tuple[Group, ...] = ()
-        self._kind: Kind | None = None
-        """The kind of the last forward."""
         self._ram: int | None = None
         """RAM for weights in bytes, as found when the module was offloaded; None for no limit."""
         self._total_bytes = 0
@@ -241,7 +239,6 @@ class Placer:
 
     def replan(self, kind: Kind) -> None:
         """Make the plan again before a forward of this kind, if more is known by now, and carry it out."""
-        self._kind = kind
         self._note_times()
         if not self._config.has_budgets:
             return
@@ -317,13 +314,13 @@ class Placer:
 
     # ---------------------------------------------------------------- too little memory
 
-    def too_little(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
+    def too_little(self, error: torch.OutOfMemoryError, kind: Kind | None) -> torch.OutOfMemoryError:
         """Give up the resident groups after a forward ran out of device memory. Returns the error with advice added."""
         given_up = self._counters.resident_bytes
         self._memory.give_up_residents(0)
         self._backend.release_unused()
-        if self._kind is not None:
-            self._budgeter.ran_out(self._kind)
+        if kind is not None:
+            self._budgeter.ran_out(kind)
         if given_up:
             return torch.OutOfMemoryError(
                 f"{error} Groups of {type(self._root).__name__} that stayed on the device took {describe_bytes(given_up)}, and "

@@ -134,7 +134,7 @@ class Checkpoint(SourceFile):
         self.blobs.add(blob)
         self._pages = None
 
-    def let_go(self, blob: CheckpointBlob) -> None:
+    def remove(self, blob: CheckpointBlob) -> None:
         """Forget a blob. The last one unlocks and closes the file."""
         self.blobs.discard(blob)
         self._pages = None
@@ -257,7 +257,7 @@ class CheckpointBlob(FileBlob):
     def close(self, *, forget: bool) -> None:
         if self._is_open:
             self._is_open = False
-            self.source.let_go(self)
+            self.source.remove(self)
 
 
 def _arrange(spans: Sequence[FileSpan]) -> tuple[list[int], list[Piece], int]:

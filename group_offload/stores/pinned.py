@@ -129,11 +129,11 @@ class Segment:
             return self.bytes[start : start + num_bytes]  # memory that the driver allocated: see `_fall_back`
         return flat_view(self._rest_memory, start, num_bytes)
 
-    def hold(self, blob: RamBlob) -> None:
+    def add(self, blob: RamBlob) -> None:
         self._blobs.add(blob)
         self._num_open += 1
 
-    def let_go(self, blob: RamBlob) -> None:
+    def remove(self, blob: RamBlob) -> None:
         """Forget a blob. The last one unlocks the memory, which is given back once no tensor at rest is left."""
         self._blobs.discard(blob)
         self._num_open -= 1
@@ -222,7 +222,7 @@ class RamBlob:
             self.where = "RAM"
         elif not segment.is_locked:
             self.tier, self.where = Tier.PAGEABLE, "RAM, not page-locked"
-        segment.hold(self)
+        segment.add(self)
         self._is_open = True
 
     @property
@@ -260,7 +260,7 @@ class RamBlob:
     def close(self, *, forget: bool) -> None:
         if self._is_open:
             self._is_open = False
-            self.store.let_go(self)
+            self.store.remove(self)
 
     def _fill(self, chunk: torch.Tensor, start: int) -> None:
         begin = self.start + start
