@@ -680,8 +680,12 @@ def _raise(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def strike_by_signals(scenario: Scenario, seconds: float, seed: int = 0) -> Result:
-    """Forwards of one model under a timer's signals, which strike anywhere; whole ones in between."""
+def strike_by_signals(scenario: Scenario, seconds: float, seed: int = 0, least: int = 0) -> Result:
+    """Forwards of one model under a timer's signals, which strike anywhere; whole ones in between.
+
+    Args:
+        least: so many strikes, however long they take.
+    """
     rng = random.Random(seed)
     result = Result()
     before = signal.signal(signal.SIGALRM, _raise)
@@ -695,7 +699,7 @@ def strike_by_signals(scenario: Scenario, seconds: float, seed: int = 0) -> Resu
             started = time.perf_counter()
             rig.forward(rig.model, torch.randn(3, WIDTH))
             length = max(2e-4, time.perf_counter() - started)
-            while time.monotonic() < deadline:
+            while time.monotonic() < deadline or result.struck.total() < least:
                 what = f"signal {result.struck.total() + 1}"
                 try:
                     signal.setitimer(signal.ITIMER_REAL, rng.uniform(2e-5, 1.2 * length))

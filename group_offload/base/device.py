@@ -99,10 +99,17 @@ class Backend(Protocol):
     def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:
         """`copy` of each (target, source), in less of the host's time."""
 
-    def pin(self, memory: torch.Tensor, *, read_only: bool = False) -> Callable[[], None] | None:
-        """Page-lock host memory in place. Returns the call that undoes it, or None where that is not possible.
+    def pin(self, memory: torch.Tensor, undo: list[Callable[[], None]], *, read_only: bool = False) -> bool:
+        """Page-lock host memory in place. See `PageLock`, which everything but tests uses.
 
-        `read_only`: nothing will ever be copied to it. Pages of a file that is mapped read-only can be locked so.
+        Args:
+            undo: Gets the call that unlocks the memory, before it is locked: so an interrupt leaves nothing locked. The call
+                does nothing if the memory is not locked.
+            read_only: Whether nothing will ever be copied to the memory. Pages of a file that is mapped read-only can be
+                locked so.
+
+        Returns:
+            False if the device refuses.
         """
 
     def empty_pinned(self, num_bytes: int) -> torch.Tensor | None:
@@ -197,8 +204,8 @@ class HostBackend:
         for target, source in pairs:
             target.copy_(source)
 
-    def pin(self, memory: torch.Tensor, *, read_only: bool = False) -> Callable[[], None] | None:
-        return None
+    def pin(self, memory: torch.Tensor, undo: list[Callable[[], None]], *, read_only: bool = False) -> bool:
+        return False
 
     def empty_pinned(self, num_bytes: int) -> torch.Tensor | None:
         return None
@@ -288,19 +295,29 @@ class AcceleratorBackend:
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
 
-    def pin(self, memory: torch.Tensor, *, read_only: bool = False) -> Callable[[], None] | None:
+    def pin(self, memory: torch.Tensor, undo: list[Callable[[], None]], *, read_only: bool = False) -> bool:
         if self.device.type != "cuda" or not memory.numel():
-            return None
+            return False
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        address = memory.data_ptr()
+        address, num_bytes = memory.data_ptr(), memory.numel()
         flags = _REGISTER_READ_ONLY if read_only else 0
+        locked: list[Any] = []
+        unlocked: list[Any] = []
+
+        def unpin() -> None:
+            if locked and int(locked[0]) == 0 and not unlocked:
+                unlocked.extend(map(runtime.cudaHostUnregister, (address,)))
+
+        undo.append(unpin)
         with torch.cuda.device(self.device):
-            if int(runtime.cudaHostRegister(address, memory.numel(), flags)) == 0:
-                return lambda: runtime.cudaHostUnregister(address) and None
+            # `extend` calls the driver and keeps its answer in C code: an interrupt comes before both or after both.
+            locked.extend(map(runtime.cudaHostRegister, (address,), (num_bytes,), (flags,)))
+            if int(locked[0]) == 0:
+                return True
             # The failure also waits as CUDA's "last error", for the next kernel launch to stumble over. Here it does.
             with contextlib.suppress(RuntimeError):
                 torch.empty(1, device=self.device).zero_()
-        return None
+        return False
 
     def empty_pinned(self, num_bytes: int) -> torch.Tensor | None:
         try:

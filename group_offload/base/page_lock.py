@@ -35,11 +35,10 @@ class PageLock:
             read_only: Whether the device only ever reads the memory.
         """
         lock = cls(memory, wait)
-        unpin = backend.pin(memory, read_only=read_only)
-        if unpin is None:
-            return None
-        lock._undo.append(unpin)
-        return lock
+        if backend.pin(memory, lock._undo, read_only=read_only):
+            return lock
+        lock._undo.clear()
+        return None
 
     def release(self) -> None:
         """Unlock the memory. Repeated calls do nothing."""

@@ -31,6 +31,7 @@ import torch
 from ..base.device import Backend
 from ..base.layout import memory_of
 from ..base.mapping import cached_bytes, flat_view, map_anonymous, map_page_cache
+from ..base.page_lock import PageLock
 from ..base.pool import num_threads, run_all
 from ..base.publish import open_to_read, publish_anew
 from ..base.reading import open_direct, read_part, refuses_direct
@@ -253,15 +254,15 @@ def _seconds_of_copies(backend: Backend, target: torch.Tensor, parts: Iterable[t
 def _locked_memory(backend: Backend, num_bytes: int) -> Iterator[torch.Tensor]:
     """Memory that is page-locked if the device can do so."""
     memory = flat_view(map_anonymous(num_bytes), 0, num_bytes)
-    unpin = backend.pin(memory)
-    if unpin is None:
+    lock = PageLock.take(backend, memory, lambda: None)
+    if lock is None:
         made = backend.empty_pinned(num_bytes)
         memory = memory if made is None else made
     try:
         yield memory
     finally:
-        if unpin is not None:
-            unpin()
+        if lock is not None:
+            lock.release()
 
 
 # ------------------------------------------------------------------------------------------------ the drive

@@ -916,7 +916,7 @@ def test_what_is_larger_than_all_the_ram_that_may_be_taken_stays(
 
 def test_ram_that_cannot_be_locked(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     with caplog.at_level(logging.WARNING, "group_offload"):
-        monkeypatch.setattr(SimulatedDevice, "pin", lambda *args, **kwargs: None)
+        monkeypatch.setattr(SimulatedDevice, "pin", lambda *args, **kwargs: False)
         stats = check(plain, "random")
     assert stats.offloads == 0 and stats.refused_bytes > 0
     assert "Could not page-lock" in caplog.text

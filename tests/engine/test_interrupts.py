@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import random
 import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from torch import nn
 
 from group_offload import GroupFileError, ModuleError, StateError, apply_group_offloading, free_slots
 from group_offload.base import publish
+from group_offload.base.device import AcceleratorBackend, Backend
+from group_offload.base.page_lock import PageLock
 from group_offload.runtime.copies import reader
 from group_offload.runtime.foresight.lookahead import LookAhead
 from group_offload.runtime.groups import group, part, tensors, wrapped
@@ -77,8 +80,8 @@ def test_real_signals() -> None:
         from tests.interrupts import SCENARIOS, strike_by_signals
         torch.set_num_threads(1)
         for number in (1, 2, 4):
-            result = strike_by_signals(SCENARIOS[number], 2)
-            assert result.struck.total() > 3 and not result.failures, (SCENARIOS[number], result)
+            result = strike_by_signals(SCENARIOS[number], 2, least=4)
+            assert not result.failures, (SCENARIOS[number], result)
         print("right")
         """
     )
@@ -86,6 +89,48 @@ def test_real_signals() -> None:
 
 
 # ---------------------------------------------------------------- one by one
+
+
+class Driver:
+    """What of CUDA's runtime page-locks memory."""
+
+    def __init__(self) -> None:
+        self.locked: set[int] = set()
+        self.errors: list[int] = []
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        self.locked.add(address)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        if address not in self.locked:
+            self.errors.append(address)  # it would wait for the next kernel launch
+        self.locked.discard(address)
+        return 0
+
+
+@pytest.mark.parametrize("simulated", [True, False], ids=["simulated", "cuda"])
+def test_interrupts_of_page_locking(simulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every line: nothing stays locked, and nothing is unlocked that is not locked."""
+    driver, device = Driver(), SimulatedDevice(0)
+    backend: Backend = device if simulated else AcceleratorBackend(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+
+    def lock_and_unlock() -> None:
+        lock = PageLock.take(backend, torch.empty(64, dtype=torch.uint8), lambda: None)
+        assert lock is not None and (device.pinned_bytes or driver.locked)
+        lock.release()
+
+    counting = Strike()
+    with counting:
+        lock_and_unlock()
+    assert len(counting.places) > 8 and not device.pinned_bytes and not driver.locked
+    for place in counting.places:
+        with suppress(KeyboardInterrupt), Strike(1, place=place):
+            lock_and_unlock()
+        gc.collect()
+        assert not device.pinned_bytes and not driver.locked and not driver.errors, place
 
 
 def raises_once(owner: Any, name: str, patch: pytest.MonkeyPatch, error: BaseException | None = None) -> None:

@@ -356,9 +356,9 @@ def test_page_locking_is_refused(
 
     def empty_pinned(num_bytes: int) -> torch.Tensor | None:
         memory = torch.empty(num_bytes, dtype=torch.uint8)
-        return memory if has_own and pin(memory) is not None else None
+        return memory if has_own and pin(memory, []) else None
 
-    monkeypatch.setattr(device, "pin", lambda memory, *, read_only=False: None)
+    monkeypatch.setattr(device, "pin", lambda memory, undo, *, read_only=False: False)
     monkeypatch.setattr(device, "empty_pinned", empty_pinned)
     monkeypatch.setattr("group_offload.runtime.groups.build.SEGMENT_BYTES", 4096)
     model = RoutedModel([16, 24, 16, 16])
@@ -604,16 +604,17 @@ def test_memory_is_unlocked_before_it_is_unmapped(device: SimulatedDevice, monke
     order: list[tuple[str, int]] = []
     pin, munmap = SimulatedDevice.pin, mapping._libc.munmap
 
-    def watched_pin(self: SimulatedDevice, memory: torch.Tensor, *, read_only: bool = False) -> Any:
-        unpin = pin(self, memory, read_only=read_only)
-        assert unpin is not None
+    def watched_pin(self: SimulatedDevice, memory: torch.Tensor, undo: list[Any], *, read_only: bool = False) -> bool:
         address = memory.data_ptr()
+        assert pin(self, memory, undo, read_only=read_only)
+        unpin = undo.pop()
 
         def watched_unpin() -> None:
             order.append(("unlock", address))
             unpin()
 
-        return watched_unpin
+        undo.append(watched_unpin)
+        return True
 
     class WatchedLibc:
         def __getattr__(self, name: str) -> Any:

@@ -130,9 +130,9 @@ def test_outputs_and_memory(
     locked: list[tuple[int, bool]] = []
     pin = device.pin
 
-    def spy(memory: torch.Tensor, *, read_only: bool = False) -> Any:
+    def spy(memory: torch.Tensor, undo: list[Any], *, read_only: bool = False) -> bool:
         locked.append((memory.numel(), read_only))
-        return pin(memory, read_only=read_only)
+        return pin(memory, undo, read_only=read_only)
 
     monkeypatch.setattr(device, "pin", spy)
     monkeypatch.setattr("group_offload.runtime.groups.build.Segment", no_segment)
@@ -235,7 +235,7 @@ def test_what_does_not_rest_in_the_page_cache(path: Path, device: SimulatedDevic
 
 def test_a_device_that_locks_no_files(path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     pin = device.pin
-    monkeypatch.setattr(device, "pin", lambda memory, *, read_only=False: None if read_only else pin(memory))
+    monkeypatch.setattr(device, "pin", lambda memory, undo, *, read_only=False: not read_only and pin(memory, undo))
     resident = RoutedModel(NARROW)
     model = from_file(resident, path)
     messages: list[str] = []  # not caplog, which would hold the error, and with it the mapping

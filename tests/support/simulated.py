@@ -374,17 +374,18 @@ class SimulatedDevice:
 
     def empty_pinned(self, num_bytes: int) -> torch.Tensor | None:
         memory = torch.empty(num_bytes, dtype=torch.uint8)
-        return None if self.pin(memory) is None else memory
+        return memory if self.pin(memory, []) else None
 
-    def pin(self, memory: torch.Tensor, *, read_only: bool = False) -> Callable[[], None] | None:
+    def pin(self, memory: torch.Tensor, undo: list[Callable[[], None]], *, read_only: bool = False) -> bool:
         with self._host_call():
             if not memory.numel() or self._overlapping(*_extent(memory)):
-                return None
+                return False
             start, end = _extent(memory)
             region = _Region(start, end - start)
+            undo.append(lambda: self._unpin(region))
             self._track(region, "pinned range")
             self.pinned_bytes += end - start
-            return lambda: self._unpin(region)
+            return True
 
     def label(self, memory: torch.Tensor, name: str) -> None:
         """What errors call the device block or pinned range that holds `memory`."""

@@ -131,8 +131,8 @@ class TimedDevice:
         self.copied_bytes += target.numel()
         self.copy_seconds += seconds
 
-    def pin(self, memory: torch.Tensor, *, read_only: bool = False) -> Callable[[], None] | None:
-        return lambda: None
+    def pin(self, memory: torch.Tensor, undo: list[Callable[[], None]], *, read_only: bool = False) -> bool:
+        return True
 
     def empty_pinned(self, num_bytes: int) -> torch.Tensor | None:
         return torch.empty(num_bytes, dtype=torch.uint8)

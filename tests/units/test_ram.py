@@ -311,7 +311,9 @@ def test_never_locked(tier: str, tmp_path: Path, device: SimulatedDevice, monkey
             if case == "scarce":
                 set_ram(patch, 100)
             if case == "refused":
-                patch.setattr(device, "pin", lambda memory, *, read_only=False: None if read_only else pin(memory))
+                patch.setattr(
+                    device, "pin", lambda memory, undo, *, read_only=False: not read_only and pin(memory, undo)
+                )
             (tmp_path / str(number)).mkdir()
             options = {"low_cpu_mem_usage": True} if case == "low_cpu_mem_usage" else {}
             model, handle = offloaded(resident, tier, tmp_path / str(number), **options)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import threading
+from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
@@ -40,8 +41,8 @@ def streamed(device: SimulatedDevice, weights: list[torch.Tensor], x: torch.Tens
     """Six layers through one pinned staging buffer and two slots, prefetching one layer; without the wait `omit`."""
     compute, copies = device.current_stream(), device.new_stream()
     staging = torch.empty(SLOT_BYTES, dtype=torch.uint8)
-    unpin = device.pin(staging)
-    assert unpin is not None
+    undo: list[Callable[[], None]] = []
+    assert device.pin(staging, undo)
     arena = device.empty(2 * SLOT_BYTES, copies)
     slots = arena.view(2, SLOT_BYTES).unbind()
     staged, allocated = device.new_event(), device.new_event()
@@ -75,7 +76,7 @@ def streamed(device: SimulatedDevice, weights: list[torch.Tensor], x: torch.Tens
     device.free(arena)
     if omit != "unpin":
         staged.synchronize()
-    unpin()
+    undo[0]()
     return device.get(x)
 
 
@@ -103,7 +104,7 @@ def test_record_stream_keeps_memory_until_the_other_stream_is_done(seed: int, la
     device = SimulatedDevice(seed, laziness)
     side, written = device.new_stream(), device.new_event()
     source, target = device.empty(1024), torch.zeros(1024, dtype=torch.uint8)
-    device.pin(target)
+    device.pin(target, [])
     with device.running():
         source.fill_(7)
         written.record(device.current_stream())
@@ -125,7 +126,7 @@ def test_dropping_an_activation_that_another_stream_reads_is_a_race(laziness: La
     device = SimulatedDevice(0, laziness)
     side, written = device.new_stream(), device.new_event()
     target = torch.zeros(256, dtype=torch.uint8)
-    device.pin(target)
+    device.pin(target, [])
     with device.running():
         activation = device.put(target) + 1
         written.record(device.current_stream())
@@ -140,7 +141,7 @@ def test_dropping_an_activation_that_another_stream_reads_is_a_race(laziness: La
 def test_work_lands_late() -> None:
     device = SimulatedDevice(0, "lazy")
     host = torch.ones(64)
-    device.pin(host)
+    device.pin(host, [])
     memory, event = device.empty(256).view(torch.float32), device.new_event()
     device.copy(memory, host, device.current_stream())
     event.record(device.current_stream())
@@ -225,8 +226,8 @@ def test_host_memory_in_flight_cannot_be_changed(laziness: Laziness) -> None:
     device = SimulatedDevice(0, laziness)
     stream = device.current_stream()
     blob = torch.ones(512, dtype=torch.uint8)
-    memory, unpin = device.empty(512), device.pin(blob)
-    assert unpin is not None and device.pin(blob[:8]) is None and device.pinned_bytes == 512
+    memory, undo = device.empty(512), list[Callable[[], None]]()
+    assert device.pin(blob, undo) and not device.pin(blob[:8], []) and device.pinned_bytes == 512
     device.label(blob, "the blob")
     device.copy(memory, blob, stream)
     with device.running():
@@ -236,15 +237,15 @@ def test_host_memory_in_flight_cannot_be_changed(laziness: Laziness) -> None:
     with pytest.raises(RaceError):
         device.host_access(blob, write=True)
     with pytest.raises(RaceError):
-        unpin()
+        undo[0]()
     device.synchronize()
     device.host_access(blob, write=True)
     device.copy(blob, memory, stream)
     with pytest.raises(RaceError):
         device.host_access(blob, write=False)
     device.synchronize()
-    unpin()
-    unpin()
+    undo[0]()
+    undo[0]()
     assert device.pinned_bytes == 0
 
 
@@ -253,7 +254,7 @@ def test_host_memory_in_flight_cannot_be_changed(laziness: Laziness) -> None:
 def test_host_writes_that_no_op_shows_are_noticed(laziness: Laziness, wait: bool) -> None:
     device = SimulatedDevice(0, laziness)
     staging, memory, event = torch.zeros(256, dtype=torch.uint8), device.empty(512), device.new_event()
-    device.pin(staging)
+    device.pin(staging, [])
     device.copy(memory[:256], staging, device.current_stream())
     event.record(device.current_stream())
     if wait:
@@ -279,7 +280,7 @@ def test_pageable_copies_stage_the_source_and_wait_for_the_target() -> None:
     host.zero_()
     device.copy(host, memory, device.current_stream())
     assert host.eq(1).all() and (device.num_host_waits, device.num_copies_back) == (1, 1)
-    device.pin(host)
+    device.pin(host, [])
     device.copy(memory, host, device.current_stream(), blocking=True)
     device.host_access(host, write=True)
     assert device.num_host_waits == 2
@@ -288,7 +289,7 @@ def test_pageable_copies_stage_the_source_and_wait_for_the_target() -> None:
 def test_values_that_the_host_needs_order_only_their_own_stream() -> None:
     device = SimulatedDevice(0, "lazy")
     side, blob = device.new_stream(), torch.ones(256, dtype=torch.uint8)
-    device.pin(blob)
+    device.pin(blob, [])
     device.copy(device.empty(256, side), blob, side)
     with device.running():
         x = device.put(torch.arange(4.0))
@@ -382,7 +383,7 @@ def test_a_weight_that_was_not_onloaded_is_an_error() -> None:
     with device.running():
         x = device.put(weight)
         assert device.get(x + weight).eq(2).all()
-        device.pin(weight)
+        device.pin(weight, [])
         with pytest.raises(RuntimeError, match="on the device"):
             x + weight
     with device.running(strict=True), pytest.raises(RuntimeError, match="on the device"):
@@ -393,7 +394,7 @@ def test_a_weight_that_was_not_onloaded_is_an_error() -> None:
 def test_what_host_threads_hand_each_other_is_no_race(laziness: Laziness) -> None:
     device, errors = SimulatedDevice(0, laziness), []
     staging, memory, event = torch.zeros(256, dtype=torch.uint8), device.empty(256), device.new_event()
-    device.pin(staging)
+    device.pin(staging, [])
 
     def read(value: int) -> None:
         try:
@@ -424,11 +425,11 @@ def test_swallowed_errors_are_raised_at_the_end() -> None:
 
     def program() -> None:
         with use_simulated_device(SimulatedDevice(0, "lazy")) as device:
-            unpin = device.pin(memory)
-            assert unpin is not None
+            undo: list[Callable[[], None]] = []
+            assert device.pin(memory, undo)
             device.copy(device.empty(256), memory, device.current_stream())
             with contextlib.suppress(RaceError):
-                unpin()
+                undo[0]()
 
     with pytest.raises(RaceError, match="'unpin' on the host"):
         program()

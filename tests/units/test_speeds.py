@@ -73,13 +73,11 @@ def test_a_device_with_streams(pins: str, tmp_path: Path, monkeypatch: pytest.Mo
     device = SimulatedDevice(0, laziness="eager")
     if pins != "in place":
         real = device.pin
-        monkeypatch.setattr(device, "pin", lambda memory, *, read_only=False: None)
+        monkeypatch.setattr(device, "pin", lambda memory, undo, *, read_only=False: False)
         monkeypatch.setattr(
             device,
             "empty_pinned",
-            lambda n: (
-                None if pins == "not at all" or real(memory := torch.empty(n, dtype=torch.uint8)) is None else memory
-            ),
+            lambda n: memory if pins == "its own" and real(memory := torch.empty(n, dtype=torch.uint8), []) else None,
         )
     with use_simulated_device(device):
         found = measure(device, None, **SIZES)

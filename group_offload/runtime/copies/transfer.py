@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.profiler import record_function
 
 from ...base.device import Backend, Event, HostBackend, Stream, plain_empty
+from ...base.page_lock import PageLock
 from ...base.torch_internals import is_profiler_enabled
 from ...stores.base import PlacedBlob, Tier
 from ...stores.moves import Copy, Move, Read, Stage, joined
@@ -35,11 +35,8 @@ class Transfer:
         # Copies have a stream of their own, so that they overlap with compute.
         self._copy_stream = backend.new_stream() if use_stream else None
         self._blocking = blocking
-        self._staging: list[tuple[torch.Tensor, Event]] = []
+        self._staging: list[tuple[torch.Tensor, Event, PageLock | None]] = []
         self._staging_size = 1
-        self._unpin: list[Callable[[], None]] = []
-        # A module that is dropped without remove() must not leave the buffers' pages locked.
-        weakref.finalize(self, _call_all, self._unpin).atexit = False
         self._turn = 0
         self._reader = Reader(backend)
         self.last_copies = LastCopies(backend)
@@ -65,7 +62,7 @@ class Transfer:
 
     @property
     def staging_bytes(self) -> int:
-        return sum(buffer.numel() for buffer, _ in self._staging) + self._reader.staging_bytes
+        return sum(buffer.numel() for buffer, *_ in self._staging) + self._reader.staging_bytes
 
     def prepare_for(self, largest_blob: int, file_bytes: int, *, is_scarce: bool) -> None:
         """Size the staging memory. Only between passes.
@@ -220,7 +217,9 @@ class Transfer:
 
     def _drop_buffers(self) -> None:
         self.last_copies.synchronize()
-        _call_all(self._unpin)
+        for *_, lock in self._staging:
+            if lock is not None:
+                lock.release()
         self._staging.clear()
 
     def _stage(self, landing: Landing, stage: Stage) -> None:
@@ -250,19 +249,12 @@ class Transfer:
     def _next_staging_buffer(self) -> tuple[torch.Tensor, Event]:
         if len(self._staging) < NUM_STAGING_BUFFERS:
             buffer = plain_empty(self._staging_size, torch.device("cpu"))
-            unpin = self._backend.pin(buffer)
-            if unpin is not None:
-                self._unpin.append(unpin)
-            self._staging.append((buffer, self._backend.new_event()))
-            return self._staging[-1]
+            lock = PageLock.take(self._backend, buffer, self.last_copies.synchronize)
+            self._staging.append((buffer, self._backend.new_event(), lock))
+            return self._staging[-1][:2]
         self._turn = (self._turn + 1) % NUM_STAGING_BUFFERS
-        return self._staging[self._turn]
+        return self._staging[self._turn][:2]
 
 
 def _moves_of(blobs: Sequence[PlacedBlob]) -> list[Move]:
     return joined(move for at, label, blob in blobs for move in blob.moves(at, label))
-
-
-def _call_all(calls: list[Callable[[], None]]) -> None:
-    while calls:
-        calls.pop()()
