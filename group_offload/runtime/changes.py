@@ -29,18 +29,21 @@ class Seen:
     """The contents of a module when it was cut into groups."""
 
     children: tuple[nn.Module, ...]
+    tables: tuple[dict[str, Any], ...]
     members: tuple[tuple[Any, ...], ...]
-    """The values of each of the module's tables."""
+    """The values of each table."""
     names: dict[str, Any]
     call: Any
 
     @classmethod
     def of(cls, module: nn.Module) -> Seen:
         if isinstance(module, torch.jit.ScriptModule):  # torch forbids changes of its tables
-            return cls(children=(), members=(), names={}, call=None)
+            return cls(children=(), tables=(), members=(), names={}, call=None)
+        tables = _tables(module.__dict__)
         return cls(
             children=tuple(child for child in module._modules.values() if child is not None),
-            members=tuple(tuple(table.values()) for table in _tables(module.__dict__)),
+            tables=tables,
+            members=tuple(tuple(table.values()) for table in tables),
             names=module.__dict__,
             call=module.__dict__.get(COMPILED_CALL),
         )
@@ -76,9 +79,10 @@ class Watch:
             scope.update(dict.fromkeys(groups_of.get(module, ())))
             pending.extend(seen[module].children)
         before = [seen[module] for module in inside]
-        self._modules = [each.names for each in before if each.members]
+        self._tables = [table for each in before for table in each.tables]
         members = [found for each in before for found in each.members]
         self._sizes = tuple(map(len, members))
+        self._filled = list(compress(self._tables, members))
         self._members = list(chain.from_iterable(members))
         self._lazy = [member for member in self._members if is_lazy(member)]
         called = [seen[module] for module in inside if is_cut_by_calls or module in groups_of]
@@ -94,11 +98,11 @@ class Watch:
         self.expect_tensors()
 
     def has_same_modules(self) -> bool:
-        # The tables are looked up each time: users may replace a whole table.
-        tables = [*chain.from_iterable(map(_tables, self._modules))]
+        # Modules are not looked at, only their tables: the device has nothing to do meanwhile, and all of this memory has left
+        # the processor's caches since the last pass. See `Changes.recover`.
         return (
-            tuple(map(len, tables)) == self._sizes
-            and all(map(is_, chain.from_iterable(map(_values, compress(tables, self._sizes))), self._members))
+            tuple(map(len, self._tables)) == self._sizes
+            and all(map(is_, chain.from_iterable(map(_values, self._filled)), self._members))
             and all(map(is_lazy, self._lazy))
             and all(map(is_, map(_get, self._names, repeat(COMPILED_CALL)), self._calls))
         )
@@ -167,8 +171,17 @@ class Changes:
         self._groups, self._groups_of, self._seen, self._watches = (), {}, {}, {}
 
     def recover(self) -> None:
-        """Forget the expected addresses after a pass that failed: its weights may be bound to other places at rest."""
+        """Look again after a pass that failed.
+
+        The expected addresses are forgotten: weights may be bound to other places at rest. A module that has another table
+        (`module._parameters = {...}`) may be what it failed for: the new weights are at rest where torch looks for them.
+        """
         self._watches = {}
+        self._is_known = self._is_known and self._has_same_tables()
+
+    def _has_same_tables(self) -> bool:
+        seen = (each for each in self._seen.values() if each.tables)
+        return all(all(map(is_, _tables(each.names), each.tables)) for each in seen)
 
     def notice(self, top: nn.Module) -> set[Group] | None:
         """Commit changes of the weights under `top` since they were left at rest.

@@ -140,6 +140,7 @@ class Engine:
                 return
             self._passes.begin_clean()
             try:
+                self._changes.recover()  # it looks at more than the beginning of a pass
                 if self._changes.notice(self.root) is None:
                     self._rebuild_for(self.root)
             except BaseException:

@@ -24,7 +24,7 @@ from group_offload import GroupFileError, OffloadHandle, StateError, apply_group
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_at_rest, assert_same
 from ..support.models import WIDTH, Block, Model, inputs, make
-from ..support.rigs import LEVELS, TIERS, check, offload_to, run
+from ..support.rigs import LEVELS, TIERS, check, offload_to, run, run_onloaded
 from ..support.simulated import SimulatedDevice, use_simulated_device
 
 
@@ -99,11 +99,15 @@ def add_buffer(model: Any, rng: random.Random) -> None:
     rng.choice(model.blocks).register_buffer(f"shift{rng.randrange(3)}", values(rng, WIDTH))
 
 
-def add_layer(model: Any, rng: random.Random) -> None:
+def new_layer(rng: random.Random) -> nn.Linear:
     layer = nn.Linear(WIDTH, WIDTH)
     for parameter in layer.parameters():
         parameter.data = values(rng, *parameter.shape)
-    rng.choice(model.blocks).added.append(layer)
+    return layer
+
+
+def add_layer(model: Any, rng: random.Random) -> None:
+    rng.choice(model.blocks).added.append(new_layer(rng))
 
 
 def remove_layers(model: Any, rng: random.Random) -> None:
@@ -240,25 +244,35 @@ def test_random_changes(seed: int, home: Home) -> None:
 
 @pytest.mark.parametrize("table", ["_parameters", "_buffers", "_modules"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_another_table(table: str, level: str) -> None:
-    """Whatever table holds a module's tensors or children counts, not only the one that was there first."""
+@pytest.mark.parametrize("is_refreshed", [True, False], ids=["refreshed", "failed"])
+def test_another_table(is_refreshed: bool, table: str, level: str) -> None:
+    """`refresh()`, or a forward that fails: torch finds the new weights on another device. The next one is right."""
 
     def exchange(model: Any, rng: random.Random) -> None:
         block = model.blocks[1]
         new: dict[str, Any] = {
             "_parameters": {"scale": nn.Parameter(values(rng, WIDTH))},
             "_buffers": {"shift": values(rng, WIDTH)},
-            "_modules": {"up": copy.deepcopy(model.blocks[0].up), "down": block.down, "added": block.added},
+            "_modules": {**block._modules, "added": nn.ModuleList([*block.added, new_layer(rng)])},
         }
         setattr(block, table, new[table])
 
     model, reference = make(Model), make(Model)
-    apply_group_offloading(model, "cpu", offload_type=level)
+    handle = apply_group_offloading(model, "cpu", offload_type=level)
     check(model, reference, inputs())
     for number in range(2):
         for each in (model, reference):
             exchange(each, random.Random(number))
+        if is_refreshed:
+            handle.refresh()
+        else:
+            with pytest.raises(AssertionError, match="where it rests"):  # torch says: "to be on the same device"
+                run_onloaded(model, inputs())
+        assert_same(run_onloaded(model, inputs()), run(reference, inputs()))
         check(model, reference, inputs())
+    assert sum(group.num_bytes for group in handle.groups) >= sum(
+        tensor.nbytes for tensor in model.state_dict().values()
+    )
 
 
 def test_somebody_who_goes_on_changing_the_module() -> None:

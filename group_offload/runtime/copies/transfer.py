@@ -216,9 +216,8 @@ class Transfer:
         self._reader.close()
 
     def _drop_buffers(self) -> None:
-        self.last_copies.synchronize()
         for *_, lock in self._staging:
-            if lock is not None:
+            if lock is not None:  # else torch has read the memory by the time that a copy returns
                 lock.release()
         self._staging.clear()
 
