@@ -22,6 +22,7 @@ pytest.register_assert_rewrite(*(f"tests.support.{name}" for name in WITH_ASSERT
 from .support.fixtures import place  # noqa: F401
 from .support.slow import slow_tests
 from .support.speeds import KNOWN_SPEEDS
+from .support.tuning import tune
 
 # Sums round by the number of threads, and threads that read files may run what the simulated device has queued: theirs is
 # that of the moment they were made. It is also faster for small tensors, most of all on a busy machine.
@@ -74,7 +75,7 @@ def _nothing_has_to_outlast_a_power_cut(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.fixture(autouse=True)
 def _tiny_groups_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models of most tests are smaller than what is worth taking in turns: here it is worth it all the same."""
-    monkeypatch.setattr("group_offload.runtime.placer.MIN_WINDOW_BYTES", 0)
+    tune(monkeypatch, min_window_bytes=0)
 
 
 @pytest.fixture(autouse=True)
@@ -86,4 +87,4 @@ def _speeds_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _files_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of tests are small enough to be locked in the page cache; then nothing would ever be read."""
-    monkeypatch.setattr("group_offload.stores.ways.LOCKED_SHARE", 0.0)
+    tune(monkeypatch, locked_share=0.0)

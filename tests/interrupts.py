@@ -32,8 +32,8 @@ from functools import cache, partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeVar
-from unittest import mock
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -47,6 +47,7 @@ from .support.asserts import same_bits
 from .support.simulated import SimulatedDevice, use_simulated_device
 from .support.training import DIM, TOKENS
 from .support.training import make as make_trained
+from .support.tuning import tune
 
 _NUM_PARTS = 3
 """In which a sweep is cut, each in a process of its own."""
@@ -639,10 +640,9 @@ class TrainingRig:
 def sweep_activations(name: str, places: Places) -> Result:
     """Strike the training step of one model whose activations are offloaded."""
     result = Result()
-    small = {"host_pool.SEGMENT_BYTES": 16 << 10, "spill.STEP_BYTES": 16 << 10, "spill.PIECE_BYTES": 1 << 10}
     with ExitStack() as stack:
-        for size, value in small.items():
-            stack.enter_context(mock.patch(f"group_offload.activations.{size}", value))
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        tune(patch, activation_segment_bytes=16 << 10, spill_step_bytes=16 << 10, spill_piece_bytes=1 << 10)
         is_simulated = name == ACTIVATIONS[1]
         rig = TrainingRig(SimulatedDevice(places.seed, "random") if is_simulated else None, stack)
         found: Counter[Place] = Counter()

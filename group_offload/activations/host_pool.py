@@ -11,12 +11,11 @@ import torch
 from ..base.device import Backend, Event
 from ..base.mapping import flat_view, map_anonymous
 from ..base.page_lock import PageLock
+from ..base.tuning import tuning
 from .ranges import ALIGNMENT, Range, Ranges, round_up
 
 logger = logging.getLogger("group_offload")
 
-SEGMENT_BYTES = 256 << 20
-"""The least size of a segment, unless less is left of the budget. Later ones are a quarter of all before, if that is more."""
 _SEGMENT_SPACING = 1 << 48
 
 
@@ -70,7 +69,7 @@ class HostPool:
 
     def _grow(self, num_bytes: int) -> bool:
         num_bytes = round_up(num_bytes)
-        size = max(num_bytes, SEGMENT_BYTES, self.num_bytes // 4 // ALIGNMENT * ALIGNMENT)
+        size = max(num_bytes, tuning().activation_segment_bytes, self.num_bytes // 4 // ALIGNMENT * ALIGNMENT)
         if self._budget_bytes is not None:
             size = min(size, (self._budget_bytes - self.num_bytes) // ALIGNMENT * ALIGNMENT)
         if self._is_refused or size < num_bytes:

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 import torch
 
 from ..base.device import Backend, Event, Stream
+from ..base.tuning import tuning
 from .config import ActivationConfig
 from .counters import ActivationCounters
 from .host_memory import HostMemory, wait_for_threads
 from .stash import Dead, Remains, Stash, StashState
-from .streams import BATCH_BYTES, Copy, CopyStreams
+from .streams import Copy, CopyStreams
 from .trace import ActivationTrace
 
 
@@ -103,7 +104,7 @@ class DeviceOffloader:
         self.host.enqueue_write(stash)
         self._batch.append(stash)
         self._batch_bytes += stash.num_bytes
-        if self._batch_bytes >= BATCH_BYTES or not self.backend.has_streams:
+        if self._batch_bytes >= tuning().activation_batch_bytes or not self.backend.has_streams:
             self._send_batch()
         max_bytes = self._max_inflight_bytes
         if max_bytes is not None and self.inflight_bytes > max_bytes:

@@ -16,14 +16,10 @@ from ..base.device import Event
 from ..base.layout import memory_of
 from ..base.pool import Task, begin_all, finish_all
 from ..base.reading import read_part
+from ..base.tuning import tuning
 from ..errors import GroupFileError
 from .ranges import Range, Ranges, round_up
 from .trace import READS, WRITES, ActivationTrace
-
-STEP_BYTES = 1 << 30
-"""The file is allocated in steps of this size, so that a full disk shows before anything is written."""
-PIECE_BYTES = 8 << 20
-"""What one thread writes or reads at a time."""
 
 
 class SpillJob:
@@ -129,7 +125,7 @@ class SpillFile:
         file, area, folder = self._file, memory_of(memory), self._folder
 
         def run(start: int) -> None:
-            part = area[start : start + PIECE_BYTES]
+            part = area[start : start + tuning().spill_piece_bytes]
             try:
                 work(file.fd, part, where.start + start)
             except OSError as error:
@@ -139,14 +135,16 @@ class SpillFile:
                     f"disk_path, or a larger host_budget_bytes."
                 ) from error
 
-        return SpillJob(begin_all(partial(run, start) for start in range(0, len(area), PIECE_BYTES)), is_read=is_read)
+        return SpillJob(
+            begin_all(partial(run, start) for start in range(0, len(area), tuning().spill_piece_bytes)), is_read=is_read
+        )
 
     def _grow(self, num_bytes: int) -> None:
         try:
             if self._file is None:
                 self._file = _OpenFile(self._folder)
             try:
-                size = max(num_bytes, STEP_BYTES)
+                size = max(num_bytes, tuning().spill_step_bytes)
                 os.posix_fallocate(self._file.fd, self._num_bytes, size)
             except OSError:
                 size = num_bytes  # there may be room for less than a step

@@ -9,7 +9,8 @@ let go of the memory says nothing. In backward its new memory is allocated for c
 Compute waits for *arrived* before it reads. The RAM is used again behind *left* and the last *arrived*.
 
 Events and waits cost the host more than a small copy does. So storages that are saved one after another share them: they
-are copied in batches of `BATCH_BYTES`, which take the link about half a millisecond. A large activation is a batch by itself.
+are copied in batches of `Tuning.activation_batch_bytes`, which take the link about half a millisecond. A large activation
+is a batch by itself.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ from typing import NamedTuple
 import torch
 
 from ..base.device import Backend, Event, Stream
+from ..base.tuning import tuning
 from .trace import BACK, OUT, ActivationTrace
-
-BATCH_BYTES = 32 << 20
 
 
 class Copy(NamedTuple):
@@ -104,6 +104,6 @@ def _batches(copies: Sequence[Copy]) -> Iterator[Sequence[Copy]]:
     first = num_bytes = 0
     for index, copy in enumerate(copies, 1):
         num_bytes += copy.target.numel()
-        if num_bytes >= BATCH_BYTES or index == len(copies):
+        if num_bytes >= tuning().activation_batch_bytes or index == len(copies):
             yield copies[first:index]
             first, num_bytes = index, 0

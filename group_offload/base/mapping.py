@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from .pool import run_all
+from .tuning import tuning
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -34,7 +35,6 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
 _MADV_POPULATE_READ = 22
-_MIN_PIECE_BYTES = 32 << 20
 _MAX_PIECES = 64
 """Each piece takes a file descriptor until it is filled."""
 
@@ -144,7 +144,7 @@ class TwiceMapped:
         """
         self.shared, self.private = reserve(num_bytes), reserve(num_bytes)
         whole_pages = -(-num_bytes // _MAX_PIECES // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._piece_bytes = max(_MIN_PIECE_BYTES, whole_pages)
+        self._piece_bytes = max(tuning().min_mapped_piece_bytes, whole_pages)
         self._files: list[int] = []
         self._finalizer = weakref.finalize(self, _close_all, self._files)
         # Several files in memory, side by side: threads that write to the same file take turns in the kernel.

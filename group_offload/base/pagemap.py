@@ -16,8 +16,6 @@ import struct
 from .mapping import TwiceMapped
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
-SLOW_SCAN_SECONDS = 1e-3
-"""A scan takes longer than this only if the mapped bytes were read: the kernel looks at the pages that are present."""
 
 _PAGEMAP_SCAN = 0xC0606610  # _IOWR('f', 16, struct pm_scan_arg)
 _IS_FILE, _IS_PRESENT, _IS_SWAPPED = 1 << 2, 1 << 3, 1 << 4

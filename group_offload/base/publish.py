@@ -41,19 +41,13 @@ import torch
 
 from ..errors import GroupFileError
 from .layout import memory_of
+from .tuning import tuning
 
 logger = logging.getLogger("group_offload")
 
 _OWNER: Any = select.epoll if hasattr(select, "epoll") else select.kqueue  # type: ignore[attr-defined,unused-ignore]
 _CHUNK_BYTES = 16 << 20
 _POLL_SECONDS = 0.05
-_SECONDS_UNTIL_SAID = 1.0
-FILE_PATIENCE_SECONDS = 10.0
-"""How long to wait for the lock on a group file. Its holder may be giving it its name."""
-SETUP_PATIENCE_SECONDS = 600.0
-"""How long a set-up waits for the lock on the folder. Writing a large model takes minutes."""
-PRUNE_PATIENCE_SECONDS = 60.0
-"""How long `prune` waits for the lock on the folder."""
 
 
 def publish(
@@ -180,7 +174,7 @@ def mark_in_use(fd: int) -> None:
         is_marked = _take_lock(
             fd,
             fcntl.LOCK_SH,
-            FILE_PATIENCE_SECONDS,
+            tuning().file_patience_seconds,
             lambda: logger.warning("%s holds %s: waiting for it, but not for long.", _holder(fd), _path_of(fd)),
         )
     except OSError:  # a file system without locks
@@ -243,7 +237,7 @@ def folder_lock(folder: Path, *, or_raise: bool = False) -> Iterator[None]:
 
 
 def _wait_for_turn(fd: int, folder: Path, *, or_raise: bool) -> None:
-    patience = PRUNE_PATIENCE_SECONDS if or_raise else SETUP_PATIENCE_SECONDS
+    patience = tuning().prune_patience_seconds if or_raise else tuning().setup_patience_seconds
 
     def tell() -> None:
         logger.warning(
@@ -281,7 +275,7 @@ def _take_lock(fd: int, kind: int, patience: float, on_wait: Callable[[], None])
             waited = time.monotonic() - start
         if waited > patience:
             return False
-        if waited > _SECONDS_UNTIL_SAID and not is_said:
+        if waited > tuning().seconds_until_said and not is_said:
             is_said = True
             on_wait()
         time.sleep(_POLL_SECONDS)
@@ -315,7 +309,7 @@ def _temporary(path: Path) -> Iterator[tuple[Path, _Opened]]:
         try:
             try:
                 with suppress(OSError):  # a file system without locks
-                    _take_lock(opened.fd, fcntl.LOCK_EX, FILE_PATIENCE_SECONDS, lambda: None)
+                    _take_lock(opened.fd, fcntl.LOCK_EX, tuning().file_patience_seconds, lambda: None)
                 if os.fstat(opened.fd).st_nlink:
                     yield temporary, opened
                     return

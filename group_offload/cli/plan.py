@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 
 from ..base.terminal import add_row, new_console, new_table, say
+from ..base.tuning import tuning
 from ..errors import ConfigError, GroupFileError
 from ..integrations.sharing import DENOISERS, NUM_STEPS
 from ..plan.budgets import describe_bytes, parse_bytes
@@ -28,8 +29,6 @@ from ..plan.speeds import (
     filesystem_of,
     recorded,
 )
-from ..runtime.budget.budgeter import MARGIN_BYTES, MARGIN_RAM_BYTES
-from ..runtime.copies.reader import STAGING_BYTES
 from . import bench
 from .outline import Outline, find_checkpoint, outline
 
@@ -247,7 +246,7 @@ def _shares(models: Mapping[str, Outline], uses: Mapping[str, int], asked: _Aske
     """RAM for the weights of each model, of `more` bytes than were given. None: no limit was given."""
     if asked.ram is None:
         return dict.fromkeys(models)
-    others = asked.process_ram + len(models) * STAGING_BYTES + MARGIN_RAM_BYTES
+    others = asked.process_ram + len(models) * tuning().reading_bytes + tuning().ram_margin_bytes
     if asked.ram < others:
         raise ConfigError(
             f"--ram is {describe_bytes(asked.ram)}, and the process takes {describe_bytes(others, round_up=True)} without any "
@@ -295,18 +294,18 @@ def _problem(
         order=tuple(range(len(groups))),
         speeds=speeds,
         budgets=Budgets(device_bytes=None, ram_bytes=ram),
-        staging_bytes=STAGING_BYTES,
+        staging_bytes=tuning().reading_bytes,
     )
     if vram is None:
         return problem
-    others = activations + _outer_bytes(model) + MARGIN_BYTES
+    others = activations + _outer_bytes(model) + tuning().device_margin_bytes
     least = smallest_device_bytes(problem) + others
     if vram < least:
         raise ConfigError(
             f"{f'{name}: ' if name else ''}--vram is {describe_bytes(vram)}, and the smallest that works is "
             f"{describe_bytes(least, round_up=True)}: {describe_bytes(least - others)} for groups to take turns in, "
             f"{describe_bytes(_outer_bytes(model))} for what is needed around them, {describe_bytes(activations)} of "
-            f"activations, {describe_bytes(MARGIN_BYTES)} to spare."
+            f"activations, {describe_bytes(tuning().device_margin_bytes)} to spare."
         )
     return replace(problem, budgets=Budgets(device_bytes=vram - others, ram_bytes=ram))
 
@@ -455,7 +454,7 @@ def _write_chart(path: Path, components: Sequence[_Component], asked: _Asked) ->
     """Draw the chart of the model whose passes move the most bytes."""
     component = max(components, key=lambda each: each.uses * each.outline.num_bytes)
     model, base = component.outline, component.plan.problem
-    others = asked.activations + component.outer_bytes + MARGIN_BYTES
+    others = asked.activations + component.outer_bytes + tuning().device_margin_bytes
     least = smallest_device_bytes(base) + others
     most = sum(group.num_bytes for group in base.groups) + others
     sizes = [int(least + (most - least) * number / (_NUM_POINTS - 1)) for number in range(_NUM_POINTS)]

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ..base.tuning import tuning
 from ..plan.budgets import Budget, parse_budget, total_ram
 from ..plan.ram_shares import ComponentLoad, share_ram
 from ..runtime.budget.budgeter import ram_for_weights
-from ..runtime.copies.reader import STAGING_BYTES
 from ..stores.checkpoint import FileMap
 from ..stores.safetensors_file import DATA_ALIGNMENT
 
@@ -65,7 +65,7 @@ def shares_of(
             wanted = max(0, wanted - on_device)
         uses = NUM_STEPS if name.startswith(DENOISERS) else 1
         loads.append(ComponentLoad(num_bytes=must + wanted, uses=uses, must_bytes=must))
-    ram = ram_for_weights(parsed, in_ram, STAGING_BYTES * num_readers, stay=not has_folder)
+    ram = ram_for_weights(parsed, in_ram, tuning().reading_bytes * num_readers, stay=not has_folder)
     rest = ram - sum(load.must_bytes for load in loads)
     shares = [share - load.must_bytes for load, share in zip(loads, share_ram(loads, ram), strict=True)]
     by_model = dict(zip(distinct, shares if has_device else [rest] * len(loads), strict=True))

@@ -40,13 +40,11 @@ from ..base.torch_internals import (
     is_traceable_wrapper_subclass,
     neg_view,
 )
+from ..base.tuning import tuning
 from ..errors import StateError
 from .groups.group import Group
 from .groups.part import Part
 from .passes import Passes
-
-PATIENCE_SECONDS = 3600.0
-"""Seconds that a pass waits for a pass of another thread. Two passes that wait for each other would never end."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -334,24 +332,26 @@ class Backward:
 
     def _wait_until_over(self) -> None:
         """Wait for another thread's backward to end. A backward that broke off is ended here."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        patience = tuning().backward_patience_seconds
+        deadline = time.monotonic() + patience
         while self._tasks:
             for task, each in [*self._tasks.items()]:
                 if each.end() is None or self._thread == threading.get_ident():
                     self.leave(task, completed=False)
             if self._tasks and time.monotonic() > deadline:
                 raise StateError(
-                    f"A pass of {type(self._passes.root).__name__} has waited {PATIENCE_SECONDS:.0f} s for a backward of it in "
+                    f"A pass of {type(self._passes.root).__name__} has waited {patience:.0f} s for a backward of it in "
                     f"another thread. Let no backward wait for a thread that calls the module."
                 )
             if self._tasks:
-                self._over.wait(min(1.0, PATIENCE_SECONDS))
+                self._over.wait(min(1.0, patience))
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        if not self._passes.lock.acquire(timeout=PATIENCE_SECONDS):
+        patience = tuning().backward_patience_seconds
+        if not self._passes.lock.acquire(timeout=patience):
             raise StateError(
-                f"backward() waited {PATIENCE_SECONDS:.0f} s for a forward of {type(self._passes.root).__name__} in another "
+                f"backward() waited {patience:.0f} s for a forward of {type(self._passes.root).__name__} in another "
                 f"thread. If that forward waits for this backward, call torch.autograd.grad() after it instead."
             )
         try:

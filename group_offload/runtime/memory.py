@@ -10,6 +10,7 @@ from torch import nn
 from ..base.compiled import is_compiled
 from ..base.device import Backend, Event
 from ..base.layout import span_bytes
+from ..base.tuning import tuning
 from ..config import OffloadConfig
 from ..partition import partition
 from .copies.transfer import Transfer
@@ -18,9 +19,6 @@ from .measure.counters import Counters
 from .slots.arena import Lease, Ring, arena_for
 from .slots.slot import Slot
 from .slots.stalls import Stalls
-
-RESIDENT_BYTES = 8 << 20
-"""The size below which groups that are needed around others all stay: turns would save too little."""
 
 
 class DeviceMemory:
@@ -365,7 +363,7 @@ def size_rings(groups: Iterable[Group], config: OffloadConfig) -> dict[int, int]
         is_all = len(largest) == len(found) and not config.was_stream_asked_for
         rings[height] = sum(largest[:1] if is_all else largest)
         if height and config.use_stream:
-            rings[height] = max(rings[height], min(sum(found), RESIDENT_BYTES))
+            rings[height] = max(rings[height], min(sum(found), tuning().resident_bytes))
     return rings
 
 

@@ -29,6 +29,7 @@ from torch import nn
 
 from ..base.device import Backend, Stream
 from ..base.torch_internals import current_transform
+from ..base.tuning import tuning
 from ..errors import GroupFileError, StateError
 from .budget.budgeter import Kind
 from .calls import EXPECTED, Call
@@ -45,9 +46,6 @@ from .probe import Probe
 from .slots.slot import Slot
 from .threads import where_it_waits
 from .turns import join
-
-PATIENCE_SECONDS = 30.0
-"""Seconds to wait for a forward that is itself waiting for a thread before a deadlock is reported."""
 
 _BACKWARD = "backward"
 """The name of backward passes in their `Kind`, beside the root."""
@@ -486,7 +484,7 @@ class Passes:
             return
         before: FrameType | None = None
         try:
-            while not self.lock.acquire(timeout=PATIENCE_SECONDS):
+            while not self.lock.acquire(timeout=tuning().turn_patience_seconds):
                 top = None if self.kind is None else self.kind.top
                 # A call of the whole module is separate work, whose turn will come. A call of a part may belong to the pass.
                 parts = top.modules() if self.is_running and isinstance(top, nn.Module) and module is not top else ()

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ..base.device import Backend
+from ..base.tuning import tuning
 from ..config import OffloadConfig, OffloadType
 from ..errors import ConfigError
 from ..plan.budgets import AUTO, describe_bytes
@@ -30,7 +31,6 @@ from ..stores.files import FileBlob
 from .budget.budgeter import Budgeter, Kind, ram_for_weights
 from .budget.stopwatch import Stopwatch
 from .copies.cached import CachedFiles
-from .copies.reader import STAGING_BYTES
 from .copies.transfer import Transfer
 from .foresight.lookahead import LookAhead
 from .foresight.schedule import first_guess
@@ -41,9 +41,6 @@ from .memory import DeviceMemory
 
 logger = logging.getLogger("group_offload")
 
-MIN_WINDOW_BYTES = 4 << 20
-"""Smallest window just in time, in bytes, however small the groups are; an eighth of all weights if that is less.
-A smaller window would cost launches and save no memory."""
 _DEEP_WINDOW = 4
 """Largest window at leaf level, in sizes of the largest layer. It helps models whose time compute sets, not copies."""
 HOST_ACTIVATIONS_SHARE = 0.2
@@ -156,7 +153,7 @@ class Placer:
         self._note_times()
         if not self._config.has_budgets:
             order = self._lookahead.schedule.order
-            self._budgeter.describe(self._groups, order, outer_bytes=0, staging_bytes=STAGING_BYTES)
+            self._budgeter.describe(self._groups, order, outer_bytes=0, staging_bytes=tuning().reading_bytes)
         self._budgeter.refresh()
         return self._budgeter.plan
 
@@ -195,7 +192,7 @@ class Placer:
             vram=vram,
             ram_bytes=ram,
             outer_bytes=self._memory.outer_bytes,
-            staging_bytes=STAGING_BYTES,
+            staging_bytes=tuning().reading_bytes,
             too_small=partial(self._too_small, vram=vram, is_first=is_first),
         )
         self._budgeter.promised_bytes = promised
@@ -208,7 +205,7 @@ class Placer:
         if config.ram_share is not None:
             return in_ram + config.ram_share
         if self._files.blobs or config.ram_budget is not None:
-            staging = STAGING_BYTES if self._files.blobs else 0
+            staging = tuning().reading_bytes if self._files.blobs else 0
             turns = 0
             if is_first and self._files.blobs and not self._backend.has_streams:
                 sizes = [group.num_bytes for group in self._groups if not group.height]
@@ -342,7 +339,7 @@ class Placer:
         may be a third of them. With `record_stream` it is `_DEEP_WINDOW` times as wide from the start. A budget's plan
         counts on the largest group at most.
         """
-        least = max(self._memory.largest, min(MIN_WINDOW_BYTES, self._total_bytes // 8))
+        least = max(self._memory.largest, min(tuning().min_window_bytes, self._total_bytes // 8))
         if self._config.offload_type is not OffloadType.LEAF_LEVEL or self._budgeter.vram is not None:
             return least
         if not self._is_tight:

@@ -19,8 +19,9 @@ import torch
 
 from ..base.layout import ALIGNMENT, as_bytes, lay_out_at, span_bytes
 from ..base.mapping import FileMapping, file_mappings, forget_writes, is_cut_off, mapping_at
-from ..base.pagemap import PAGE, SLOW_SCAN_SECONDS, can_detect_writes, written_pages
+from ..base.pagemap import PAGE, can_detect_writes, written_pages
 from ..base.publish import open_to_read
+from ..base.tuning import tuning
 from ..errors import GroupFileError
 from .base import Tier, moves_of_rest
 from .files import FileBlob
@@ -152,7 +153,7 @@ class Checkpoint(SourceFile):
             started = time.perf_counter()
             written = written_pages(start, end - start)
             if written == []:
-                if time.perf_counter() - started > SLOW_SCAN_SECONDS:
+                if time.perf_counter() - started > tuning().slow_scan_seconds:
                     pages.forget(start, end)  # this unmaps the pages that were read, so that the next scan is fast
                 continue
             # Locked pages count as written too, and where the system does not tell, all pages do. So bytes are compared.

@@ -10,9 +10,7 @@ from contextlib import suppress
 from typing import ClassVar
 
 from ..base.reading import open_direct
-
-MAX_KEPT_OPEN = 256
-"""Descriptors of files that stay open; others are opened for each read. The limit of a process is often 1024."""
+from ..base.tuning import tuning
 
 
 class KeptDescriptors:
@@ -41,7 +39,7 @@ class KeptDescriptors:
 
     @staticmethod
     def _may_keep() -> bool:
-        limit = min(MAX_KEPT_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        limit = min(tuning().max_kept_open, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         return KeptDescriptors.num_open() < limit
 
     def direct(self, fd: int) -> tuple[int, bool] | None:

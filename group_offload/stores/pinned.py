@@ -29,15 +29,12 @@ from ..base.device import Backend
 from ..base.layout import BlobLayout, as_bytes, extent_bytes, memory_of
 from ..base.mapping import TwiceMapped, flat_view, forget_writes, map_anonymous
 from ..base.page_lock import PageLock
-from ..base.pagemap import PAGE, SLOW_SCAN_SECONDS, PageScan, can_detect_writes
+from ..base.pagemap import PAGE, PageScan, can_detect_writes
+from ..base.tuning import tuning
 from .base import Tier, moves_of_rest
 from .moves import Copy, Move, Stage
 
 logger = logging.getLogger("group_offload")
-
-SEGMENT_BYTES = 256 << 20
-"""The size of a segment that blobs are packed into. A larger blob has a segment alone. A segment is page-locked while the
-next one is filled."""
 
 
 class _Forks:
@@ -152,7 +149,7 @@ class Segment:
         started = time.perf_counter()
         ranges = scan.written()
         if ranges == []:
-            if time.perf_counter() - started > SLOW_SCAN_SECONDS:
+            if time.perf_counter() - started > tuning().slow_scan_seconds:
                 # Nothing was written. This unmaps the pages that were read, so that the next scan is fast.
                 forget_writes(private.data_ptr(), self._num_bytes)
             return False

@@ -15,6 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from ..base.publish import opened_to_read
+from ..base.tuning import tuning
 from ..errors import GroupFileError
 from .manifest import GROUP_FILE, MANIFEST_FILE, TEMPORARY_FILE, Manifest, describe_problem
 from .safetensors_file import FORMAT_VERSION, GroupHeader, check_group_header, content_of_file, read_header
@@ -22,7 +23,7 @@ from .safetensors_file import FORMAT_VERSION, GroupHeader, check_group_header, c
 OUTDATED_VERSIONS = ("1",)
 """Formats that are not used any more. An unknown version may be that of a later release."""
 
-_NUM_LOOKS, _SECONDS_BETWEEN_LOOKS = 5, 0.1
+_NUM_LOOKS = 5
 
 _RESTORE = "The model's next set-up writes it again. If you do not need that model, delete its manifest."
 _DELETE = "Delete it: the next set-up of its model writes it again."
@@ -117,7 +118,7 @@ def survey(folder_fd: int) -> Survey:
     for _ in range(_NUM_LOOKS - 1):
         if found.is_whole:
             break
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        time.sleep(tuning().seconds_between_looks)
         before, found = found, _survey_once(folder_fd)
         if found == before:
             break

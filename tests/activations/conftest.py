@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from ..support.tuning import tune
+
 
 @pytest.fixture(autouse=True)
 def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the slab and the file grow, and nothing clears RAM that no test needs."""
-    monkeypatch.setattr("group_offload.activations.host_pool.SEGMENT_BYTES", 16 << 10)
-    monkeypatch.setattr("group_offload.activations.spill.STEP_BYTES", 16 << 10)
-    monkeypatch.setattr("group_offload.activations.spill.PIECE_BYTES", 1 << 10)
+    tune(monkeypatch, activation_segment_bytes=16 << 10)
+    tune(monkeypatch, spill_step_bytes=16 << 10)
+    tune(monkeypatch, spill_piece_bytes=1 << 10)

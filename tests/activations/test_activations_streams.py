@@ -28,6 +28,7 @@ from ..support.activations import Call, Calls, check, offload
 from ..support.asserts import same_bits
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.training import DIM, STEPS, make, plain, retained, stopped_backward, two_by_two
+from ..support.tuning import tune
 
 
 @contextmanager
@@ -260,8 +261,7 @@ def test_a_group_saves_on_two_streams() -> None:
 
 @pytest.mark.parametrize("laziness", ["random", "lazy", "eager"])
 def test_large_activations_travel_in_several_batches(laziness: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for owner in (offloader, streams):
-        monkeypatch.setattr(owner, "BATCH_BYTES", 1500)
+    tune(monkeypatch, activation_batch_bytes=1500)
     for seed in range(6, 8):
         exercise(seed, laziness)
 

@@ -28,9 +28,8 @@ from group_offload import (
     enable_group_offload,
     remove_group_offloading,
 )
+from group_offload.base.tuning import tuning
 from group_offload.config import ModelOptions
-from group_offload.runtime.budget.budgeter import MARGIN_RAM_BYTES
-from group_offload.runtime.copies.reader import STAGING_BYTES
 
 from ..support import tiny_models as tiny
 from ..support.inside import engine_of, wait_until_enqueued
@@ -41,6 +40,7 @@ from ..support.reads import watch_file_reads
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, SimulatedEvent, SimulatedStream, use_simulated_device
 from ..support.speeds import KNOWN_SPEEDS
+from ..support.tuning import tune
 
 WIDTHS = [64] * 6
 MODES: list[dict[str, Any]] = [{}, {"record_stream": True}, {"offload_type": "leaf_level"}]
@@ -50,7 +50,7 @@ every_mode = pytest.mark.parametrize("options", MODES, ids=str)
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
-    monkeypatch.setattr("group_offload.runtime.budget.budgeter.MARGIN_BYTES", 0)
+    tune(monkeypatch, device_margin_bytes=0)
     slow = replace(KNOWN_SPEEDS, h2d=2, drive=1)  # a simulated second is one thing that ran
     monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: slow)
     device = SimulatedDevice(0, "random")
@@ -547,7 +547,7 @@ def test_ram_that_others_need(
     before = handle.stats().pinned_bytes
     assert before > 0
     monkeypatch.setattr("group_offload.runtime.copies.cached.available_ram", lambda: 1000)
-    monkeypatch.setattr("group_offload.runtime.copies.cached._RELIEF_SECONDS", 0)
+    tune(monkeypatch, relief_seconds=0)
     pinned = [before]
     for _ in range(3):
         check(device, model, resident)
@@ -561,7 +561,7 @@ def test_ram_that_others_need(
 @pytest.mark.parametrize("seed", range(6))
 def test_budgets_whatever_happens(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Routes that change, exceptions, edits, two streams, two models that take turns."""
-    monkeypatch.setattr("group_offload.runtime.budget.budgeter.MARGIN_BYTES", 0)
+    tune(monkeypatch, device_margin_bytes=0)
     slow = replace(KNOWN_SPEEDS, h2d=2, drive=1)
     monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: slow)
     rng = random.Random(seed)
@@ -577,6 +577,7 @@ _FOUR_GIB = """
 import json, struct, sys, torch
 from torch import nn
 from safetensors.torch import load_file
+from group_offload.base.tuning import tuning
 from group_offload import apply_group_offloading
 torch.set_num_threads(2)
 path, budget = sys.argv[1], sys.argv[2]
@@ -657,7 +658,7 @@ def ram(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 def budget_for(num_bytes: int) -> int:
     """A budget for RAM that leaves so much for weights in files."""
-    return RAM_WITHOUT_WEIGHTS + STAGING_BYTES + MARGIN_RAM_BYTES + num_bytes
+    return RAM_WITHOUT_WEIGHTS + tuning().reading_bytes + tuning().ram_margin_bytes + num_bytes
 
 
 def locked_bytes(handle: OffloadHandle) -> int:
@@ -696,9 +697,9 @@ def test_one_budget_for_ram_is_for_all_modules(device: SimulatedDevice, ram: dic
         models.append(from_file(residents[-1], tmp_path / f"{number}.safetensors"))
     whole = sum(parameter.nbytes for parameter in models[0].parameters())
     for model in models:
-        budget = budget_for(whole + 20_000) + STAGING_BYTES
+        budget = budget_for(whole + 20_000) + tuning().reading_bytes
         handles.append(offload(model, offload_device="disk", ram_budget=budget))
-        ram["now"] += STAGING_BYTES  # and for weights the first one leaves 20,000 bytes at most
+        ram["now"] += tuning().reading_bytes  # and for weights the first one leaves 20,000 bytes at most
     for _ in range(4):
         for model, resident in zip(models, residents, strict=True):
             check(device, model, resident)  # type: ignore[arg-type]
@@ -736,7 +737,7 @@ def test_weights_that_nothing_tells_edits_of_do_not_keep_others_from_staying(
 
 def test_memory_that_others_have_taken_is_learnt(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """One forward fails, not all; and what stayed on the device comes back once there is room again."""
-    monkeypatch.setattr("group_offload.runtime.budget.budgeter.PASSES_UNTIL_LOOK", 4)
+    tune(monkeypatch, passes_until_look=4)
     resident, model, handle = all_resident(device)
     before = handle.stats().resident_bytes
     device.capacity = device.total.now + 2 * DIM * 4
@@ -756,7 +757,7 @@ def test_memory_that_others_have_taken_is_learnt(device: SimulatedDevice, monkey
 
 def test_the_budget_that_an_error_names_works(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device has less than the budget: what the budget was says nothing about how much there is."""
-    monkeypatch.setattr("group_offload.runtime.budget.budgeter.MARGIN_BYTES", 4096)
+    tune(monkeypatch, device_margin_bytes=4096)
     monkeypatch.setattr(SimulatedDevice, "total_bytes", lambda self: 1 << 30)
     resident = RoutedModel(WIDTHS).eval()
     model = RoutedModel(WIDTHS).eval()
@@ -791,10 +792,9 @@ def test_three_tiers_read_each_group_of_the_drive_once(
 
     With small chunks one group alone takes all frames, as large ones do.
     """
-    monkeypatch.setattr("group_offload.runtime.budget.budgeter.MARGIN_BYTES", 0)
+    tune(monkeypatch, device_margin_bytes=0)
     if chunk_bytes is not None:
-        for name in ("CHUNK_BYTES", "SMALL_CHUNK_BYTES"):
-            monkeypatch.setattr(f"group_offload.runtime.copies.reader.{name}", chunk_bytes)
+        tune(monkeypatch, chunk_bytes=chunk_bytes, small_chunk_bytes=chunk_bytes)
     resident = RoutedModel([1296] * 6 + [540] * 12).eval()
     with use_simulated_device(SimulatedDevice(0, schedule)) as device:
         model, options = place(resident, "checkpoint", tmp_path, {})

@@ -21,6 +21,7 @@ from ..support.page_map import PageMap
 from ..support.processes import run_python
 from ..support.rigs import check, offload_to, pair, run
 from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.tuning import tune
 
 pytestmark = pytest.mark.skipif(not can_detect_writes(), reason="this system does not tell which pages were written")
 
@@ -95,7 +96,7 @@ def test_edits_beside_weights_are_kept(tmp_path: Path, monkeypatch: pytest.Monke
     model.load_state_dict({name: found[name] for name in state}, assign=True)
     others = [found["zz"], found["a"]]
     apply_group_offloading(model, "cpu", offload_device="disk")
-    monkeypatch.setattr(checkpoint, "SLOW_SCAN_SECONDS", -1.0)
+    tune(monkeypatch, slow_scan_seconds=-1.0)
     scan = checkpoint.written_pages
 
     def written_pages(address: int, num_bytes: int) -> Any:
@@ -116,8 +117,8 @@ _MADE = """
 import ctypes
 import tests.engine.test_processes as t
 from tests.support.simulated import SimulatedDevice, use_simulated_device
-import group_offload.stores.ways
-group_offload.stores.ways.LOCKED_SHARE = 0.0
+from group_offload.base.tuning import tune
+tune(locked_share=0.0)
 tier, root = sys.argv[1], pathlib.Path(sys.argv[2])
 os.fsync = os.fstat
 os.environ["GROUP_OFFLOAD_PROGRESS_BAR"] = "0"

@@ -27,6 +27,7 @@ from ..support.models import DIM, EditsItsBlocks, NormedModel, RoutedBlock, Rout
 from ..support.on_device import assert_same_state, forward, offload, on_their_way
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.tuning import tune
 
 MODES: list[dict[str, Any]] = [
     {},
@@ -360,7 +361,7 @@ def test_page_locking_is_refused(
 
     monkeypatch.setattr(device, "pin", lambda memory, undo, *, read_only=False: False)
     monkeypatch.setattr(device, "empty_pinned", empty_pinned)
-    monkeypatch.setattr("group_offload.runtime.groups.build.SEGMENT_BYTES", 4096)
+    tune(monkeypatch, segment_bytes=4096)
     model = RoutedModel([16, 24, 16, 16])
     resident = copy.deepcopy(model)
     with caplog.at_level(logging.WARNING, "group_offload"):

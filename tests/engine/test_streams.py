@@ -52,6 +52,7 @@ from ..support.on_device import (
 from ..support.reads import held_reads, hold_what_the_next_pass_needs, many_frames, watch_file_reads
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.tuning import tune
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -398,7 +399,7 @@ def test_files_are_being_read_when(end: str) -> None:
         options_for({"in_files": True}) as options,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(reader, "CHUNK_BYTES", 4096)  # so that the staging memory has another size after the change
+        tune(patch, chunk_bytes=4096)  # so that the staging memory has another size after the change
         handle = offload(model, **options)
         forward(device, model, x)
         hook = hold_what_the_next_pass_needs(model, held)

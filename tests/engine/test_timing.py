@@ -6,7 +6,6 @@ the link and the blocks take what they take on one H200.
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections import defaultdict
 from collections.abc import Iterator
@@ -21,11 +20,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from group_offload import OffloadHandle, StateError, apply_activation_offloading, apply_group_offloading
+from group_offload.base.tuning import tuning
 from group_offload.plan.placement import Placement
 
 from ..support.simulated import use_simulated_device
 from ..support.speeds import KNOWN_SPEEDS
 from ..support.timed import TimedDevice
+from ..support.tuning import tune
 
 SCALE = 1024
 LINK = 55.2e9 / SCALE
@@ -62,14 +63,8 @@ class Flux(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _sizes_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("foresight.lookahead.MAX_RUN_BYTES", "memory.RESIDENT_BYTES", "budget.budgeter.MARGIN_BYTES"):
-        path = f"group_offload.runtime.{name}"
-        monkeypatch.setattr(path, _value_of(path) // SCALE)
-
-
-def _value_of(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
+    names = ("max_run_bytes", "resident_bytes", "device_margin_bytes")
+    tune(monkeypatch, **{name: getattr(tuning(), name) // SCALE for name in names})
 
 
 @contextmanager
@@ -314,7 +309,7 @@ def test_activations_take_what_the_link_or_compute_takes(copy_seconds: float, mo
 
     A step as a whole cannot take the longer of compute and of one direction: out is all in forward, back all in backward.
     """
-    monkeypatch.setattr("group_offload.activations.host_pool.SEGMENT_BYTES", 1 << 20)
+    tune(monkeypatch, activation_segment_bytes=1 << 20)
     num_blocks, seconds = 24, 0.0023
     device = TimedDevice(LINK)
     saved_bytes = int(copy_seconds * LINK) // 4096 * 4096
@@ -338,7 +333,7 @@ def test_activations_take_what_the_link_or_compute_takes(copy_seconds: float, mo
 
 def test_a_trace_of_activations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two steps: what leaves and comes back, compute by group and direction, and where it waited."""
-    monkeypatch.setattr("group_offload.activations.host_pool.SEGMENT_BYTES", 1 << 20)
+    tune(monkeypatch, activation_segment_bytes=1 << 20)
     device = TimedDevice(LINK)
     copy_seconds, seconds = 0.008, 0.002
     saved_bytes = int(copy_seconds * LINK) // 4096 * 4096

@@ -21,6 +21,7 @@ from torch import nn
 
 from group_offload import GroupFileError
 from group_offload.base import publish as publish_module
+from group_offload.base import tuning as tuning_module
 from group_offload.base.publish import boot, open_to_read
 from group_offload.cli.main import main
 from group_offload.stores import survey as survey_module
@@ -46,17 +47,21 @@ from ..support.folders import (
 from ..support.models import Model, make
 from ..support.processes import fork, in_new_process, status_of
 from ..support.rigs import offload_to
+from ..support.tuning import tune
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publish_module, "_SECONDS_UNTIL_SAID", 0.05)
-    monkeypatch.setattr(publish_module, "FILE_PATIENCE_SECONDS", 0.2)
-    monkeypatch.setattr(publish_module, "SETUP_PATIENCE_SECONDS", 0.3)
-    monkeypatch.setattr(publish_module, "PRUNE_PATIENCE_SECONDS", 0.3)
-    monkeypatch.setattr(survey_module, "_SECONDS_BETWEEN_LOOKS", 0.01)
+    tune(
+        monkeypatch,
+        seconds_until_said=0.05,
+        file_patience_seconds=0.2,
+        setup_patience_seconds=0.3,
+        prune_patience_seconds=0.3,
+        seconds_between_looks=0.01,
+    )
 
 
 # ---------------------------------------------------------------- locks that others keep
@@ -113,7 +118,7 @@ def test_a_folder_that_somebody_keeps_locked(
 
 def stopped_writer(path: str) -> None:
     """A writer is stopped at every step, and another process sets the same model up all the same."""
-    publish_module.FILE_PATIENCE_SECONDS = publish_module.SETUP_PATIENCE_SECONDS = 0.2
+    tuning_module.tune(file_patience_seconds=0.2, setup_patience_seconds=0.2)
     for step in itertools.count(1):
         folder = Path(path) / str(step)
         pid = fork(lambda folder=folder, step=step: (stop_at(step), set_up(folder)))

@@ -152,8 +152,8 @@ def test_no_memory_is_taken(tmp_path: Path) -> None:
         import gc
         from safetensors.torch import load_file, save_file
         from tests.support.processes import anonymous_bytes
-        import group_offload.stores.ways
-        group_offload.stores.ways.LOCKED_SHARE = 0.0
+        from group_offload.base.tuning import tune
+        tune(locked_share=0.0)
         torch.set_num_threads(1)
         path = pathlib.Path(sys.argv[1]) / "model.safetensors"
         save_file({f"{i}.weight": torch.randn(1024, 1024) for i in range(32)}, path)  # 128 MiB

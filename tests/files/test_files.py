@@ -27,6 +27,7 @@ from ..support.files import flip_a_bit
 from ..support.models import Model, inputs, make
 from ..support.processes import run_python
 from ..support.rigs import LEVELS, check, offload_to, pair, run
+from ..support.tuning import tune
 
 every_level = pytest.mark.parametrize("level", LEVELS)
 
@@ -545,7 +546,7 @@ def test_descriptors_do_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def num_open() -> int:
         return len(os.listdir("/proc/self/fd"))
 
-    monkeypatch.setattr("group_offload.stores.descriptors.MAX_KEPT_OPEN", 70)
+    tune(monkeypatch, max_kept_open=70)
     offload_to(tmp_path / "first", make(Model)).remove()  # what is opened once a process is open now
     before = num_open()
     torch.manual_seed(0)

@@ -30,6 +30,7 @@ from group_offload import GroupFileError, apply_group_offloading
 from group_offload.base import publish as publish_module
 from group_offload.base.mapping import map_file
 from group_offload.base.publish import boot
+from group_offload.base.tuning import tune
 from group_offload.stores.folder import Folder, add_user, delete_if_unused, file_name, never_delete, remove_user
 from group_offload.stores.survey import Kind
 
@@ -428,7 +429,7 @@ def slow_set_up(path: Path, log: int) -> None:
         os.write(log, f"{os.fspath(target)}\n".encode())
 
     os.link = slow  # type: ignore[assignment]
-    publish_module._SECONDS_UNTIL_SAID = 0.1
+    tune(seconds_until_said=0.1)
     logging.basicConfig()
     assert_holds(set_up(path))
 

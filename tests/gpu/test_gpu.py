@@ -18,6 +18,8 @@ from torch import nn
 import group_offload
 from group_offload import ModuleError, OffloadHandle, StateError, apply_group_offloading
 
+from ..support.tuning import tune
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
@@ -325,7 +327,7 @@ def test_weights_that_cannot_be_page_locked_in_place(
     """A refused registration is said, changes nothing, and leaves no error behind for the next kernel."""
     expected = run(copy.deepcopy(model).to(device), x)
     register = torch.cuda.cudart().cudaHostRegister
-    monkeypatch.setattr("group_offload.runtime.copies.transfer.MAX_STAGING_BYTES", 1 << 20)
+    tune(monkeypatch, max_staging_bytes=1 << 20)
 
     class Refusing:
         """Passes flags on that no driver knows, so that it is the driver itself that refuses."""

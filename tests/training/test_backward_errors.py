@@ -16,12 +16,12 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 
 from group_offload import StateError, apply_group_offloading
-from group_offload.runtime import backward as backward_module
 
 from ..support.asserts import same_bits
 from ..support.backward import check, frozen_bits, make, offloaded
 from ..support.inside import engine_of
 from ..support.training import DIM, STEPS, Put, assert_same_bits, data, plain, train
+from ..support.tuning import tune
 
 
 def test_gradients_of_offloaded_weights_are_refused(tmp_path: Path) -> None:
@@ -365,7 +365,7 @@ def in_a_thread(run: Callable[[], object]) -> tuple[Callable[..., None], list[St
 
 def test_a_backward_that_waits_for_itself_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward that waits for another thread's backward over an earlier graph of the same model."""
-    monkeypatch.setattr(backward_module, "PATIENCE_SECONDS", 0.2)
+    tune(monkeypatch, backward_patience_seconds=0.2)
     model = make().requires_grad_(False).eval()
     with offloaded(model, "cpu", tmp_path) as (_, handle, put, _):
         loss = model(data(0, put).requires_grad_()).square().mean()
@@ -380,7 +380,7 @@ def test_a_backward_that_waits_for_itself_is_an_error(tmp_path: Path, monkeypatc
 
 def test_a_forward_that_waits_for_its_own_backward_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hook of a backward that waits for another thread's forward of the same model."""
-    monkeypatch.setattr(backward_module, "PATIENCE_SECONDS", 0.2)
+    tune(monkeypatch, backward_patience_seconds=0.2)
     model = make().requires_grad_(False).eval()
     with offloaded(model, "cpu", tmp_path) as (_, handle, put, _):
         wait, errors = in_a_thread(torch.no_grad()(lambda: model(data(1, put))))

@@ -12,6 +12,8 @@ from group_offload.base import mapping
 from group_offload.base.mapping import TwiceMapped, forget_writes
 from group_offload.base.pagemap import _MAX_REGIONS, PAGE, PageScan, can_detect_writes, written_pages
 
+from ..support.tuning import tune
+
 pytestmark = pytest.mark.skipif(not can_detect_writes(), reason="this system does not tell which pages were written")
 
 
@@ -22,7 +24,7 @@ def num_descriptors() -> int:
 @pytest.mark.parametrize("num_bytes", [1, PAGE, 3 * PAGE + 5, 200 * PAGE + 7])
 def test_bytes_of_any_number_in_pieces(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However large it is, it takes few descriptors, and those only until it is filled."""
-    monkeypatch.setattr(mapping, "_MIN_PIECE_BYTES", PAGE)
+    tune(monkeypatch, min_mapped_piece_bytes=PAGE)
     content = os.urandom(num_bytes)
     before = num_descriptors()
     memory = TwiceMapped(num_bytes)

@@ -26,6 +26,7 @@ from group_offload.base.pool import begin_all, finish_all, num_threads, on_pool,
 from group_offload.base.reading import read_into
 
 from ..interrupts import Strike, contained
+from ..support.tuning import tune
 
 MIB = 1 << 20
 
@@ -135,8 +136,8 @@ every_use = pytest.mark.parametrize("use", [read, fill, spill])
 
 @pytest.fixture
 def content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("group_offload.base.mapping._MIN_PIECE_BYTES", MIB)
-    monkeypatch.setattr("group_offload.activations.spill.PIECE_BYTES", MIB)
+    tune(monkeypatch, min_mapped_piece_bytes=MIB)
+    tune(monkeypatch, spill_piece_bytes=MIB)
     path = tmp_path / "content"
     path.write_bytes(os.urandom(8 * MIB + 77))
     return path

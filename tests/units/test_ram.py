@@ -21,6 +21,7 @@ from ..support.models import DIM, RoutedModel
 from ..support.on_device import forward, from_file
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.tuning import tune
 
 
 @pytest.fixture
@@ -123,7 +124,7 @@ def blobs(*sizes: int) -> list[Any]:
 
 @pytest.fixture
 def _may_lock_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ways, "LOCKED_SHARE", 0.5)
+    tune(monkeypatch, locked_share=0.5)
 
 
 def set_ram(patch: pytest.MonkeyPatch, num_bytes: int) -> None:
@@ -343,7 +344,7 @@ def test_two_models_lock_one_file(tmp_path: Path, device: SimulatedDevice) -> No
 
 
 def test_the_cpu_locks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ways, "LOCKED_SHARE", 0.5)
+    tune(monkeypatch, locked_share=0.5)
     resident: nn.Module = RoutedModel([64] * 4).eval()
     for tier in ("checkpoint", "folder"):
         model, handle = offloaded(resident, tier, tmp_path)  # type: ignore[arg-type]

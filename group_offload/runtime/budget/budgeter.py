@@ -27,13 +27,13 @@ import torch
 from ...base.device import Backend
 from ...base.ram import available_ram, locked, ram_in_use
 from ...base.torch_internals import tree_leaves
+from ...base.tuning import tuning
 from ...errors import ConfigError
 from ...plan.budgets import Auto, Budget, auto_ram, describe_bytes
 from ...plan.pass_model import simulate
 from ...plan.placement import Budgets, Placement, PlannedGroup, Problem, Speeds, smallest_device_bytes
 from ...plan.planner import Plan, least_seconds, make_plan
 from ...stores.files import FileBlob
-from ...stores.ways import LOCKED_SHARE
 from ..groups.group import Group
 from ..measure.drive import DriveMeter
 
@@ -47,14 +47,8 @@ TIMED_EVERY = 32
 """Later on one pass in this many is measured, and more often at first: the 4th, 8th, 16th, 32nd, 64th, 96th."""
 NUM_TIMED_KINDS = 8
 """The number of kinds whose times are remembered."""
-PASSES_UNTIL_LOOK = 32
-"""If the device has had less memory than the budget, it is asked again after this many passes."""
 NUM_RECENT = 8
 """The number of last passes whose activations have room."""
-MARGIN_BYTES = 16 << 20
-"""Device memory that is left free, because the allocator rounds up."""
-MARGIN_RAM_BYTES = 64 << 20
-"""The part of a RAM budget that Python and torch will still take."""
 _STEPS = 64
 """All weights are this many steps of room on the device: a change below one step makes no new plan."""
 
@@ -266,7 +260,7 @@ class Budgeter:
         # The memory that a backward finds on the device was counted among its forward's activations.
         kinds = {kind, *self._recent} if kind in self._recent else {kind}
         activations = max(map(self._activation_bytes, kinds))
-        return max(0, self.vram - others - activations - MARGIN_BYTES - self.outer_bytes)
+        return max(0, self.vram - others - activations - tuning().device_margin_bytes - self.outer_bytes)
 
     @property
     def _step(self) -> int:
@@ -380,7 +374,7 @@ class Budgeter:
 
     def _look_at_device(self) -> None:
         """Limit the budget to the memory that the device has for this process now."""
-        self._passes_until_look = PASSES_UNTIL_LOOK
+        self._passes_until_look = tuning().passes_until_look
         if self._asked_vram is not None:
             there = self._backend.bytes_in_use() + self._backend.free_bytes()
             self.vram = min(self._asked_vram, there)
@@ -456,10 +450,10 @@ def ram_for_weights(
         ConfigError: The process takes more already, without any weights in files.
     """
     if budget is None:
-        return in_ram + int(available_ram() * LOCKED_SHARE)
+        return in_ram + int(available_ram() * tuning().locked_share)
     if isinstance(budget, Auto):
         return in_ram + max(0, auto_ram() - staging_bytes)
-    others = max(0, ram_in_use() - in_ram) + staging_bytes + MARGIN_RAM_BYTES
+    others = max(0, ram_in_use() - in_ram) + staging_bytes + tuning().ram_margin_bytes
     if not stay:
         in_ram = 0
     if budget < others + in_ram + turn_bytes:

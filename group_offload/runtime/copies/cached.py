@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ...base.device import Backend
 from ...base.ram import available_ram, locked
+from ...base.tuning import tuning
 from ...plan.budgets import describe_bytes
 from ...stores.files import FileBlob
 from ...stores.source import Piece, SourceFile
@@ -21,8 +22,8 @@ MIN_FREE_RAM_BYTES = 256 << 20
 """With less available RAM than this, page-locked files are given up."""
 _NEARLY_ALL = 0.95
 """The share of its bytes that is read when a whole blob is read: blobs are padded."""
-_RELIEF_PART, _RELIEF_SECONDS = 4, 1.0
-"""When RAM runs short one in four locked blobs is unlocked, and no more for a second."""
+_RELIEF_PART = 4
+"""When RAM runs short one in four locked blobs is unlocked, and no more for `Tuning.relief_seconds`."""
 
 
 class CachedFiles:
@@ -116,7 +117,11 @@ class CachedFiles:
     def _relieve(self, name: str) -> None:
         """If RAM runs short, unlock a part of the blobs, evenly spread. These are read in each pass from then on."""
         now = time.monotonic()
-        if now - self._relieved_at < _RELIEF_SECONDS or not locked.num_bytes or available_ram() >= MIN_FREE_RAM_BYTES:
+        if (
+            now - self._relieved_at < tuning().relief_seconds
+            or not locked.num_bytes
+            or available_ram() >= MIN_FREE_RAM_BYTES
+        ):
             return
         self._relieved_at = now
         there = [blob for blob in self.blobs if blob.is_locked]

@@ -33,21 +33,13 @@ from ...base.layout import memory_of
 from ...base.mapping import flat_view, map_anonymous
 from ...base.pool import num_threads, on_pool, run_all
 from ...base.reading import BLOCK, MIN_BYTES_PER_THREAD, blocks_around
+from ...base.tuning import tuning
 from ...errors import GroupFileError
 from ...stores.moves import Read
 from ..measure.trace import WeightTrace
 from .jobs import Chunk, Landing, ReadJob, parts_of
 from .staging import Staging
 
-CHUNK_BYTES = 16 << 20
-"""The size of a chunk: large enough for Python's share of the time to be small, small enough for all threads to be busy
-with one group."""
-SMALL_CHUNK_BYTES = 6 << 20
-"""The size of a chunk where RAM is scarce. The drive takes so long then that Python's share does not matter."""
-NUM_FRAMES = 18
-"""The number of frames: two more than threads, so that all threads can read while some frames are copied from."""
-STAGING_BYTES = NUM_FRAMES * SMALL_CHUNK_BYTES
-"""The RAM that reading files takes besides weights, at most."""
 _POLL_SECONDS = 2e-4
 
 
@@ -110,8 +102,8 @@ class Reader:
             is_scarce: Whether RAM is scarce.
         """
         assert not self._num_workers
-        chunk_bytes = min(CHUNK_BYTES, SMALL_CHUNK_BYTES) if is_scarce else CHUNK_BYTES
-        self._staging.resize(min(NUM_FRAMES, 1 + -(-file_bytes // chunk_bytes)), chunk_bytes)
+        chunk_bytes = min(tuning().chunk_bytes, tuning().small_chunk_bytes) if is_scarce else tuning().chunk_bytes
+        self._staging.resize(min(tuning().num_frames, 1 + -(-file_bytes // chunk_bytes)), chunk_bytes)
 
     def job_for(self, reads: Sequence[Read], tracer: WeightTrace | None) -> ReadJob:
         """A job for `submit`, or for `announce`."""
@@ -318,7 +310,7 @@ class Reader:
             GroupFileError: a file could not be read. No thread writes to `target` any more.
         """
         num_bytes = sum(read.num_bytes for read in reads)
-        limit = max(MIN_BYTES_PER_THREAD, min(CHUNK_BYTES, -(-num_bytes // num_threads())))
+        limit = max(MIN_BYTES_PER_THREAD, min(tuning().chunk_bytes, -(-num_bytes // num_threads())))
         run_all(partial(self._read_straight, target, part, tracer) for part in parts_of(reads, limit))
         for read in reads:
             _prove(read, target[read.at : read.at + read.num_bytes])

@@ -11,6 +11,7 @@ from torch.profiler import record_function
 from ...base.device import Backend, Event, HostBackend, Stream, plain_empty
 from ...base.page_lock import PageLock
 from ...base.torch_internals import is_profiler_enabled
+from ...base.tuning import tuning
 from ...stores.base import PlacedBlob, Tier
 from ...stores.moves import Copy, Move, Read, Stage, joined
 from ..measure.drive import DriveMeter
@@ -19,8 +20,6 @@ from .jobs import Landing, ReadJob
 from .last import LastCopies
 from .reader import Reader
 
-MAX_STAGING_BYTES = 64 << 20
-"""The size of one staging buffer, at most. PCIe is at full speed with 16 MiB."""
 NUM_STAGING_BUFFERS = 2
 
 
@@ -72,7 +71,7 @@ class Transfer:
             file_bytes: The bytes of all blobs in files.
             is_scarce: Whether RAM is scarce.
         """
-        size = max(1, min(MAX_STAGING_BYTES, largest_blob))
+        size = max(1, min(tuning().max_staging_bytes, largest_blob))
         if size != self._staging_size:
             self._drop_buffers()
             self._staging_size = size

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Hashable, Sequence
 from itertools import accumulate
 
+from ...base.tuning import tuning
 from ...stores.base import PlacedBlob
 from ..calls import EXPECTED
 from ..copies.cached import CachedFiles
@@ -19,8 +20,6 @@ from .schedule import Schedule, first_guess
 
 logger = logging.getLogger("group_offload")
 
-MAX_RUN_BYTES = 8 << 20
-"""Groups that follow one another are sent together up to this size: small groups cost the host more than the link."""
 _LOOK_BEYOND = 16
 """The number of further groups looked at once there is no room for a group whose modules contain no other group."""
 
@@ -236,7 +235,7 @@ class LookAhead:
     def _run_limit(self, group: Group) -> int:
         is_pooled = self._memory.is_just_in_time and not group.height
         room = 2 * self._memory.window_bytes if is_pooled else self._memory.ring_sizes.get(group.height, 0)
-        return min(MAX_RUN_BYTES, room // 8)
+        return min(tuning().max_run_bytes, room // 8)
 
     def _onload_ahead(self, run: list[Group], num_bytes: int, soon: set[Group]) -> bool:
         """Start the blobs of `run` in one slot. False if only groups that are needed sooner could make room."""

@@ -18,6 +18,7 @@ from ...base.pagemap import can_detect_writes
 from ...base.pool import Task, on_pool
 from ...base.progress import progress_bar
 from ...base.ram import fits
+from ...base.tuning import tuning
 from ...config import OffloadConfig
 from ...errors import ConfigError, GroupFileError
 from ...partition import GroupSpec, TensorRef, partition
@@ -25,7 +26,7 @@ from ...stores.base import Blob, Tier
 from ...stores.checkpoint import Checkpoint, CheckpointBlob, FileMap, FileSpan, MappedFile
 from ...stores.folder import Folder
 from ...stores.group_file import GroupFile
-from ...stores.pinned import SEGMENT_BYTES, RamBlob, Segment
+from ...stores.pinned import RamBlob, Segment
 from .group import Group
 from .part import Part
 from .tensors import fit_for
@@ -194,7 +195,7 @@ def _runs_of(plans: Iterable[_Plan]) -> Iterator[list[_Plan]]:
         if not plan.fresh:
             continue
         size = _lay_out(plan.fresh).num_bytes
-        if run and num_bytes + size > SEGMENT_BYTES:
+        if run and num_bytes + size > tuning().segment_bytes:
             yield run
             run, num_bytes = [], 0
         run.append(plan)

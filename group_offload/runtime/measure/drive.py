@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections import deque
 
-MIN_BYTES = 64 << 20
-"""Fewer bytes are too few to tell a speed."""
+from ...base.tuning import tuning
+
 MIN_BUSY = 0.8
 """The least busy share of a pass: a drive that waits for slots is read with fewer threads than it could be."""
 MIN_DIRECT = 0.9
@@ -28,7 +28,10 @@ class DriveMeter:
             return
         seconds, busy = now - last[0], busy_seconds - last[1]
         cached, direct = cached_bytes - last[2], direct_bytes - last[3]
-        if direct >= max(MIN_BYTES, MIN_DIRECT * (cached + direct)) and busy >= MIN_BUSY * seconds > 0:
+        if (
+            direct >= max(tuning().min_bytes_for_speed, MIN_DIRECT * (cached + direct))
+            and busy >= MIN_BUSY * seconds > 0
+        ):
             self._speeds.append(direct / busy)
 
     @property

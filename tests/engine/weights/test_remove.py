@@ -102,8 +102,8 @@ def test_remove_that_finds_no_room_loses_nothing(offload: Offload, monkeypatch: 
 
 _PEAK_OF_REMOVE = """
 import contextlib
-from group_offload.runtime.groups import build
-build.SEGMENT_BYTES = 32 << 20
+from group_offload.base.tuning import tune
+tune(segment_bytes=32 << 20)
 peak = lambda: next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 where = contextlib.nullcontext()
 if sys.argv[1] == "mapped twice":

@@ -12,18 +12,18 @@ import torch
 from torch import nn
 
 from group_offload import StateError
-from group_offload.runtime import passes
 
 from ...support.asserts import assert_at_rest, assert_same
 from ...support.models import WIDTH, Model, inputs, make
 from ...support.rigs import Offload, check, offload_to, pair, run, run_onloaded
+from ...support.tuning import tune
 
 
 def test_blocks_that_a_forward_calls_in_threads_are_refused(
     offload_either: Offload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The forward waits for the threads: they must not wait for it."""
-    monkeypatch.setattr(passes, "PATIENCE_SECONDS", 0.2)
+    tune(monkeypatch, turn_patience_seconds=0.2)
 
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -54,7 +54,7 @@ def test_a_forward_that_works_in_threads_of_its_own_lets_others_wait(
     waits: list[float], calls_a_part: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread calls the same model meanwhile, as servers do; or a part of it, while the forward gets on."""
-    monkeypatch.setattr(passes, "PATIENCE_SECONDS", 0.2)
+    tune(monkeypatch, turn_patience_seconds=0.2)
     began = threading.Event()
 
     class Tiled(nn.Module):

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from group_offload.runtime.copies import reader
 from group_offload.stores.source import SourceFile
 
 from ...support.reading import DEVICES, SMALL_CHUNK, TIERS, Preadv, Rig
+from ...support.tuning import tune
 
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "CHUNK_BYTES", SMALL_CHUNK)
+    tune(monkeypatch, chunk_bytes=SMALL_CHUNK)
 
 
 @pytest.fixture(params=[(where, tier) for where in DEVICES for tier in TIERS], ids="-".join)

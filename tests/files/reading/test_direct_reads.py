@@ -17,7 +17,6 @@ import torch
 from group_offload import GroupFileError
 from group_offload.base import reading
 from group_offload.base.mapping import cached_bytes, forget_writes
-from group_offload.runtime.copies import reader
 
 from ...support.reading import (
     DEVICES,
@@ -31,6 +30,7 @@ from ...support.reading import (
     has_direct_reads,
     is_direct,
 )
+from ...support.tuning import tune
 
 
 @every_tier
@@ -60,7 +60,7 @@ def test_a_cold_file_is_read_past_the_page_cache(
     if not has_direct_reads(tmp_path):
         pytest.skip("this file system has none")
     monkeypatch.setattr("group_offload.stores.ways.available_ram", lambda: 0)
-    monkeypatch.setattr(reader, "CHUNK_BYTES", 256 << 10)
+    tune(monkeypatch, chunk_bytes=256 << 10)
     widths = [60_000] * 3
     with Rig(where, "checkpoint", tmp_path, widths) as rig:
         (path,) = rig.paths()

@@ -29,6 +29,7 @@ from ...support.reading import (
     within,
 )
 from ...support.speeds import KNOWN_SPEEDS
+from ...support.tuning import tune
 
 # ---------------------------------------------------------------- errors of the drive
 
@@ -172,7 +173,7 @@ def test_reads_at_the_same_time_count_once(monkeypatch: pytest.MonkeyPatch) -> N
 def test_which_passes_tell_how_fast_the_drive_is(
     what: str, busy: float, cached: int, direct: int, is_known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drive, "MIN_BYTES", 100)
+    tune(monkeypatch, min_bytes_for_speed=100)
     meter = drive.DriveMeter()
     meter.note(100.0, 50.0, 7, 7000)  # what was read before the first pass ended is set-up
     assert meter.bytes_per_s is None
@@ -182,7 +183,7 @@ def test_which_passes_tell_how_fast_the_drive_is(
 
 def test_the_drive_is_what_the_last_passes_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was held up by something else does not count, nor do those of long ago."""
-    monkeypatch.setattr(drive, "MIN_BYTES", 1)
+    tune(monkeypatch, min_bytes_for_speed=1)
     meter, now, read = drive.DriveMeter(), 0.0, 0
     for num_bytes, expected in [(0, None), (50, 50), (50, 50), (10, 50), (50, 50), (20, 20), (20, 20)]:
         now, read = now + 1.0, read + num_bytes
@@ -206,7 +207,7 @@ def test_the_plan_knows_a_drive_that_became_slow(
         pytest.skip("this file system has none")
     monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: KNOWN_SPEEDS)
     monkeypatch.setattr("group_offload.runtime.budget.budgeter.auto_ram", lambda: 0)
-    monkeypatch.setattr(drive, "MIN_BYTES", 1)
+    tune(monkeypatch, min_bytes_for_speed=1)
     seconds = 0.05
 
     def slowly(real: Any, fd: int, buffers: Any, position: int) -> int:

@@ -87,8 +87,8 @@ def test_a_folder_that_may_not_be_entered_any_more(where: str, tier: str, tmp_pa
     """By a process that is not root, which this one may be. Right or told; right again once it may be entered."""
     done = run_python(
         """
-        import group_offload.stores.ways
-        group_offload.stores.ways.LOCKED_SHARE = 0.0
+        from group_offload.base.tuning import tune
+        tune(locked_share=0.0)
         import tests.support.reading as t
         where, tier, folder = sys.argv[1], sys.argv[2], pathlib.Path(sys.argv[3])
         folder.mkdir()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from group_offload import GroupFileError
 from group_offload.base import pool
-from group_offload.runtime.copies import reader
+from group_offload.base.tuning import tuning
 
 from ...support.models import Stop
 from ...support.on_device import exercise
@@ -36,6 +36,7 @@ from ...support.reading import (
 )
 from ...support.reads import late_reads
 from ...support.simulated import SimulatedDevice
+from ...support.tuning import tune
 
 # ---------------------------------------------------------------- what is left
 
@@ -125,7 +126,7 @@ def test_figures(where: str, tier: str, tmp_path: Path) -> None:
                 assert num_bytes == file_bytes
             assert stats.bytes_onloaded["ram"] == stats.bytes_onloaded["pageable ram"] == 0
             assert stats.pinned_bytes == 0 and stats.host_bytes == 0 and stats.file_bytes == file_bytes
-            limit = min(reader.NUM_FRAMES, 1 - -file_bytes // SMALL_CHUNK) * SMALL_CHUNK
+            limit = min(tuning().num_frames, 1 - -file_bytes // SMALL_CHUNK) * SMALL_CHUNK
             assert stats.staging_bytes == (limit if where == "simulated" else 0)
 
 
@@ -133,7 +134,7 @@ def test_figures(where: str, tier: str, tmp_path: Path) -> None:
 def test_staging_memory_is_a_formula(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fixed number of chunks, or fewer for a small model."""
     for frames, widths in ((1, WIDTHS), (2, WIDTHS), (4, WIDTHS), (18, [8]), (18, WIDTHS)):
-        monkeypatch.setattr(reader, "NUM_FRAMES", frames)
+        tune(monkeypatch, num_frames=frames)
         with Rig("simulated", tier, tmp_path, widths) as rig:
             for path in rig.paths():
                 path.rename(path.with_suffix(".gone"))

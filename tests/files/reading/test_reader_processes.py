@@ -13,10 +13,10 @@ from ...support.processes import run_python
 from ...support.reading import Rig, every_device, every_tier
 
 _IN_A_CHILD = """
-import group_offload.stores.ways
-group_offload.stores.ways.LOCKED_SHARE = 0.0
+from group_offload.base.tuning import tune
+tune(locked_share=0.0)
 import group_offload.runtime.copies.reader as reader, time, signal, threading
-reader.CHUNK_BYTES = 8192
+tune(chunk_bytes=8192)
 import tests.support.reading as t
 where, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 rig = t.Rig(where, "checkpoint", folder)

@@ -1,0 +1,99 @@
+"""Sizes and times that the package was tuned with. Tests change them; a user has no need to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    # RAM and files
+    segment_bytes: int = 256 << 20
+    """The size of a segment that blobs are packed into. A larger blob has a segment alone. A segment is page-locked while
+    the next one is filled."""
+    locked_share: float = 0.5
+    """Share of the available RAM that may be page-locked when no ram_budget is given."""
+    relief_seconds: float = 1.0
+    """The time between two steps in which page-locked files are given up because RAM runs short."""
+    max_kept_open: int = 256
+    """Descriptors of files that stay open; others are opened for each read. The limit of a process is often 1024."""
+    min_mapped_piece_bytes: int = 32 << 20
+    """The least size of the pieces that memory is filled in when it is mapped twice."""
+    slow_scan_seconds: float = 1e-3
+    """A look into the page map takes longer than this only if the mapped bytes were read: the kernel looks at the pages that
+    are present."""
+
+    # Copies and reads
+    max_staging_bytes: int = 64 << 20
+    """The size of one staging buffer, at most. PCIe is at full speed with 16 MiB."""
+    max_run_bytes: int = 8 << 20
+    """Groups that follow one another are sent together up to this size: small groups cost the host more than the link."""
+    chunk_bytes: int = 16 << 20
+    """The size of a chunk of a file: large enough for Python's share of the time to be small, small enough for all threads
+    to be busy with one group."""
+    small_chunk_bytes: int = 6 << 20
+    """The size of a chunk where RAM is scarce. The drive takes so long then that Python's share does not matter."""
+    num_frames: int = 18
+    """Chunks in RAM: two more than threads, so that all threads can read while some chunks are copied from."""
+    min_bytes_for_speed: int = 64 << 20
+    """Fewer bytes from the drive are too few to tell its speed."""
+
+    # Device memory
+    min_window_bytes: int = 4 << 20
+    """Smallest window just in time, however small the groups are; an eighth of all weights if that is less. A smaller window
+    would cost launches and save no memory."""
+    resident_bytes: int = 8 << 20
+    """The size below which groups that are needed around others all stay: turns would save too little."""
+    device_margin_bytes: int = 16 << 20
+    """Device memory that is left free, because the allocator rounds up."""
+    ram_margin_bytes: int = 64 << 20
+    """The part of a RAM budget that Python and torch will still take."""
+    passes_until_look: int = 32
+    """If the device has had less memory than the budget, it is asked again after this many passes."""
+
+    # Activations
+    activation_segment_bytes: int = 256 << 20
+    """The least size of a segment, unless less is left of the budget. Later ones are a quarter of all before, if that is
+    more."""
+    activation_batch_bytes: int = 32 << 20
+    """Small activations are copied in batches of this size."""
+    spill_step_bytes: int = 1 << 30
+    """The file is allocated in steps of this size, so that a full disk shows before anything is written."""
+    spill_piece_bytes: int = 8 << 20
+    """The bytes of activations that one thread writes or reads at a time."""
+
+    # Patience
+    turn_patience_seconds: float = 30.0
+    """The time to wait for a forward that is itself waiting for a thread before a deadlock is reported."""
+    backward_patience_seconds: float = 3600.0
+    """The time that a pass waits for a pass of another thread. Two passes that wait for each other would never end."""
+    file_patience_seconds: float = 10.0
+    """How long to wait for the lock on a group file. Its holder may be giving it its name."""
+    setup_patience_seconds: float = 600.0
+    """How long a set-up waits for the lock on the folder. Writing a large model takes minutes."""
+    prune_patience_seconds: float = 60.0
+    """How long `prune` waits for the lock on the folder."""
+    seconds_until_said: float = 1.0
+    """After this time of waiting for a lock the log says so."""
+    seconds_between_looks: float = 0.1
+    """The time between two looks at a folder that changes while it is listed."""
+
+    @property
+    def reading_bytes(self) -> int:
+        """The RAM that reading files takes besides weights, at most, where RAM is scarce."""
+        return self.num_frames * self.small_chunk_bytes
+
+
+_now = Tuning()
+
+
+def tuning() -> Tuning:
+    """The values in force."""
+    return _now
+
+
+def tune(**changes: Any) -> None:
+    """Change values for the whole process, before anything is offloaded."""
+    global _now
+    _now = replace(_now, **changes)
