@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import gc
 import os
 import random
 import signal
@@ -129,7 +128,6 @@ def test_interrupts_of_page_locking(simulated: bool, monkeypatch: pytest.MonkeyP
     for place in counting.places:
         with suppress(KeyboardInterrupt), Strike(1, place=place):
             lock_and_unlock()
-        gc.collect()
         assert not device.pinned_bytes and not driver.locked and not driver.errors, place
 
 
