@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,12 @@ def gradient(model: nn.Module, number: int) -> torch.Tensor:
 
 def expected_of(model: nn.Module) -> list[torch.Tensor]:
     return [run(model, inputs(number)) for number in range(4)]
+
+
+@cache
+def compiled_outputs() -> list[torch.Tensor]:
+    """Those of the resident model, compiled as a whole: once, since compiling takes a second."""
+    return expected_of(torch.compile(make(Model), backend="eager"))
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["compiled first", "offloaded first"])
@@ -176,9 +183,7 @@ def test_what_checkpoints_repeat_compiled_between_steps(level: str, folder: Path
 @pytest.mark.parametrize("how", ["wrap, apply to the wrapped", "wrap, apply to the module", "apply, wrap"])
 @every_level
 def test_whole_model_through_torch_compile(how: str, level: str, folder: Path | None, backend: Any) -> None:
-    model = make(Model)
-    resident = torch.compile(make(Model), backend="eager")
-    expected = expected_of(resident)
+    model, expected = make(Model), compiled_outputs()
     torch._dynamo.reset()
     counters.clear()
     if how.startswith("wrap"):
@@ -197,9 +202,7 @@ def test_whole_model_through_torch_compile(how: str, level: str, folder: Path | 
 @pytest.mark.parametrize("is_first", [True, False], ids=["compiled first", "offloaded first"])
 @every_level
 def test_model_that_compiles_itself(level: str, is_first: bool, folder: Path | None, backend: Any) -> None:
-    model, resident = make(Model), make(Model)
-    resident.compile(backend="eager")
-    expected = expected_of(resident)
+    model, expected = make(Model), compiled_outputs()
     torch._dynamo.reset()
     if is_first:
         model.compile(backend=backend)
