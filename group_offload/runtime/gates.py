@@ -22,6 +22,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -54,6 +55,15 @@ HANDLE = "_group_offload_handle"
 """The attribute of an offloaded module that leads to its handle."""
 
 
+@dataclass(slots=True, eq=False)
+class BypassingCall:
+    """A call of a root that was compiled (`model.compile()`) after it was offloaded: it passes the gate by."""
+
+    call: Call
+    hooks: saved_tensors_hooks | None = None
+    """The saved-tensor hooks that were pushed for the call."""
+
+
 class Gate(Around):
     """Encloses one module's call: onloads the groups that the call needs before it, and releases them after it."""
 
@@ -64,12 +74,8 @@ class Gate(Around):
         """The groups that the call needs. The group that is needed longest comes first."""
         self._gates = gates
         self.compiled = module.__dict__.get(COMPILED_CALL)
-        self.was_bypassed = False
-        """Whether a call that bypassed the gate is in progress. A forward hook will end it."""
-        self._bypassing: Call | None = None
-        """The call that bypassed the gate."""
-        self._pushed: saved_tensors_hooks | None = None
-        """The saved-tensor hooks pushed for the call that bypassed the gate."""
+        self.bypassing: BypassingCall | None = None
+        """A call in progress that bypassed the gate. A forward hook will end it."""
 
     def install(self) -> None:
         module = self.module
@@ -128,7 +134,7 @@ class Gate(Around):
         gates, backward, passes = self._gates, self._gates.backward, self._gates.passes
         this = Call(self.module, sys._getframe())
         try:
-            if self.was_bypassed:  # this thread's bypassed call was interrupted
+            if self.bypassing is not None:  # it is this thread's, and was interrupted
                 self.leave_bypassed()
             backward.begin_call(self.groups)
             passes.begin_call(this, args, kwargs)
@@ -184,17 +190,16 @@ class Gate(Around):
             passes, backward = self._gates.passes, self._gates.backward
             passes.lock.acquire()
             backward.begin_call(self.groups)
-            self._bypassing = this = Call(self.module, sys._getframe(2))  # the call's frame, two above this one
-            self.was_bypassed = True
+            frame = sys._getframe(2)  # the call's, two above this one
+            self.bypassing = this = BypassingCall(Call(self.module, frame))
             try:
-                passes.begin_call(this, args, kwargs)
+                passes.begin_call(this.call, args, kwargs)
             finally:
-                self.was_bypassed = False
-                gate = self._gates.root  # a new gate, if `begin_call` installed all gates again
-                gate.was_bypassed, gate._bypassing = True, this
-            gate._pushed = backward.hooks()
-            if gate._pushed is not None:
-                gate._pushed.__enter__()
+                self.bypassing = None
+                self._gates.root.bypassing = this  # a new gate, if `begin_call` installed all gates again
+            this.hooks = backward.hooks()
+            if this.hooks is not None:
+                this.hooks.__enter__()
             return self._gates.move_inputs(args, kwargs)
         finally:
             selective.show(modes)
@@ -206,14 +211,13 @@ class Gate(Around):
         compiler = set_eval_frame(None)
         modes = selective.hide()
         try:
-            self.was_bypassed = False
+            this, self.bypassing = self.bypassing, None
             try:
-                if self._pushed is not None:
-                    pop_hooks(self._pushed)
-                    self._pushed = None
-                if self._bypassing is not None:
-                    self._bypassing.is_complete = True
-                    self._gates.passes.end_call(self._bypassing)
+                if this is not None:
+                    if this.hooks is not None:
+                        pop_hooks(this.hooks)
+                    this.call.is_complete = True
+                    self._gates.passes.end_call(this.call)
             finally:
                 self._gates.passes.lock.release()
         finally:
@@ -289,7 +293,7 @@ def _leave_bypassed(module: nn.Module, *args: Any) -> None:
         torch._dynamo.skip_frame("group_offload offloads weights here")
         return
     handle = module.__dict__.get(HANDLE)
-    if handle is not None and handle.root_gate.was_bypassed:
+    if handle is not None and handle.root_gate.bypassing is not None:
         handle.root_gate.leave_bypassed()
 
 
