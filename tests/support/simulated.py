@@ -517,16 +517,24 @@ class SimulatedDevice:
 
     # When work runs
 
-    def _host_call(self) -> _HostCall:
+    @contextlib.contextmanager
+    def _host_call(self) -> Iterator[None]:
         """A call from the host: queued work may move on meanwhile. What is below does not see the dispatch mode."""
-        return _HostCall(self)
-
-    def _begin_host_call(self) -> None:
-        while self._released:
-            self._retire(self._released.popleft())
-        if self._freed:
-            self._recycle()
-        self._progress()
+        # Half a million of these are made in the tests, most without a mode. (A class of our own would be interrupted between
+        # its lock and its body.)
+        hidden = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
+        with self._lock, hidden:
+            try:
+                while self._released:
+                    self._retire(self._released.popleft())
+                if self._freed:
+                    self._recycle()
+                self._progress()
+                yield
+            except AssertionError as error:
+                # A copy, without the frames that it came through: they hold the models, whose finalizers hold this device.
+                self.errors.append(type(error)(*error.args))
+                raise
 
     def _enqueue(
         self,
@@ -717,39 +725,6 @@ class SimulatedDevice:
                 if isinstance(region, _Block):
                     return _view(region.raw.untyped_storage(), tensor.data_ptr() - region.raw.data_ptr(), tensor)
             return _view(tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize, tensor)
-
-
-class _HostCall:
-    """See `SimulatedDevice._host_call`. A class, since half a million of them are made in the tests."""
-
-    __slots__ = ("_device", "_modes")
-
-    def __init__(self, device: SimulatedDevice) -> None:
-        self._device = device
-        self._modes: Any = None
-
-    def __enter__(self) -> None:
-        device = self._device
-        device._lock.acquire()
-        try:
-            if torch._C._len_torch_dispatch_stack():
-                self._modes = _disable_current_modes()
-                self._modes.__enter__()
-            device._begin_host_call()
-        except BaseException as error:
-            self.__exit__(type(error), error, error.__traceback__)
-            raise
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
-        try:
-            if isinstance(error, AssertionError):
-                # A copy, without the frames that it came through: they hold the models, whose finalizers hold this device.
-                self._device.errors.append(type(error)(*error.args))
-            if self._modes is not None:
-                self._modes.__exit__(None, None, None)
-        finally:
-            self._device._lock.release()
-        return False
 
 
 class _Running(TorchDispatchMode):  # type: ignore[no-untyped-call]
