@@ -136,8 +136,7 @@ every_use = pytest.mark.parametrize("use", [read, fill, spill])
 
 @pytest.fixture
 def content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    tune(monkeypatch, min_mapped_piece_bytes=MIB)
-    tune(monkeypatch, spill_piece_bytes=MIB)
+    tune(monkeypatch, min_mapped_piece_bytes=MIB, spill_piece_bytes=MIB)
     path = tmp_path / "content"
     path.write_bytes(os.urandom(8 * MIB + 77))
     return path
