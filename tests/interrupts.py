@@ -107,6 +107,8 @@ class Strike:
         self.is_lost = True
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if self._place is not None and frame.f_code is not self._place[0]:
+            return None
         if not frame.f_code.co_filename.startswith(self._path) or self.where:
             return None
         if event == "call" or (event == "line" and frame.f_lasti not in _exits_of(frame.f_code)):
@@ -743,6 +745,8 @@ def _run(task: tuple[str, str, Places]) -> tuple[str, str, Result]:
     """One task of a sweep, in a process of its own."""
     name, operation, places = task
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported need not be looked through by each collection
+    os.fsync = os.fstat  # nothing has to outlast a power cut; a closed file is an error still
     faulthandler.dump_traceback_later(3600, exit=True)
     if name in ACTIVATIONS:
         return name, operation, sweep_activations(name, places)
@@ -779,7 +783,9 @@ def main() -> None:
             if options.only in str(name)
         ]
     total: dict[tuple[str, str], Result] = {}
-    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as processes:
+    context = multiprocessing.get_context("forkserver")  # torch is imported once
+    context.set_forkserver_preload(["pytest", simulated.__name__])
+    with ProcessPoolExecutor(options.jobs, context, max_tasks_per_child=1) as processes:
         runs = [processes.submit(_run_for if options.signals else _run, task) for task in tasks]
         for run in tqdm(as_completed(runs), total=len(runs)):
             name, operation, found = run.result()
