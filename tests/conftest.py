@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
@@ -52,11 +53,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Many tests collect garbage. The libraries are a million objects, which it need not look at each time (0.2 s).
+    """Many tests collect garbage. The libraries are a million objects, which it need not look at each time (0.2 s)."""
+    _set_aside()
 
-    Once, before any test has run: what one leaves behind is not to stay.
-    """
-    gc.collect()
+
+_num_run = 0
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Libraries go on to import, and torch.compile to keep what it made: half a million objects by the end."""
+    global _num_run
+    yield
+    _num_run += 1
+    if _num_run % 10 == 0:
+        _set_aside()
+
+
+def _set_aside() -> None:
+    gc.collect()  # what a test left behind is not to stay
     gc.freeze()
 
 

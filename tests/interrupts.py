@@ -55,6 +55,8 @@ _NUM_PARTS = 3
 """In which a sweep is cut, each in a process of its own."""
 _NUM_COUNTED = 2
 """Operations of which one sees where they come: no two are the same."""
+_NUM_STEPS = 50
+"""Training steps that one model is struck in: each that is broken off leaves two streams for a simulated device to order."""
 PACKAGE = str(Path(group_offload.__file__).parent)
 WIDTH = 16
 T = TypeVar("T")
@@ -644,18 +646,24 @@ class TrainingRig:
 def sweep_activations(name: str, places: Places) -> Result:
     """Strike the training step of one model whose activations are offloaded."""
     result = Result()
-    with ExitStack() as stack:
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
+    with ExitStack() as tuned, ExitStack() as stack:
+        patch = tuned.enter_context(pytest.MonkeyPatch.context())
         tune(patch, activation_segment_bytes=16 << 10, spill_step_bytes=16 << 10, spill_piece_bytes=1 << 10)
-        is_simulated = name == ACTIVATIONS[1]
-        rig = TrainingRig(SimulatedDevice(places.seed, "random") if is_simulated else None, stack)
+
+        def begin() -> TrainingRig:
+            stack.close()
+            return TrainingRig(SimulatedDevice(places.seed, "random") if name == ACTIVATIONS[1] else None, stack)
+
+        rig = begin()
         found: Counter[Place] = Counter()
         for _ in range(_NUM_COUNTED):
             counting = Strike()
             rig.step(counting, [])
             found |= counting.places
         result.places.update({_describe(place): number for place, number in found.items()})
-        for place, at in places.choose(found):
+        for number, (place, at) in enumerate(places.choose(found)):
+            if number % _NUM_STEPS == _NUM_STEPS - 1:
+                rig = begin()
             strike, earlier = Strike(at, place=place), rig.forward(rig.model, 1)
             graphs: list[torch.Tensor] = []
             try:

@@ -14,6 +14,7 @@ import errno
 import mmap
 import os
 import weakref
+from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -55,24 +56,34 @@ class FileMapping:
     is_private: bool
 
 
-def file_mappings() -> list[FileMapping]:
-    """The mappings of files of this process, by address."""
-    with open("/proc/self/maps", "rb") as maps:  # a path may be in no encoding at all
-        return [found for line in maps if (found := _parse_mapping(line)) is not None]
+class FileMappings:
+    """The mappings of files of this process, as they were when this was made."""
+
+    def __init__(self) -> None:
+        """
+        Raises:
+            OSError: the system does not tell now.
+        """
+        with open("/proc/self/maps", "rb") as maps:  # a path may be in no encoding at all
+            self._lines = [line for line in maps.read().split(b"\n") if b"/" in line]
+        self._starts = [int(line[: line.index(b"-")], 16) for line in self._lines]
+
+    def at(self, address: int) -> FileMapping | None:
+        """The mapping that holds `address`; None if it is not a mapping of a file."""
+        index = bisect_right(self._starts, address) - 1
+        found = _parse_mapping(self._lines[index]) if index >= 0 else None
+        return found if found is not None and address < found.end else None
 
 
 def mapping_at(address: int) -> FileMapping | None:
     """The mapping that holds `address`. None if it is not a mapping of a file, or if the system does not tell now."""
-    with suppress(OSError), open("/proc/self/maps", "rb") as maps:
-        for line in maps:
-            if int(line[line.index(b"-") + 1 : line.index(b" ")], 16) > address:
-                found = _parse_mapping(line)
-                return found if found is not None and found.start <= address else None
+    with suppress(OSError):
+        return FileMappings().at(address)
     return None
 
 
 def _parse_mapping(line: bytes) -> FileMapping | None:
-    addresses, flags, offset, device, inode, *path = line.rstrip(b"\n").split(None, 5)
+    addresses, flags, offset, device, inode, *path = line.split(None, 5)
     if not path or not path[0].startswith(b"/"):
         return None
     start, end = (int(each, 16) for each in addresses.split(b"-"))

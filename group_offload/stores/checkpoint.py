@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from pathlib import Path
 import torch
 
 from ..base.layout import ALIGNMENT, as_bytes, lay_out_at, span_bytes
-from ..base.mapping import FileMapping, file_mappings, forget_writes, is_cut_off, mapping_at
+from ..base.mapping import FileMapping, FileMappings, forget_writes, is_cut_off, mapping_at
 from ..base.pagemap import PAGE, can_detect_writes, written_pages
 from ..base.publish import open_to_read
 from ..base.tuning import tuning
@@ -60,10 +59,9 @@ class FileMap:
 
     def __init__(self) -> None:
         self._can_detect_writes = can_detect_writes()
-        self._mappings: list[FileMapping] = []
+        self._mappings: FileMappings | None = None
         with suppress(OSError):  # this system does not tell
-            self._mappings = file_mappings()
-        self._starts = [mapping.start for mapping in self._mappings]
+            self._mappings = FileMappings()
 
     def find(self, tensor: torch.Tensor) -> FileSpan | None:
         """The bytes that `tensor` is an unchanged view of; None for a tensor that is no view of a file, or was edited."""
@@ -91,12 +89,10 @@ class FileMap:
 
     def _mapping_of(self, tensor: torch.Tensor) -> FileMapping | None:
         num_bytes = span_bytes(tensor)
-        if not num_bytes or tensor.device.type != "cpu":
+        if not num_bytes or tensor.device.type != "cpu" or self._mappings is None:
             return None
-        index = bisect_right(self._starts, tensor.data_ptr()) - 1
-        if index < 0 or tensor.data_ptr() + num_bytes > self._mappings[index].end:
-            return None
-        return self._mappings[index]
+        mapping = self._mappings.at(tensor.data_ptr())
+        return mapping if mapping is not None and tensor.data_ptr() + num_bytes <= mapping.end else None
 
 
 class Checkpoint(SourceFile):
