@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .restrictions import RESTRICTIONS
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
@@ -23,6 +25,10 @@ class Arm:
     on_disk: bool = False
     is_from_checkpoint: bool = False
     """The model comes from `from_pretrained`: its weights are views of mapped files."""
+    starts_on_device: bool = False
+    """The weights are on the device before, and `remove()` brings them back there."""
+    restriction: str = ""
+    """What the system refuses: one of `restrictions.RESTRICTIONS`."""
     copies_beside: bool = False
     """While it computes, as many bytes as the weights have are copied to the device, for nothing."""
     is_slow: bool = False
@@ -83,7 +89,8 @@ class Arm:
     def is_basic(self) -> bool:
         """Worth the time for every model. The others show something only where the model is large."""
         is_pageable = bool(self.options.get("low_cpu_mem_usage"))
-        return not (self.reads_files or self.is_from_checkpoint or self.is_slow or is_pageable or self.copies_beside)
+        is_special = self.starts_on_device or bool(self.restriction) or self.copies_beside
+        return not (self.reads_files or self.is_from_checkpoint or self.is_slow or is_pageable or is_special)
 
     def missing(self) -> str | None:
         """The package that this arm needs and that is not here."""
@@ -116,6 +123,8 @@ def arm_of(name: str) -> Arm:
         options={key: value for part, options in _OPTIONS.items() if part in name for key, value in options.items()},
         on_disk=name.endswith(", disk"),
         is_from_checkpoint=", checkpoint" in name or name.endswith(", from_pretrained"),
+        starts_on_device="from the device" in name,
+        restriction=next((each for each in RESTRICTIONS if each in name), ""),
         copies_beside="copies beside" in name,
         is_slow=any(part in name for part in _SLOW),
     )
@@ -137,6 +146,8 @@ ARMS = {
         *(f"diffusers {cut}+stream, disk" for cut in CUTS),
         *(f"ours {cut}, disk" for cut in CUTS),
         "ours block, low_cpu_mem_usage",
+        "ours block, from the device",
+        *(f"ours {cut}, {restriction}" for cut in CUTS for restriction in RESTRICTIONS),
         *(f"diffusers {cut}+stream, low_cpu_mem_usage" for cut in CUTS),
         *(f"{engine} {cut}, no stream" for engine in ("ours", "diffusers") for cut in CUTS),
         "resident, from_pretrained",

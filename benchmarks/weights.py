@@ -42,6 +42,7 @@ from .models import SEED, Model, find, make_inputs, make_model, warm_up
 from .options import add, model_of, sizes_of
 from .processes import Child, Relay, anonymous_bytes, say, tell_measured, tell_so_far
 from .report import gib, is_equal, machine_facts, number, seconds, span, verdict
+from .restrictions import RESTRICTIONS
 
 IN_A_ROW_SECONDS = 4
 """So long are steps timed together, with no wait between them: at least two, and no more than a pipeline would take."""
@@ -65,13 +66,15 @@ def run_arm(arm: Arm, model: Model, job: Mapping[str, Any], begin: Callable[[], 
     start_device(device)
     anonymous_started = anonymous_bytes()
     apply = apply_function(arm.engine)
+    if arm.restriction:
+        RESTRICTIONS[arm.restriction]()
     warm_up(model, device)
     inputs = make_inputs(model, device)
     start = time.perf_counter()
     if arm.is_from_checkpoint:
         module = load(model, Path(job["checkpoint"]))
     else:
-        module = make_model(model, device, resident=arm.engine == "resident")
+        module = make_model(model, device, resident=arm.engine == "resident" or arm.starts_on_device)
     load_s = time.perf_counter() - start
     weights = {name: weight.numel() * weight.element_size() for name, weight in module.named_parameters()}
     num_bytes, num_parameters = sum(weights.values()), sum(weight.numel() for weight in module.parameters())
@@ -165,7 +168,12 @@ def run_arm(arm: Arm, model: Model, job: Mapping[str, Any], begin: Callable[[], 
     tell_so_far(result)
     if job["trace"] is not None and handle is not None:
         result["trace"] = _record(handle, lambda: model.call(module, inputs), device, Path(job["trace"]))
-    if job["is_profiled"]:
+    if arm.starts_on_device:
+        start = time.perf_counter()
+        handle.remove()
+        synchronize(device)
+        result["remove_s"] = time.perf_counter() - start
+    elif job["is_profiled"]:
         result |= count_driver_calls(lambda: model.call(module, inputs), device)
     return result
 
@@ -399,6 +407,7 @@ def render(report: Mapping[str, Any]) -> str:
         "first step": lambda arm: seconds(arm["first_step_s"]),
         "first / later": lambda arm: number(arm["first_step_s"] / arm["step_s"], 2),
         "set-up": lambda arm: f"{arm['setup_s']:.1f} s",
+        "remove": lambda arm: f"{arm['remove_s']:.1f} s" if "remove_s" in arm else "",
         "written": lambda arm: gib(arm.get("setup_write_bytes")) if in_files else "",
         "device peak": lambda arm: gib(arm["device_peak_bytes"]),
         "reserved": lambda arm: gib(arm.get("device_reserved_bytes")),

@@ -214,6 +214,7 @@ SCENARIOS = [
     Scenario("simulated ram leaf", {"offload_type": "leaf_level"}, True),
     Scenario("simulated record_stream", {"record_stream": True}, True),
     Scenario("simulated no stream", {"use_stream": False}, True),
+    Scenario("simulated ram, not locked", {"low_cpu_mem_usage": True}, True),
     Scenario("simulated files", {"in_files": True}, True),
     Scenario("simulated files leaf", {"in_files": True, "offload_type": "leaf_level"}, True),
     Scenario("simulated checkpoint", {"in_checkpoint": True}, True),

@@ -57,6 +57,9 @@ class Backend(Protocol):
     def is_capturing(self) -> bool:
         """Whether what the calling thread enqueues now becomes part of a graph, and does not run."""
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is in memory of the device, and not in memory that the host reads."""
+
     def bring(self, tensor: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
         """A copy of a tensor on the device, for compute of the calling thread. The host waits for no compute.
 
@@ -160,6 +163,9 @@ class HostBackend:
     def is_capturing(self) -> bool:
         return False
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return False
+
     def bring(self, tensor: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
         return tensor.to(self.device)
 
@@ -230,6 +236,9 @@ class AcceleratorBackend:
 
     def is_capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.device == self.device
 
     def bring(self, tensor: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
         if non_blocking or tensor.device.type != "cpu" or type(tensor) not in _PLAIN or tensor.layout != torch.strided:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
 import weakref
 from collections.abc import Callable
 
+import psutil
 import torch
 
 from .device import Backend
+
+logger = logging.getLogger("group_offload")
 
 
 class PageLock:
@@ -43,6 +49,79 @@ class PageLock:
     def release(self) -> None:
         """Unlock the memory. Repeated calls do nothing."""
         _release(self._undo, self._wait, self._memory)
+
+
+class LockLimit:
+    """How much RAM may be page-locked for the weights of one set-up. After its first refusal the device is asked no more.
+
+    Each refusal takes time, and a system that has given its last page-locked memory fails elsewhere: in other programs, and
+    in copies that torch makes.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._guard = threading.Lock()  # memory is locked by threads of the pool
+        self._num_left = _careful_bytes()
+        self._num_locked = self._num_by_driver = self._num_refused = 0
+        self._in_place = self._by_driver = True
+
+    @property
+    def was_refused(self) -> bool:
+        return self._num_refused > 0
+
+    def lock(self, memory: torch.Tensor, wait: Callable[[], None]) -> PageLock | None:
+        """Lock `memory` in place; None if it stays unlocked. See `PageLock.take`."""
+        with self._guard:
+            if self._in_place and memory.numel() <= self._num_left:
+                found = PageLock.take(self._backend, memory, wait)
+                if found is not None:
+                    self._num_left -= memory.numel()
+                    self._num_locked += memory.numel()
+                    return found
+            self._in_place = False
+            return None
+
+    def allocate(self, num_bytes: int) -> torch.Tensor | None:
+        """Memory that the driver allocates and locks, where it locks none in place; None if there is none."""
+        with self._guard:
+            if self._by_driver and not self._num_locked:
+                memory = self._backend.empty_pinned(num_bytes)
+                if memory is not None:
+                    self._num_by_driver += num_bytes
+                    return memory
+            self._by_driver = False
+            self._num_refused += num_bytes
+            return None
+
+    def give_back(self, num_bytes: int) -> None:
+        """Memory that `lock` locked was unlocked again."""
+        self._num_locked -= num_bytes
+        self._num_refused += num_bytes
+
+    def report(self) -> None:
+        """Say in the log what could not be locked, if anything."""
+        num_locked = self._num_locked + self._num_by_driver
+        if self._num_by_driver:
+            logger.warning(
+                "Could not page-lock %d bytes of RAM in place for %s: memory of the driver's own making is used, which may "
+                "take up to twice as much.",
+                self._num_by_driver,
+                self._backend.device,
+            )
+        if self.was_refused:
+            logger.warning(
+                "Could page-lock no more than %d of %d bytes of RAM for %s: the rest goes through a staging buffer, at the "
+                "speed of memory copies. Remedies: `ulimit -l unlimited`, more memory for the container or WSL2 (.wslconfig), "
+                "or offload_to_disk_path.",
+                num_locked,
+                num_locked + self._num_refused,
+                self._backend.device,
+            )
+
+
+def _careful_bytes() -> float:
+    """What is asked for at most. Under WSL2 Windows gives half of the memory, and fails later if it was asked for more."""
+    return psutil.virtual_memory().total / 2 if "microsoft" in os.uname().release.lower() else float("inf")
 
 
 def _release(undo: list[Callable[[], None]], wait: Callable[[], None], memory: torch.Tensor) -> None:

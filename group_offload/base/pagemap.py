@@ -2,7 +2,8 @@
 
 An edit through `.data` (fusing a LoRA makes such edits) bumps no version counter. On a private mapping it leaves a page behind
 that is present and no longer backed by the file. Linux 6.7 finds those with one ioctl (`PAGEMAP_SCAN`,
-Documentation/admin-guide/mm/pagemap.rst: 0.1 ms for 256 MiB), older kernels through `/proc/self/pagemap` (1 ms).
+Documentation/admin-guide/mm/pagemap.rst: 0.1 ms for 256 MiB), older kernels through `/proc/self/pagemap` (1 ms): there
+threads look at many mappings side by side (`look_at_all`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,15 @@ import errno
 import fcntl
 import os
 import struct
+import threading
+from collections.abc import Iterable, Mapping
+from functools import partial
+from types import MappingProxyType
+
+import torch
 
 from .mapping import TwiceMapped
+from .pool import run_all
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -28,14 +36,37 @@ _START, _WALK_END = 16, 32
 
 _PASSES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR}
 """The errors of a moment: the next try may succeed."""
+_NO_SCAN = {errno.ENOTTY, errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
+"""The errors of a kernel that has no `PAGEMAP_SCAN`, or forbids it."""
 
-# Bits of one 64-bit entry of /proc/self/pagemap.
-_ENTRY_PRESENT, _ENTRY_SWAPPED, _ENTRY_FILE = 1 << 63, 1 << 62, 1 << 61
+# Bits of one 64-bit entry of /proc/self/pagemap, which torch has as a signed number.
+_ENTRY_THERE = (1 << 62) - (1 << 63)
+"""The page is present, or swapped out."""
+_ENTRY_FILE = 1 << 61
+
+Ranges = list[tuple[int, int]]
+Looks = Mapping[int, "Ranges | None"]
+"""What `PageScan.written` gives for mappings that were looked at before, by address."""
+NO_LOOKS: Looks = MappingProxyType({})
 
 
-def written_pages(address: int, num_bytes: int) -> list[tuple[int, int]] | None:
+def written_pages(address: int, num_bytes: int, looks: Looks = NO_LOOKS) -> Ranges | None:
     """Do one scan: see `PageScan.written`."""
-    return PageScan(address, num_bytes).written()
+    return PageScan(address, num_bytes).written(looks)
+
+
+def look_at_all(mappings: Iterable[tuple[int, int]]) -> Looks:
+    """Look at many mappings, each an address and a length, with several threads, where the kernel has no quick scan.
+
+    Returns:
+        What was found, for calls that come before the next edit. Nothing where a scan is quick: it is done by itself then.
+    """
+    if not _Known.lacks_scan:
+        return NO_LOOKS
+    found = [*mappings]
+    return dict(
+        zip((address for address, _ in found), run_all(partial(written_pages, *each) for each in found), strict=True)
+    )
 
 
 class PageScan:
@@ -70,25 +101,32 @@ class PageScan:
             _IS_FILE,
         )
 
-    def written(self) -> list[tuple[int, int]] | None:
+    def written(self, looks: Looks = NO_LOOKS) -> Ranges | None:
         """
+        Args:
+            looks: The answers that are there already: see `look_at_all`.
+
         Returns:
             The byte ranges (start, end) of the written pages, relative to the start of the mapping, ascending and page-aligned.
             None if the system does not tell, at all or at this moment. Then any page may be written.
         """
+        if self._address in looks:
+            return looks[self._address]
         try:
             fd = _open_pagemap()
             if fd is None:
                 return None
-            try:
-                return self._scan(fd)
-            except OSError:
-                return _read_entries(fd, self._address, self._length)
+            if not _Known.lacks_scan:
+                try:
+                    return self._scan(fd)
+                except OSError as error:
+                    _Known.lacks_scan = error.errno in _NO_SCAN
+            return _read_entries(fd, self._address, self._length)
         except OSError:
             return None
 
-    def _scan(self, fd: int) -> list[tuple[int, int]]:
-        found: list[tuple[int, int]] = []
+    def _scan(self, fd: int) -> Ranges:
+        found: Ranges = []
         start, end = self._address, self._address + self._length
         while start < end:
             _WORD.pack_into(self._request, _START, start)
@@ -107,6 +145,8 @@ class _Known:
     """The descriptor of the page map."""
     is_refused = False
     """Whether opening the page map was refused."""
+    lacks_scan = False
+    """Whether `PAGEMAP_SCAN` was refused."""
     detects_writes: bool | None = None
     """What `can_detect_writes` found out."""
 
@@ -114,7 +154,7 @@ class _Known:
     def forget(cls) -> None:
         if cls.fd is not None:
             os.close(cls.fd)
-        cls.fd, cls.is_refused, cls.detects_writes = None, False, None
+        cls.fd, cls.is_refused, cls.lacks_scan, cls.detects_writes = None, False, False, None
 
 
 os.register_at_fork(after_in_child=_Known.forget)
@@ -147,14 +187,32 @@ def _try_out() -> bool:
     return before == (b"a", []) and after == (b"b", [(PAGE, 2 * PAGE)])
 
 
-def _read_entries(fd: int, address: int, length: int) -> list[tuple[int, int]]:
-    num_bytes = length // PAGE * 8
-    raw = os.pread(fd, num_bytes, address // PAGE * 8)
-    if len(raw) < num_bytes:
-        raise OSError(errno.EAGAIN, "the page map was not read to its end")
-    found: list[tuple[int, int]] = []
-    for page, entry in enumerate(memoryview(raw).cast("Q")):
-        if entry & (_ENTRY_PRESENT | _ENTRY_SWAPPED) and not entry & _ENTRY_FILE:
+class _Entries(threading.local):
+    """Entries that a thread reads, as many at a time as its caches hold."""
+
+    def __init__(self) -> None:
+        self.raw = bytearray(_NOTHING)
+
+
+_NOTHING = bytes(64 << 10)
+"""Entries of pages that nobody has touched."""
+_entries = _Entries()
+
+
+def _read_entries(fd: int, address: int, length: int) -> Ranges:
+    raw, num_entries = _entries.raw, length // PAGE
+    found: Ranges = []
+    for first in range(0, num_entries, len(raw) // 8):
+        size = min(len(raw), (num_entries - first) * 8)
+        if os.preadv(fd, [memoryview(raw)[:size]], (address // PAGE + first) * 8) < size:
+            raise OSError(errno.EAGAIN, "the page map was not read to its end")
+        if raw == _NOTHING:  # which is nearly always so, and quick to see
+            continue
+        with torch.inference_mode(False):
+            entries = torch.frombuffer(raw, dtype=torch.int64, count=size // 8)
+            is_written = ((entries & _ENTRY_THERE) != 0) & ((entries & _ENTRY_FILE) == 0)
+            pages = (torch.nonzero(is_written).flatten() + first).tolist()
+        for page in pages:
             if found and found[-1][1] == page * PAGE:
                 found[-1] = (found[-1][0], (page + 1) * PAGE)
             else:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..base.layout import overlapping
+from ..base.pagemap import look_at_all
 from ..base.torch_internals import COMPILED_CALL
 from ..errors import StateError
 from ..stores.base import Store
@@ -208,7 +209,8 @@ class Changes:
             watch.expect_tensors()
         was_edited = True
         try:
-            found = [store.commit_edits(self._transfer.wait_for_copies) for store in watch.stores]
+            looks = look_at_all(mapping for store in watch.stores for mapping in store.rest_mappings())
+            found = [store.commit_edits(self._transfer.wait_for_copies, looks) for store in watch.stores]
             was_edited = any(found)
         finally:
             if was_edited:  # also if one store raised: weights of the stores before it may rest in other files by now

@@ -16,7 +16,6 @@ from ..config import OffloadConfig, OffloadType
 from ..errors import StateError
 from ..partition import TensorRef
 from ..plan.planner import Plan
-from ..stores.base import Tier
 from ..stores.folder import Folder
 from ..stores.group_file import GroupFile
 from . import turns
@@ -302,9 +301,8 @@ class Engine:
                     tensor.data = tensor.to(self._passes.device)  # a lazy tensor gets its shape there
         if self._gates.records_graphs:
             share_counters(self.groups)
-        # The end of a pass starts the first groups of the next one, if edits in between are detected, and if the copies
-        # do not hold up the thread: copies of pageable memory through staging buffers do.
-        wraps = all(part.blob.detects_edits and part.blob.tier is not Tier.PAGEABLE for part in parts)
+        # The end of a pass starts the first groups of the next one, if edits in between are detected.
+        wraps = all(part.blob.detects_edits for part in parts)
         self._lookahead.reset(self.groups, wraps=wraps and self.config.use_stream)
         self._placer.place(self.groups, is_first=not before)
         self._publish_manifest()

@@ -126,8 +126,8 @@ class Placer:
         self._files.lock_what_is_there(was_read=False)
         self._transfer.prepare_for(
             max((blob.layout.num_bytes for blob in blobs), default=0),
-            sum(blob.layout.num_bytes for blob in in_files),
-            is_scarce=any(blob.is_direct for blob in in_files),
+            sum(blob.layout.num_bytes for blob in blobs if blob.tier is not Tier.RAM),
+            is_scarce=self._config.low_cpu_mem_usage or any(blob.is_direct for blob in in_files),
         )
 
     def clear(self) -> None:

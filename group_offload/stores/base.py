@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ..base.layout import BlobLayout, as_bytes
+from ..base.pagemap import NO_LOOKS, Looks
 from .moves import Move, Stage
 
 
@@ -27,7 +28,10 @@ class Tier(Enum):
 class Store(Protocol):
     """The memory or the file that one or several blobs rest in."""
 
-    def commit_edits(self, wait: Callable[[], None]) -> bool:
+    def rest_mappings(self) -> Sequence[tuple[int, int]]:
+        """The addresses and lengths of the mappings that `commit_edits` looks at."""
+
+    def commit_edits(self, wait: Callable[[], None], looks: Looks = NO_LOOKS) -> bool:
         """Make edits of weights at rest a part of the bytes that their blobs send.
 
         A blob whose bytes changed then has a new `generation`, or is `is_outdated`.
@@ -35,6 +39,7 @@ class Store(Protocol):
         Args:
             wait: A function that returns when no copy is on its way. It is called before memory changes that copies may
                 still be reading.
+            looks: What the page map said of `rest_mappings`, if it was asked before.
 
         Returns:
             Whether there were edits.

@@ -18,7 +18,7 @@ import torch
 
 from ..base.layout import ALIGNMENT, as_bytes, lay_out_at, span_bytes
 from ..base.mapping import FileMapping, FileMappings, forget_writes, is_cut_off, mapping_at
-from ..base.pagemap import PAGE, can_detect_writes, written_pages
+from ..base.pagemap import NO_LOOKS, PAGE, Looks, can_detect_writes, written_pages
 from ..base.publish import open_to_read
 from ..base.tuning import tuning
 from ..errors import GroupFileError
@@ -138,16 +138,24 @@ class Checkpoint(SourceFile):
         if not self.blobs:
             self.release()
 
-    def commit_edits(self, wait: Callable[[], None]) -> bool:
+    def rest_mappings(self) -> Sequence[tuple[int, int]]:
+        return [(start, end - start) for start, end in self._rest_pages().all]
+
+    def _rest_pages(self) -> _Pages:
+        if self._pages is None:
+            self._pages = _Pages(self._rest_blobs())
+        return self._pages
+
+    def _rest_blobs(self) -> list[CheckpointBlob]:
+        return [blob for blob in self.blobs if isinstance(blob, CheckpointBlob)]
+
+    def commit_edits(self, wait: Callable[[], None], looks: Looks = NO_LOOKS) -> bool:
         """Find the blobs whose weights at rest were edited: they have to be made again, elsewhere."""
         self.check()
-        blobs = [blob for blob in self.blobs if isinstance(blob, CheckpointBlob)]
-        pages = self._pages
-        if pages is None:
-            pages = self._pages = _Pages(blobs)
+        blobs, pages = self._rest_blobs(), self._rest_pages()
         for start, end in pages.all:
             started = time.perf_counter()
-            written = written_pages(start, end - start)
+            written = written_pages(start, end - start, looks)
             if written == []:
                 if time.perf_counter() - started > tuning().slow_scan_seconds:
                     pages.forget(start, end)  # this unmaps the pages that were read, so that the next scan is fast

@@ -10,7 +10,7 @@ import torch
 
 from ..base.layout import BlobLayout, as_bytes
 from ..base.mapping import flat_view, forget_writes, map_file
-from ..base.pagemap import written_pages
+from ..base.pagemap import NO_LOOKS, Looks, written_pages
 from ..errors import GroupFileError
 from .files import FileBlob
 from .folder import Folder, add_user, delete_if_unused, never_delete, remove_user
@@ -41,7 +41,10 @@ class GroupFile(FileBlob):
     def where(self) -> str:
         return self.path.name
 
-    def commit_edits(self, wait: Callable[[], None]) -> bool:
+    def rest_mappings(self) -> Sequence[tuple[int, int]]:
+        return [(self._whole.data_ptr(), self.entry.num_bytes)] if self.entry.num_bytes else []
+
+    def commit_edits(self, wait: Callable[[], None], looks: Looks = NO_LOOKS) -> bool:
         """Write edited weights into a new file.
 
         Copies and reads of the old file may be on their way. Its source serves them until they are done.
@@ -51,7 +54,7 @@ class GroupFile(FileBlob):
                 the old one.
         """
         self.source.check()
-        if not self._was_edited():
+        if not self._was_edited(looks):
             return False
         path, source = self.path, self.source
         is_there = source.has_name(path)
@@ -103,10 +106,13 @@ class GroupFile(FileBlob):
         self.source, self._mapping, self.pieces, self.rest = source, mapping, pieces, rest
         self.path, self.entry, self.content = found.path, found.entry, found.entry.content
 
-    def _was_edited(self) -> bool:
-        size = self.entry.num_bytes
-        whole = flat_view(self._mapping, 0, size)
-        written = written_pages(whole.data_ptr(), size)
+    @property
+    def _whole(self) -> torch.Tensor:
+        return flat_view(self._mapping, 0, self.entry.num_bytes)
+
+    def _was_edited(self, looks: Looks) -> bool:
+        size, whole = self.entry.num_bytes, self._whole
+        written = written_pages(whole.data_ptr(), size, looks)
         if written == []:
             return False
         # Bytes are compared: locked pages count as written too, and where the system does not tell any page may be written.

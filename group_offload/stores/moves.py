@@ -5,11 +5,13 @@ A new way to bring bytes to the device is a new kind of move here, and a new cas
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
 
+from ..base.reading import BLOCK
 from .source import Proof, SourceFile
 
 
@@ -38,15 +40,30 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PageableMemory:
+    """RAM that is not page-locked."""
+
+    bytes: torch.Tensor
+    """Flat uint8."""
+
+    def read(self, area: memoryview, position: int, num_bytes: int, *, direct: bool) -> bool:
+        """See `SourceFile.read`. Threads do this side by side."""
+        target = ctypes.c_char.from_buffer(area, position % BLOCK)
+        # Without Python's lock, and without torch, which would divide each piece among threads again.
+        ctypes.memmove(ctypes.byref(target), self.bytes.data_ptr() + position, num_bytes)
+        return False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Read:
-    """Bytes of a file. Other threads read them later, and copy them to the slot."""
+    """Bytes of a file, or of RAM that is not page-locked. Other threads read them later, and copy them to the slot."""
 
     at: int
     """The byte of the slot that the first byte goes to."""
     num_bytes: int
-    source: SourceFile
+    source: SourceFile | PageableMemory
     position: int
-    """The first byte of the file that is read."""
+    """The first byte of the source that is read."""
     is_direct: bool
     """Whether bytes that are not in the page cache are read past it."""
     label: str

@@ -17,7 +17,6 @@ waits for the last copy at the end of each pass (`Blob.detects_edits`).
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 import weakref
@@ -28,13 +27,11 @@ import torch
 from ..base.device import Backend
 from ..base.layout import BlobLayout, as_bytes, extent_bytes, memory_of
 from ..base.mapping import TwiceMapped, flat_view, forget_writes, map_anonymous
-from ..base.page_lock import PageLock
-from ..base.pagemap import PAGE, PageScan, can_detect_writes
+from ..base.page_lock import LockLimit, PageLock
+from ..base.pagemap import NO_LOOKS, PAGE, Looks, PageScan, can_detect_writes
 from ..base.tuning import tuning
 from .base import Tier, moves_of_rest
-from .moves import Copy, Move, Stage
-
-logger = logging.getLogger("group_offload")
+from .moves import Copy, Move, PageableMemory, Read
 
 
 class _Forks:
@@ -53,11 +50,11 @@ os.register_at_fork(before=_Forks.count)
 class Segment:
     """RAM that holds blobs one after another, page-locked as a whole. See [Note: Edits at rest].
 
-    Order of calls: `fill`, `lock`, then blobs are made.
+    Order of calls: `fill`, `lock`, `fetch`, then blobs are made.
     """
 
     def __init__(self, num_bytes: int, backend: Backend, *, pin: bool, wait: Callable[[], None]) -> None:
-        self._backend = backend
+        self.backend = backend
         self._wait = wait
         """A function that returns once no copy is on its way: the pages stay locked until then."""
         self._pins = pin and backend.has_streams and num_bytes > 0
@@ -68,6 +65,10 @@ class Segment:
         self._num_open = 0
         self.is_locked = False
         self._lock: PageLock | None = None
+        self._coming: list[tuple[int, torch.Tensor]] = []
+        """Bytes that are in memory of a device, and where they go: `fetch` copies them."""
+        self.pageable: PageableMemory | None = None
+        """The memory, as threads read it that bring it to the device, if it is not locked."""
         self._num_forks = _Forks.num
         try:
             self._twice = TwiceMapped(num_bytes) if self._pins and can_detect_writes() else None
@@ -92,13 +93,15 @@ class Segment:
         return self._private is not None and self._num_forks != _Forks.num
 
     def fill(self, blobs: Sequence[tuple[BlobLayout, Sequence[torch.Tensor]]]) -> None:
-        """Copy the bytes of blobs, one after another."""
+        """Copy the bytes of blobs, one after another. Those in memory of a device have to be fetched later."""
         runs = []
         start = 0
         for layout, tensors in blobs:
             for extent in layout.extents:
                 source = extent_bytes(tensors, extent)
-                if self._twice is not None and source.device.type == "cpu":
+                if source.device.type != "cpu" or self.backend.holds(source):
+                    self._coming.append((start + extent.offset, source))
+                elif self._twice is not None:
                     runs.append((start + extent.offset, memory_of(source)))
                 else:
                     begin = start + extent.offset
@@ -111,14 +114,43 @@ class Segment:
                 raise _no_room(self._num_bytes, error) from error
             self._twice.seal()
 
-    def lock(self) -> None:
+    def lock(self, limit: LockLimit) -> None:
         """Page-lock the memory. If the device refuses, memory that the driver allocates serves, else pageable RAM."""
-        if not self._pins:
-            return
-        self._lock = PageLock.take(self._backend, self.bytes, self._wait)
-        self.is_locked = self._lock is not None
+        if self._pins:
+            self._lock = limit.lock(self.bytes, self._wait)
+            self.is_locked = self._lock is not None or self._fall_back(limit)
         if not self.is_locked:
-            self._fall_back()
+            self.pageable = PageableMemory(self.bytes)
+
+    def unlock(self, limit: LockLimit) -> None:
+        """Give up the lock, for memory that needs it more."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock, self.is_locked, self.pageable = None, False, PageableMemory(self.bytes)
+            limit.give_back(self._num_bytes)
+            for blob in self._blobs:
+                blob.find_tier()
+
+    def fetch(self) -> bool:
+        """Copy what is in memory of the device, at the speed of the link if the memory is locked. It is there on return.
+
+        Returns:
+            Whether there was anything.
+        """
+        stream = self.backend.current_stream()
+        for start, source in self._coming:
+            target = self.bytes[start : start + source.numel()]
+            if self.backend.holds(source):
+                self.backend.copy(target, source, stream)
+            else:
+                target.copy_(source)
+        if not self._coming:
+            return False
+        done = self.backend.new_event()
+        done.record(stream)
+        done.synchronize()
+        self._coming.clear()
+        return True
 
     def rest(self, start: int, num_bytes: int) -> torch.Tensor:
         """A part of the memory, as weights at rest see it: with a storage of its own."""
@@ -138,16 +170,23 @@ class Segment:
             return
         if self._lock is not None:
             self._lock.release()
-        self._lock, self.is_locked = None, False
+        self._lock, self.is_locked, self.pageable = None, False, None
         self._private = self._scan = self._twice = self._rest_memory = None
         self.bytes = flat_view(b"", 0, 0)
 
-    def commit_edits(self, wait: Callable[[], None]) -> bool:
+    def may_have_edits(self) -> bool:
+        """Whether weights at rest may have other bytes than those that are sent."""
+        return self._scan is not None and (self.is_shared or self._scan.written() != [])
+
+    def rest_mappings(self) -> Sequence[tuple[int, int]]:
+        return [] if self._private is None else [(self._private.data_ptr(), self._num_bytes)]
+
+    def commit_edits(self, wait: Callable[[], None], looks: Looks = NO_LOOKS) -> bool:
         private, scan = self._private, self._scan
         if private is None or scan is None:
             return False
         started = time.perf_counter()
-        ranges = scan.written()
+        ranges = scan.written(looks)
         if ranges == []:
             if time.perf_counter() - started > tuning().slow_scan_seconds:
                 # Nothing was written. This unmaps the pages that were read, so that the next scan is fast.
@@ -181,26 +220,14 @@ class Segment:
             blob.generation += 1
         return bool(edited)
 
-    def _fall_back(self) -> None:
-        memory = self._backend.empty_pinned(self._num_bytes)
+    def _fall_back(self, limit: LockLimit) -> bool:
+        memory = limit.allocate(self._num_bytes)
         if memory is None:
-            logger.warning(
-                "Could not page-lock %d bytes of RAM for %s: copies go through a staging buffer. A smaller model, or "
-                "offload_to_disk_path, needs less of it.",
-                self._num_bytes,
-                self._backend.device,
-            )
-            return
-        logger.warning(
-            "Could not page-lock %d bytes of RAM in place for %s: memory of the driver's own making is used, which may take "
-            "up to twice as much.",
-            self._num_bytes,
-            self._backend.device,
-        )
+            return False
         memory.copy_(self.bytes)
         self.bytes = memory
         self._private = self._scan = self._twice = self._rest_memory = None
-        self.is_locked = True
+        return True
 
 
 class RamBlob:
@@ -213,14 +240,18 @@ class RamBlob:
         self.generation = 0
         self.is_outdated = False
         self.rest = layout.views_by_extent(lambda extent: segment.rest(start + extent.offset, extent.num_bytes))
-        self.tier, self.where = Tier.RAM, "RAM, page-locked"
-        if not segment._backend.has_streams or not layout.num_bytes:
-            # Without streams every copy is done when it returns: page-locking would buy nothing.
-            self.where = "RAM"
-        elif not segment.is_locked:
-            self.tier, self.where = Tier.PAGEABLE, "RAM, not page-locked"
+        self.find_tier()
         segment.add(self)
         self._is_open = True
+
+    def find_tier(self) -> None:
+        """The memory was locked, or unlocked."""
+        self.tier, self.where = Tier.RAM, "RAM, page-locked"
+        if not self.store.backend.has_streams or not self.layout.num_bytes:
+            # Without streams every copy is done when it returns: page-locking would buy nothing.
+            self.where = "RAM"
+        elif not self.store.is_locked:
+            self.tier, self.where = Tier.PAGEABLE, "RAM, not page-locked"
 
     @property
     def pinned_bytes(self) -> int:
@@ -242,6 +273,8 @@ class RamBlob:
                 as_bytes(self.rest[index]).copy_(value)
                 return False
             self.store.bytes[begin : begin + value.numel()].copy_(value)
+            # Threads may have read the bytes for a later pass. (A copy by the device has not begun before this.)
+            self.generation += self.tier is Tier.PAGEABLE
             rest = as_bytes(self.rest[index])
             if not torch.equal(rest, value):  # the page was copied, because the weight beside this one was edited
                 rest.copy_(value)
@@ -252,16 +285,19 @@ class RamBlob:
             return moves_of_rest(self, at)
         if self.tier is Tier.RAM:
             return [Copy(at, self.layout.num_bytes, self.store.bytes, self.start)]
-        return [Stage(at, self.layout.num_bytes, self._fill)]
+        assert self.store.pageable is not None
+        return [Read(at, self.layout.num_bytes, self.store.pageable, self.start, False, label)]
+
+    def locked_bytes(self) -> torch.Tensor | None:
+        """The bytes of the blob in page-locked memory; None if weights at rest may have other bytes."""
+        if not self.store.is_locked or self.is_outdated or self.store.may_have_edits():
+            return None
+        return self.store.bytes[self.start : self.start + self.layout.num_bytes]
 
     def close(self, *, forget: bool) -> None:
         if self._is_open:
             self._is_open = False
             self.store.remove(self)
-
-    def _fill(self, chunk: torch.Tensor, start: int) -> None:
-        begin = self.start + start
-        chunk.copy_(self.store.bytes[begin : begin + chunk.numel()])
 
 
 def _no_room(num_bytes: int, error: OSError) -> MemoryError:

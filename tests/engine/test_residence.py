@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,15 +19,17 @@ import torch
 from torch import nn
 
 from group_offload import OffloadHandle, StateError, free_slots
-from group_offload.base import mapping
+from group_offload.base import mapping, pagemap
 from group_offload.base.pagemap import PAGE, written_pages
 from group_offload.runtime.copies.transfer import Transfer
 from group_offload.stores.base import Tier
+from group_offload.stores.moves import PageableMemory
 from group_offload.stores.pinned import RamBlob, Segment
 
 from ..support.inside import engine_of
 from ..support.models import DIM, EditsItsBlocks, NormedModel, RoutedBlock, RoutedModel
 from ..support.on_device import assert_same_state, forward, offload, on_their_way
+from ..support.page_map import PageMap
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.tuning import tune
@@ -341,6 +346,26 @@ def test_forwards_that_replace_their_weights(
     handle.remove()
 
 
+@pytest.fixture
+def no_scans(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A kernel before Linux 6.7."""
+    page_map = PageMap(monkeypatch)
+    page_map.refuse_scans()
+    yield
+    monkeypatch.undo()
+    page_map.allow()
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+@pytest.mark.usefixtures("no_scans")
+def test_edits_are_found_in_the_entries_of_the_page_map(
+    edit: Callable[[nn.Module, str], None], device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tune(monkeypatch, segment_bytes=4096)
+    test_an_edit_while_the_next_pass_is_on_its_way(edit, {}, True, device)
+    assert pagemap._Known.lacks_scan
+
+
 # ---------------------------------------------------------------- RAM that cannot be page-locked
 
 
@@ -368,12 +393,11 @@ def test_page_locking_is_refused(
         handle = offload(model, **options)
     messages = [record.getMessage() for record in caplog.records]
     segments = segments_of(handle)
-    assert len(messages) == len(segments) > 1
-    assert sum(segment.bytes.numel() for segment in segments) == sum(group.num_bytes for group in handle.groups)
-    told = sorted(int(message.partition(" bytes")[0].split()[-1]) for message in messages)
-    assert told == sorted(segment.bytes.numel() for segment in segments)  # threads fill them, in any order
-    for message in messages:
-        assert ("the driver's own" in message) == has_own and ("staging buffer" in message) == (not has_own)
+    num_bytes = sum(segment.bytes.numel() for segment in segments)
+    assert len(segments) > 1 and num_bytes == sum(group.num_bytes for group in handle.groups)
+    (message,) = messages
+    assert f" {num_bytes} bytes" in message
+    assert ("the driver's own" in message) == has_own and ("staging buffer" in message) == (not has_own)
     stats = handle.stats()
     assert stats.pinned_bytes == (stats.host_bytes if has_own else 0)
     assert {group.tier for group in handle.groups} == {(Tier.RAM if has_own else Tier.PAGEABLE).value}
@@ -396,6 +420,90 @@ def test_page_locking_is_refused(
     model.alive.clear()
     device.synchronize()
     assert device.allocated_bytes == 0
+
+
+@pytest.mark.parametrize("room", [3000, 9000, 20_000], ids=lambda room: f"{room}-bytes")
+@any_mode
+def test_little_can_be_page_locked(
+    options: dict[str, Any],
+    room: int,
+    device: SimulatedDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The buffers that threads read RAM into come first, then weights, and a refusal is the last that is asked for."""
+    pin, asked = device.pin, list[tuple[int, bool]]()
+
+    def with_a_cap(memory: torch.Tensor, undo: list[Callable[[], None]], *, read_only: bool = False) -> bool:
+        fits = device.pinned_bytes + memory.numel() <= room
+        asked.append((memory.numel(), fits))
+        return fits and pin(memory, undo, read_only=read_only)
+
+    monkeypatch.setattr(device, "pin", with_a_cap)
+    monkeypatch.setattr(device, "empty_pinned", lambda num_bytes: None)
+    tune(monkeypatch, segment_bytes=2500, chunk_bytes=4096, small_chunk_bytes=4096, num_frames=2)
+    model = RoutedModel([16, 24, 16, 16] * 3)
+    resident = copy.deepcopy(model)
+    with caplog.at_level(logging.WARNING, "group_offload"):
+        handle = offload(model, **options)
+    assert [fits for _, fits in asked].count(False) == 1  # the device is not asked again after that
+    (message,) = [record.getMessage() for record in caplog.records]
+    stats = handle.stats()
+    assert f"no more than {stats.pinned_bytes} of {stats.host_bytes} bytes" in message and "ulimit -l" in message
+    assert {group.tier for group in handle.groups} <= {Tier.RAM.value, Tier.PAGEABLE.value}
+    outputs = []
+    for number in range(5):
+        x = torch.randn(2, DIM)
+        outputs.append((forward(device, model, x), run(resident, x)))
+        if number:
+            for each in (model, resident):
+                with device.running() if each is model else contextlib.nullcontext():
+                    in_place(each, f"blocks.{number}.up.weight")
+                    through_data(each, "shift")
+        assert_same_state(model, resident, device)
+    for output, expected in outputs:
+        assert torch.equal(device.get(output), expected)
+    stats = handle.stats()
+    assert stats.bytes_onloaded["pageable ram"] > 0
+    assert stats.staging_bytes == 8192 and (stats.pinned_bytes > 0) == (room == 20_000)
+    assert device.pinned_bytes == stats.pinned_bytes + (stats.staging_bytes if room > 8192 else 0)
+    del outputs, output
+    handle.remove()
+    model.alive.clear()
+    device.synchronize()
+    assert device.allocated_bytes == device.pinned_bytes == 0
+
+
+def test_an_edit_waits_for_threads_that_read_ram(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next pass is on its way: what it reads of RAM that is not page-locked must not change meanwhile."""
+    monkeypatch.setattr(device, "pin", lambda memory, undo, *, read_only=False: False)
+    monkeypatch.setattr(device, "empty_pinned", lambda num_bytes: None)
+    model = RoutedModel([16] * 4)
+    resident = copy.deepcopy(model)
+    handle = offload(model)
+    x = torch.randn(2, DIM)
+    for _ in range(2):
+        forward(device, model, x)
+    device.synchronize()
+    reading, read = threading.Event(), PageableMemory.read
+    contents = []
+
+    def slowly(self: PageableMemory, *args: Any, **options: Any) -> bool:
+        before = self.bytes.clone()
+        reading.set()
+        time.sleep(0.1)
+        contents.append(torch.equal(self.bytes, before))
+        return read(self, *args, **options)
+
+    monkeypatch.setattr(PageableMemory, "read", slowly)
+    output, expected = forward(device, model, x), run(resident, x)
+    reading.clear()
+    assert torch.equal(device.get(output), expected)
+    for each in (model, resident):
+        in_place(each, "blocks.0.up.weight")
+    assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+    assert contents and all(contents)
+    handle.remove()
 
 
 # ---------------------------------------------------------------- from one pass to the next

@@ -35,6 +35,7 @@ from group_offload.runtime.foresight import lookahead
 from group_offload.runtime.foresight.schedule import Schedule
 from group_offload.runtime.slots import arena
 from group_offload.runtime.slots import slot as slots
+from group_offload.stores import pinned
 from group_offload.stores.source import SourceFile
 
 from ..support.inside import engine_of, wait_until_enqueued
@@ -417,6 +418,37 @@ def test_files_are_being_read_when(end: str) -> None:
         assert device.pinned_bytes == 0
 
 
+@pytest.mark.parametrize("options", [{}, {"low_cpu_mem_usage": True}], ids=str)
+def test_weights_come_from_the_device(options: dict[str, Any]) -> None:
+    """All of them, or half; the last kernels that write to them are on their way."""
+    for share in (1, 2):
+        device = SimulatedDevice(0, "lazy")
+        model, resident = RoutedModel([16] * 4), RoutedModel([16] * 4)
+        resident.load_state_dict(model.state_dict())
+        with use_simulated_device(device), pytest.MonkeyPatch.context() as patch:
+            tune(patch, segment_bytes=4096)
+            with device.running():
+                for tensor in [*model.parameters()][::share]:
+                    tensor.data = device.put(tensor.data)
+                for each in (*model.parameters(), *resident.parameters()):
+                    each.data.mul_(2)
+            assert device.activations.now > 0
+            handle = offload(model, **options)
+            del tensor, each
+            for (name, actual), expected in zip(
+                model.state_dict().items(), resident.state_dict().values(), strict=True
+            ):
+                assert torch.equal(actual, expected), name
+            device.synchronize()  # here the simulated device takes notice of what was freed
+            assert device.activations.now == 0 and device.num_copies_back > 0
+            x = torch.randn(2, DIM)
+            for _ in range(2):
+                assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+            model.alive.clear()
+            handle.remove()
+            assert device.pinned_bytes == 0 and device.allocated_bytes == 0
+
+
 def test_removed_after_an_interrupt_at_the_end_of_a_pass() -> None:
     """Copies from staging buffers of pageable RAM are on their way: nobody waited for them."""
     device = SimulatedDevice(0, "lazy")
@@ -779,7 +811,8 @@ NO_ORDER = {("Reader", "_next")}
 def find_waits() -> list[tuple[Any, str, int]]:
     """Every statement of the engine that only orders work: (class, method, index of the statement)."""
     found = []
-    for module in (copies, engine, passes, placer, lookahead, memory, slots, arena, transfer, jobs, reader, staging):
+    modules = (copies, engine, passes, placer, lookahead, memory, slots, arena, transfer, jobs, reader, staging, pinned)
+    for module in modules:
         for node in ast.parse(Path(module.__file__ or "").read_text()).body:
             if isinstance(node, ast.ClassDef):
                 for method in node.body:
@@ -835,6 +868,7 @@ def scenarios() -> Iterator[partial[Any]]:
     yield partial(test_a_lease_goes_from_stream_to_stream)
     yield partial(test_memory_of_the_allocator_is_freed_after_another_stream_used_it)
     yield partial(test_removed_after_an_interrupt_at_the_end_of_a_pass)
+    yield partial(test_weights_come_from_the_device, {})
     yield partial(test_removed_after_an_edit_in_the_middle_of_a_forward)
     for seed, options in FIRST:
         yield partial(exercise, seed, "random", options)

@@ -17,6 +17,7 @@ from torch import nn
 
 import group_offload
 from group_offload import ModuleError, OffloadHandle, StateError, apply_group_offloading
+from group_offload.base.device import AcceleratorBackend
 
 from ..support.tuning import tune
 
@@ -112,10 +113,10 @@ def test_slow_streams_change_nothing(
     transfer = handle._live.transfer
     send, sleep = transfer.send, 20_000_000  # about 10 ms
 
-    def slow_send(*args: Any, **kwargs: Any) -> None:
+    def slow_send(*args: Any, **kwargs: Any) -> Any:
         with transfer.stream:  # type: ignore[attr-defined]
             torch.cuda._sleep(sleep)
-        send(*args, **kwargs)
+        return send(*args, **kwargs)
 
     if slow == "copies":
         transfer.send = slow_send  # type: ignore[method-assign]
@@ -352,6 +353,59 @@ def test_weights_that_cannot_be_page_locked_in_place(
         parameter.data.zero_()
     assert not run(model, x).any()
     handle.remove()
+
+
+@pytest.mark.parametrize("level", ["block_level", "leaf_level"])
+def test_little_can_be_page_locked(
+    level: str, model: Model, x: torch.Tensor, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads bring what is not locked through the ring, which is locked, while other weights are edited."""
+    resident = copy.deepcopy(model).to(device)
+    pin, locked = AcceleratorBackend.pin, []
+
+    def with_a_cap(self: Any, memory: torch.Tensor, undo: list[Any], *, read_only: bool = False) -> bool:
+        locked.append(memory.numel())
+        return sum(locked) <= 3 * BLOCK_BYTES and pin(self, memory, undo, read_only=read_only)
+
+    monkeypatch.setattr(AcceleratorBackend, "pin", with_a_cap)
+    monkeypatch.setattr(AcceleratorBackend, "empty_pinned", lambda *_: None)
+    tune(monkeypatch, segment_bytes=BLOCK_BYTES, chunk_bytes=1 << 20, num_frames=4)
+    handle = apply_group_offloading(model, offload_type=level)
+    monkeypatch.setattr(AcceleratorBackend, "pin", pin)
+    for number in range(8):
+        assert torch.equal(run(model, x), run(resident, x))
+        for each in (model, resident):
+            each.get_parameter(f"blocks.{number}.up.weight").data.mul_(2)
+    stats = handle.stats()
+    assert stats.bytes_onloaded["pageable ram"] > 4 * BLOCK_BYTES and stats.staging_bytes > 0
+    handle.remove()
+
+
+@pytest.mark.parametrize("share", [1, 2], ids=["all", "half"])
+def test_weights_come_from_the_device_and_go_back(
+    share: int, model: Model, x: torch.Tensor, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory is given back meanwhile, and kernels that write to weights may be on their way."""
+    resident = copy.deepcopy(model).to(device)
+    tune(monkeypatch, segment_bytes=BLOCK_BYTES)
+    gc.collect()
+    before = torch.cuda.memory_allocated(device)
+    for block in model.blocks[::share]:
+        block.to(device)
+    homes = {name: parameter.device for name, parameter in model.named_parameters()}
+    torch.cuda._sleep(50_000_000)
+    for each in (model, resident):
+        with torch.no_grad():
+            for parameter in each.blocks.parameters():
+                parameter.mul_(1.5)
+    handle = apply_group_offloading(model)
+    assert torch.cuda.memory_allocated(device) <= before + (1 << 20)
+    for _ in range(2):
+        assert torch.equal(run(model, x), run(resident, x))
+    handle.remove()
+    assert {name: parameter.device for name, parameter in model.named_parameters()} == homes
+    for actual, expected in zip(model.parameters(), resident.parameters(), strict=True):
+        assert torch.equal(actual.to(device), expected)
 
 
 @pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from typing import Any
 
@@ -24,6 +25,16 @@ class PageMap:
             return real(path, *args, **kwargs)
 
         patch.setattr(os, "open", open_)
+        self._patch = patch
+
+    def refuse_scans(self) -> None:
+        """As before Linux 6.7: entries can be read, and there is no `PAGEMAP_SCAN`."""
+
+        def ioctl(*_: Any) -> int:
+            raise OSError(errno.ENOTTY, os.strerror(errno.ENOTTY))
+
+        self._patch.setattr(fcntl, "ioctl", ioctl)
+        pagemap._Known.forget()
 
     def refuse(self, code: int = errno.EACCES) -> None:
         """The next look fails, as it does in a forked child with fewer rights."""

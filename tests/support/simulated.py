@@ -372,6 +372,10 @@ class SimulatedDevice:
                 block = self._block(memory)
                 block.users |= {stream} - {block.owner}
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        with self._host_call():
+            return self._on_device(tensor)
+
     def empty_pinned(self, num_bytes: int) -> torch.Tensor | None:
         memory = torch.empty(num_bytes, dtype=torch.uint8)
         return memory if self.pin(memory, []) else None

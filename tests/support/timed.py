@@ -71,6 +71,9 @@ class TimedDevice:
     def is_capturing(self) -> bool:
         return False
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return False
+
     def bring(self, tensor: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
         raise AssertionError("All tensors are on the CPU, which it stands for.")
 

@@ -210,6 +210,7 @@ def test_an_optimizers_state_that_was_loaded_before_the_first_forward(tmp_path: 
     torch.manual_seed(1)
     plain(resident, torch.clone)
     resume(resident, state).step()
+    gc.collect()
     num_hooks = len(hooks)  # of handles that other tests left to the garbage collector
     with offloaded(ours, "random", tmp_path) as (ours, handle, put, get):
         optimizer = resume(ours, state)  # on the CPU, as the parameters are

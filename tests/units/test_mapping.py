@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from group_offload.base import mapping
+from group_offload.base import mapping, pagemap
 from group_offload.base.mapping import TwiceMapped, forget_writes
-from group_offload.base.pagemap import _MAX_REGIONS, PAGE, PageScan, can_detect_writes, written_pages
+from group_offload.base.pagemap import _MAX_REGIONS, PAGE, PageScan, can_detect_writes, look_at_all, written_pages
 
 from ..support.tuning import tune
 
@@ -36,13 +36,17 @@ def test_bytes_of_any_number_in_pieces(num_bytes: int, monkeypatch: pytest.Monke
     assert bytes(memory.shared) == bytes(memory.private) == content
 
 
-def test_one_scan_tells_again_and_again_of_more_pages_than_the_kernel_tells_at_once() -> None:
+@pytest.mark.parametrize("lacks_scan", [False, True])
+def test_one_scan_tells_again_and_again_of_more_pages_than_the_kernel_tells_at_once(
+    lacks_scan: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     num_pages = 4 * _MAX_REGIONS + 3
     memory = TwiceMapped(num_pages * PAGE)
     memory.write([(0, memoryview(bytes(num_pages * PAGE)))])
     memory.seal()
     address = ctypes.addressof(memory.private)
     scan = PageScan(address, num_pages * PAGE)
+    monkeypatch.setattr(pagemap._Known, "lacks_scan", lacks_scan)
     for step in (2, 1, 3):
         assert scan.written() == []
         for page in range(0, num_pages, step):
@@ -50,6 +54,9 @@ def test_one_scan_tells_again_and_again_of_more_pages_than_the_kernel_tells_at_o
         ranges = [(page * PAGE, (page + 1) * PAGE) for page in range(0, num_pages, step)]
         wanted = [(0, num_pages * PAGE)] if step == 1 else ranges
         assert scan.written() == scan.written() == wanted
+        looks = look_at_all([(address, num_pages * PAGE)])
+        assert looks == ({address: wanted} if lacks_scan else {})
+        assert scan.written(looks) == wanted
         forget_writes(address, num_pages * PAGE)
 
 

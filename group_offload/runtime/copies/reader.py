@@ -36,6 +36,7 @@ from ...base.reading import BLOCK, MIN_BYTES_PER_THREAD, blocks_around
 from ...base.tuning import tuning
 from ...errors import GroupFileError
 from ...stores.moves import Read
+from ...stores.source import SourceFile
 from ..measure.trace import WeightTrace
 from .jobs import Chunk, Landing, ReadJob, parts_of
 from .staging import Staging
@@ -94,16 +95,16 @@ class Reader:
         """Whether another job may be announced: the announced ones do not take all frames."""
         return sum(len(job.chunks) + len(job.begun) for job in self._announced) < self._staging.num_frames
 
-    def prepare_for(self, file_bytes: int, *, is_scarce: bool) -> None:
+    def prepare_for(self, num_read: int, *, is_scarce: bool) -> None:
         """Size the staging memory. Nothing may be read.
 
         Args:
-            file_bytes: The bytes of all blobs in files.
+            num_read: The bytes of all blobs that are read.
             is_scarce: Whether RAM is scarce.
         """
         assert not self._num_workers
         chunk_bytes = min(tuning().chunk_bytes, tuning().small_chunk_bytes) if is_scarce else tuning().chunk_bytes
-        self._staging.resize(min(tuning().num_frames, 1 + -(-file_bytes // chunk_bytes)), chunk_bytes)
+        self._staging.resize(min(tuning().num_frames, 1 + -(-num_read // chunk_bytes)), chunk_bytes)
 
     def job_for(self, reads: Sequence[Read], tracer: WeightTrace | None) -> ReadJob:
         """A job for `submit`, or for `announce`."""
@@ -291,9 +292,10 @@ class Reader:
                 started = time.perf_counter()
                 with _naming(*reads):
                     is_direct = span.source.read(area, span.position, span.num_bytes, direct=span.is_direct)
-                self._count(is_direct, span.num_bytes)
-                if job.tracer is not None:
-                    job.tracer.read(span.label, started, time.perf_counter(), span.num_bytes)
+                if isinstance(span.source, SourceFile):
+                    self._count(is_direct, span.num_bytes)
+                    if job.tracer is not None:
+                        job.tracer.read(span.label, started, time.perf_counter(), span.num_bytes)
         except BaseException as error:
             chunk.error = error
         finally:
@@ -317,6 +319,7 @@ class Reader:
 
     def _read_straight(self, target: torch.Tensor, reads: Sequence[Read], tracer: WeightTrace | None) -> None:
         for read in reads:
+            assert isinstance(read.source, SourceFile)  # the CPU computes from RAM itself
             part = target[read.at : read.at + read.num_bytes]
             started = time.perf_counter()
             is_direct = read.is_direct and not read.source.is_cached(read.position, read.num_bytes)

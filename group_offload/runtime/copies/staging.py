@@ -12,6 +12,9 @@ from ...base.mapping import flat_view, map_anonymous
 from ...base.page_lock import PageLock
 from .last import LastCopies
 
+_LEAST_FRAMES = 2
+"""One is copied from while the other is filled."""
+
 
 class Staging:
     """Frames that are taken, filled and given back. `give_back_after` gives one back once a copy from it is done.
@@ -91,11 +94,16 @@ class Staging:
         self._sent.clear()
 
     def _allocate(self) -> None:
-        num_bytes = self.num_frames * self.frame_bytes
-        memory = flat_view(map_anonymous(num_bytes), 0, num_bytes)
-        self._lock = PageLock.take(self._backend, memory, self.last_copies.synchronize)
+        num_frames = self.num_frames
+        while True:
+            num_bytes = num_frames * self.frame_bytes
+            memory = flat_view(map_anonymous(num_bytes), 0, num_bytes)
+            self._lock = PageLock.take(self._backend, memory, self.last_copies.synchronize)
+            if self._lock is not None or num_frames <= _LEAST_FRAMES:
+                break
+            num_frames = max(_LEAST_FRAMES, num_frames // 2)  # fewer that are locked are faster than more that are not
         self.memory, self.view = memory, memory_of(memory)
         self._free = self._starts()
 
     def _starts(self) -> list[int]:
-        return [frame * self.frame_bytes for frame in reversed(range(self.num_frames))]
+        return [frame * self.frame_bytes for frame in reversed(range(self.num_bytes // self.frame_bytes))]

@@ -13,7 +13,7 @@ from ...base.page_lock import PageLock
 from ...base.torch_internals import is_profiler_enabled
 from ...base.tuning import tuning
 from ...stores.base import PlacedBlob, Tier
-from ...stores.moves import Copy, Move, Read, Stage, joined
+from ...stores.moves import Copy, Move, PageableMemory, Read, Stage, joined
 from ..measure.drive import DriveMeter
 from ..measure.trace import WeightTrace
 from .jobs import Landing, ReadJob
@@ -38,6 +38,8 @@ class Transfer:
         self._staging_size = 1
         self._turn = 0
         self._reader = Reader(backend)
+        self._reads_memory = False
+        """Whether threads may be reading blobs in RAM that is not page-locked."""
         self.last_copies = LastCopies(backend)
         self.tracer: WeightTrace | None = None
         self._num_copies = 0
@@ -63,19 +65,19 @@ class Transfer:
     def staging_bytes(self) -> int:
         return sum(buffer.numel() for buffer, *_ in self._staging) + self._reader.staging_bytes
 
-    def prepare_for(self, largest_blob: int, file_bytes: int, *, is_scarce: bool) -> None:
+    def prepare_for(self, largest_blob: int, num_read: int, *, is_scarce: bool) -> None:
         """Size the staging memory. Only between passes.
 
         Args:
             largest_blob: The bytes of the largest blob.
-            file_bytes: The bytes of all blobs in files.
+            num_read: The bytes of all blobs that threads read: those in files, and in RAM that is not page-locked.
             is_scarce: Whether RAM is scarce.
         """
         size = max(1, min(tuning().max_staging_bytes, largest_blob))
         if size != self._staging_size:
             self._drop_buffers()
             self._staging_size = size
-        self._reader.prepare_for(file_bytes, is_scarce=is_scarce)
+        self._reader.prepare_for(num_read, is_scarce=is_scarce)
 
     @property
     def stream(self) -> Stream:
@@ -93,13 +95,14 @@ class Transfer:
         return self._reader.has_room_ahead
 
     def reads_of(self, blobs: Sequence[PlacedBlob]) -> list[Read]:
-        """The bytes that `send` will need from files, if they can be read ahead."""
-        if isinstance(self._backend, HostBackend):
+        """The bytes in files, and in RAM that is not page-locked, that `send` will need, if they can be read ahead of slots."""
+        if isinstance(self._backend, HostBackend) or not all(placed.blob.detects_edits for placed in blobs):
             return []
         return [move for move in _moves_of(blobs) if isinstance(move, Read)]
 
     def read_ahead(self, reads: Sequence[Read]) -> ReadJob:
         """Begin to read."""
+        self._reads_memory |= _has_memory(reads)
         job = self._reader.job_for(reads, self.tracer)
         self._reader.announce(job)
         return job
@@ -163,6 +166,7 @@ class Transfer:
             self._num_copies += len(reads)
             self._trace_copies(blobs, begun, stream)
             return None
+        self._reads_memory |= _has_memory(reads)
         job = job or self._reader.job_for(reads, self.tracer)
         self._reader.submit(job, landing)
         if self._copy_stream is not None:
@@ -188,6 +192,9 @@ class Transfer:
         Copies of bytes that were read from files are not waited for: they read staging memory only.
         """
         self.last_copies.synchronize()
+        if self._reads_memory:
+            self._reader.wait_until_enqueued()
+            self._reads_memory = False
 
     def wait_until_enqueued(self) -> None:
         """Wait until all copies of what was sent are enqueued. It waits for the drive, not for the device."""
@@ -252,6 +259,10 @@ class Transfer:
             return self._staging[-1][:2]
         self._turn = (self._turn + 1) % NUM_STAGING_BUFFERS
         return self._staging[self._turn][:2]
+
+
+def _has_memory(reads: Sequence[Read]) -> bool:
+    return any(isinstance(read.source, PageableMemory) for read in reads)
 
 
 def _moves_of(blobs: Sequence[PlacedBlob]) -> list[Move]:

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from itertools import accumulate
 
 from ...base.tuning import tuning
-from ...stores.base import PlacedBlob
+from ...stores.base import PlacedBlob, Tier
 from ..calls import EXPECTED
 from ..copies.cached import CachedFiles
 from ..copies.jobs import ReadJob
@@ -54,6 +54,8 @@ class LookAhead:
         self.schedule = Schedule(())
         self._wraps = False
         """Whether the next pass's first blobs are started in this one."""
+        self._reads_ram = False
+        """Whether threads read RAM that is not page-locked."""
         self._outer: list[Group] = []
         """Groups inside of whose modules others are needed."""
         self._ahead: dict[Group, _Ahead] = {}
@@ -74,6 +76,7 @@ class LookAhead:
         self._outer = [group for group in groups if group.height and group.num_bytes]
         self._blockers = set()
         self._wraps = wraps
+        self._reads_ram = any(part.blob.tier is Tier.PAGEABLE for group in groups for part in group.parts)
 
     def recover(self, groups: Sequence[Group], *, is_whole: bool) -> None:
         """A pass failed.
@@ -132,7 +135,7 @@ class LookAhead:
     def _look(self) -> None:
         """Start the blobs that come next, as far as memory is free, or holds only groups that are needed later.
 
-        Groups in files are read further ahead, as far as the staging memory reaches.
+        Groups in files, and in RAM that is not page-locked, are read further ahead, as far as the staging memory reaches.
         """
         if not self._use_stream:
             return
@@ -181,7 +184,7 @@ class LookAhead:
         return self._memory.misses_residents or any(group.slot is None for group in self._outer)
 
     def _may_read_ahead(self) -> bool:
-        return self._files.are_read and self._transfer.has_room_ahead
+        return self._reads and self._transfer.has_room_ahead
 
     def _start_run(self, run: list[Group], walk: _Walk) -> None:
         """Start to onload `run`; where no slot is free, start to read it."""
@@ -190,8 +193,12 @@ class LookAhead:
             if self._onload_ahead(run, sum(group.num_bytes for group in run), walk.soon):
                 return
             walk.full.add(height)
-        if self._files.are_read:
+        if self._reads:
             self._read_ahead(run, walk)
+
+    @property
+    def _reads(self) -> bool:
+        return self._reads_ram or self._files.are_read
 
     def _read_ahead(self, run: list[Group], walk: _Walk) -> None:
         ahead = self._ahead.get(run[0])
@@ -308,7 +315,7 @@ class _Walk:
 
 
 class _Ahead:
-    """A run of groups that is read from files before there is a slot for it."""
+    """A run of groups that is read from files, or from RAM, before there is a slot for it."""
 
     def __init__(self, run: list[Group], job: ReadJob) -> None:
         self.run = run

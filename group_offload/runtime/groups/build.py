@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from ...base.compiled import is_compiled
 from ...base.layout import ALIGNMENT, BlobLayout, extent_bytes, lay_out, overlapping, span_bytes
 from ...base.mapping import flat_view, map_anonymous, trim_heap
+from ...base.page_lock import LockLimit
 from ...base.pagemap import can_detect_writes
 from ...base.pool import Task, on_pool
 from ...base.progress import progress_bar
@@ -153,6 +155,7 @@ def _rest_in_ram(
 ) -> None:
     backend = config.backend
     pins = not config.low_cpu_mem_usage
+    limit, segments = LockLimit(backend), list[Segment]()
     before: tuple[Segment, list[_Plan], list[BlobLayout], Task[None]] | None = None
     for run in (*_runs_of(plans), None):
         filled = None
@@ -164,10 +167,20 @@ def _rest_in_ram(
             tensors = [[ref.tensor.detach() for ref in plan.fresh] for plan in run]
             segment.fill(list(zip(layouts, tensors, strict=True)))
             del tensors
-            filled = segment, run, layouts, on_pool(segment.lock)  # it is locked while the next one is filled
+            # It is locked while the next one is filled.
+            filled = segment, run, layouts, on_pool(partial(segment.lock, limit))
+            segments.append(segment)
         if before is not None:
             _bind_run(*before, homes, made)
         before = filled
+    if limit.was_refused:
+        # The buffers that the rest goes through need it more.
+        room = tuning().num_frames * tuning().chunk_bytes
+        while segments and room > 0:
+            segment = segments.pop()
+            room -= segment.bytes.numel() if segment.is_locked else 0
+            segment.unlock(limit)
+    limit.report()
 
 
 def _bind_run(
@@ -180,10 +193,13 @@ def _bind_run(
 ) -> None:
     locked.wait()
     locked.result()
+    was_on_device = segment.fetch()
     start = 0
     for plan, layout in zip(run, layouts, strict=True):
         plan.parts.append(_bind(RamBlob(layout, segment, start), plan.fresh, homes, made))
         start += layout.num_bytes
+    if was_on_device:
+        segment.backend.release_unused()  # nothing refers to it any more
     trim_heap()
 
 
@@ -362,6 +378,7 @@ def materialise(part: Part) -> None:
     is_view = isinstance(part.blob, CheckpointBlob)
     if isinstance(part.blob, GroupFile) and part.blob.is_verified:
         part.blob.prove()
+    locked = part.blob.locked_bytes() if isinstance(part.blob, RamBlob) else None
     with torch.inference_mode(False), torch.no_grad():
         for extent in layout.extents:
             mine = [index for index in extent.tensors if as_left[index]]
@@ -371,6 +388,8 @@ def materialise(part: Part) -> None:
             if is_view and home.type == "cpu":
                 continue  # it is what it was before
             flat = extent_bytes(part.rest, extent)
+            if locked is not None and home.type != "cpu":
+                flat = locked[extent.offset : extent.offset + extent.num_bytes]  # at the speed of the link
             flat = flat.to(home) if home.type != "cpu" else flat.clone()
             for index in mine:
                 tensor = part.refs[index].tensor
