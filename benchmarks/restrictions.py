@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -14,16 +12,17 @@ import torch
 _LOCKED_BYTES = 512 << 20
 
 
-def _no_scans() -> None:
-    """As before Linux 6.7, and where a sandbox forbids it."""
+@contextmanager
+def _no_scans() -> Iterator[None]:
+    """As before Linux 6.7, and where a sandbox forbids it: the first look finds out, and later ones do as it says."""
+    from group_offload.base.pagemap import _Known
 
-    def refuse(*_: Any) -> int:
-        raise OSError(errno.ENOTTY, os.strerror(errno.ENOTTY))
-
-    mock.patch.object(fcntl, "ioctl", refuse).start()
+    with mock.patch.object(_Known, "lacks_scan", True):
+        yield
 
 
-def _little_locked() -> None:
+@contextmanager
+def _little_locked() -> Iterator[None]:
     """As under WSL2, and in containers: so much memory is page-locked, and no more."""
     from group_offload.base.device import AcceleratorBackend
 
@@ -33,17 +32,24 @@ def _little_locked() -> None:
     def pin_some(
         self: AcceleratorBackend, memory: torch.Tensor, undo: list[Callable[[], None]], *, read_only: bool = False
     ) -> bool:
-        address = memory.data_ptr()
         if sum(locked.values()) + memory.numel() > _LOCKED_BYTES or not pin(self, memory, undo, read_only=read_only):
             return False
+        address, unlock = memory.data_ptr(), undo.pop()
         locked[address] = memory.numel()
-        unlock = undo.pop()
-        undo.append(lambda: (unlock(), locked.pop(address, None))[0])
+
+        def unlock_it() -> None:
+            unlock()
+            locked.pop(address, None)
+
+        undo.append(unlock_it)
         return True
 
-    mock.patch.object(AcceleratorBackend, "pin", pin_some).start()
-    mock.patch.object(AcceleratorBackend, "empty_pinned", return_value=None).start()
+    with (
+        mock.patch.object(AcceleratorBackend, "pin", pin_some),
+        mock.patch.object(AcceleratorBackend, "empty_pinned", return_value=None),
+    ):
+        yield
 
 
-RESTRICTIONS: dict[str, Callable[[], None]] = {"no PAGEMAP_SCAN": _no_scans, "512 MiB locked": _little_locked}
-"""By name: what puts it in force for the rest of the process."""
+RESTRICTIONS: dict[str, Callable[[], Any]] = {"no PAGEMAP_SCAN": _no_scans, "512 MiB locked": _little_locked}
+"""By name: a context manager that puts it in force in this process."""

@@ -9,7 +9,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -66,8 +66,6 @@ def run_arm(arm: Arm, model: Model, job: Mapping[str, Any], begin: Callable[[], 
     start_device(device)
     anonymous_started = anonymous_bytes()
     apply = apply_function(arm.engine)
-    if arm.restriction:
-        RESTRICTIONS[arm.restriction]()
     warm_up(model, device)
     inputs = make_inputs(model, device)
     start = time.perf_counter()
@@ -224,7 +222,9 @@ def work(job: dict[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
     if job["arm"] is None:
         checkpoints.save(model, torch.device(job["device"]), Path(job["checkpoint"]), job["shard_bytes"])
         return {}
-    return run_arm(Arm(**job["arm"]), model, job, begin)
+    arm = Arm(**job["arm"])
+    with RESTRICTIONS[arm.restriction]() if arm.restriction else nullcontext():
+        return run_arm(arm, model, job, begin)
 
 
 def preload() -> None:

@@ -130,8 +130,11 @@ def test_checkpoint_files_and_peers(tmp_path: Path, benchmark_here: Run) -> None
         "ours block, from_pretrained",
         "diffusers block, no stream",
         "accelerate cpu_offload",
+        "ours block, from the device",
+        "ours block, no PAGEMAP_SCAN",
     )
     assert report["arms"]["ours block, from_pretrained"]["load_s"] > 0
+    assert report["arms"]["ours block, from the device"]["remove_s"] > 0
     assert len(report["arms"]["accelerate cpu_offload"]["steps_s"]) == 1
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["weights"]
 
