@@ -46,8 +46,8 @@ def apply_group_offloading(module: nn.Module, options: ModelOptions) -> OffloadH
             instead of from a fixed ring; this takes slightly less memory. Leaf level always uses the allocator; with this
             option it looks four times as far ahead, which takes more memory and is faster where compute sets the time.
             Needs `use_stream`.
-        low_cpu_mem_usage: Whether the weights' RAM stays unlocked. It can then be swapped out, but each copy goes through a
-            page-locked buffer of 64 MiB at most, at the speed of one memory copy, and nothing is prefetched across passes.
+        low_cpu_mem_usage: Whether the weights' RAM stays unlocked. It can then be swapped out, but threads copy each weight
+            into a page-locked staging ring of 108 MiB on its way to the device, and nothing is prefetched across passes.
             Files are read instead of being page-locked in the page cache.
         offload_to_disk_path: Folder for group files. All weights then rest in files, and RAM holds no weights at rest. Views
             of a file stay in that file; the folder gets one safetensors file for each group of other weights. A file there

@@ -95,16 +95,16 @@ class Reader:
         """Whether another job may be announced: the announced ones do not take all frames."""
         return sum(len(job.chunks) + len(job.begun) for job in self._announced) < self._staging.num_frames
 
-    def prepare_for(self, num_read: int, *, is_scarce: bool) -> None:
+    def prepare_for(self, read_bytes: int, *, is_scarce: bool) -> None:
         """Size the staging memory. Nothing may be read.
 
         Args:
-            num_read: The bytes of all blobs that are read.
+            read_bytes: The bytes of all blobs that are read.
             is_scarce: Whether RAM is scarce.
         """
         assert not self._num_workers
         chunk_bytes = min(tuning().chunk_bytes, tuning().small_chunk_bytes) if is_scarce else tuning().chunk_bytes
-        self._staging.resize(min(tuning().num_frames, 1 + -(-num_read // chunk_bytes)), chunk_bytes)
+        self._staging.resize(min(tuning().num_frames, 1 + -(-read_bytes // chunk_bytes)), chunk_bytes)
 
     def job_for(self, reads: Sequence[Read], tracer: WeightTrace | None) -> ReadJob:
         """A job for `submit`, or for `announce`."""

@@ -65,19 +65,19 @@ class Transfer:
     def staging_bytes(self) -> int:
         return sum(buffer.numel() for buffer, *_ in self._staging) + self._reader.staging_bytes
 
-    def prepare_for(self, largest_blob: int, num_read: int, *, is_scarce: bool) -> None:
+    def prepare_for(self, largest_blob: int, read_bytes: int, *, is_scarce: bool) -> None:
         """Size the staging memory. Only between passes.
 
         Args:
             largest_blob: The bytes of the largest blob.
-            num_read: The bytes of all blobs that threads read: those in files, and in RAM that is not page-locked.
+            read_bytes: The bytes of all blobs that threads read: those in files, and in RAM that is not page-locked.
             is_scarce: Whether RAM is scarce.
         """
         size = max(1, min(tuning().max_staging_bytes, largest_blob))
         if size != self._staging_size:
             self._drop_buffers()
             self._staging_size = size
-        self._reader.prepare_for(num_read, is_scarce=is_scarce)
+        self._reader.prepare_for(read_bytes, is_scarce=is_scarce)
 
     @property
     def stream(self) -> Stream:
