@@ -121,8 +121,10 @@ def test_a_file_of_the_model(where: str, tmp_path: Path) -> None:
     if can_drop:
         assert in_page_cache(path) < MIB  # but for what the kernel reads ahead
     assert path.read_bytes() == content and len(list(folder.iterdir())) == 2
+    before = in_page_cache(path)
+    assert before > 2 * MIB
     check(measure(HostBackend(), path, **SIZES), path)
-    assert in_page_cache(path) == 3 * MIB
+    assert in_page_cache(path) > before - MIB // 8  # the system may take some pages meanwhile
 
 
 @pytest.mark.parametrize("kind", ["none", "small", "sparse", "a FIFO", "a folder", "not there", "a link to nothing"])
