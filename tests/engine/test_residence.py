@@ -6,14 +6,17 @@ import contextlib
 import copy
 import gc
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -472,6 +475,31 @@ def test_little_can_be_page_locked(
     model.alive.clear()
     device.synchronize()
     assert device.allocated_bytes == device.pinned_bytes == 0
+
+
+def test_under_wsl2_no_more_than_half_of_the_ram_is_asked_for(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows gives no more, and the device is not asked until it refuses."""
+    pin, asked = device.pin, list[int]()
+
+    def counted(memory: torch.Tensor, undo: list[Callable[[], None]], *, read_only: bool = False) -> bool:
+        asked.append(memory.numel())
+        return pin(memory, undo, read_only=read_only)
+
+    monkeypatch.setattr(device, "pin", counted)
+    monkeypatch.setattr(device, "empty_pinned", lambda num_bytes: None)
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release="6.6.87-microsoft-standard-WSL2"))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=20_000, available=1 << 30))
+    tune(monkeypatch, segment_bytes=2500, chunk_bytes=4096, num_frames=1)
+    model = RoutedModel([16, 24, 16, 16] * 3)
+    resident = copy.deepcopy(model)
+    handle = offload(model)
+    monkeypatch.undo()
+    assert 0 < sum(asked) <= 10_000 < handle.stats().host_bytes
+    x = torch.randn(2, DIM)
+    assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+    handle.remove()
 
 
 def test_an_edit_waits_for_threads_that_read_ram(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
