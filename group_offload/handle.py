@@ -198,7 +198,8 @@ class OffloadHandle:
         """Restore the module: values (with all edits), devices, hooks, `forward`, class.
 
         Each weight gets separate memory again, on the device where it was, so all of them need room there. Group files stay
-        for the next time. Repeated calls do nothing.
+        for the next time. The RAM of weights that go to a device is given back by other threads, which may take a second
+        longer. Repeated calls do nothing.
 
         Raises:
             StateError: a forward or backward of the module is in progress.

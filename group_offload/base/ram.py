@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 
 from .control_groups import memory_rooms
+from .release import wait_for_releases
 
 _MAX_LIBRARY_BYTES = 512 << 20
 """The most that the code of libraries takes in pages of files. More than this is not code, but weights."""
@@ -39,11 +40,13 @@ def available_ram() -> int:
     The figure is the system's own estimate, or less if a control group of the process (a container) is nearer to its limit. The
     bytes that are page-locked in the page cache are subtracted, because both count them as reclaimable.
     """
+    wait_for_releases()
     return max(0, min([int(psutil.virtual_memory().available), *memory_rooms()]) - locked.num_bytes)
 
 
 def ram_in_use() -> int:
     """The bytes of RAM that this process takes, without the weights that rest in the page cache, locked there or not."""
+    wait_for_releases()
     found = {}
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, value = line.partition(":")

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ..base.release import wait_for_releases
 from ..config import OffloadConfig, OffloadType
 from ..errors import StateError
 from ..partition import TensorRef
@@ -150,6 +151,8 @@ class Engine:
     def remove(self) -> None:
         """Move every tensor back into separate memory on the device where it was before, and take the gates away.
 
+        Of weights that go to a device, the RAM is given back by other threads, which may take a second longer.
+
         The method raises midway if memory runs out, and no weight is lost: tensors moved so far stay as they are, the
         next forward offloads them again, and another `remove()` goes on with the rest.
         """
@@ -191,6 +194,8 @@ class Engine:
             for part in group.parts:
                 materialise(part)
             group.give_up()
+            if any(device.type == "cpu" for part in group.parts for device in part.devices):
+                wait_for_releases()  # the next group's memory may be taken out of what this one had
 
     # ---------------------------------------------------------------- for the handle
 

@@ -29,6 +29,7 @@ from ..base.layout import BlobLayout, as_bytes, extent_bytes, memory_of
 from ..base.mapping import TwiceMapped, flat_view, forget_writes, map_anonymous
 from ..base.page_lock import LockLimit, PageLock
 from ..base.pagemap import NO_LOOKS, PAGE, Looks, PageScan, can_detect_writes
+from ..base.release import release_later
 from ..base.tuning import tuning
 from .base import Tier, moves_of_rest
 from .moves import Copy, Move, PageableMemory, Read
@@ -163,16 +164,16 @@ class Segment:
         self._num_open += 1
 
     def remove(self, blob: RamBlob) -> None:
-        """Forget a blob. The last one unlocks the memory, which is given back once no tensor at rest is left."""
+        """Forget a blob. With the last one threads unlock the memory, and give it back once no tensor at rest is left."""
         self._blobs.discard(blob)
         self._num_open -= 1
         if self._num_open:
             return
-        if self._lock is not None:
-            self._lock.release()
+        memory = [self._lock, self.pageable, self._private, self._twice, self._rest_memory, self.bytes]
         self._lock, self.is_locked, self.pageable = None, False, None
         self._private = self._scan = self._twice = self._rest_memory = None
         self.bytes = flat_view(b"", 0, 0)
+        release_later(memory)
 
     def may_have_edits(self) -> bool:
         """Whether weights at rest may have other bytes than those that are sent."""

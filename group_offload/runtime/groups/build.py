@@ -20,6 +20,7 @@ from ...base.pagemap import can_detect_writes
 from ...base.pool import Task, on_pool
 from ...base.progress import progress_bar
 from ...base.ram import fits
+from ...base.release import wait_for_releases
 from ...base.tuning import tuning
 from ...config import OffloadConfig
 from ...errors import ConfigError, GroupFileError
@@ -153,6 +154,7 @@ def _rest_in_ram(
     wait: Callable[[], None],
     casts: Mapping[int, torch.dtype],
 ) -> None:
+    wait_for_releases()
     backend = config.backend
     pins = not config.low_cpu_mem_usage
     limit, segments = LockLimit(backend), list[Segment]()
