@@ -30,6 +30,11 @@ def num_threads() -> int:
     return max(MIN_THREADS, min(MAX_THREADS, len(os.sched_getaffinity(0))))
 
 
+def num_copy_threads() -> int:
+    """The number of threads that copy RAM at once: more would slow down the thread that launches compute."""
+    return max(MIN_THREADS, num_threads() // 2)
+
+
 class Task(Generic[T]):
     """Work for the pool. It keeps all objects that the work needs, memory too, until it is done or withdrawn."""
 

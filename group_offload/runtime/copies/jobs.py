@@ -13,6 +13,7 @@ import torch
 from ...base.device import Event, Stream
 from ...base.reading import BLOCK, blocks_around
 from ...stores.moves import Read
+from ...stores.source import SourceFile
 from ..measure.trace import WeightTrace
 
 _MAX_READS_PER_CHUNK = 64
@@ -61,6 +62,8 @@ class ReadJob:
             cancel: A method of the job's reader. The job does not keep the reader alive.
         """
         self.tracer = tracer
+        self.reads_files = any(isinstance(read.source, SourceFile) for read in reads)
+        """Whether any of the bytes are in files, and not in RAM."""
         self.chunks = deque(Chunk(part) for part in parts_of(_in_order_of_files(reads), chunk_bytes))
         """Chunks that no thread has begun to read."""
         self.begun: deque[Chunk] = deque()

@@ -31,7 +31,7 @@ import torch
 from ...base.device import Backend
 from ...base.layout import memory_of
 from ...base.mapping import flat_view, map_anonymous
-from ...base.pool import num_threads, on_pool, run_all
+from ...base.pool import num_copy_threads, num_threads, on_pool, run_all
 from ...base.reading import BLOCK, MIN_BYTES_PER_THREAD, blocks_around
 from ...base.tuning import tuning
 from ...errors import GroupFileError
@@ -201,12 +201,13 @@ class Reader:
 
         Call `_start` with the result, without the lock.
         """
-        num_unread = self._num_unread()
+        unread = [job for job in (*self._submitted, *self._announced) if job.chunks]
         num = self._staging.num_free
         if not num and not self._is_waiting and (self._staging.oldest_sent is not None or not self._num_workers):
             num = 1  # to wait for a frame, or to take one
-        num = min(num_unread, num) - self._num_starting
-        num = max(0, min(num, num_threads() - self._num_workers))
+        num = min(sum(len(job.chunks) for job in unread), num) - self._num_starting
+        limit = num_threads() if any(job.reads_files for job in unread) else num_copy_threads()
+        num = max(0, min(num, limit - self._num_workers))
         self._num_workers += num
         self._num_starting += num
         return num
@@ -215,8 +216,8 @@ class Reader:
         for _ in range(num_workers):
             on_pool(self._work)
 
-    def _num_unread(self) -> int:
-        return sum(len(job.chunks) for job in (*self._submitted, *self._announced))
+    def _is_all_begun(self) -> bool:
+        return not any(job.chunks for job in (*self._submitted, *self._announced))
 
     def _work(self) -> None:
         with self._lock:
@@ -238,7 +239,7 @@ class Reader:
                 self._send_what_is_read()
                 found = self._begin_chunk()
                 oldest = self._staging.oldest_sent
-                if found is None and (oldest is None or self._is_waiting or not self._num_unread()):
+                if found is None and (oldest is None or self._is_waiting or self._is_all_begun()):
                     self._leave()
                     return None
                 if found is None:
