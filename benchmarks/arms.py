@@ -220,12 +220,14 @@ def apply_function(engine: str) -> Callable[[nn.Module, torch.device, dict[str, 
 
 
 def plan_facts(plan: Any) -> dict[str, Any]:
-    """What the plan of this package, made for a budget, says of one forward. Times are seconds, sizes are bytes."""
+    """What the plan of this package says of one forward. Times are seconds, sizes are bytes."""
     prediction = plan.details.prediction
     return {
-        "predicted_s": plan.step_seconds,
+        "plan_s": plan.step_seconds,
+        "predicted_s": prediction.step_seconds,
         "plan": str(plan),
         "speeds": asdict(plan.details.problem.speeds),
         "h2d_bytes": prediction.h2d_bytes,
+        "drive_bytes": prediction.drive_bytes,
         "compute_s": prediction.compute_seconds,
     }

@@ -156,9 +156,9 @@ def run_arm(arm: Arm, model: Model, job: Mapping[str, Any], begin: Callable[[], 
         result["num_groups"] = len(handle.groups)
         result["largest_group_bytes"] = max(group.num_bytes for group in handle.groups)
         result["ways"] = _ways(handle)
+        result |= plan_facts(handle.plan)
         if arm.has_budget:
             result |= {name: options.get(name) for name in ("vram_budget", "ram_budget")}
-            result |= {**plan_facts(handle.plan), "drive_bytes": handle.plan.details.prediction.drive_bytes}
     hashes = [sha256(output) for output in outputs]
     if not torch.isfinite(outputs[-1]).all():
         raise RuntimeError("The output is not finite: its hash would show nothing.")

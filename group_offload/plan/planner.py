@@ -11,6 +11,9 @@ from .pass_model import PassModel, Prediction
 from .placement import Budgets, Placement, Problem, check_budgets, smallest_ram_bytes
 from .search import Search, lower_bound
 
+_NEAR = 0.05
+"""What sets the time of a pass is known if the measured time is as near as this to its limit."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -28,6 +31,13 @@ class Plan:
     prediction: Prediction
     num_simulated_uses: int
     """The effort that the search has taken."""
+    measured_seconds: float | None = None
+    """The time that the last forwards took with this plan; None if none was timed."""
+
+    @property
+    def step_seconds(self) -> float:
+        """The time of a pass: as measured, else as predicted."""
+        return self.prediction.step_seconds if self.measured_seconds is None else self.measured_seconds
 
     def verdict(self) -> str:
         """One sentence: what bounds a pass, and how far from that limit it is."""
@@ -36,6 +46,19 @@ class Plan:
             return "Nothing is sent to the device, and how long its compute takes is not known."
         over = step / limit - 1
         distance = "which is the limit" if over < 0.001 else f"{over:.1%} over the limit of {limit:.4g} s"
+        if self.measured_seconds is not None:
+            took = f"A pass took {self.measured_seconds:.4g} s, measured"
+            over = self.measured_seconds / limit - 1
+            if over < -_NEAR:
+                bound = f"less than the {limit:.4g} s that {self.prediction.bound} alone was expected to take"
+                why = (
+                    " (files in the page cache are read faster than the drive)" if self.prediction.drive_seconds else ""
+                )
+                return f"{took}: {bound}{why}; {self._busy()}."
+            if over > _NEAR:
+                bound = f"{over:.0%} more than the {limit:.4g} s that {self.prediction.bound} alone takes"
+                return f"{took}: {bound}; {self._busy()}."
+            return f"{self.prediction.bound} bounds a pass. {took}: the limit is {limit:.4g} s; {self._busy()}."
         return f"{self.prediction.bound} bounds a pass: it takes {step:.4g} s, {distance}; {self._busy()}."
 
     def gain_from(self, *, device_bytes: int = 0, ram_bytes: int = 0) -> float:

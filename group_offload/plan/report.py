@@ -27,8 +27,8 @@ class OffloadPlan:
 
     @property
     def step_seconds(self) -> float | None:
-        """The predicted time of a forward, once the plan is carried out."""
-        return None if self.details is None else self.details.prediction.step_seconds
+        """The time of a forward, as measured in the last ones; as predicted if none was measured with this plan."""
+        return None if self.details is None else self.details.step_seconds
 
     @property
     def verdict(self) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from heapq import nlargest
 
@@ -155,7 +156,8 @@ class Placer:
             order = self._lookahead.schedule.order
             self._budgeter.describe(self._groups, order, outer_bytes=0, staging_bytes=tuning().reading_bytes)
         self._budgeter.refresh()
-        return self._budgeter.plan
+        plan = self._budgeter.plan
+        return None if plan is None else replace(plan, measured_seconds=self._budgeter.measured_seconds)
 
     def _plan_first(self, *, is_first: bool) -> None:
         """Settle the budgets for weights alone, and share files out between RAM and the drive.
@@ -295,9 +297,9 @@ class Placer:
         self._memory.reside(self._budgeter.at(Placement.DEVICE), self._groups, self._config)
 
     def _note_times(self) -> None:
-        for timed, by_group, rest in self._stopwatch.results():
+        for timed, by_group, rest, total in self._stopwatch.results():
             assert isinstance(timed, Kind)
-            self._budgeter.note_times(timed, by_group, rest)
+            self._budgeter.note_times(timed, by_group, rest, total)
 
     def _share_out_files(self) -> None:
         """Lock the groups in RAM that the plan puts there, and the groups that are needed around others."""

@@ -187,7 +187,7 @@ def test_both_budgets(tier: str, device: SimulatedDevice, tmp_path: Path) -> Non
     plan = handle.plan
     places = {place.value for place in plan.details.placements}
     assert places == {"device", "ram", "file"}
-    assert "bounds a pass" in str(plan) and "One GiB more of VRAM" in str(plan) and "One GiB more of RAM" in str(plan)
+    assert "A pass took" in str(plan) and "One GiB more of VRAM" in str(plan) and "One GiB more of RAM" in str(plan)
     state = resident.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     handle.remove()

@@ -102,11 +102,12 @@ def test_streaming_everything_takes_what_the_link_takes(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with offloaded(monkeypatch, **options) as (device, model, handle):
-        steps(device, model, 4)
+        steps(device, model, 8)
         before = device.copied_bytes
         times = steps(device, model, 3)
         assert max(times) <= 1.01 * limit((device.copied_bytes - before) / 3, COMPUTE)
-        assert handle.plan.details is not None
+        assert handle.plan.details is not None and handle.plan.details.measured_seconds is not None
+        assert max(times) == pytest.approx(handle.plan.step_seconds, rel=0.01)
         assert max(times) == pytest.approx(handle.plan.details.prediction.step_seconds, rel=0.02)
 
 
@@ -177,7 +178,31 @@ def test_one_slow_pass_changes_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         steps(device, model, 1)  # the 16th is measured
         device.scale = 1.0
         steps(device, model, 4)
-        assert before is not None and handle.plan.details == before
+        after = handle.plan.details
+        assert before is not None and after is not None
+        assert (after.placements, after.prediction) == (before.placements, before.prediction)
+        assert handle.plan.step_seconds == pytest.approx(before.measured_seconds, rel=0.01)
+
+
+def test_the_plan_says_what_passes_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was predicted: the link is half as fast, or twice, as it was measured to be before."""
+    for factor in (0.5, 2.0):
+        with offloaded(monkeypatch) as (device, model, handle):
+            device.bytes_per_second *= factor
+            seconds = steps(device, model, 8)[-1]
+            plan = handle.plan
+            assert plan.details is not None and plan.step_seconds == pytest.approx(seconds, rel=0.01)
+            assert plan.details.prediction.step_seconds == pytest.approx(seconds * factor, rel=0.05)
+            assert f"A pass took {plan.step_seconds:.4g} s, measured: " in str(plan)
+            assert ("% more than the" if factor < 1 else "less than the") in str(plan)
+
+
+def test_what_passes_took_with_another_plan_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    total = sum(parameter.nbytes for parameter in Flux().parameters())
+    with offloaded(monkeypatch, vram_budget=total * 6 // 10) as (device, model, handle):
+        seconds = steps(device, model, 8)
+        assert seconds[0] > 1.2 * seconds[-1]
+        assert handle.plan.step_seconds == pytest.approx(seconds[-1], rel=0.01)
 
 
 @pytest.mark.parametrize("is_first_larger", [False, True])

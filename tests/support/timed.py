@@ -46,7 +46,7 @@ class TimedDevice:
     def __init__(self, bytes_per_second: float, capacity: int = 1 << 50) -> None:
         self.device = torch.device("cpu")
         self.errors: list[AssertionError] = []
-        self._bytes_per_second = bytes_per_second
+        self.bytes_per_second = bytes_per_second
         self._link = 0.0
         self._compute = TimedStream()
         self._in_use = 0
@@ -129,7 +129,7 @@ class TimedDevice:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: TimedStream, *, blocking: bool = False) -> None:
         begun = max(stream.now, self._link)
-        seconds = target.numel() / self._bytes_per_second
+        seconds = target.numel() / self.bytes_per_second
         self._link = stream.now = begun + seconds
         self.copied_bytes += target.numel()
         self.copy_seconds += seconds

@@ -23,6 +23,7 @@ from statistics import median_low
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...base.device import Backend
 from ...base.ram import available_ram, locked, ram_in_use
@@ -129,6 +130,8 @@ class Budgeter:
         """Seconds by group in the last timed passes of each kind. The kind that was timed last comes last."""
         self._seconds: dict[str, float] = {}
         """The seconds that each group computes in a pass, by its id, as far as they are known."""
+        self._passes: deque[tuple[Kind, float]] = deque(maxlen=NUM_TIMED)
+        """The last timed forwards since weights rest where they do now, and the seconds that each took."""
         self._planned_seconds = 0.0
         """The sum of `_seconds` when it last called for a new plan."""
         self._order: tuple[Group, ...] = ()
@@ -173,6 +176,7 @@ class Budgeter:
         self.vram = self._asked_vram = vram
         self.ram_bytes, self.outer_bytes, self._staging_bytes = ram_bytes, outer_bytes, staging_bytes
         self._measured, self._timed, self._seconds = {}, {}, {}
+        self._passes.clear()
         self._planned_seconds = 0.0
         self._num_learnt = 0
         if not self.groups:
@@ -243,7 +247,10 @@ class Budgeter:
             plan = make_plan(problem)
         self.plan = plan
         # The first plan may equal the guess, but its groups were not brought to stay on the device yet.
-        return plan if is_first or before is None or plan.placements != before.placements else None
+        if is_first or before is None or plan.placements != before.placements:
+            self._passes.clear()
+            return plan
+        return None
 
     def room_for_residents(self, kind: Kind, others: int) -> int:
         """Device memory that groups may stay in during this pass."""
@@ -352,6 +359,7 @@ class Budgeter:
     def clear(self) -> None:
         """The groups are given up."""
         self.plan = self._kind = None
+        self._passes.clear()
         self.groups = self._order = ()
         self.promised_bytes = 0
         self._recent.clear()
@@ -379,8 +387,15 @@ class Budgeter:
             there = self._backend.bytes_in_use() + self._backend.free_bytes()
             self.vram = min(self._asked_vram, there)
 
-    def note_times(self, kind: Kind, by_group: dict[Group, float], rest: float) -> None:
-        """Note the seconds of compute in a pass of this kind: those of each group, and the rest."""
+    @property
+    def measured_seconds(self) -> float | None:
+        """The seconds that a forward of the last kind took; None if none was timed since weights rest where they do."""
+        return median_low(took for kind, took in self._passes if kind == self._passes[-1][0]) if self._passes else None
+
+    def note_times(self, kind: Kind, by_group: dict[Group, float], rest: float, total: float) -> None:
+        """Note the seconds of compute in a pass of this kind: those of each group, the rest, and those of the whole pass."""
+        if total and isinstance(kind.top, nn.Module):  # the CPU has no clock of its own
+            self._passes.append((kind, total))
         is_known = bool(self._timed) and len(next(reversed(self._timed.values()))) >= NUM_TIMED
         # Compute between groups (attention, at leaf level) is spread over the groups.
         timed = sum(by_group.values())

@@ -75,8 +75,11 @@ class Stopwatch:
             now.ended = self._event(stream)
             self._done.append(now)
 
-    def results(self) -> list[tuple[Hashable, dict[Group, float], float]]:
-        """The kind, the seconds by group, and those of everything else, once for each pass that is over by now."""
+    def results(self) -> list[tuple[Hashable, dict[Group, float], float, float]]:
+        """The kind, the seconds by group, those of all other compute, and those of the whole pass.
+
+        Each pass that is over by now is told once.
+        """
         found = []
         while self._done:
             times = self._done[0]
@@ -89,7 +92,7 @@ class Stopwatch:
             for group, start, end in times.uses:
                 by_group[group] = by_group.get(group, 0.0) + (self._backend.seconds_between(start, end) or 0.0)
             waited = sum(max(0.0, self._backend.seconds_between(*wait) or 0.0) for wait in times.waits)
-            found.append((times.kind, by_group, max(0.0, total - waited - sum(by_group.values()))))
+            found.append((times.kind, by_group, max(0.0, total - waited - sum(by_group.values())), total))
         return found
 
     def _event(self, stream: Stream) -> Event:
