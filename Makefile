@@ -27,7 +27,7 @@ setup: $(READY)
 
 # torch comes first and alone: resolved together with the rest, pip may pick another build of it.
 $(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Development needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Development needs Python 3.10 or newer: make PYTHON=python3.10 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile torch==$$(sed -n 's/^torch==//p' constraints.txt)
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev]'

@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from enum import Enum, StrEnum
+from enum import Enum
 from functools import wraps
 from numbers import Integral
 from pathlib import Path
@@ -19,8 +19,10 @@ from .errors import ConfigError, DeviceError
 from .plan.budgets import Budget, parse_budget, total_ram
 
 
-class OffloadType(StrEnum):
+class OffloadType(str, Enum):
     """How a module is cut into groups."""
+
+    __str__ = str.__str__
 
     BLOCK_LEVEL = "block_level"
     """Whole blocks: the elements of the module's ModuleLists and Sequentials."""

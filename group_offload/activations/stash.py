@@ -28,8 +28,14 @@ class StashState(Enum):
     """Nowhere: an interrupt broke off work on it. See [Note: Interrupts of activation offloading]."""
 
 
-@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
-class Stash:
+class Referable:
+    """An object with slots that weak references may point to. (A dataclass has an option for that from Python 3.11 on.)"""
+
+    __slots__ = ("__weakref__",)
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Stash(Referable):
     """A storage, or a part of one, that was saved for backward. It lives as long as autograd holds what was packed.
 
     Its offloader alone changes it, under the session's lock.

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .stash import Stash, StashState
+from .stash import Referable, Stash, StashState
 
 Key = tuple[int, int, int, int]
 """A storage, the version of its content, and which part of it: first byte and number of bytes."""
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class Tape:
+@dataclass(slots=True, eq=False)
+class Tape(Referable):
     """A pass, from its forward to its last backward.
 
     Positions count the calls of groups, so a group that is called two times has two. Autograd holds the stashes and, with

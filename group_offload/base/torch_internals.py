@@ -6,6 +6,8 @@ works on the frame that calls it, with a literal. tests/units/test_torch_interna
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -41,6 +43,36 @@ __all__ = [
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+OLDEST, NEWEST = (2, 8), (2, 15)
+"""The torch versions that the tests were run with. In 2.7 nothing tells which saved-tensor hooks are in force."""
+
+
+def check_version(version: str) -> None:
+    """Warn of a torch that is newer than what was tested.
+
+    Raises:
+        ImportError: The torch is too old.
+    """
+    found = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
+    if found < OLDEST:
+        raise ImportError(
+            f"torch {version} is too old: group_offload needs torch {oldest} or newer, and was tested up to {newest}. "
+            f"pip install 'torch>={oldest}'"
+        )
+    if found > NEWEST:
+        logging.getLogger("group_offload").warning(
+            "torch %s is newer than %s, the newest one that this version of group_offload was tested with. If something is "
+            "wrong, install a newer group_offload, or torch %s: pip install 'torch==%s.*'.",
+            version,
+            newest,
+            newest,
+            newest,
+        )
+
+
+check_version(torch.__version__)
 
 try:
     # The compiler must not trace the engine: a gate switches it off and on again within one call. The public
@@ -95,7 +127,7 @@ try:
     has_compatible_shallow_copy_type: Any = torch._has_compatible_shallow_copy_type
 except (ImportError, AttributeError) as error:
     raise ImportError(
-        f"torch {torch.__version__} does not have a private name that group_offload needs ({error}). torch 2.11 and 2.13 have "
+        f"torch {torch.__version__} does not have a private name that group_offload needs ({error}). torch 2.8 to 2.15 have "
         f"all of them: install one of these, or a newer group_offload."
     ) from error
 

@@ -183,7 +183,7 @@ def _table_of_files(findings: Sequence[Finding]) -> Table:
     table = new_table("Files", *columns, numbers=("tensors", "size"))
     for finding in findings:
         group = finding.group
-        kind = "" if finding.kind is Kind.GROUP else str(finding.kind)
+        kind = "" if finding.kind is Kind.GROUP else finding.kind.value
         add_row(
             table,
             finding.name,
@@ -222,7 +222,7 @@ def _print_json(folder: Path, found: Survey) -> None:
     files = [
         {
             "file": finding.name,
-            "kind": str(finding.kind),
+            "kind": finding.kind.value,
             "num_bytes": finding.num_bytes,
             "format_version": finding.version or None,
             "model_class": finding.group.model_class if finding.group else None,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum
 from heapq import nlargest
 
 from ..errors import ConfigError
 
 
-class Placement(StrEnum):
+class Placement(str, Enum):
     """Where a group rests between its uses."""
 
     DEVICE = "device"

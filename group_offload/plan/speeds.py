@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,7 +139,7 @@ def measure(
         problem=problem,
         device=_name_of(backend),
         filesystem="" if path is None else filesystem_of(path),
-        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        measured_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
 
 

@@ -187,6 +187,9 @@ class Backward:
             return None
         pack = unwatched(lambda tensor: self._packed(tensor) or keep(tensor, below))
         pack.backward, pack.below = self, None if below is None else below[0]  # type: ignore[attr-defined]
+        # From torch 2.15 on selective checkpoints show what they keep to a user's hooks, or warn that they do not. These are
+        # no user's: the checkpoint has to look below them, as it does for its own.
+        pack._checkpoint_internal, pack._user_hooks = True, below  # type: ignore[attr-defined]
         return saved_tensors_hooks(pack, unwatched(_unpack))
 
     def is_ours(self, hooks: tuple[Pack, Unpack] | None) -> bool:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from enum import StrEnum
+from enum import Enum
 from pathlib import Path
 
 from ..base.publish import opened_to_read
@@ -30,7 +30,7 @@ _DELETE = "Delete it: the next set-up of its model writes it again."
 _MOVE = "Move it elsewhere: the next set-up of the model writes its own."
 
 
-class Kind(StrEnum):
+class Kind(str, Enum):
     """The kind of a file in the folder, as far as its name, its mode and its header tell."""
 
     GROUP = "group"

@@ -223,7 +223,6 @@ def compiled_resident(device: torch.device) -> tuple[torch.Tensor, int]:
     return [tiny.call(model, tiny.flux_inputs()) for _ in range(3)][-1], counter.frame_count
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # importing torch's compiler
 @any_tier
 @any_level
 @pytest.mark.parametrize("is_first", [True, False], ids=["compiled first", "offloaded first"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -200,8 +201,12 @@ def non_reentrant_to_the_end(block: nn.Module, *args: torch.Tensor) -> torch.Ten
     return checkpoint(block, *args, use_reentrant=False, early_stop=False)
 
 
-def selective(block: nn.Module, *args: torch.Tensor) -> torch.Tensor:
-    """Results of matrix products, and slices, are kept; the rest is computed again."""
+def selective(block: nn.Module, *args: torch.Tensor, **named: Any) -> torch.Tensor:
+    """Results of matrix products, and slices, are kept; the rest is computed again.
+
+    Args:
+        named: Arguments for `checkpoint`.
+    """
 
     def run(*args: torch.Tensor) -> torch.Tensor:
         y = block(*args)
@@ -210,7 +215,12 @@ def selective(block: nn.Module, *args: torch.Tensor) -> torch.Tensor:
     aten = torch.ops.aten
     kept = [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.slice.Tensor]
     context = partial(create_selective_checkpoint_contexts, kept)
-    return checkpoint(run, *args, use_reentrant=False, context_fn=context)
+    return checkpoint(run, *args, use_reentrant=False, context_fn=context, **named)
+
+
+def may_respect_hooks() -> bool:
+    """Whether one says if saved-tensor hooks see what a selective checkpoint keeps: from torch 2.15 on."""
+    return "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
 
 
 CHECKPOINTS: list[Callable[..., torch.Tensor]] = [reentrant, non_reentrant, non_reentrant_to_the_end]

@@ -11,13 +11,25 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from group_offload import StateError, apply_activation_offloading, apply_group_offloading
 
 from ..support.asserts import same_bits
 from ..support.backward import OPTIONS, check, make, offloaded
-from ..support.training import CHECKPOINTS, DIM, STEPS, Step, assert_same_bits, in_part, plain, selective, train
+from ..support.training import (
+    CHECKPOINTS,
+    DIM,
+    STEPS,
+    Step,
+    assert_same_bits,
+    in_part,
+    may_respect_hooks,
+    plain,
+    selective,
+    train,
+)
 
 
 @pytest.mark.parametrize("device", ["cpu", "random"])
@@ -70,6 +82,25 @@ def test_bits_with_selective_checkpoints(options: dict[str, Any], where: str, tm
         check(STEPS[step], device, tmp_path / step, lambda: make(**{where: selective}), **options)
 
 
+@pytest.mark.parametrize("respect", [True, False])
+def test_bits_with_selective_checkpoints_that_name_hooks(respect: bool, tmp_path: Path) -> None:
+    """From torch 2.15 on one says whether saved-tensor hooks see what a selective checkpoint keeps."""
+    if not may_respect_hooks():
+        pytest.skip("came with torch 2.15")
+    seen: list[torch.Tensor] = []
+
+    def run_block(block: nn.Module, *args: torch.Tensor) -> torch.Tensor:
+        context = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        named: Any = {"respect_saved_tensors_hooks": respect}
+        with saved_tensors_hooks(lambda tensor: seen.append(tensor) or tensor.clone(), lambda tensor: tensor):
+            return checkpoint(block, *args, use_reentrant=False, context_fn=context, **named)
+
+    before = len(seen)
+    check(plain, "random", tmp_path, lambda: make(run_block=run_block))
+    assert len(seen) > before
+    check(plain, "cpu", tmp_path / "files", lambda: make(run_block=run_block), in_files=True)
+
+
 def test_a_selective_checkpoint_that_keeps_views_of_weights_is_refused(tmp_path: Path) -> None:
     """They would be views of a slot that holds something else by then."""
 
@@ -105,7 +136,6 @@ def plain_model() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(DIM, DIM), nn.GELU()) for _ in range(3))).requires_grad_(False)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own jvp
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_transforms_of_torch_func_are_refused(transform: Callable[[nn.Module, torch.Tensor], Any]) -> None:
     """What torch makes inside of them are no tensors that bytes could be copied to. What the error names works."""
@@ -122,7 +152,6 @@ def test_transforms_of_torch_func_are_refused(transform: Callable[[nn.Module, to
     assert same_bits(transform(model, x), expected)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own jvp
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_activations_stay_in_transforms_of_torch_func(transform: Callable[[nn.Module, torch.Tensor], Any]) -> None:
     model, x = plain_model(), torch.randn(4, DIM)
