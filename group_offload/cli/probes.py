@@ -268,7 +268,7 @@ def _device(machine: Machine) -> Row:
     backend, nvidia = machine.backend, machine.nvidia
     if machine.driver_problem:
         remedy = "Repair or update the driver: `nvidia-smi` and `torch.accelerator.current_accelerator()` have to work."
-        return Row(f"the driver failed: {machine.driver_problem}", Verdict.UNKNOWN, remedy)
+        return Row(f"the driver failed: {machine.driver_problem}", Verdict.MISSING, remedy)
     if not backend.has_streams:
         values = {"name": "CPU", "total_bytes": None, "free_bytes": None}
         if not nvidia or torch.accelerator.is_available():
