@@ -46,26 +46,20 @@ def _doctor(arguments: argparse.Namespace) -> int:
     folder: Path = arguments.folder
     backend, problem = _backend(arguments.device)
     errors = new_console(stderr=True)
+    if errors.is_terminal:
+        say(errors, "Trying out what this machine allows takes some seconds ...")
     with _file_to_try(folder) as file:
         machine = Machine(folder, file, backend, problem, ask_nvidia(backend))
-        rows = {}
-        for name, probe in PROBES.items():
-            if errors.is_terminal:
-                say(errors, f"Trying out {_label(name)} ...")
-            rows[name] = ask(probe, machine)
+        rows = {name: ask(probe, machine) for name, probe in PROBES.items()}
     if arguments.json:
         shown = [{"name": name, **asdict(row)} for name, row in rows.items()]
         print(json.dumps({"folder": str(folder.absolute()), "device": str(backend.device), "rows": shown}, indent=2))
         return 0
     table = new_table(f"group-offload doctor {folder.absolute()}", "", "found", "verdict", "what to do")
     for name, row in rows.items():
-        add_row(table, _label(name), row.found, row.verdict, row.remedy, style=_STYLES.get(row.verdict))
+        add_row(table, name.replace("_", " "), row.found, row.verdict, row.remedy, style=_STYLES.get(row.verdict))
     new_console().print(table)
     return 0
-
-
-def _label(name: str) -> str:
-    return name.replace("_", " ")
 
 
 def _backend(name: str | None) -> tuple[Backend, str]:
