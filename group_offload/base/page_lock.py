@@ -61,13 +61,23 @@ class LockLimit:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._guard = threading.Lock()  # memory is locked by threads of the pool
-        self._num_left = _careful_bytes()
+        self._num_left = careful_bytes()
         self._num_locked = self._num_by_driver = self._num_refused = 0
         self._in_place = self._by_driver = True
 
     @property
     def was_refused(self) -> bool:
         return self._num_refused > 0
+
+    @property
+    def num_locked(self) -> int:
+        """Bytes that were locked in place."""
+        return self._num_locked
+
+    @property
+    def num_by_driver(self) -> int:
+        """Bytes that the driver allocated and locked."""
+        return self._num_by_driver
 
     def lock(self, memory: torch.Tensor, wait: Callable[[], None]) -> PageLock | None:
         """Lock `memory` in place; None if it stays unlocked. See `PageLock.take`."""
@@ -119,9 +129,13 @@ class LockLimit:
             )
 
 
-def _careful_bytes() -> float:
+def is_wsl2() -> bool:
+    return "microsoft" in os.uname().release.lower()
+
+
+def careful_bytes() -> float:
     """What is asked for at most. Under WSL2 Windows gives half of the memory, and fails later if it was asked for more."""
-    return psutil.virtual_memory().total / 2 if "microsoft" in os.uname().release.lower() else float("inf")
+    return psutil.virtual_memory().total / 2 if is_wsl2() else float("inf")
 
 
 def _release(undo: list[Callable[[], None]], wait: Callable[[], None], memory: torch.Tensor) -> None:

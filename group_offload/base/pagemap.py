@@ -15,6 +15,7 @@ import os
 import struct
 import threading
 from collections.abc import Iterable, Mapping
+from enum import StrEnum
 from functools import partial
 from types import MappingProxyType
 
@@ -158,6 +159,24 @@ class _Known:
 
 
 os.register_at_fork(after_in_child=_Known.forget)
+
+
+class Detection(StrEnum):
+    """How the system tells which pages of private mappings were written to."""
+
+    SCAN = "PAGEMAP_SCAN"
+    """One call for each mapping."""
+    ENTRIES = "/proc/self/pagemap"
+    """Threads read an entry for each page."""
+    NONE = "none"
+    """It does not tell."""
+
+
+def detection() -> Detection:
+    """The way that this process takes."""
+    if not can_detect_writes():
+        return Detection.NONE
+    return Detection.ENTRIES if _Known.lacks_scan else Detection.SCAN
 
 
 def can_detect_writes() -> bool:

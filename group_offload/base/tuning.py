@@ -79,6 +79,14 @@ class Tuning:
     seconds_between_looks: float = 0.1
     """The time between two looks at a folder that changes while it is listed."""
 
+    # The command `doctor`
+    tried_file_bytes: int = 64 << 20
+    """The size of the file that is written, page-locked and read. A smaller one takes too little time to tell a speed."""
+    tried_lock_bytes: int = 8 << 30
+    """The RAM that is page-locked to see where the system refuses, at most: also at most a quarter of what is available."""
+    tried_lock_seconds: float = 3.0
+    """The time after which no more of it is locked."""
+
     @property
     def reading_bytes(self) -> int:
         """The RAM that reading files takes besides weights, at most, where RAM is scarce."""

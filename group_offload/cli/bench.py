@@ -39,7 +39,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     folder: Path = arguments.folder
     if not folder.is_dir():
         raise GroupFileError(f"{folder} is not a folder. Give one on the drive that is to be measured.")
-    backend = backend_for(_device(arguments.device))
+    backend = backend_for(chosen_device(arguments.device))
     errors = new_console(stderr=True)
 
     def tell(step: str) -> None:
@@ -65,7 +65,12 @@ def _bench(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _device(name: str | None) -> torch.device:
+def chosen_device(name: str | None) -> torch.device:
+    """The device that `--device` names, else the current accelerator, else the CPU.
+
+    Raises:
+        DeviceError: there is no device of that name, or the driver does not say which there are.
+    """
     try:
         return default_device() if name is None else torch.device(name)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""The command `group-offload`: plan what rests where, measure this machine, look after folders of group files."""
+"""The command `group-offload`: plan what rests where, measure and examine this machine, look after folders of group files."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from ..base.terminal import add_row, complain, new_console, new_table, say
 from ..errors import GroupFileError, GroupOffloadError
 from ..plan.budgets import describe_bytes
 from ..stores.survey import Finding, Kind, Survey, open_folder, removable, survey, verify
+from . import doctor
 from .plan import add_commands
 
 OK, DAMAGED, FAILED = 0, 1, 2
@@ -87,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     prune.add_argument("--dry-run", action="store_true", help="list them, remove nothing")
     prune.add_argument("--yes", action="store_true", help="do not ask")
     add_commands(commands)
+    doctor.add_command(commands)
     return parser
 
 

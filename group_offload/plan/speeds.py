@@ -94,7 +94,7 @@ def known_speeds(backend: Backend, path: Path | None) -> MachineSpeeds:
         DeviceError: the device has no room for a measurement.
     """
     where = "" if path is None else filesystem_of(path)
-    kept = [found for found in recorded() if found.device == _name_of(backend)]
+    kept = [found for found in recorded() if found.device == device_name(backend)]
     for found in kept:
         if found.filesystem == where:
             return found
@@ -128,16 +128,16 @@ def measure(
     """
     if h2d is None:
         on_step("copies to the device")
-        h2d = _measure_link(backend, link_bytes)
+        h2d = measure_link(backend, link_bytes)
     drive, problem = None, ""
     if path is not None:
         on_step("reads of files")
-        drive, problem = _measure_drive(path, min_drive_bytes, max_drive_bytes)
+        drive, problem = measure_drive(path, min_drive_bytes, max_drive_bytes)
     return MachineSpeeds(
         h2d=h2d,
         drive=drive,
         problem=problem,
-        device=_name_of(backend),
+        device=device_name(backend),
         filesystem="" if path is None else filesystem_of(path),
         measured_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
@@ -207,15 +207,19 @@ def record(speeds: MachineSpeeds) -> bool:
 # ------------------------------------------------------------------------------------------------ the device
 
 
-def _name_of(backend: Backend) -> str:
+def device_name(backend: Backend) -> str:
     device = backend.device
     if device.type == "cpu":
         return f"CPU of {platform.node()}"
     return str(getattr(torch, device.type).get_device_properties(device).name)
 
 
-def _measure_link(backend: Backend, num_bytes: int) -> int:
-    """Bytes per second: the best of a few tries."""
+def measure_link(backend: Backend, num_bytes: int = LINK_BYTES) -> int:
+    """Bytes per second from page-locked RAM to the device: the best of a few tries.
+
+    Raises:
+        DeviceError: the device has no room for a measurement.
+    """
     copy_bytes = min(num_bytes, _COPY_BYTES)
     num_copies = num_bytes // copy_bytes
     with _locked_memory(backend, num_copies * copy_bytes) as source:
@@ -268,8 +272,12 @@ def _locked_memory(backend: Backend, num_bytes: int) -> Iterator[torch.Tensor]:
 # ------------------------------------------------------------------------------------------------ the drive
 
 
-def _measure_drive(path: Path, min_bytes: int, max_bytes: int) -> tuple[int | None, str]:
-    """Bytes per second, or None, and what was wrong, if anything."""
+def measure_drive(path: Path, min_bytes: int, max_bytes: int) -> tuple[int | None, str]:
+    """Bytes per second, or None, and what was wrong, if anything. See [Note: How a drive is measured].
+
+    Args:
+        path: a file of at least `min_bytes`, or the folder of a model with such a file.
+    """
     chosen = next((file for file in _files_of_the_model(path) if _is_large(file, min_bytes)), None)
     if chosen is None:
         return None, f"{path} has no safetensors file of {min_bytes >> 20} MiB or more, so the drive was not measured."

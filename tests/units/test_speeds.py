@@ -226,7 +226,7 @@ def test_measured_once(counted: Counted, tmp_path: Path, monkeypatch: pytest.Mon
     for _ in range(2):
         found = known_speeds(HostBackend(), None)
         assert found.drive is None and found.h2d == first.h2d and counted.num == 2
-    monkeypatch.setattr(speeds, "_name_of", lambda backend: "another")
+    monkeypatch.setattr(speeds, "device_name", lambda backend: "another")
     assert known_speeds(HostBackend(), tmp_path).device == "another" and counted.num == 3
 
 
@@ -235,7 +235,7 @@ def test_a_drive_that_could_not_be_measured_is_tried_again(
 ) -> None:
     """The link is not measured again."""
     assert known_speeds(HostBackend(), tmp_path).drive is None
-    monkeypatch.setattr(speeds, "_measure_link", None)
+    monkeypatch.setattr(speeds, "measure_link", None)
     path = write(tmp_path / "model.safetensors")
     check(known_speeds(HostBackend(), path), tmp_path)
     check(known_speeds(HostBackend(), path), tmp_path)
