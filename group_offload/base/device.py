@@ -8,13 +8,18 @@ land late.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import logging
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import psutil
 import torch
 
 from ..errors import DeviceError
+
+logger = logging.getLogger("group_offload")
 
 
 class Event(Protocol):
@@ -121,6 +126,7 @@ class Backend(Protocol):
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly
+_READ_ONLY_HOST_REGISTER = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
 
 
 class _NoEvent:
@@ -305,7 +311,7 @@ class AcceleratorBackend:
                 target.copy_(source, non_blocking=True)
 
     def pin(self, memory: torch.Tensor, undo: list[Callable[[], None]], *, read_only: bool = False) -> bool:
-        if self.device.type != "cuda" or not memory.numel():
+        if self.device.type != "cuda" or not memory.numel() or (read_only and not self._may_lock_read_only):
             return False
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         address, num_bytes = memory.data_ptr(), memory.numel()
@@ -327,6 +333,19 @@ class AcceleratorBackend:
             with contextlib.suppress(RuntimeError):
                 torch.empty(1, device=self.device).zero_()
         return False
+
+    @cached_property
+    def _may_lock_read_only(self) -> bool:
+        """What the driver says of memory that is only read. Where it cannot be asked, it is tried."""
+        try:
+            driver, number, answer = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_int(1)
+            if driver.cuDeviceGet(ctypes.byref(number), self.device.index) == 0:
+                driver.cuDeviceGetAttribute(ctypes.byref(answer), _READ_ONLY_HOST_REGISTER, number)
+        except (OSError, AttributeError):
+            return True
+        if not answer.value:
+            logger.info("The driver of %s page-locks no files in the page cache.", self.device)
+        return bool(answer.value)
 
     def empty_pinned(self, num_bytes: int) -> torch.Tensor | None:
         try:

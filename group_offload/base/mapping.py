@@ -199,8 +199,7 @@ class TwiceMapped:
         size = min(self._piece_bytes, len(self.shared) - start)
         if sum(len(content) for _, content in contents) < size:
             os.posix_fallocate(self._files[piece], 0, size)  # a page that is touched when none is left ends the process
-        # Locking the pages is quick if they are mapped already. Where this is refused (before Linux 5.14) locking maps them.
-        _libc.madvise(ctypes.addressof(self.shared) + start, size, _MADV_POPULATE_READ)
+        populate(ctypes.addressof(self.shared) + start, size)
 
 
 def map_anonymous(num_bytes: int) -> Any:
@@ -234,6 +233,14 @@ def forget_writes(address: int, num_bytes: int) -> None:
             raise error
         if _libc.madvise(address, num_bytes, mmap.MADV_DONTNEED):
             raise _last_error()
+
+
+def populate(address: int, num_bytes: int) -> None:
+    """Bring the pages of a mapping into RAM, and map them: locking them is quick then.
+
+    Where this is refused (before Linux 5.14), locking does it.
+    """
+    _libc.madvise(address // mmap.PAGESIZE * mmap.PAGESIZE, num_bytes + address % mmap.PAGESIZE, _MADV_POPULATE_READ)
 
 
 def trim_heap() -> None:

@@ -15,7 +15,7 @@ import os
 import struct
 import threading
 from collections.abc import Iterable, Mapping
-from enum import StrEnum
+from enum import Enum
 from functools import partial
 from types import MappingProxyType
 
@@ -161,7 +161,7 @@ class _Known:
 os.register_at_fork(after_in_child=_Known.forget)
 
 
-class Detection(StrEnum):
+class Detection(str, Enum):
     """How the system tells which pages of private mappings were written to."""
 
     SCAN = "PAGEMAP_SCAN"

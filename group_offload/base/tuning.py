@@ -64,6 +64,8 @@ class Tuning:
     """The bytes of activations that one thread writes or reads at a time."""
 
     # Patience
+    lock_patience_seconds: float = 30.0
+    """The time that a driver may take to page-lock a file that is in the page cache. It takes a second for 8 GiB."""
     turn_patience_seconds: float = 30.0
     """The time to wait for a forward that is itself waiting for a thread before a deadlock is reported."""
     backward_patience_seconds: float = 3600.0

@@ -57,7 +57,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         return 0
     table = new_table(f"group-offload doctor {folder.absolute()}", "", "found", "verdict", "what to do")
     for name, row in rows.items():
-        add_row(table, name.replace("_", " "), row.found, row.verdict, row.remedy, style=_STYLES.get(row.verdict))
+        add_row(table, name.replace("_", " "), row.found, row.verdict.value, row.remedy, style=_STYLES.get(row.verdict))
     new_console().print(table)
     return 0
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ _SLOW_DRIVE = 1e9
 _LIBRARIES = ("diffusers", "accelerate", "safetensors", "transformers", "peft")
 
 
-class Verdict(StrEnum):
+class Verdict(str, Enum):
     OK = "ok"
     SLOWER = "slower"
     """The engine works, and another way than the fastest is taken."""

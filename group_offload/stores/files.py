@@ -79,8 +79,9 @@ class FileBlob:
         source = self.source
         if self.is_locked:
             return [
-                Copy(at + piece.offset, piece.num_bytes, source.bytes, source.offset_of(piece.position))
+                Copy(at + offset, num_bytes, memory, start)
                 for piece in self.pieces
+                for offset, num_bytes, memory, start in source.locked_parts(piece)
             ]
         proof = Proof(self) if self.is_verified or source.is_adrift else None
         return [

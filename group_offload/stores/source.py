@@ -32,9 +32,11 @@ cut off would end the process (SIGBUS), where `preadv` and `process_vm_readv` re
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -46,13 +48,16 @@ import torch
 import xxhash
 
 from ..base.device import Backend
-from ..base.mapping import cached_bytes, flat_view, map_page_cache, mapping_at, read_mapped
+from ..base.mapping import cached_bytes, flat_view, map_page_cache, mapping_at, populate, read_mapped
 from ..base.page_lock import PageLock
 from ..base.pagemap import PAGE
 from ..base.ram import locked
 from ..base.reading import BLOCK, read_around, read_part, refuses_direct, warn_no_direct_io
+from ..base.tuning import tuning
 from ..errors import GroupFileError
 from .descriptors import KeptDescriptors
+
+logger = logging.getLogger("group_offload")
 
 _CHUNK_BYTES = 4 << 20
 """How much is read at once to compare or to hash it."""
@@ -133,8 +138,8 @@ class SourceFile:
         self._fds = KeptDescriptors(fd)
         self._close_fds = weakref.finalize(self, self._fds.close)
         self._close_fds.atexit = False
-        self._locked: dict[tuple[int, int], PageLock] = {}
-        """The page-locked ranges of `bytes`."""
+        self._locked: dict[tuple[int, int], list[tuple[torch.Tensor, PageLock]]] = {}
+        """The page-locked ranges of `bytes`, each in parts of `Tuning.segment_bytes`."""
         self.num_lockings = 0
         """A number that goes up when other ranges are locked."""
 
@@ -158,24 +163,55 @@ class SourceFile:
             wait: A function that returns once no copy is on its way: pages stay locked until then.
 
         Returns:
-            False if the device refuses: then no page is locked.
+            False if the device refuses, or takes longer than `Tuning.lock_patience_seconds`: then no page is locked.
         """
         wanted = [(0, self.num_bytes)] if pieces is None else self._pages_of(pieces)
         self._unlock_all_but(wanted)
+        seconds = 0.0
         for start, end in wanted:
             if (start, end) in self._locked or start == end:
                 continue
             with suppress(OSError), self._open() as fd:
                 if fd is not None:  # in long runs, not page by page
                     os.posix_fadvise(fd, self.start + start, end - start, os.POSIX_FADV_WILLNEED)
-            lock = PageLock.take(backend, self.bytes[start:end], wait, read_only=True)
-            if lock is None:
-                self._unlock_all_but(())
-                return False
-            locked.add(lock, end - start)
-            self._locked[start, end] = lock
+            parts: list[tuple[torch.Tensor, PageLock]] = []
+            for first in range(start, end, tuning().segment_bytes):
+                memory = self.bytes[first : min(first + tuning().segment_bytes, end)]
+                populate(
+                    memory.data_ptr(), memory.numel()
+                )  # else the driver waits for the drive, and others for the driver
+                begun = time.perf_counter()
+                lock = PageLock.take(backend, memory, wait, read_only=True)
+                seconds += time.perf_counter() - begun
+                if lock is None or seconds > tuning().lock_patience_seconds:
+                    why = "the device refuses" if lock is None else f"it took {seconds:.3g} s already"
+                    logger.info("Page-locked no more than %d of %d bytes of %s: %s.", first, end, self.path, why)
+                    if lock is not None:
+                        lock.release()
+                    for _, other in parts:
+                        other.release()
+                    self._unlock_all_but(())
+                    return False
+                locked.add(lock, memory.numel())
+                parts.append((memory, lock))
+            self._locked[start, end] = parts
             self.num_lockings += 1
         return True
+
+    def locked_parts(self, piece: Piece) -> Iterator[tuple[int, int, torch.Tensor, int]]:
+        """The parts of a locked piece, as the driver has to copy them: each lies in memory that was locked at once.
+
+        Yields:
+            Where in the blob the part goes, its bytes, the memory, and the byte of the memory that it begins at.
+        """
+        first, last = self.offset_of(piece.position), self.offset_of(piece.position) + piece.num_bytes
+        found = next(key for key in self._locked if key[0] <= first and last <= key[1])
+        start = found[0]
+        for memory, _ in self._locked[found]:
+            begin, end = max(first, start), min(last, start + memory.numel())
+            if begin < end:
+                yield piece.offset + begin - first, end - begin, memory, begin - start
+            start += memory.numel()
 
     def is_locked(self, pieces: Sequence[Piece]) -> bool:
         """Whether the pages of all `pieces` are locked, each in one run."""
@@ -192,7 +228,8 @@ class SourceFile:
 
     def _unlock_all_but(self, wanted: Sequence[tuple[int, int]]) -> None:
         for found in self._locked.keys() - set(wanted):
-            self._locked[found].release()
+            for _, lock in self._locked[found]:
+                lock.release()
             self.num_lockings += 1
             del self._locked[found]
 
