@@ -20,6 +20,11 @@ import torch
 WITH_ASSERTS = ("activations", "asserts", "backward", "folders", "on_device", "pipelines", "reading", "terminal")
 pytest.register_assert_rewrite(*(f"tests.support.{name}" for name in WITH_ASSERTS))
 
+from .support.portable import IS_PORTABLE, show_less
+
+if IS_PORTABLE:
+    show_less()
+
 from .support.fixtures import place  # noqa: F401
 from .support.slow import slow_tests
 from .support.speeds import KNOWN_SPEEDS
@@ -44,6 +49,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             chosen.add(test)
         elif runs_first is not None:
             item.add_marker("slow")
+    for item in items if IS_PORTABLE else ():
+        of_linux = item.get_closest_marker("linux")
+        if of_linux is not None:
+            item.add_marker(pytest.mark.skip(reason=f"is about Linux: {of_linux.args[0]}"))
     if torch.accelerator.is_available():
         return
     skip = pytest.mark.skip(reason="needs an accelerator, and torch sees none")
