@@ -293,7 +293,7 @@ def _close_all(files: list[int]) -> None:
 
 
 def reserve(num_bytes: int) -> Any:
-    """Addresses (other systems than Linux give zeros), with nothing mapped there yet: they take no memory, and none of them can be read."""
+    """Addresses (zeros on other systems than Linux), with nothing mapped there yet: they take no memory, and cannot be read."""
     if _libc is None:
         return map_anonymous(num_bytes)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE

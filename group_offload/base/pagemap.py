@@ -22,8 +22,7 @@ import torch
 
 from .mapping import TwiceMapped
 from .pool import run_all
-from . import system
-from .system import on_fork, read_at
+from .system import ioctl, on_fork, read_at
 
 PAGE = mmap.PAGESIZE
 
@@ -132,7 +131,7 @@ class PageScan:
         start, end = self._address, self._address + self._length
         while start < end:
             _WORD.pack_into(self._request, _START, start)
-            count = system.fcntl.ioctl(fd, _PAGEMAP_SCAN, self._request)
+            count = ioctl(fd, _PAGEMAP_SCAN, self._request)
             for i in range(count):
                 first, last, _ = self._regions[3 * i : 3 * i + 3]
                 found.append((first - self._address, last - self._address))

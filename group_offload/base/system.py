@@ -217,6 +217,16 @@ def _turn(fd: int) -> threading.Lock:
     return _turns[hash(os.fstat(fd).st_ino) % len(_turns)]
 
 
+def ioctl(fd: int, request: int, argument: bytearray) -> int:
+    """
+    Raises:
+        OSError: the system, or the file, has no such request.
+    """
+    if fcntl is None:
+        raise missing()
+    return fcntl.ioctl(fd, request, argument)
+
+
 def missing() -> OSError:
     """The error of a call that the system lacks."""
     return OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
