@@ -276,7 +276,8 @@ def _holder(fd: int) -> str:
     with suppress(OSError, ValueError):
         lines = system.kernel_says("/proc/locks").splitlines()
         status = os.fstat(fd)
-        place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+        major, minor = map(int, system.name_of_drive(status.st_dev).split(":"))
+        place = f"{major:02x}:{minor:02x}:{status.st_ino}"
         for line in lines:
             found = line.split()  # 1: FLOCK ADVISORY WRITE 1234 fe:00:5678 0 EOF
             if found[1:2] == ["FLOCK"] and found[5:6] == [place] and int(found[4]) > 0:

@@ -224,7 +224,7 @@ def ioctl(fd: int, request: int, argument: bytearray) -> int:
     """
     if fcntl is None:
         raise missing()
-    return fcntl.ioctl(fd, request, argument)
+    return int(fcntl.ioctl(fd, request, argument))
 
 
 def missing() -> OSError:
