@@ -65,6 +65,29 @@ PORTABLE_SELECT = {"select"}
 ABSENT = {"fcntl", "grp", "posix", "pwd", "resource", "termios"}
 """Modules that Windows lacks."""
 
+ABOUT_LINUX = {
+    "files/reading/test_direct_reads.py": "reads past the page cache",
+    "files/test_page_cache.py": "weights in the page cache, page-locked there",
+    "files/test_checkpoint.py": "weights that rest in their checkpoint, whose edits the page map tells",
+    "files/test_without_page_map.py": "a page map that goes",
+    "files/reading/test_reader_processes.py": "processes that fork",
+    "engine/test_processes.py": "processes that fork",
+    "integrations/test_opening.py": "casts that are postponed, because the page map tells which weights are views of files",
+    "files/test_changing_folder.py": "locks of files, and processes of their own",
+    "units/test_reading.py::test_a_forked_child_reads_with_threads_of_its_own": "processes that fork",
+}
+"""The tests that are about what Linux alone has, and what that is. They are skipped."""
+
+
+def about_linux(file: str, test: str) -> str | None:
+    """What Linux alone has that a test is about."""
+    return ABOUT_LINUX.get(file, ABOUT_LINUX.get(f"{file}::{test}"))
+
+
+def is_refused(error: Exception) -> bool:
+    """Whether an error says that weights cannot rest in their checkpoint, because the system has no page map."""
+    return str(error).startswith("offload_device='disk' needs a system that tells")
+
 
 def _refuse(path: object, dir_fd: int | None = None) -> None:
     if dir_fd is not None:

@@ -126,7 +126,7 @@ class Rig:
 
 
 class Preadv:
-    """Stands in for the call that reads at a position: counts calls, and lets `fault` act in those numbered from `first` to `last`."""
+    """Stands in for `read_at`: counts calls, and lets `fault` act in those numbered from `first` to `last`."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         real = reading.read_at
