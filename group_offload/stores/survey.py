@@ -94,19 +94,21 @@ def open_folder(path: Path) -> Iterator[int | Path]:
     Raises:
         GroupFileError: the folder does not exist, is no folder, or cannot be read.
     """
+    fd = None
     try:
-        fd = system.open_folder(path)
-    except NotImplementedError:
-        yield path
-        return
+        try:
+            fd = system.open_folder(path)
+        except NotImplementedError:
+            os.scandir(path).close()
     except OSError as error:
         is_file = isinstance(error, NotADirectoryError)
         problem = f"{path} is not a folder" if is_file else f"Cannot open {path}: {error.strerror}"
         raise GroupFileError(f"{problem}. Pass the folder that was given as offload_to_disk_path.") from error
     try:
-        yield fd
+        yield path if fd is None else fd
     finally:
-        os.close(fd)
+        if fd is not None:
+            os.close(fd)
 
 
 def survey(folder: int | Path) -> Survey:

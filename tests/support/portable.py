@@ -74,9 +74,26 @@ ABOUT_LINUX = {
     "engine/test_processes.py": "processes that fork",
     "integrations/test_opening.py": "casts that are postponed, because the page map tells which weights are views of files",
     "files/test_changing_folder.py": "locks of files, and processes of their own",
+    "files/test_file_identity.py::test_the_disk_is_a_promise": "weights that rest in their checkpoint",
+    "engine/test_changes.py::test_a_swap_an_edit_and_a_new_module": "weights that rest in their checkpoint, as one case",
+    "files/test_folder.py::test_name_is_given_to_durable_bytes": "folders that are synced",
+    "files/test_folder.py::test_file_that_is_being_written_is_not_pruned": "locks of files",
+    "files/test_folder.py::test_running_model_is_not_pruned": "locks of files",
+    "files/reading/test_drive_errors.py::test_what_the_system_says_is_told": "reads that nothing comes before",
+    "files/reading/test_drive_errors.py::test_errors_in_every_read_from_one_on": "reads that nothing comes before",
+    "engine/test_streams.py::test_the_host_never_waits": "copies across passes",
+    "engine/test_streams.py::test_slots_go_to_another_model_while_copies_to_them_are_on_their_way": "copies across passes",
+    "engine/test_streams.py::test_removed_right_after_a_forward": "copies across passes",
+    "engine/test_streams.py::test_cut_into_groups_again_right_after_a_forward": "copies across passes",
+    "engine/test_streams.py::test_removed_after_an_edit_in_the_middle_of_a_forward": "edits in the middle of a forward",
+    "engine/test_streams.py::test_what_rests_in_ram_does_not_overtake_what_is_read": "weights that rest in their checkpoint",
+    "cli/test_cli.py::test_folders_that_are_none": "descriptors of folders, of which one is refused",
     "units/test_reading.py::test_a_forked_child_reads_with_threads_of_its_own": "processes that fork",
 }
-"""The tests that are about what Linux alone has, and what that is. They are skipped."""
+"""The tests that are about what Linux alone has, and what that is. They are skipped.
+
+*Copies across passes*: without a page map the host waits for all copies at the end of a pass. *Reads that nothing comes
+before*: without one a pass begins with a comparison of files and weights, which meets the drive's error first."""
 
 
 def about_linux(file: str, test: str) -> str | None:
