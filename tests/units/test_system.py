@@ -8,9 +8,12 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 import group_offload
+from group_offload import DeviceError
 from group_offload.base import system
+from group_offload.base.device import backend_for, default_device
 
 from ..support.folders import assert_holds, assert_whole, look, names, prune, set_up
 from ..support.portable import ABSENT, IS_PORTABLE, PORTABLE_MMAP, PORTABLE_OS, PORTABLE_SELECT
@@ -139,3 +142,10 @@ def test_files_become_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         system.take_room(file.fileno(), 0, 100)
         system.take_room(file.fileno(), 10, 20)
     assert (tmp_path / "file").stat().st_size == 100
+
+
+def test_a_mac_computes_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("mps"))
+    assert default_device() == torch.device("cpu")
+    with pytest.raises(DeviceError, match="Cannot onload to 'mps'"):
+        backend_for(torch.device("mps"))
