@@ -2,6 +2,9 @@
 PYTHON ?= python3
 # Tests that run at the same time: some wait, for processes or threads. With a GPU: make test JOBS=0 ARGS="-m gpu"
 JOBS ?= 3
+# The tests of weights: what comes out of forwards, edits, files, removal, LoRA, pipelines.
+PORTABLE := $(addprefix tests/,engine/weights engine/test_changes.py engine/test_odd_modules.py engine/test_options.py \
+	engine/test_streams.py files integrations cli/test_cli.py units/test_reading.py units/test_system.py)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -11,13 +14,14 @@ export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/bytecode
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick lint type bench docs
+.PHONY: help setup demo test quick portable lint type bench docs
 
 help:
 	@echo "make setup   the environment, in $(VENV)"
 	@echo "make demo    a diffusers pipeline, resident and with its weights in files (into demo-output/)"
 	@echo "make test    all tests; those that need a GPU are skipped where there is none"
 	@echo "make quick   the tests that take no time, for while you work: two and a half minutes on 2 cores"
+	@echo "make portable the weights' tests, with what Linux, macOS and Windows all have: two minutes on 2 cores"
 	@echo "make lint    ruff: rules and format"
 	@echo "make type    mypy, strict, on the package"
 	@echo "make docs    check links and run the examples in README.md and docs/"
@@ -41,6 +45,11 @@ test: $(READY)
 
 quick: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not gpu" $(ARGS)
+
+# The package is shown nothing that only some systems have: tests/support/portable.py.
+portable: export GROUP_OFFLOAD_PORTABLE := 1
+portable: $(READY)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not gpu" $(PORTABLE) $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,12 +1,5 @@
 """Run torch modules whose weights do not fit on the accelerator, or not even in RAM."""
 
-import sys
-
-if not sys.platform.startswith("linux"):
-    raise ImportError(
-        f"group_offload runs on Linux only: it relies on how Linux maps files into memory. This is {sys.platform}."
-    )
-
 from .activations import (
     ActivationOffloadHandle,
     ActivationStats,

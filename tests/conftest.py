@@ -6,7 +6,9 @@ import gc
 import os
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 os.environ["GROUP_OFFLOAD_PROGRESS_BAR"] = "0"
@@ -19,6 +21,13 @@ import torch
 # in every operation, and pytest makes that slower.
 WITH_ASSERTS = ("activations", "asserts", "backward", "folders", "on_device", "pipelines", "reading", "terminal")
 pytest.register_assert_rewrite(*(f"tests.support.{name}" for name in WITH_ASSERTS))
+
+from .support.portable import IS_PORTABLE, about_linux, is_refused, show_less
+
+if IS_PORTABLE:
+    show_less()
+
+from group_offload import ConfigError
 
 from .support.fixtures import place  # noqa: F401
 from .support.slow import slow_tests
@@ -44,12 +53,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             chosen.add(test)
         elif runs_first is not None:
             item.add_marker("slow")
+    for item in items if IS_PORTABLE else ():
+        what = about_linux(str(item.path.relative_to(TESTS)), getattr(item, "originalname", item.name))
+        if what is not None:
+            item.add_marker(pytest.mark.skip(reason=f"is about Linux: {what}"))
     if torch.accelerator.is_available():
         return
     skip = pytest.mark.skip(reason="needs an accelerator, and torch sees none")
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(skip)
+
+
+@contextmanager
+def _skipped_if_refused() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        if IS_PORTABLE and is_refused(error):
+            pytest.skip("weights cannot rest in their checkpoint on such a system, which set-up said")
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    with _skipped_if_refused():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Iterator[Any]:
+    with _skipped_if_refused():
+        return (yield)
 
 
 def pytest_collection_finish() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+from .support.portable import ABOUT_LINUX
 from .support.slow import slow_tests
 
 TESTS = Path(__file__).parent
@@ -48,6 +49,12 @@ def test_slow_tests_exist() -> None:
     for name in slow_tests():
         file, test = name.split("::")
         assert test in (TESTS / file).read_text(), f"tests/slow.txt names {name}"
+
+
+def test_tests_about_linux_exist() -> None:
+    for name in ABOUT_LINUX:
+        file, _, test = name.partition("::")
+        assert test in (TESTS / file).read_text(), f"tests/support/portable.py names {name}"
 
 
 def test_running_engines_are_looked_into_at_one_place() -> None:

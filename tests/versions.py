@@ -67,7 +67,9 @@ def run_row(row: Row, folder: Path, arguments: list[str]) -> str:
         here = Path(place) / "bin" / "python"
         install = [str(here), "-m", "pip", "install", "--quiet", "--no-compile", "--no-cache-dir"]
         others = [f"diffusers=={row.diffusers}", *(row.others or ("transformers",)), *OTHERS, *RUNNERS]
-        for command in ([python, "-m", "venv", place], [*install, f"torch=={row.torch}"], [*install, *others]):
+        steps = [[python, "-m", "venv", place], [*install, f"torch=={row.torch}"], [*install, *others]]
+        steps.append([*install, "--no-deps", "--editable", str(ROOT)])
+        for command in steps:
             if subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode:
                 return f"not run: {' '.join(command[1:4])} failed"
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": f"{place}/bytecode"}

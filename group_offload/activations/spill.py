@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 import weakref
@@ -16,6 +15,7 @@ from ..base.device import Event
 from ..base.layout import memory_of
 from ..base.pool import Task, begin_all, finish_all
 from ..base.reading import read_part
+from ..base.system import take_room, write_at
 from ..base.tuning import tuning
 from ..errors import GroupFileError
 from .ranges import Range, Ranges, round_up
@@ -46,9 +46,9 @@ class _OpenFile:
     """A file without a name. It is closed with its last user, which may be a thread."""
 
     def __init__(self, folder: Path) -> None:
-        self.fd, path = tempfile.mkstemp(prefix="group_offload-", dir=folder)
-        os.unlink(path)
-        weakref.finalize(self, os.close, self.fd)
+        file = tempfile.TemporaryFile(prefix="group_offload-", dir=folder, buffering=0)  # noqa: SIM115
+        self.fd = file.fileno()
+        weakref.finalize(self, file.close)
 
 
 class SpillFile:
@@ -145,10 +145,10 @@ class SpillFile:
                 self._file = _OpenFile(self._folder)
             try:
                 size = max(num_bytes, tuning().spill_step_bytes)
-                os.posix_fallocate(self._file.fd, self._num_bytes, size)
+                take_room(self._file.fd, self._num_bytes, size)
             except OSError:
                 size = num_bytes  # there may be room for less than a step
-                os.posix_fallocate(self._file.fd, self._num_bytes, size)
+                take_room(self._file.fd, self._num_bytes, size)
         except OSError as error:
             raise GroupFileError(
                 f"No room for {num_bytes} bytes of activations beyond {self._num_bytes} in a temporary file in "
@@ -162,4 +162,4 @@ def write_part(fd: int, source: memoryview, position: int) -> None:
     """Write all of `source` from `position` on."""
     done = 0
     while done < len(source):
-        done += os.pwrite(fd, source[done:], position + done)
+        done += write_at(fd, source[done:], position + done)

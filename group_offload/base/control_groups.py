@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from .system import kernel_says
+
 _ROOT = Path("/sys/fs/cgroup")
 
 
@@ -34,7 +36,7 @@ def _folders() -> Iterator[tuple[Path, str, str]]:
     """The folder of each group, and the names of its files for the limit and for the usage."""
     lines: list[str] = []
     with suppress(OSError):
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = kernel_says("/proc/self/cgroup").splitlines()
     for line in lines:
         _, _, rest = line.partition(":")
         controllers, colon, name = rest.partition(":")

@@ -378,9 +378,9 @@ _backends: dict[torch.device, Backend] = {}
 
 
 def default_device() -> torch.device:
-    """The current accelerator, else the CPU."""
+    """The current accelerator, else the CPU. Apple's, for which there is no backend, does not count."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if found is None else found
+    return torch.device("cpu") if found is None or found.type == "mps" else found
 
 
 def backend_for(device: torch.device) -> Backend:
@@ -401,7 +401,7 @@ def _with_index(device: torch.device) -> torch.device:
             raise DeviceError(f"Cannot onload to {str(device)!r}: there is one CPU device, 'cpu'.")
         return torch.device("cpu")
     runtime = getattr(torch, device.type, None)
-    if device.type == "meta" or runtime is None or not hasattr(runtime, "is_available"):
+    if device.type in ("meta", "mps") or runtime is None or not hasattr(runtime, "is_available"):
         raise DeviceError(
             f"Cannot onload to {str(device)!r}: not a device that can compute. Use 'cuda', 'xpu' or 'cpu'."
         )

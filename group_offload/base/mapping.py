@@ -3,6 +3,9 @@
 Python's `mmap` module duplicates the descriptor of the file for the life of the mapping, and a model of a thousand groups would
 use up the descriptors of a process. So the mappings are made by the `mmap` of the C library, and hold the file by themselves.
 
+Systems other than Linux have `map_file` and `map_anonymous` alone, by Python's `mmap` module. There a file is mapped with a
+descriptor of its own before Python 3.13.
+
 (November 2026: Python 3.13 has `mmap.mmap(..., trackfd=False)`, which does the same. Once 3.13 is the oldest supported version,
 `map_file` and `map_page_cache` can use it, and `_map` goes. `TwiceMapped` needs the C library for MAP_FIXED in any case.)
 """
@@ -13,6 +16,7 @@ import ctypes
 import errno
 import mmap
 import os
+import sys
 import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -24,14 +28,17 @@ from typing import Any
 import torch
 
 from .pool import run_all
+from .system import IS_LINUX, IS_WINDOWS, missing
 from .tuning import tuning
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_libc.munmap.argtypes = _libc.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+_libc: Any = None
+if IS_LINUX:
+    _libc = ctypes.CDLL(None, use_errno=True)
+    _libc.mmap.restype = ctypes.c_void_p
+    _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    _libc.munmap.argtypes = _libc.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
@@ -97,6 +104,8 @@ def read_mapped(address: int, target: memoryview) -> None:
     Raises:
         OSError: it cannot be read.
     """
+    if _libc is None:
+        raise missing()
     read = _libc.process_vm_readv
     read.restype = ctypes.c_ssize_t
     memory = (ctypes.c_char * len(target)).from_buffer(target)
@@ -129,7 +138,13 @@ def map_file(fd: int, num_bytes: int) -> Any:
     Raises:
         OSError: the system refuses the mapping.
     """
-    return _map(fd, 0, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE)
+    if _libc is not None:
+        return _map(fd, 0, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE)
+    options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) and not IS_WINDOWS else {}
+    try:
+        return mmap.mmap(fd, num_bytes, access=mmap.ACCESS_COPY, **options)
+    except ValueError as error:
+        raise OSError(errno.EINVAL, str(error)) from error
 
 
 def map_page_cache(fd: int, start: int, num_bytes: int) -> Any:
@@ -138,7 +153,17 @@ def map_page_cache(fd: int, start: int, num_bytes: int) -> Any:
     Raises:
         OSError: the system refuses the mapping.
     """
+    if _libc is None:
+        raise missing()
     return _map(fd, start, num_bytes, mmap.PROT_READ, mmap.MAP_SHARED)
+
+
+def page_cache_of(fd: int, start: int, num_bytes: int) -> torch.Tensor:
+    """`map_page_cache` as flat uint8; a tensor without memory where the system shows no page cache."""
+    if _libc is None:
+        with torch.inference_mode(False):
+            return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+    return flat_view(map_page_cache(fd, start, num_bytes) if num_bytes else None, 0, num_bytes)
 
 
 class TwiceMapped:
@@ -204,8 +229,10 @@ class TwiceMapped:
 
 def map_anonymous(num_bytes: int) -> Any:
     """Zeroed memory of exactly `num_bytes` (whole pages), in huge pages where the kernel has them."""
-    memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if num_bytes >= HUGE_PAGE:
+    # Without the flags, which Windows lacks, a forked child would write to the same memory.
+    options = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    memory = mmap.mmap(-1, max(num_bytes, 1), **options)
+    if num_bytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
@@ -216,6 +243,8 @@ def cached_bytes(address: int, num_bytes: int) -> int:
     Raises:
         OSError: the system does not tell.
     """
+    if _libc is None:
+        raise missing()
     num_pages = -(-num_bytes // mmap.PAGESIZE)
     is_there = bytearray(num_pages)
     found = (ctypes.c_char * num_pages).from_buffer(is_there)
@@ -271,7 +300,9 @@ def _close_all(files: list[int]) -> None:
 
 
 def reserve(num_bytes: int) -> Any:
-    """Addresses, with nothing mapped there yet: they take no memory, and none of them can be read."""
+    """Addresses (zeros on other systems than Linux), with nothing mapped there yet: they take no memory, and cannot be read."""
+    if _libc is None:
+        return map_anonymous(num_bytes)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     return _owned(_mmap(None, num_bytes, _PROT_NONE, flags, -1, 0), num_bytes)
 

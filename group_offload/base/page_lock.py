@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
+import platform
 import threading
 import weakref
 from collections.abc import Callable
@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from .device import Backend
+from .system import IS_WINDOWS
 
 logger = logging.getLogger("group_offload")
 
@@ -130,12 +131,12 @@ class LockLimit:
 
 
 def is_wsl2() -> bool:
-    return "microsoft" in os.uname().release.lower()
+    return "microsoft" in platform.release().lower()
 
 
 def careful_bytes() -> float:
-    """What is asked for at most. Under WSL2 Windows gives half of the memory, and fails later if it was asked for more."""
-    return psutil.virtual_memory().total / 2 if is_wsl2() else float("inf")
+    """What is asked for at most. Windows gives half of the memory, and fails later if it was asked for more, as under WSL2."""
+    return psutil.virtual_memory().total / 2 if IS_WINDOWS or is_wsl2() else float("inf")
 
 
 def _release(undo: list[Callable[[], None]], wait: Callable[[], None], memory: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
+import mmap
 import os
 import struct
 import threading
@@ -23,8 +23,9 @@ import torch
 
 from .mapping import TwiceMapped
 from .pool import run_all
+from .system import ioctl, on_fork, read_at
 
-PAGE = os.sysconf("SC_PAGE_SIZE")
+PAGE = mmap.PAGESIZE
 
 _PAGEMAP_SCAN = 0xC0606610  # _IOWR('f', 16, struct pm_scan_arg)
 _IS_FILE, _IS_PRESENT, _IS_SWAPPED = 1 << 2, 1 << 3, 1 << 4
@@ -131,7 +132,7 @@ class PageScan:
         start, end = self._address, self._address + self._length
         while start < end:
             _WORD.pack_into(self._request, _START, start)
-            count = fcntl.ioctl(fd, _PAGEMAP_SCAN, self._request)
+            count = ioctl(fd, _PAGEMAP_SCAN, self._request)
             for i in range(count):
                 first, last, _ = self._regions[3 * i : 3 * i + 3]
                 found.append((first - self._address, last - self._address))
@@ -158,7 +159,7 @@ class _Known:
         cls.fd, cls.is_refused, cls.lacks_scan, cls.detects_writes = None, False, False, None
 
 
-os.register_at_fork(after_in_child=_Known.forget)
+on_fork(after_in_child=_Known.forget)
 
 
 class Detection(str, Enum):
@@ -223,7 +224,7 @@ def _read_entries(fd: int, address: int, length: int) -> Ranges:
     found: Ranges = []
     for first in range(0, num_entries, len(raw) // 8):
         size = min(len(raw), (num_entries - first) * 8)
-        if os.preadv(fd, [memoryview(raw)[:size]], (address // PAGE + first) * 8) < size:
+        if read_at(fd, memoryview(raw)[:size], (address // PAGE + first) * 8) < size:
             raise OSError(errno.EAGAIN, "the page map was not read to its end")
         if raw == _NOTHING:  # which is nearly always so, and quick to see
             continue
@@ -247,7 +248,7 @@ def _open_pagemap() -> int | None:
     """
     if _Known.fd is None and not _Known.is_refused:
         try:
-            _Known.fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+            _Known.fd = os.open("/proc/self/pagemap", os.O_RDONLY)
         except OSError as error:
             if error.errno in _PASSES:
                 raise

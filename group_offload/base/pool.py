@@ -12,12 +12,13 @@ Where no thread can be started, the calling thread does the work.
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
+
+from .system import num_cores, on_fork
 
 T = TypeVar("T")
 
@@ -27,7 +28,7 @@ MIN_THREADS, MAX_THREADS = 4, 16
 
 def num_threads() -> int:
     """The number of threads that read at once: the cores of the process, within limits beyond which more bring nothing."""
-    return max(MIN_THREADS, min(MAX_THREADS, len(os.sched_getaffinity(0))))
+    return max(MIN_THREADS, min(MAX_THREADS, num_cores()))
 
 
 def num_copy_threads() -> int:
@@ -218,4 +219,4 @@ def _forget() -> None:
 
 
 atexit.register(lambda: _pool.close())
-os.register_at_fork(after_in_child=_forget)
+on_fork(after_in_child=_forget)

@@ -24,12 +24,9 @@ has an end, and is logged.
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import re
-import select
-import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -40,12 +37,12 @@ from typing import Any
 import torch
 
 from ..errors import GroupFileError
+from . import system
 from .layout import memory_of
 from .tuning import tuning
 
 logger = logging.getLogger("group_offload")
 
-_OWNER: Any = select.epoll if hasattr(select, "epoll") else select.kqueue  # type: ignore[attr-defined,unused-ignore]
 _CHUNK_BYTES = 16 << 20
 _POLL_SECONDS = 0.05
 
@@ -69,16 +66,21 @@ def publish(
             on_written(piece.numel())
         os.fsync(opened.fd)
         written = os.fstat(opened.fd)
+        opened.let_name()
         is_named = _name_exclusively(temporary, path)
         if is_named:
             _sync_folder(path.parent)
     try:
+        if not is_named:
+            return None
+        opened.reopen(path)
         with suppress(OSError):  # another process has locked or deleted the file by now: what is open stays readable
             mark_in_use(opened.fd)
         # The stamp has to be the last one: the temporary name changed `st_ctime_ns` when it went. But everybody could open the
         # file before that. A stamp of another content would make a change by another program count as what was written here.
         stamp = os.fstat(opened.fd)
-        if not is_named or (stamp.st_size, stamp.st_mtime_ns) != (written.st_size, written.st_mtime_ns):
+        is_same = os.path.samestat(stamp, written)
+        if not is_same or (stamp.st_size, stamp.st_mtime_ns) != (written.st_size, written.st_mtime_ns):
             return None
         return opened.detach(), stamp
     finally:
@@ -101,32 +103,17 @@ def publish_anew(path: Path, content: bytes) -> int:
             OSError
         ):  # before it has its name: a manifest of edited weights without a lock counts as abandoned
             mark_in_use(opened.fd)
+        opened.let_name()
         os.replace(temporary, path)
         _sync_folder(path.parent)
+    opened.reopen(path)
     return opened.detach()
 
 
-def open_to_read(name: str | Path, dir_fd: int | None = None, *, follows_links: bool = False) -> int:
-    """Open a regular file and nothing else: links are followed only if that is asked for, and a FIFO is not waited for.
-
-    Raises:
-        OSError: it cannot be opened, or is not a regular file.
-    """
-    links = 0 if follows_links else os.O_NOFOLLOW
-    fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | links, dir_fd=dir_fd)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError("not a regular file")
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
 @contextmanager
-def opened_to_read(name: str | Path, dir_fd: int | None = None) -> Iterator[int]:
+def opened_to_read(name: str | Path, folder: int | Path | None = None) -> Iterator[int]:
     """The descriptor that `open_to_read` gives, closed at the end."""
-    fd = open_to_read(name, dir_fd)
+    fd = system.open_to_read(name, folder)
     try:
         yield fd
     finally:
@@ -135,7 +122,7 @@ def opened_to_read(name: str | Path, dir_fd: int | None = None) -> Iterator[int]
 
 def remove_unused(
     name: str | Path,
-    dir_fd: int | None = None,
+    folder: int | Path | None = None,
     *,
     needs_locks: bool = False,
     is_right: Callable[[int], bool] = lambda fd: True,
@@ -153,13 +140,16 @@ def remove_unused(
         FileNotFoundError: it is not there any more.
         OSError: the system refused.
     """
-    with opened_to_read(name, dir_fd) as fd:
+    with opened_to_read(name, folder) as fd:
         if not is_right(fd) or not claim(fd, needs_locks=needs_locks):
             return False
         if not os.fstat(fd).st_nlink:  # the name may be another file's by now
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        os.unlink(name, dir_fd=dir_fd)
-        return True
+        if not system.IS_WINDOWS:
+            system.unlink(name, folder)
+            return True
+    system.unlink(name, folder)  # which Windows does not do while the file is open
+    return True
 
 
 def mark_in_use(fd: int) -> None:
@@ -173,9 +163,9 @@ def mark_in_use(fd: int) -> None:
     try:
         is_marked = _take_lock(
             fd,
-            fcntl.LOCK_SH,
             tuning().file_patience_seconds,
             lambda: logger.warning("%s holds %s: waiting for it, but not for long.", _holder(fd), _path_of(fd)),
+            is_shared=True,
         )
     except OSError:  # a file system without locks
         return
@@ -193,7 +183,7 @@ def claim(fd: int, *, needs_locks: bool = False) -> bool:
             is deleted stays readable to the processes that have it open.
     """
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        system.lock(fd)
     except BlockingIOError:
         return False
     except OSError:
@@ -205,7 +195,7 @@ def claim(fd: int, *, needs_locks: bool = False) -> bool:
 def boot() -> str:
     """8 hex digits that tell this boot of this machine, whose kernel keeps our locks, from others; or an empty text."""
     try:
-        found = Path("/proc/sys/kernel/random/boot_id").read_text()
+        found = system.kernel_says("/proc/sys/kernel/random/boot_id")
     except OSError:
         return ""
     return found[:8] if re.fullmatch("[0-9a-f]{8}", found[:8]) else ""
@@ -225,8 +215,8 @@ def folder_lock(folder: Path, *, or_raise: bool = False) -> Iterator[None]:
         GroupFileError: another process keeps the lock.
     """
     try:
-        opened = _Opened(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
+        opened = _Opened(system.open_folder, folder)
+    except (OSError, NotImplementedError):
         yield
         return
     try:
@@ -249,7 +239,7 @@ def _wait_for_turn(fd: int, folder: Path, *, or_raise: bool) -> None:
         )
 
     try:
-        if _take_lock(fd, fcntl.LOCK_EX, patience, tell):
+        if _take_lock(fd, patience, tell):
             return
     except OSError as error:
         logger.info("%s cannot be locked (%s): two processes may write the same files.", folder, error.strerror)
@@ -260,7 +250,7 @@ def _wait_for_turn(fd: int, folder: Path, *, or_raise: bool) -> None:
     logger.warning("%s Going on without: both may write the same files, and those of one are thrown away.", held)
 
 
-def _take_lock(fd: int, kind: int, patience: float, on_wait: Callable[[], None]) -> bool:
+def _take_lock(fd: int, patience: float, on_wait: Callable[[], None], *, is_shared: bool = False) -> bool:
     """Whether the lock was free within `patience` seconds. `on_wait` is called once if that takes a while.
 
     Raises:
@@ -269,7 +259,7 @@ def _take_lock(fd: int, kind: int, patience: float, on_wait: Callable[[], None])
     start, is_said = time.monotonic(), False
     while True:
         try:
-            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+            system.lock(fd, is_shared=is_shared)
             return True
         except BlockingIOError:
             waited = time.monotonic() - start
@@ -284,12 +274,14 @@ def _take_lock(fd: int, kind: int, patience: float, on_wait: Callable[[], None])
 def _holder(fd: int) -> str:
     """The process that has the lock, as far as the system tells."""
     with suppress(OSError, ValueError):
+        lines = system.kernel_says("/proc/locks").splitlines()
         status = os.fstat(fd)
-        place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-        for line in Path("/proc/locks").read_text().splitlines():
+        major, minor = map(int, system.name_of_drive(status.st_dev).split(":"))
+        place = f"{major:02x}:{minor:02x}:{status.st_ino}"
+        for line in lines:
             found = line.split()  # 1: FLOCK ADVISORY WRITE 1234 fe:00:5678 0 EOF
             if found[1:2] == ["FLOCK"] and found[5:6] == [place] and int(found[4]) > 0:
-                name = Path(f"/proc/{int(found[4])}/comm").read_bytes().strip().decode(errors="replace")
+                name = system.kernel_says(f"/proc/{int(found[4])}/comm").strip()
                 return f"Process {int(found[4])} ({name!r})"
     return "Another process or thread"
 
@@ -305,11 +297,11 @@ def _temporary(path: Path) -> Iterator[tuple[Path, _Opened]]:
     """A new file beside `path`, locked. Its name is removed at the end. Its descriptor stays open, unless there is an error."""
     while True:
         temporary = path.with_name(temporary_name(path.name))
-        opened = _Opened(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW)
+        opened = _Opened(os.open, temporary, system.NEW_FILE, 0o666)
         try:
             try:
                 with suppress(OSError):  # a file system without locks
-                    _take_lock(opened.fd, fcntl.LOCK_EX, tuning().file_patience_seconds, lambda: None)
+                    _take_lock(opened.fd, tuning().file_patience_seconds, lambda: None)
                 if os.fstat(opened.fd).st_nlink:
                     yield temporary, opened
                     return
@@ -330,8 +322,8 @@ class _Opened:
     and does not warn as files do.
     """
 
-    def __init__(self, path: Path, flags: int) -> None:
-        self._owner = _OWNER.fromfd(os.open(path, flags, 0o666))
+    def __init__(self, open_: Callable[..., int], *args: Any) -> None:
+        self._owner = system.own_descriptor(open_(*args))
 
     @property
     def fd(self) -> int:
@@ -343,6 +335,16 @@ class _Opened:
         fd = os.dup(self.fd)
         self.close()
         return fd
+
+    def let_name(self) -> None:
+        """Close a file that was written, where the system gives no name to an open one, and takes none away."""
+        if system.IS_WINDOWS:
+            self.close()
+
+    def reopen(self, path: Path) -> None:
+        """Undo `let_name`: the file may be another one by then."""
+        if system.IS_WINDOWS:
+            self._owner = system.own_descriptor(system.open_to_read(path))
 
     def close(self) -> None:
         self._owner.close()
@@ -368,8 +370,8 @@ def _name_exclusively(temporary: Path, path: Path) -> bool:
 
 def _sync_folder(folder: Path) -> None:
     """Make names durable, where the file system can. Elsewhere a loss of power can take a whole file away."""
-    with suppress(OSError):
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with suppress(OSError, NotImplementedError):
+        fd = system.open_folder(folder)
         try:
             os.fsync(fd)
         finally:

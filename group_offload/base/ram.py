@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from pathlib import Path
 
 import psutil
 
 from .control_groups import memory_rooms
 from .release import wait_for_releases
+from .system import kernel_says
 
 _MAX_LIBRARY_BYTES = 512 << 20
 """The most that the code of libraries takes in pages of files. More than this is not code, but weights."""
@@ -45,10 +45,17 @@ def available_ram() -> int:
 
 
 def ram_in_use() -> int:
-    """The bytes of RAM that this process takes, without the weights that rest in the page cache, locked there or not."""
+    """The bytes of RAM that this process takes, without the weights that rest in the page cache, locked there or not.
+
+    Where the system does not tell them apart, all pages of files count.
+    """
     wait_for_releases()
     found = {}
-    for line in Path("/proc/self/status").read_text().splitlines():
+    try:
+        lines = kernel_says("/proc/self/status").splitlines()
+    except OSError:
+        return int(psutil.Process().memory_info().rss)
+    for line in lines:
         name, _, value = line.partition(":")
         if name in ("RssAnon", "RssShmem", "RssFile"):
             found[name] = int(value.split()[0]) << 10

@@ -9,6 +9,7 @@ import threading
 from functools import partial
 
 from .pool import num_threads, run_all
+from .system import open_past_cache, read_at
 
 logger = logging.getLogger("group_offload")
 
@@ -49,7 +50,7 @@ def read_part(fd: int, target: memoryview, position: int) -> int:
     """Do the same as `read_into` in the calling thread alone."""
     done = 0
     while done < len(target):
-        count = os.preadv(fd, [target[done : done + _MAX_BYTES_PER_CALL]], position + done)
+        count = read_at(fd, target[done : done + _MAX_BYTES_PER_CALL], position + done)
         if count == 0:
             break
         done += count
@@ -72,7 +73,7 @@ def read_around(fd: int, target: memoryview, position: int) -> int:
     start = position // BLOCK * BLOCK
     done = 0
     while done < len(target):
-        count = os.preadv(fd, [target[done : done + _MAX_BYTES_PER_CALL]], start + done)
+        count = read_at(fd, target[done : done + _MAX_BYTES_PER_CALL], start + done)
         done += count
         if count == 0 or count % BLOCK:  # the file ends inside a block
             break
@@ -87,7 +88,7 @@ def blocks_around(position: int, num_bytes: int) -> int:
 def open_direct(fd: int) -> int | None:
     """The same file, opened for direct reads; None if its file system has no direct reads."""
     try:
-        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        return open_past_cache(fd)
     except OSError as error:
         warn_no_direct_io(error.errno or 0)
         return None

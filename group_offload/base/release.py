@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 from .pool import Task, on_pool
+from .system import on_fork
 
 _under_way: list[Task[None]] = []
 
@@ -22,4 +21,4 @@ def wait_for_releases() -> None:
         del _under_way[:1]
 
 
-os.register_at_fork(after_in_child=_under_way.clear)  # the threads are the parent's
+on_fork(after_in_child=_under_way.clear)  # the threads are the parent's

@@ -15,6 +15,7 @@ import torch
 
 from ..base.device import Backend, backend_for
 from ..base.publish import claim, temporary_name
+from ..base.system import advise
 from ..base.terminal import add_row, new_console, new_table, say
 from ..base.tuning import tuning
 from ..errors import GroupFileError
@@ -95,8 +96,8 @@ def _file_to_try(folder: Path) -> Iterator[Path]:
             left = memoryview(os.urandom(size))
             while left:
                 left = left[file.write(left) :]
-            os.fdatasync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            os.fsync(file.fileno())
+            advise(file.fileno(), 0, 0, "DONTNEED")
         except OSError as error:
             raise GroupFileError(
                 f"Cannot write to {folder}: {error.strerror or error}. Give a folder on the drive of the models that this user "

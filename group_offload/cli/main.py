@@ -161,11 +161,11 @@ def _prune(arguments: argparse.Namespace) -> int:
             return _remove(console, [finding for finding in removable(survey(fd)) if finding.name in agreed], fd)
 
 
-def _remove(console: Console, findings: Sequence[Finding], folder_fd: int) -> int:
+def _remove(console: Console, findings: Sequence[Finding], folder: int | Path) -> int:
     num_removed = num_bytes = num_in_use = num_failed = 0
     for finding in findings:
         try:
-            if remove_unused(finding.name, folder_fd):
+            if remove_unused(finding.name, folder):
                 num_removed += 1
                 num_bytes += finding.num_bytes
             else:

@@ -23,7 +23,7 @@ from torch import nn
 from ..base.compiled import is_compiled
 from ..base.layout import ALIGNMENT, TensorSpec, lay_out, span_of
 from ..base.mapping import flat_view, reserve
-from ..base.publish import open_to_read
+from ..base.system import open_to_read
 from ..config import ModelOptions, OffloadConfig
 from ..errors import ConfigError, GroupFileError
 from ..partition import partition

@@ -30,8 +30,8 @@ from ..base.layout import memory_of
 from ..base.mapping import flat_view, map_anonymous
 from ..base.page_lock import LockLimit, careful_bytes, is_wsl2
 from ..base.pagemap import Detection, detection
-from ..base.publish import open_to_read
 from ..base.ram import available_ram
+from ..base.system import open_to_read
 from ..base.tuning import tuning
 from ..plan.budgets import auto_ram, describe_bytes
 from ..plan.speeds import LINK_BYTES, device_name, measure_drive, measure_link
@@ -110,12 +110,12 @@ def ask_nvidia(backend: Backend) -> dict[str, str]:
 
 
 def _kernel(machine: Machine) -> Row:
-    release = os.uname().release
-    values = {"release": release, "is_wsl2": is_wsl2()}
+    release = f"{platform.system()} {platform.release()}"
+    values = {"release": platform.release(), "is_wsl2": is_wsl2()}
     if not is_wsl2():
-        return Row(f"Linux {release}", values=values)
+        return Row(release, values=values)
     return Row(
-        f"Linux {release}, which is WSL2: Windows gives half of the RAM to page-lock ({describe_bytes(careful_bytes())})",
+        f"{release}, which is WSL2: Windows gives half of the RAM to page-lock ({describe_bytes(careful_bytes())})",
         Verdict.SLOWER,
         "Set `memory=` in .wslconfig to more of the RAM of Windows.",
         values,

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from importlib.metadata import version
 from typing import Any
 
 from torch import nn
@@ -50,6 +51,8 @@ _LOADER_OPTIONS = (
 )
 """Usual arguments of the libraries' loaders, to recognise misspelt ones. The loaders take more."""
 _SIMILAR = 0.8
+_TAKES_DTYPE = (0, 40)
+"""The first version of diffusers whose loaders take `dtype`."""
 
 _COMMON = tuple(field.name for field in fields(OffloadOptions))
 _FOR_MODELS = tuple(field.name for field in fields(ModelOptions) if field.name not in _COMMON)
@@ -94,6 +97,7 @@ def from_pretrained(model_class: Any, pretrained_model_name_or_path: str | os.Pa
     for_pipelines = {name: options.pop(name) for name in _FOR_PIPELINES if name in options}
     _check_class(model_class)
     _check_loader_options(options)
+    _name_dtype(model_class, options)
     model_options = ModelOptions(**common, **for_models)
     OffloadConfig.from_options(model_options)  # before anything is downloaded
     if issubclass(model_class, nn.Module):
@@ -257,6 +261,15 @@ def _check_loader_options(options: Mapping[str, Any]) -> None:
         close = difflib.get_close_matches(name, known, n=1, cutoff=_SIMILAR)
         if close and name not in _LOADER_OPTIONS:
             raise ConfigError(f"{name} is no option of from_pretrained. Did you mean {close[0]}?")
+
+
+def _name_dtype(model_class: type, options: dict[str, Any]) -> None:
+    """Call `dtype` what the library's loader calls it: diffusers before 0.40 knows `torch_dtype` alone."""
+    is_of_diffusers = any(each.__module__.partition(".")[0] == "diffusers" for each in model_class.__mro__)
+    if "dtype" not in options or not is_of_diffusers:
+        return
+    if tuple(map(int, version("diffusers").split(".")[:2])) < _TAKES_DTYPE:
+        options["torch_dtype"] = options.pop("dtype")
 
 
 def _refuse(options: Mapping[str, Any], model_class: type, why: str) -> None:

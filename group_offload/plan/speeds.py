@@ -33,8 +33,9 @@ from ..base.layout import memory_of
 from ..base.mapping import cached_bytes, flat_view, map_anonymous, map_page_cache
 from ..base.page_lock import PageLock
 from ..base.pool import num_threads, run_all
-from ..base.publish import open_to_read, publish_anew
+from ..base.publish import publish_anew
 from ..base.reading import open_direct, read_part, refuses_direct
+from ..base.system import advise, name_of_drive, open_to_read
 from ..errors import DeviceError
 
 ASSUMED_H2D = 25_000_000_000
@@ -152,7 +153,7 @@ def filesystem_of(path: Path) -> str:
     number = folder.stat().st_dev
     while folder.parent != folder and folder.parent.stat().st_dev == number:
         folder = folder.parent
-    return f"{folder} ({os.major(number)}:{os.minor(number)})"
+    return f"{folder} ({name_of_drive(number)})"
 
 
 # ------------------------------------------------------------------------------------------------ what was measured before
@@ -304,7 +305,7 @@ def _is_large(path: Path, min_bytes: int) -> bool:
         status = path.stat()
     except OSError:
         return False
-    on_drive = status.st_blocks * 512
+    on_drive = status.st_blocks * 512 if hasattr(status, "st_blocks") else status.st_size
     return stat.S_ISREG(status.st_mode) and min_bytes <= status.st_size <= on_drive * _MAX_SPARSENESS
 
 
@@ -325,7 +326,7 @@ def _measure_file(fd: int, path: Path, num_bytes: int, max_bytes: int) -> tuple[
         speed = _read_all(fd, cold, buffers)
     for start, num in cold:
         with suppress(OSError):
-            os.posix_fadvise(fd, start, num, os.POSIX_FADV_DONTNEED)
+            advise(fd, start, num, "DONTNEED")
     return speed, "Direct reads are not possible there: the drive was measured without."
 
 

@@ -19,7 +19,7 @@ import torch
 from ..base.layout import ALIGNMENT, as_bytes, lay_out_at, span_bytes
 from ..base.mapping import FileMapping, FileMappings, forget_writes, is_cut_off, mapping_at
 from ..base.pagemap import NO_LOOKS, PAGE, Looks, can_detect_writes, written_pages
-from ..base.publish import open_to_read
+from ..base.system import open_to_read
 from ..base.tuning import tuning
 from ..errors import GroupFileError
 from .base import Tier, moves_of_rest

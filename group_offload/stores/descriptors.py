@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import resource
 import threading
 import weakref
 from contextlib import suppress
 from typing import ClassVar
 
 from ..base.reading import open_direct
+from ..base.system import max_descriptors
 from ..base.tuning import tuning
 
 
@@ -39,7 +39,7 @@ class KeptDescriptors:
 
     @staticmethod
     def _may_keep() -> bool:
-        limit = min(tuning().max_kept_open, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        limit = min(tuning().max_kept_open, max_descriptors() // 4)
         return KeptDescriptors.num_open() < limit
 
     def direct(self, fd: int) -> tuple[int, bool] | None:

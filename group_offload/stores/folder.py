@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 from ..base.layout import BlobLayout
-from ..base.publish import boot, folder_lock, mark_in_use, open_to_read, publish, temporary_name
+from ..base.publish import boot, folder_lock, mark_in_use, publish, temporary_name
+from ..base.system import NEW_FILE, on_fork, open_to_read, user
 from ..errors import GroupFileError
 from .manifest import Manifest, ManifestEntry, publish_manifest, tidy_manifests, tidy_temporary_files
 from .safetensors_file import content_of, data_pieces, encode_header, file_holds, printable_id
@@ -68,7 +69,7 @@ class Folder:
         self.path = path
         self.model_class = model_class
         self._is_verified = is_verified
-        self._trusted = {0, os.geteuid()}
+        self._trusted = {0, user()}
         """The users whose files are used: others could change theirs later. Network file systems may map users."""
         self._num_of_others = 0
         self._num_in_the_way = 0
@@ -245,7 +246,7 @@ class Folder:
 
     def _write_probe(self) -> None:
         probe = self.path / temporary_name("probe")
-        fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        fd = os.open(probe, NEW_FILE, 0o666)
         self._trusted.add(os.fstat(fd).st_uid)
         os.close(fd)
         probe.unlink(missing_ok=True)
@@ -344,4 +345,4 @@ def _why_not(path: Path, error: OSError) -> str:
 
 
 # A file that the parent wrote is the parent's to delete.
-os.register_at_fork(after_in_child=_written_here.clear)
+on_fork(after_in_child=_written_here.clear)

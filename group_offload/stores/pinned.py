@@ -17,7 +17,6 @@ waits for the last copy at the end of each pass (`Blob.detects_edits`).
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ from ..base.mapping import TwiceMapped, flat_view, forget_writes, map_anonymous
 from ..base.page_lock import LockLimit, PageLock
 from ..base.pagemap import NO_LOOKS, PAGE, Looks, PageScan, can_detect_writes
 from ..base.release import release_later
+from ..base.system import on_fork
 from ..base.tuning import tuning
 from .base import Tier, moves_of_rest
 from .moves import Copy, Move, PageableMemory, Read
@@ -45,7 +45,7 @@ class _Forks:
         cls.num += 1
 
 
-os.register_at_fork(before=_Forks.count)
+on_fork(before=_Forks.count)
 
 
 class Segment:

@@ -48,11 +48,12 @@ import torch
 import xxhash
 
 from ..base.device import Backend
-from ..base.mapping import cached_bytes, flat_view, map_page_cache, mapping_at, populate, read_mapped
+from ..base.mapping import cached_bytes, mapping_at, page_cache_of, populate, read_mapped
 from ..base.page_lock import PageLock
 from ..base.pagemap import PAGE
 from ..base.ram import locked
 from ..base.reading import BLOCK, read_around, read_part, refuses_direct, warn_no_direct_io
+from ..base.system import TO_READ, advise, open_to_read
 from ..base.tuning import tuning
 from ..errors import GroupFileError
 from .descriptors import KeptDescriptors
@@ -125,8 +126,8 @@ class SourceFile:
         self.start = start // PAGE * PAGE
         """The byte of the file that `bytes` begins at."""
         size = end - self.start if start < end else 0
-        self.bytes = flat_view(map_page_cache(fd, self.start, size) if size else None, 0, size)
-        """The pages of the page cache, as flat uint8. They may be touched only while they are locked."""
+        self.bytes = page_cache_of(fd, self.start, size)
+        """The pages of the page cache, as flat uint8. They may be touched only while they are locked. See `page_cache_of`."""
         self.bytes_cached = 0
         """Bytes that were read through the page cache so far. Not exact: threads that read do not wait to count."""
         self.blobs: weakref.WeakSet[Contents] = weakref.WeakSet()
@@ -167,19 +168,20 @@ class SourceFile:
         """
         wanted = [(0, self.num_bytes)] if pieces is None else self._pages_of(pieces)
         self._unlock_all_but(wanted)
+        if self.bytes.is_meta:
+            return False
         seconds = 0.0
         for start, end in wanted:
             if (start, end) in self._locked or start == end:
                 continue
             with suppress(OSError), self._open() as fd:
                 if fd is not None:  # in long runs, not page by page
-                    os.posix_fadvise(fd, self.start + start, end - start, os.POSIX_FADV_WILLNEED)
+                    advise(fd, self.start + start, end - start, "WILLNEED")
             parts: list[tuple[torch.Tensor, PageLock]] = []
             for first in range(start, end, tuning().segment_bytes):
                 memory = self.bytes[first : min(first + tuning().segment_bytes, end)]
-                populate(
-                    memory.data_ptr(), memory.numel()
-                )  # else the driver waits for the drive, and others for the driver
+                # Else the driver waits for the drive, and all others for the driver.
+                populate(memory.data_ptr(), memory.numel())
                 begun = time.perf_counter()
                 lock = PageLock.take(backend, memory, wait, read_only=True)
                 seconds += time.perf_counter() - begun
@@ -238,13 +240,13 @@ class SourceFile:
         with suppress(OSError), self._open() as fd:
             for piece in () if fd is None else pieces:
                 assert fd is not None
-                os.posix_fadvise(fd, piece.position, piece.num_bytes, os.POSIX_FADV_DONTNEED)
+                advise(fd, piece.position, piece.num_bytes, "DONTNEED")
 
     def avoid_readahead(self) -> None:
         """Let the kernel read no more than it is asked for: the bytes beside it are read past the page cache."""
         if self._fds.fd is not None:
             with suppress(OSError):
-                os.posix_fadvise(self._fds.fd, 0, 0, os.POSIX_FADV_RANDOM)
+                advise(self._fds.fd, 0, 0, "RANDOM")
 
     def offset_of(self, position: int) -> int:
         """The index in `bytes` of a byte of the file."""
@@ -434,18 +436,17 @@ class SourceFile:
                 os.close(fd)
 
     def _open_anew(self) -> int | None:
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         if self._stat_of(self.path) is None:  # renamed, perhaps
             mapping = mapping_at(self.bytes.data_ptr())
             if mapping is None:
                 return None
             if self._stat_of(Path(mapping.path)) is None:
                 with suppress(OSError):
-                    return os.open(f"/proc/self/map_files/{mapping.start:x}-{mapping.end:x}", flags)
+                    return os.open(f"/proc/self/map_files/{mapping.start:x}-{mapping.end:x}", TO_READ)
                 return None
             self.path = Path(mapping.path)
         try:
-            return os.open(self.path, flags | os.O_NOFOLLOW)
+            return open_to_read(self.path)
         except OSError as error:
             raise self.lost(self.start, f"opening it failed: {error.strerror}") from error
 

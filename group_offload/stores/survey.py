@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
+from ..base import system
 from ..base.publish import opened_to_read
 from ..base.tuning import tuning
 from ..errors import GroupFileError
@@ -87,25 +88,30 @@ class Survey:
 
 
 @contextmanager
-def open_folder(path: Path) -> Iterator[int]:
-    """A descriptor of the folder, so that all names are looked up in this very folder.
+def open_folder(path: Path) -> Iterator[int | Path]:
+    """A descriptor of the folder, so that all names are looked up in this very folder; its path where systems have none.
 
     Raises:
         GroupFileError: the folder does not exist, is no folder, or cannot be read.
     """
+    fd = None
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fd = system.open_folder(path)
+        except NotImplementedError:
+            os.scandir(path).close()
     except OSError as error:
         is_file = isinstance(error, NotADirectoryError)
         problem = f"{path} is not a folder" if is_file else f"Cannot open {path}: {error.strerror}"
         raise GroupFileError(f"{problem}. Pass the folder that was given as offload_to_disk_path.") from error
     try:
-        yield fd
+        yield path if fd is None else fd
     finally:
-        os.close(fd)
+        if fd is not None:
+            os.close(fd)
 
 
-def survey(folder_fd: int) -> Survey:
+def survey(folder: int | Path) -> Survey:
     """Look at the name and the header of every file, and read all manifests.
 
     Other processes may change the folder meanwhile. A file that they remove is not there. A folder that looks damaged is
@@ -114,31 +120,31 @@ def survey(folder_fd: int) -> Survey:
     Raises:
         GroupFileError: the folder cannot be listed.
     """
-    found = _survey_once(folder_fd)
+    found = _survey_once(folder)
     for _ in range(_NUM_LOOKS - 1):
         if found.is_whole:
             break
         time.sleep(tuning().seconds_between_looks)
-        before, found = found, _survey_once(folder_fd)
+        before, found = found, _survey_once(folder)
         if found == before:
             break
     return found
 
 
-def _survey_once(folder_fd: int) -> Survey:
+def _survey_once(folder: int | Path) -> Survey:
     try:
-        with os.scandir(folder_fd) as entries:
+        with os.scandir(folder) as entries:
             names = sorted(entry.name for entry in entries)
     except OSError as error:
         raise GroupFileError(f"Cannot list the folder: {error.strerror}.") from error
     manifests, broken, findings = {}, {}, []
     for name in names:
         with suppress(FileNotFoundError):  # it has just gone
-            status = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
+            status = system.status_of(name, folder)
             is_file = stat.S_ISREG(status.st_mode)
             if is_file and MANIFEST_FILE.fullmatch(name):
                 try:
-                    with opened_to_read(name, folder_fd) as fd:
+                    with opened_to_read(name, folder) as fd:
                         manifest = Manifest.read(fd)
                         if manifest.is_abandoned(fd):
                             findings.append(Finding(name, Kind.ABANDONED, status.st_size, is_ours=True))
@@ -149,7 +155,7 @@ def _survey_once(folder_fd: int) -> Survey:
                 except OSError as error:
                     broken[name] = describe_problem(error)
             elif is_file and GROUP_FILE.fullmatch(name):
-                findings.append(_look_at(name, status.st_size, folder_fd))
+                findings.append(_look_at(name, status.st_size, folder))
             elif is_file and TEMPORARY_FILE.fullmatch(name):
                 findings.append(Finding(name, Kind.TEMPORARY, status.st_size, is_ours=True))
             else:
@@ -157,13 +163,13 @@ def _survey_once(folder_fd: int) -> Survey:
     return Survey(tuple(_with_manifests(findings, manifests)), manifests, broken)
 
 
-def verify(folder_fd: int, found: Survey, on_read: Callable[[int], None]) -> Survey:
+def verify(folder: int | Path, found: Survey, on_read: Callable[[int], None]) -> Survey:
     """Read the data of every group file as well, and find the files whose content is not what their header says."""
     findings = []
     for finding in found.findings:
         if finding.group is not None:
             try:
-                now = _look_at(finding.name, finding.num_bytes, folder_fd, on_read)
+                now = _look_at(finding.name, finding.num_bytes, folder, on_read)
             except FileNotFoundError:  # an edit has just put another file in its place
                 if not finding.manifests:
                     continue
@@ -192,7 +198,7 @@ def removable(found: Survey) -> tuple[Finding, ...]:
     )
 
 
-def _look_at(name: str, num_bytes: int, folder_fd: int, on_read: Callable[[int], None] | None = None) -> Finding:
+def _look_at(name: str, num_bytes: int, folder: int | Path, on_read: Callable[[int], None] | None = None) -> Finding:
     """Check the header of a file with the name of a group file and, with `on_read`, its data.
 
     Raises:
@@ -200,7 +206,7 @@ def _look_at(name: str, num_bytes: int, folder_fd: int, on_read: Callable[[int],
     """
     finding = Finding(name, Kind.DAMAGED, num_bytes)
     try:
-        with opened_to_read(name, folder_fd) as fd:
+        with opened_to_read(name, folder) as fd:
             num_bytes = os.fstat(fd).st_size
             finding = replace(finding, num_bytes=num_bytes)
             header = read_header(fd)

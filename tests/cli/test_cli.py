@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from group_offload.base import reading
 from group_offload.base.layout import lay_out
 from group_offload.base.publish import folder_lock
 from group_offload.cli import main as cli
@@ -200,14 +201,14 @@ def test_verify_of_a_damaged_manifest(folder: Path, run: Terminal) -> None:
 
 
 def test_file_that_cannot_be_read(folder: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    preadv = os.preadv
+    read_at = reading.read_at
 
-    def fails(fd: int, buffers: Any, position: int) -> int:
+    def fails(fd: int, target: memoryview, position: int) -> int:
         if position >= 4096:
             raise OSError(5, "Input/output error")
-        return preadv(fd, buffers, position)
+        return read_at(fd, target, position)
 
-    monkeypatch.setattr(os, "preadv", fails)
+    monkeypatch.setattr(reading, "read_at", fails)
     said = run("verify", folder, status=1)
     assert all(name in said for name in FILES) and "Input/output error" in said
 

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import gc
 import logging
-import os
+import platform
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -489,7 +489,7 @@ def test_under_wsl2_no_more_than_half_of_the_ram_is_asked_for(
 
     monkeypatch.setattr(device, "pin", counted)
     monkeypatch.setattr(device, "empty_pinned", lambda num_bytes: None)
-    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release="6.6.87-microsoft-standard-WSL2"))
+    monkeypatch.setattr(platform, "release", lambda: "6.6.87-microsoft-standard-WSL2")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=20_000, available=1 << 30))
     tune(monkeypatch, segment_bytes=2500, chunk_bytes=4096, num_frames=1)
     model = RoutedModel([16, 24, 16, 16] * 3)

@@ -22,7 +22,8 @@ from torch import nn
 from group_offload import GroupFileError
 from group_offload.base import publish as publish_module
 from group_offload.base import tuning as tuning_module
-from group_offload.base.publish import boot, open_to_read
+from group_offload.base.publish import boot
+from group_offload.base.system import open_to_read
 from group_offload.cli.main import main
 from group_offload.stores import survey as survey_module
 from group_offload.stores.folder import Folder, ProvenFile, file_name

@@ -28,6 +28,7 @@ from torch import nn
 
 from group_offload import GroupFileError, apply_group_offloading
 from group_offload.base import publish as publish_module
+from group_offload.base import reading
 from group_offload.base.mapping import map_file
 from group_offload.base.publish import boot
 from group_offload.base.tuning import tune
@@ -88,13 +89,13 @@ def test_other_weights_are_told_by_the_header(tmp_path: Path, monkeypatch: pytes
     """Their data is not read."""
     first = put(Folder(tmp_path), weights(0))
     positions = []
-    preadv = os.preadv
+    read_at = reading.read_at
 
-    def watched(fd: int, buffers: Any, position: int) -> int:
+    def watched(fd: int, target: memoryview, position: int) -> int:
         positions.append(position)
-        return preadv(fd, buffers, position)
+        return read_at(fd, target, position)
 
-    monkeypatch.setattr(os, "preadv", watched)
+    monkeypatch.setattr(reading, "read_at", watched)
     second = put(Folder(tmp_path), weights(1))
     assert second.path != first.path and set(positions) == {0}
     positions.clear()

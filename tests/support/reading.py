@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from group_offload import GroupFileError, apply_group_offloading
-from group_offload.base import pool
+from group_offload.base import pool, reading
 
 from .inside import wait_until_enqueued
 from .models import DIM, RoutedModel
@@ -126,14 +126,15 @@ class Rig:
 
 
 class Preadv:
-    """Stands in for `os.preadv`: counts calls, and lets `fault` act in those numbered from `first` to `last`."""
+    """Stands in for `read_at`: counts calls, and lets `fault` act in those numbered from `first` to `last`."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self._real = os.preadv
+        real = reading.read_at
+        self._real = lambda fd, buffers, position: real(fd, buffers[0], position)
         self._lock = threading.Lock()
         self.fault: Callable[..., int] | None = None
         self.arm(-1, -1)
-        patch.setattr(os, "preadv", self)
+        patch.setattr(reading, "read_at", lambda fd, target, position: self(fd, [target], position))
 
     def arm(self, first: int, last: int, fault: Callable[..., int] | None = None) -> None:
         with self._lock:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 from .asserts import same_bits
 
@@ -198,7 +198,8 @@ def non_reentrant(block: nn.Module, *args: torch.Tensor) -> torch.Tensor:
 
 
 def non_reentrant_to_the_end(block: nn.Module, *args: torch.Tensor) -> torch.Tensor:
-    return checkpoint(block, *args, use_reentrant=False, early_stop=False)
+    with set_checkpoint_early_stop(False):
+        return checkpoint(block, *args, use_reentrant=False)
 
 
 def selective(block: nn.Module, *args: torch.Tensor, **named: Any) -> torch.Tensor:

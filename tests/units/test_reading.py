@@ -54,8 +54,8 @@ def test_a_file_that_ends_early_is_told(data: tuple[int, bytes], left: int) -> N
 
 def test_short_reads_are_continued(data: tuple[int, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     fd, content = data
-    preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, buffers, position: preadv(fd, [buffers[0][:100_000]], position))
+    read_at = reading.read_at
+    monkeypatch.setattr(reading, "read_at", lambda fd, target, position: read_at(fd, target[:100_000], position))
     target = bytearray(8 * MIB)
     assert read_into(fd, memoryview(target), 3) == len(target)
     assert target == content[3 : 3 + len(target)]
@@ -63,18 +63,18 @@ def test_short_reads_are_continued(data: tuple[int, bytes], monkeypatch: pytest.
 
 def test_an_error_waits_for_every_thread(data: tuple[int, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     fd, _ = data
-    preadv, running = os.preadv, []
+    read_at, running = reading.read_at, []
 
-    def failing(fd: int, buffers: list[memoryview], position: int) -> int:
+    def failing(fd: int, target: memoryview, position: int) -> int:
         if position == 0:
             raise OSError(errno.EIO, "Input/output error")
         running.append(threading.current_thread())
         threading.Event().wait(0.05)
-        count = preadv(fd, buffers, position)
+        count = read_at(fd, target, position)
         running.pop()
         return count
 
-    monkeypatch.setattr(os, "preadv", failing)
+    monkeypatch.setattr(reading, "read_at", failing)
     with pytest.raises(OSError, match="Input/output"):
         read_into(fd, memoryview(bytearray(8 * MIB)), 0)
     assert not running

@@ -17,7 +17,6 @@ that launches compute waits for that first (`ReadJob.wait`): it waits for the dr
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
@@ -33,6 +32,7 @@ from ...base.layout import memory_of
 from ...base.mapping import flat_view, map_anonymous
 from ...base.pool import num_copy_threads, num_threads, on_pool, run_all
 from ...base.reading import BLOCK, MIN_BYTES_PER_THREAD, blocks_around
+from ...base.system import on_fork
 from ...base.tuning import tuning
 from ...errors import GroupFileError
 from ...stores.moves import Read
@@ -433,4 +433,4 @@ def _naming(*reads: Read) -> Iterator[None]:
         raise GroupFileError(f"Group {names} cannot be onloaded. {error}") from error
 
 
-os.register_at_fork(after_in_child=_reset_all)
+on_fork(after_in_child=_reset_all)

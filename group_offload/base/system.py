@@ -1,0 +1,232 @@
+"""What systems do in different ways. Each name here works on every system; where a system lacks a call, a slower one serves.
+
+Linux has them all. What is about one mechanism of Linux stays beside it: mappings in `mapping`, the page map in `pagemap`.
+No other file of the package uses a name that some system lacks (`tests/units/test_system.py`).
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import select
+import stat
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+try:
+    import resource
+except ImportError:
+    resource = None  # type: ignore[assignment]
+
+IS_LINUX = sys.platform.startswith("linux")
+IS_WINDOWS = os.name == "nt"
+
+TO_READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+"""The flags that open a file to read it. A FIFO is not waited for, where the system can do that."""
+NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+"""The flags that make a file which did not exist."""
+_FEW_DESCRIPTORS = 512
+"""What a process may have open at least, where the system does not tell. Windows gives C programs so many."""
+
+_turns = [threading.Lock() for _ in range(64)]
+"""Guard the positions of open files, where a read cannot say its position. Descriptors of one file have the same lock."""
+
+own_descriptor: Callable[[int], Any] = next(
+    (getattr(select, name).fromfd for name in ("epoll", "kqueue") if hasattr(select, name)), io.FileIO
+)
+"""An object written in C that closes a descriptor as it goes. The first two take descriptors of any kind, and do not warn."""
+
+
+def on_fork(*, before: Callable[[], None] | None = None, after_in_child: Callable[[], None] | None = None) -> None:
+    """Call these at each fork, where processes fork."""
+    calls = {"before": before, "after_in_child": after_in_child}
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(**{when: call for when, call in calls.items() if call is not None})
+
+
+def num_cores() -> int:
+    """The cores that this process may use, as far as the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def max_descriptors() -> int:
+    """The number of files that this process may have open."""
+    return _FEW_DESCRIPTORS if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def user() -> int:
+    """The number of the user whose files this process makes, as `os.stat` gives it."""
+    return os.geteuid() if hasattr(os, "geteuid") else 0
+
+
+def name_of_drive(number: int) -> str:
+    """A text for `st_dev`."""
+    return f"{os.major(number)}:{os.minor(number)}" if hasattr(os, "major") else str(number)
+
+
+def kernel_says(path: str | Path) -> str:
+    """The text of a file below /proc or /sys.
+
+    Raises:
+        OSError: the system has no such file, or refuses it.
+    """
+    if not IS_LINUX:
+        raise missing()
+    return Path(path).read_text(errors="replace")
+
+
+def read_at(fd: int, target: memoryview, position: int) -> int:
+    """Read once from `position` on, and return the number of bytes. Several threads may read at once.
+
+    Raises:
+        OSError: the system refused.
+    """
+    if hasattr(os, "preadv"):
+        return os.preadv(fd, [target], position)
+    with _turn(fd):
+        os.lseek(fd, position, os.SEEK_SET)
+        found = os.read(fd, len(target))
+    target[: len(found)] = found
+    return len(found)
+
+
+def write_at(fd: int, source: memoryview, position: int) -> int:
+    """Write once from `position` on, and return the number of bytes. Several threads may write at once.
+
+    Raises:
+        OSError: the system refused.
+    """
+    if hasattr(os, "pwrite"):
+        return os.pwrite(fd, source, position)
+    with _turn(fd):
+        os.lseek(fd, position, os.SEEK_SET)
+        return os.write(fd, source)
+
+
+def take_room(fd: int, start: int, num_bytes: int) -> None:
+    """Make a file longer.
+
+    Raises:
+        OSError: the drive has no room. A system that cannot keep room free says so at a later write instead.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, start, num_bytes)
+    else:
+        os.ftruncate(fd, max(os.fstat(fd).st_size, start + num_bytes))
+
+
+def advise(fd: int, start: int, num_bytes: int, advice: str) -> None:
+    """Tell the system how a part of a file will be read: "WILLNEED", "DONTNEED" or "RANDOM".
+
+    Raises:
+        OSError: the system refused.
+    """
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, start, num_bytes, getattr(os, f"POSIX_FADV_{advice}"))
+
+
+def open_past_cache(fd: int) -> int:
+    """The same file, opened for reads past the page cache.
+
+    Raises:
+        OSError: the system, or the file system, has no such reads.
+    """
+    if not hasattr(os, "O_DIRECT"):
+        raise missing()
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT)
+
+
+def open_to_read(name: str | Path, folder: int | Path | None = None, *, follows_links: bool = False) -> int:
+    """Open a regular file and nothing else: links are followed only if that is asked for, and a FIFO is not waited for.
+
+    Args:
+        folder: What `open_folder` gave for the folder that `name` is in.
+
+    Raises:
+        OSError: it cannot be opened, or is not a regular file.
+    """
+    expected = None
+    if not hasattr(os, "O_NOFOLLOW"):
+        expected = status_of(name, folder, follows_links=follows_links)
+        if not stat.S_ISREG(expected.st_mode):
+            raise OSError("not a regular file")
+    links = 0 if follows_links else getattr(os, "O_NOFOLLOW", 0)
+    path, dir_fd = _place(name, folder)
+    fd = os.open(path, TO_READ | links, dir_fd=dir_fd)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError("not a regular file")
+        if expected is not None and not os.path.samestat(expected, found):
+            raise OSError("another file has just taken its place")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def open_folder(path: Path) -> int:
+    """A descriptor of a folder.
+
+    Raises:
+        NotImplementedError: this system has none (an `OSError` would be about this folder).
+        OSError: it is no folder, or cannot be opened.
+    """
+    if not hasattr(os, "O_DIRECTORY"):
+        raise NotImplementedError
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def status_of(name: str | Path, folder: int | Path | None = None, *, follows_links: bool = False) -> os.stat_result:
+    """What `os.stat` says of a name in a folder."""
+    path, dir_fd = _place(name, folder)
+    return os.stat(path, dir_fd=dir_fd, follow_symlinks=follows_links)
+
+
+def unlink(name: str | Path, folder: int | Path | None = None) -> None:
+    """Take a name in a folder away."""
+    path, dir_fd = _place(name, folder)
+    os.unlink(path, dir_fd=dir_fd)
+
+
+def lock(fd: int, *, is_shared: bool = False) -> None:
+    """Lock a file or folder with flock(2), unless that has to wait.
+
+    Raises:
+        BlockingIOError: another process has the lock.
+        OSError: the system, or the file system, has no locks.
+    """
+    if fcntl is None:
+        raise missing()
+    fcntl.flock(fd, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+
+
+def _place(name: str | Path, folder: int | Path | None) -> tuple[str | Path, int | None]:
+    return (folder / name, None) if isinstance(folder, Path) else (name, folder)
+
+
+def _turn(fd: int) -> threading.Lock:
+    return _turns[hash(os.fstat(fd).st_ino) % len(_turns)]
+
+
+def ioctl(fd: int, request: int, argument: bytearray) -> int:
+    """
+    Raises:
+        OSError: the system, or the file, has no such request.
+    """
+    if fcntl is None:
+        raise missing()
+    return int(fcntl.ioctl(fd, request, argument))
+
+
+def missing() -> OSError:
+    """The error of a call that the system lacks."""
+    return OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))

@@ -1,0 +1,212 @@
+"""A system that has nothing but what every system has, as the package sees it: `make portable`.
+
+The package runs on Linux here, and is shown less than Linux has: names of `os` and other modules, keywords of calls, files of
+the kernel. Everything else in the process (torch, pytest, psutil, the standard library) sees the system as it is.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import importlib.util
+import mmap
+import os
+import select
+import sys
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import ModuleType
+from typing import Any
+
+IS_PORTABLE = os.environ.get("GROUP_OFFLOAD_PORTABLE") == "1"
+
+PACKAGE = "group_offload"
+
+PORTABLE_OS = {
+    "O_BINARY",
+    "O_CREAT",
+    "O_EXCL",
+    "O_RDONLY",
+    "O_RDWR",
+    "O_WRONLY",
+    "PathLike",
+    "SEEK_SET",
+    "close",
+    "cpu_count",
+    "devnull",
+    "dup",
+    "dup2",
+    "environ",
+    "fsdecode",
+    "fstat",
+    "fsync",
+    "ftruncate",
+    "getpid",
+    "link",
+    "listdir",
+    "lseek",
+    "lstat",
+    "name",
+    "open",
+    "path",
+    "read",
+    "readlink",
+    "replace",
+    "scandir",
+    "stat",
+    "stat_result",
+    "strerror",
+    "unlink",
+    "urandom",
+    "write",
+}
+"""The names of `os` that the package may see: Linux, macOS and Windows have them. (Windows alone has O_BINARY.)"""
+PORTABLE_MMAP = {"ACCESS_COPY", "ACCESS_READ", "ACCESS_WRITE", "ALLOCATIONGRANULARITY", "PAGESIZE", "mmap"}
+PORTABLE_SELECT = {"select"}
+ABSENT = {"fcntl", "grp", "posix", "pwd", "resource", "termios"}
+"""Modules that Windows lacks."""
+
+ABOUT_LINUX = {
+    "files/reading/test_direct_reads.py": "reads past the page cache",
+    "files/test_page_cache.py": "weights in the page cache, page-locked there",
+    "files/test_checkpoint.py": "weights that rest in their checkpoint, whose edits the page map tells",
+    "files/test_without_page_map.py": "a page map that goes",
+    "files/reading/test_reader_processes.py": "processes that fork",
+    "engine/test_processes.py": "processes that fork",
+    "integrations/test_opening.py": "casts that are postponed, because the page map tells which weights are views of files",
+    "files/test_changing_folder.py": "locks of files, and processes of their own",
+    "files/test_file_identity.py::test_the_disk_is_a_promise": "weights that rest in their checkpoint",
+    "engine/test_changes.py::test_a_swap_an_edit_and_a_new_module": "weights that rest in their checkpoint, as one case",
+    "files/test_folder.py::test_name_is_given_to_durable_bytes": "folders that are synced",
+    "files/test_folder.py::test_file_that_is_being_written_is_not_pruned": "locks of files",
+    "files/test_folder.py::test_running_model_is_not_pruned": "locks of files",
+    "files/reading/test_drive_errors.py::test_what_the_system_says_is_told": "reads that nothing comes before",
+    "files/reading/test_drive_errors.py::test_errors_in_every_read_from_one_on": "reads that nothing comes before",
+    "engine/test_streams.py::test_the_host_never_waits": "copies across passes",
+    "engine/test_streams.py::test_slots_go_to_another_model_while_copies_to_them_are_on_their_way": "copies across passes",
+    "engine/test_streams.py::test_removed_right_after_a_forward": "copies across passes",
+    "engine/test_streams.py::test_cut_into_groups_again_right_after_a_forward": "copies across passes",
+    "engine/test_streams.py::test_removed_after_an_edit_in_the_middle_of_a_forward": "edits in the middle of a forward",
+    "engine/test_streams.py::test_what_rests_in_ram_does_not_overtake_what_is_read": "weights that rest in their checkpoint",
+    "cli/test_cli.py::test_folders_that_are_none": "descriptors of folders, of which one is refused",
+    "units/test_reading.py::test_a_forked_child_reads_with_threads_of_its_own": "processes that fork",
+}
+"""The tests that are about what Linux alone has, and what that is. They are skipped.
+
+*Copies across passes*: without a page map the host waits for all copies at the end of a pass. *Reads that nothing comes
+before*: without one a pass begins with a comparison of files and weights, which meets the drive's error first."""
+
+
+def about_linux(file: str, test: str) -> str | None:
+    """What Linux alone has that a test is about."""
+    return ABOUT_LINUX.get(file, ABOUT_LINUX.get(f"{file}::{test}"))
+
+
+def is_refused(error: Exception) -> bool:
+    """Whether an error says that weights cannot rest in their checkpoint, because the system has no page map."""
+    return str(error).startswith("offload_device='disk' needs a system that tells")
+
+
+def _refuse(path: object, dir_fd: int | None = None) -> None:
+    if dir_fd is not None:
+        raise NotImplementedError("dir_fd unavailable on this platform")
+    if isinstance(path, str | os.PathLike) and os.fspath(path).startswith(("/proc", "/sys")):
+        raise FileNotFoundError(2, os.strerror(2), path)
+
+
+def _open_fd(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+    _refuse(path, dir_fd)
+    if os.path.isdir(path):
+        raise PermissionError(13, os.strerror(13), path)
+    return os.open(path, flags, mode)
+
+
+def _open(file: Any, *args: Any, **kwargs: Any) -> Any:
+    _refuse(file)
+    return builtins.open(file, *args, **kwargs)
+
+
+def _stat(path: Any, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> os.stat_result:
+    _refuse(path, dir_fd)
+    return os.stat(path, follow_symlinks=follow_symlinks)
+
+
+def _unlink(path: Any, *, dir_fd: int | None = None) -> None:
+    _refuse(path, dir_fd)
+    os.unlink(path)
+
+
+def _scandir(path: Any) -> Any:
+    if isinstance(path, int):
+        raise TypeError("scandir: path should be string, bytes, os.PathLike or None, not int")
+    return os.scandir(path)
+
+
+def _mmap(
+    fileno: int, length: int, tagname: str | None = None, access: int = mmap.ACCESS_WRITE, offset: int = 0
+) -> Any:
+    return mmap.mmap(fileno, length, access=access, offset=offset)
+
+
+def _cdll(name: str | None, *args: Any, **kwargs: Any) -> Any:
+    if name is None:
+        raise TypeError("argument of type 'NoneType' is not iterable")  # as Windows says it
+    return ctypes.CDLL(name, *args, **kwargs)
+
+
+class _Shown(ModuleType):
+    """A module of which the package sees a part. What a test puts into the module is seen."""
+
+    def __init__(self, real: ModuleType, names: set[str] | None, **others: Any) -> None:
+        super().__init__(real.__name__)
+        self.__dict__.update(_real=real, _names=names, **others)
+
+    def __getattr__(self, name: str) -> Any:
+        names = self.__dict__["_names"]
+        if names is not None and name not in names:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r} here")
+        return getattr(self.__dict__["_real"], name)
+
+
+_CALLS = {"open": _open_fd, "stat": _stat, "unlink": _unlink, "scandir": _scandir}
+_SHOWN = {
+    "os": _Shown(os, PORTABLE_OS, name="nt", **_CALLS),
+    "sys": _Shown(sys, None, platform="win32"),
+    "mmap": _Shown(mmap, PORTABLE_MMAP, mmap=_mmap),
+    "select": _Shown(select, PORTABLE_SELECT),
+    "ctypes": _Shown(ctypes, None, CDLL=_cdll),
+}
+
+
+def _import(name: str, globals_: Any = None, locals_: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+    if level == 0 and name in ABSENT:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    if level == 0 and name in _SHOWN:
+        return _SHOWN[name]
+    return builtins.__import__(name, globals_, locals_, fromlist, level)
+
+
+class _Loader(SourceFileLoader):
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _import, "open": _open}
+        super().exec_module(module)
+
+
+class _Finder:
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name.partition(".")[0] != PACKAGE:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is None or spec.origin is None:
+            return spec
+        places = spec.submodule_search_locations
+        loader = _Loader(name, spec.origin)
+        return importlib.util.spec_from_file_location(
+            name, spec.origin, loader=loader, submodule_search_locations=places
+        )
+
+
+def show_less() -> None:
+    """Show the package less from now on. It is not imported yet."""
+    assert PACKAGE not in sys.modules
+    sys.meta_path.insert(0, _Finder)

@@ -1,0 +1,151 @@
+"""What systems do in different ways: one module knows, and what it does elsewhere is right here too."""
+
+from __future__ import annotations
+
+import ast
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import group_offload
+from group_offload import DeviceError
+from group_offload.base import system
+from group_offload.base.device import backend_for, default_device
+
+from ..support.folders import assert_holds, assert_whole, look, names, prune, set_up
+from ..support.portable import ABSENT, IS_PORTABLE, PORTABLE_MMAP, PORTABLE_OS, PORTABLE_SELECT
+
+PACKAGE = Path(group_offload.__file__).parent
+
+OF_LINUX = {"base/system.py", "base/mapping.py", "base/pagemap.py"}
+"""The files that may name what some system lacks."""
+PORTABLE = {"os": PORTABLE_OS, "mmap": PORTABLE_MMAP, "select": PORTABLE_SELECT}
+
+
+def unportable(tree: ast.AST) -> set[str]:
+    """The names in a file that some system lacks."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.attr not in PORTABLE.get(node.value.id, {node.attr}):
+                found.add(f"{node.value.id}.{node.attr}")
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names} & ABSENT
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found |= {node.module or ""} & (ABSENT | PORTABLE.keys())  # their names would be seen by nobody
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Path":
+            texts = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
+            found |= {text for text in texts if isinstance(text, str) and text.startswith("/proc")}
+    return found
+
+
+def test_other_files_name_nothing_that_a_system_lacks() -> None:
+    files = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
+    found = {name: unportable(ast.parse(path.read_text())) for name, path in files.items() if name not in OF_LINUX}
+    assert not {name: lacking for name, lacking in found.items() if lacking}
+
+
+def test_names_that_a_system_lacks_are_found() -> None:
+    text = 'import fcntl\nfrom os import fork\nos.preadv(1, [], 0)\nPath("/proc/locks")\nos.close(1)\nmmap.MAP_PRIVATE'
+    assert unportable(ast.parse(text)) == {"fcntl", "os", "os.preadv", "/proc/locks", "mmap.MAP_PRIVATE"}
+
+
+def _lack(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
+    for name in missing:
+        monkeypatch.delattr(os, name, raising=False)
+
+
+def test_threads_read_and_write_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Descriptors that were duplicated have one position in the file. Each read has its bytes all the same."""
+    _lack(monkeypatch, "preadv", "pwrite")
+    size, num_threads = 1000, 8
+    (tmp_path / "file").write_bytes(bytes(size * num_threads))
+    fd = os.open(tmp_path / "file", os.O_RDWR)
+    fds = [fd, *(os.dup(fd) for _ in range(num_threads - 1))]
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        mine, found = bytes([number]) * size, bytearray(size)
+        for _ in range(200):
+            is_written = system.write_at(fds[number], memoryview(mine), number * size) == size
+            is_read = system.read_at(fds[number], memoryview(found), number * size) == size
+            if not is_written or not is_read or found != mine:
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = bytearray(10)
+    assert system.read_at(fd, memoryview(found), size * num_threads - 3) == 3  # the file ends there
+    for each in fds:
+        os.close(each)
+    assert not wrong
+
+
+@pytest.mark.parametrize("is_path", [False, True])
+def test_links_and_fifos_are_refused_without_flags(
+    is_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    (tmp_path / "link").symlink_to("file")
+    os.mkfifo(tmp_path / "fifo")
+    if not is_path and IS_PORTABLE:
+        pytest.skip("needs descriptors of folders")
+    folder = tmp_path if is_path else os.open(tmp_path, os.O_RDONLY)
+    _lack(monkeypatch, "O_NOFOLLOW")
+    monkeypatch.setattr(system, "TO_READ", os.O_RDONLY)
+    os.close(system.open_to_read("file", folder))
+    os.close(system.open_to_read("link", folder, follows_links=True))
+    for name in ("link", "fifo", "missing"):
+        with pytest.raises(OSError, match=r"regular file|Too many|No such file"):
+            system.open_to_read(name, folder)
+    if isinstance(folder, int):
+        os.close(folder)
+
+
+def test_group_files_where_no_open_file_is_renamed_or_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Windows: a file is closed before it gets its name, and before it is removed."""
+    monkeypatch.setattr(system, "IS_WINDOWS", True)
+    is_open: dict[Path, bool] = {}
+
+    def closed(path: Path) -> None:
+        held = {os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
+        is_open[path] = os.path.realpath(path) in held
+
+    for call in ("link", "replace", "unlink"):
+        real = getattr(os, call)
+
+        def checked(path: Path, *args: object, real: object = real, **options: object) -> None:
+            if options.get("dir_fd") is None:
+                closed(path)
+            real(path, *args, **options)  # type: ignore[operator]
+
+        monkeypatch.setattr(os, call, checked)
+    files = set_up(tmp_path)
+    assert is_open and not any(is_open.values())
+    assert_holds(files)
+    assert_whole(tmp_path)
+    assert [file.path for file in set_up(tmp_path)] == [file.path for file in files]
+    (tmp_path / next(name for name in names(tmp_path) if name.startswith("manifest"))).unlink()
+    prune(tmp_path)
+    assert not look(tmp_path).findings
+
+
+def test_files_become_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _lack(monkeypatch, "posix_fallocate")
+    with open(tmp_path / "file", "wb") as file:
+        system.take_room(file.fileno(), 0, 100)
+        system.take_room(file.fileno(), 10, 20)
+    assert (tmp_path / "file").stat().st_size == 100
+
+
+def test_a_mac_computes_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("mps"))
+    assert default_device() == torch.device("cpu")
+    with pytest.raises(DeviceError, match="Cannot onload to 'mps'"):
+        backend_for(torch.device("mps"))
