@@ -62,6 +62,14 @@ def max_descriptors() -> int:
     return _FEW_DESCRIPTORS if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
+def max_locked_bytes() -> int | None:
+    """The bytes that this process may page-lock by itself (`ulimit -l`); None if the system sets no limit."""
+    if not hasattr(resource, "RLIMIT_MEMLOCK"):
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
 def user() -> int:
     """The number of the user whose files this process makes, as `os.stat` gives it."""
     return os.geteuid() if hasattr(os, "geteuid") else 0

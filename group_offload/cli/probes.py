@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import shutil
 import subprocess
 import time
@@ -31,7 +30,7 @@ from ..base.mapping import flat_view, map_anonymous
 from ..base.page_lock import LockLimit, careful_bytes, is_wsl2
 from ..base.pagemap import Detection, detection
 from ..base.ram import available_ram
-from ..base.system import open_to_read
+from ..base.system import max_locked_bytes, open_to_read
 from ..base.tuning import tuning
 from ..plan.budgets import auto_ram, describe_bytes
 from ..plan.speeds import LINK_BYTES, device_name, measure_drive, measure_link
@@ -124,7 +123,7 @@ def _kernel(machine: Machine) -> Row:
 
 def _page_map(machine: Machine) -> Row:
     way = detection()
-    values = {"way": str(way)}
+    values = {"way": way.value}
     if way is Detection.SCAN:
         return Row("PAGEMAP_SCAN: one call finds edits of weights at rest", values=values)
     if way is Detection.ENTRIES:
@@ -143,10 +142,9 @@ def _page_map(machine: Machine) -> Row:
 
 
 def _page_locking(machine: Machine) -> Row:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    is_unlimited = soft == resource.RLIM_INFINITY
-    values: dict[str, Any] = {"memlock_limit_bytes": None if is_unlimited else soft}
-    said = f"ulimit -l: {'unlimited' if is_unlimited else describe_bytes(soft)}"
+    soft = max_locked_bytes()
+    values: dict[str, Any] = {"memlock_limit_bytes": soft}
+    said = f"ulimit -l: {'unlimited' if soft is None else describe_bytes(soft)}"
     if not machine.backend.has_streams:
         return Row(f"{_CPU} ({said})", values=values)
     limit = LockLimit(machine.backend)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import platform
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -138,7 +139,7 @@ def test_folders_that_cannot_be_written_to(
         raise OSError(code, os.strerror(code))
 
     # The superuser may write everywhere, and no test fills a drive: the last step of writing fails in their place.
-    monkeypatch.setattr(os, "fdatasync", refuses)
+    monkeypatch.setattr(os, "fsync", refuses)
     said = run("doctor", folder, status=2)
     assert str(folder) in said and os.strerror(code) in said and "Give a folder" in said and "1 MiB free" in said
     assert not list(folder.iterdir())
@@ -165,7 +166,7 @@ def test_an_interrupt_leaves_nothing_behind(
         raise KeyboardInterrupt
 
     if where == "the file":
-        monkeypatch.setattr(os, "fdatasync", interrupted)
+        monkeypatch.setattr(os, "fsync", interrupted)
     else:
         monkeypatch.setattr(probes, "measure_drive", interrupted)
     run("doctor", folder, "--device", "cpu", status=130)
@@ -208,15 +209,11 @@ def test_a_probe_that_fails_is_a_row(
 # ---------------------------------------------------------------- kernel, page map
 
 
-def uname(release: str) -> Any:
-    return lambda: SimpleNamespace(release=release)
-
-
 def test_kernel(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "uname", uname("6.8.0-generic"))
+    monkeypatch.setattr(platform, "release", lambda: "6.8.0-generic")
     row = ask()["kernel"]
     assert row["verdict"] == "ok" and row["values"] == {"release": "6.8.0-generic", "is_wsl2": False}
-    monkeypatch.setattr(os, "uname", uname("6.6.87-microsoft-standard-WSL2"))
+    monkeypatch.setattr(platform, "release", lambda: "6.6.87-microsoft-standard-WSL2")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=16 * GIB, available=12 * GIB))
     row = ask()["kernel"]
     assert row["verdict"] == "slower" and row["values"]["is_wsl2"]
@@ -317,7 +314,7 @@ def test_no_more_is_locked_than_is_left(
     release: str, ask: Ask, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A quarter of what is available, and under WSL2 half of the RAM at most."""
-    monkeypatch.setattr(os, "uname", uname(release))
+    monkeypatch.setattr(platform, "release", lambda: release)
     memory = SimpleNamespace(total=2 * SEGMENT_BYTES, available=12 * SEGMENT_BYTES)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     values = ask()["page_locking"]["values"]
