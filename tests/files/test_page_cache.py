@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import mmap
 import os
 import threading
 import time
@@ -28,6 +29,7 @@ from ..support.models import DIM, EditsItsBlocks, NormedModel, RoutedModel
 from ..support.on_device import assert_same_state, forward, from_file, offload, on_their_way
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.tuning import tune
 
 MODES: list[dict[str, Any]] = [{}, {"offload_type": "leaf_level", "record_stream": True}]
 any_mode = pytest.mark.parametrize("options", MODES, ids=str)
@@ -233,6 +235,81 @@ def test_what_does_not_rest_in_the_page_cache(path: Path, device: SimulatedDevic
     end(handle, device, model, resident, path)
 
 
+@any_mode
+def test_files_are_locked_in_pieces(
+    options: dict[str, Any], path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights lie across the ends of pieces: a driver copies from no more than one at a time."""
+    tune(monkeypatch, segment_bytes=3 * mmap.PAGESIZE)
+    pieces: list[tuple[int, int]] = []
+    pin, copy = device.pin, device.copy
+
+    def spy(memory: torch.Tensor, undo: list[Any], *, read_only: bool = False) -> bool:
+        pieces.append((memory.data_ptr(), memory.data_ptr() + memory.numel()))
+        return pin(memory, undo, read_only=read_only)
+
+    def within(target: torch.Tensor, source: torch.Tensor, stream: Any, *, blocking: bool = False) -> None:
+        start, end = source.data_ptr(), source.data_ptr() + source.numel()
+        assert any(first <= start and end <= last for first, last in pieces)
+        copy(target, source, stream, blocking=blocking)
+
+    monkeypatch.setattr(device, "pin", spy)
+    monkeypatch.setattr(device, "copy", within)
+    resident = RoutedModel(WIDE)
+    model = from_file(resident, path)
+    handle = offload(model, **options)
+    assert all(in_page_cache(handle)) and len(pieces) > 10
+    assert all(end - start <= 3 * mmap.PAGESIZE for start, end in pieces)
+    x = torch.randn(2, DIM)
+    for number in range(4):
+        assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+        for each in (model, resident):
+            each.blocks[number % 4].down.weight.data.mul_(0.5)
+    monkeypatch.setattr(device, "copy", copy)
+    end(handle, device, model, resident, path)
+
+
+@pytest.mark.parametrize("why", ["the device refuses", "it took"])
+def test_a_driver_that_locks_some_pieces_and_no_more(
+    why: str, path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "group_offload")
+    tune(monkeypatch, segment_bytes=3 * mmap.PAGESIZE, lock_patience_seconds=0.5)
+    num_locked, num_pieces, pin = 0, 0, device.pin
+
+    def third_fails(memory: torch.Tensor, undo: list[Any], *, read_only: bool = False) -> bool:
+        nonlocal num_locked, num_pieces
+        if not read_only:
+            return pin(memory, undo, read_only=read_only)
+        num_pieces += 1
+        if num_pieces == 3 and why == "the device refuses":
+            return False
+        if num_pieces == 3:
+            time.sleep(0.6)
+        num_locked += 1
+        pin(memory, undo, read_only=read_only)
+        unpin = undo.pop()
+
+        def count() -> None:
+            nonlocal num_locked
+            num_locked -= 1
+            unpin()
+
+        undo.append(count)
+        return True
+
+    monkeypatch.setattr(device, "pin", third_fails)
+    resident = RoutedModel(WIDE)
+    model = from_file(resident, path)
+    handle = offload(model)
+    assert num_pieces == 3 and num_locked == 0 and why in caplog.text
+    assert {group.where for group in handle.groups} == {"RAM, page-locked"}
+    x = torch.randn(2, DIM)
+    for _ in range(2):
+        assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+    handle.remove()
+
+
 def test_a_device_that_locks_no_files(path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     pin = device.pin
     monkeypatch.setattr(device, "pin", lambda memory, undo, *, read_only=False: not read_only and pin(memory, undo))
@@ -242,7 +319,8 @@ def test_a_device_that_locks_no_files(path: Path, device: SimulatedDevice, monke
     logger = logging.getLogger("group_offload")
     monkeypatch.setattr(logger, "info", lambda message, *args: messages.append(message % args))
     handle = offload(model)
-    assert len(messages) == 1 and str(path) in messages[0]
+    assert len(messages) == 2 and all(str(path) in message for message in messages)
+    assert "the device refuses" in messages[0] and "copied to RAM" in messages[1]
     assert {group.where for group in handle.groups} == {"RAM, page-locked"}
     assert mappings_of(path) == []
     x = torch.randn(2, DIM)

@@ -309,8 +309,11 @@ def _adopt_for_ram(
         if not may_lock or not has_room:
             return False
         if checkpoint.lock(None, config.backend, wait):
+            logger.info("Weights rest in %s, page-locked in the page cache.", checkpoint.path)
             return True
-        logger.info("The device refuses to page-lock %s in the page cache: it is copied to RAM.", checkpoint.path)
+        logger.info(
+            "Weights of %s are copied to RAM, because it cannot be page-locked in the page cache.", checkpoint.path
+        )
         checkpoint.release()
         return None
 
