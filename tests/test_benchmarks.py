@@ -83,7 +83,8 @@ def benchmark_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         elif name == "files":  # which has processes read the files
             monkeypatch.setattr(weights, "Child", Here)
         capsys.readouterr()
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             main([name, *map(str, arguments)])
         return capsys.readouterr().out
 
@@ -334,8 +335,8 @@ def test_peaks_outlast_resets_by_others(monkeypatch: pytest.MonkeyPatch) -> None
     peak = [0]
     monkeypatch.setattr(machine, "forget_device_peak", lambda device: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: peak.__setitem__(0, 0))
-    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: peak[0])
-    monkeypatch.setattr(torch.accelerator, "max_memory_reserved", lambda device: peak[0] + 1)
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: peak[0], raising=False)
+    monkeypatch.setattr(torch.accelerator, "max_memory_reserved", lambda device: peak[0] + 1, raising=False)
     reset = torch.cuda.reset_peak_memory_stats
     with machine.PeakWatch(torch.device("cuda")) as watch:
         peak[0] = 7

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import mmap
 import os
 import struct
@@ -24,6 +25,8 @@ import torch
 from .mapping import TwiceMapped
 from .pool import run_all
 from .system import ioctl, on_fork, read_at
+
+logger = logging.getLogger("group_offload")
 
 PAGE = mmap.PAGESIZE
 
@@ -189,6 +192,12 @@ def can_detect_writes() -> bool:
             if isinstance(error, OSError) and error.errno in _PASSES:
                 return False
             _Known.detects_writes = False
+        if not _Known.detects_writes:
+            logger.warning(
+                "This system does not tell which pages of memory were written to (/proc/self/pagemap). Edits of weights are "
+                "found by other means: nothing is brought to the device ahead of a pass, the end of a pass waits for copies, "
+                "and weights in files are compared with them. Sandboxes (gVisor) and containers without /proc do that."
+            )
     return _Known.detects_writes
 
 

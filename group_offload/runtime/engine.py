@@ -6,13 +6,14 @@ The steps of a forward stand in passes.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from types import MappingProxyType
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..base.release import wait_for_releases
+from ..base.release import releases_held, wait_for_releases
 from ..config import OffloadConfig, OffloadType
 from ..errors import StateError
 from ..partition import TensorRef
@@ -187,15 +188,19 @@ class Engine:
             turns.leave(self._passes)
 
     def _give_up_blobs(self) -> None:
-        """Move tensors into separate memory, group by group: each group's blobs are freed before the next group."""
+        """Move tensors into separate memory, group by group. In RAM, each group's blobs are freed before the next group."""
         for group in self.groups:
             group.check()
-        for group in self.groups:
-            for part in group.parts:
-                materialise(part)
-            group.give_up()
-            if any(device.type == "cpu" for part in group.parts for device in part.devices):
-                wait_for_releases()  # the next group's memory may be taken out of what this one had
+        goes_to_ram = any(
+            device.type == "cpu" for group in self.groups for part in group.parts for device in part.devices
+        )
+        with nullcontext() if goes_to_ram else releases_held():
+            for group in self.groups:
+                for part in group.parts:
+                    materialise(part)
+                group.give_up()
+                if goes_to_ram:
+                    wait_for_releases()  # the next group's memory may be taken out of what this one had
 
     # ---------------------------------------------------------------- for the handle
 

@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 # ---------------------------------------------------------------- checkpointing
 
 
+@pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl.NO_REENTRANT:FutureWarning")  # before torch 2.10
 @pytest.mark.parametrize("impl", list(CheckpointImpl))
 @pytest.mark.parametrize("applied", ["before", "after"])
 def test_checkpoint_wrapper(impl: CheckpointImpl, applied: str) -> None:
@@ -258,7 +259,9 @@ def test_in_a_full_graph_the_error_says_what_to_do() -> None:
     model = small()
     offload(model)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match=r"group_offload offloads activations: use block.compile\(\)"):
+    says_why = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)  # before, torch leaves the reason out
+    what = r"group_offload offloads activations: use block.compile\(\)" if says_why else "skip_frame"
+    with pytest.raises(Exception, match=what):
         compiled(torch.randn(4, 8))
 
 

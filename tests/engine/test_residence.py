@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import logging
+import os
 import platform
 import threading
 import time
@@ -369,7 +370,70 @@ def test_edits_are_found_in_the_entries_of_the_page_map(
     assert pagemap._Known.lacks_scan
 
 
+@pytest.fixture
+def zeros() -> Iterator[None]:
+    """A kernel that hides the page map."""
+    pagemap._Known.forget()
+    pagemap._Known.fd = os.open("/dev/zero", os.O_RDONLY)
+    pagemap._Known.lacks_scan = True
+    yield
+    pagemap._Known.forget()
+
+
+@pytest.mark.usefixtures("zeros")
+def test_a_page_map_of_zeros(device: SimulatedDevice, caplog: pytest.LogCaptureFixture) -> None:
+    """It is tried out, and not believed."""
+    model = RoutedModel([16, 24, 16, 16])
+    resident = copy.deepcopy(model)
+    handle = offload(model)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "/proc/self/pagemap" in message
+    for _ in range(3):
+        x = torch.randn(2, DIM)
+        assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+        with device.running():
+            through_data(model, "shift")
+        through_data(resident, "shift")
+        assert_same_state(model, resident, device)
+    handle.remove()
+
+
 # ---------------------------------------------------------------- RAM that cannot be page-locked
+
+
+def test_the_drivers_own_memory_ends(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tenth allocation fails, and nothing is locked in place: the rest stays in plain RAM, and goes through threads."""
+    num, pin = 0, device.pin
+
+    def empty_pinned(num_bytes: int) -> torch.Tensor | None:
+        nonlocal num
+        num += 1
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        return memory if num < 10 and pin(memory, []) else None
+
+    monkeypatch.setattr(device, "pin", lambda memory, undo, *, read_only=False: False)
+    monkeypatch.setattr(device, "empty_pinned", empty_pinned)
+    tune(monkeypatch, segment_bytes=1024)
+    model = RoutedModel([16, 24, 16, 16] * 4)
+    resident = copy.deepcopy(model)
+    handle = offload(model)
+    assert num == 10 and len(segments_of(handle)) > 12
+    assert len(caplog.records) == 2 and {group.tier for group in handle.groups} == {"ram", "pageable ram"}
+    outputs = []
+    for _ in range(3):
+        x = torch.randn(2, DIM)
+        outputs.append((forward(device, model, x), run(resident, x)))
+        with device.running():
+            in_place(model, "blocks.3.up.weight")
+            through_data(model, "shift")
+        in_place(resident, "blocks.3.up.weight")
+        through_data(resident, "shift")
+        assert_same_state(model, resident, device)
+    for output, expected in outputs:
+        assert torch.equal(device.get(output), expected)
+    handle.remove()
 
 
 @pytest.mark.parametrize("has_own", [True, False], ids=["the driver's own", "none"])

@@ -694,6 +694,7 @@ def test_a_capture_is_refused(model: Model, x: torch.Tensor, device: torch.devic
         apply_group_offloading(model)
 
 
+@pytest.mark.filterwarnings("ignore:The following device_map keys")  # a weight of the root itself
 def test_a_dispatch_of_accelerate_is_undone(model: Model, x: torch.Tensor, device: torch.device) -> None:
     """Some weights are on the device then, and others came back from where accelerate kept them."""
     accelerate = pytest.importorskip("accelerate")

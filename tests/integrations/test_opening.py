@@ -44,6 +44,13 @@ def open_(model_class: Any, path: Any, folder: Path | None = None, **options: An
     )
 
 
+def load(model_class: Any, path: Any, **options: Any) -> Any:
+    """The library's own `from_pretrained`. diffusers before 0.40 knows `torch_dtype` alone."""
+    if "dtype" in options and tuple(map(int, version("diffusers").split(".")[:2])) < (0, 40):
+        options["torch_dtype"] = options.pop("dtype")
+    return model_class.from_pretrained(path, **options)
+
+
 def assert_is(opened: nn.Module, reference: nn.Module) -> None:
     """Names, dtypes and bits of all parameters and buffers, and what else a loader decides."""
     expected, actual = dict(named_tensors(reference)), dict(named_tensors(opened))
@@ -113,7 +120,7 @@ def test_shards(tmp_path: Path) -> None:
         model.save_pretrained(path, max_shard_size="40KB")
         assert len(list(path.glob("*.safetensors"))) > 2
         opened = open_(type(model), path, tmp_path / "files", dtype=BF16)
-        assert_is(opened, type(model).from_pretrained(path, dtype=BF16))
+        assert_is(opened, load(type(model), path, dtype=BF16))
 
 
 def test_variant_and_subfolder(tmp_path: Path) -> None:
@@ -151,7 +158,7 @@ def test_old_pickles_are_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture
     caplog.set_level(logging.INFO, "group_offload")
     opened = open_(AutoencoderKL, tmp_path, tmp_path / "files", use_safetensors=False, dtype=BF16)
     assert "are in RAM until they are offloaded" in caplog.text
-    assert_is(opened, AutoencoderKL.from_pretrained(tmp_path, use_safetensors=False, dtype=BF16))
+    assert_is(opened, load(AutoencoderKL, tmp_path, use_safetensors=False, dtype=BF16))
 
 
 def test_old_names(tmp_path: Path) -> None:
@@ -170,7 +177,7 @@ def test_old_names(tmp_path: Path) -> None:
     )
     for model_class, name in ((AutoencoderKL, "kl"), (CLIPTextModel, "clip")):
         opened = open_(model_class, tmp_path / name, tmp_path / "files", dtype=BF16)
-        assert_is(opened, model_class.from_pretrained(tmp_path / name, dtype=BF16))
+        assert_is(opened, load(model_class, tmp_path / name, dtype=BF16))
 
 
 def _rename(file: Path, *renamings: dict[str, str]) -> None:
@@ -206,7 +213,7 @@ def test_missing_and_unexpected_weights(flux: Path, tmp_path: Path) -> None:
     tensors["other.weight"] = torch.ones(3)
     save_file(tensors, file, metadata={"format": "pt"})
     opened, info = open_(FluxTransformer2DModel, flux, tmp_path / "files", dtype=BF16, output_loading_info=True)
-    reference, expected = FluxTransformer2DModel.from_pretrained(flux, dtype=BF16, output_loading_info=True)
+    reference, expected = load(FluxTransformer2DModel, flux, dtype=BF16, output_loading_info=True)
     assert_is(opened, reference)
     assert info == expected and info["unexpected_keys"] == ["other.weight"]
 
@@ -230,7 +237,7 @@ def test_nothing_is_written_without_a_cast(where: str, flux: Path, tmp_path: Pat
     assert folder is None or not files_in(folder)
     assert_same(
         run(opened, **tiny.flux_inputs()),
-        run(aligned(FluxTransformer2DModel.from_pretrained(flux, dtype=FP32)), **tiny.flux_inputs()),
+        run(aligned(load(FluxTransformer2DModel, flux, dtype=FP32)), **tiny.flux_inputs()),
     )
 
 
@@ -308,7 +315,7 @@ def test_pipelines(name: str, dtype: torch.dtype, pipelines: dict[str, Path], tm
     """Wan's two transformers are of one class, with the same names, in one folder."""
     folder = tmp_path / "files"
     opened = open_(DiffusionPipeline, pipelines[name], folder, dtype=dtype)
-    reference = DiffusionPipeline.from_pretrained(pipelines[name], dtype=dtype)
+    reference = load(DiffusionPipeline, pipelines[name], dtype=dtype)
     assert_same_pipeline(opened, reference)
     if dtype == FP32:
         for pipe in (opened, reference):
@@ -328,13 +335,13 @@ def test_pipeline_classes(pipelines: dict[str, Path], tmp_path: Path) -> None:
         from diffusers import AutoPipelineForText2Image
     for pipeline_class in (FluxPipeline, AutoPipelineForText2Image):
         opened = open_(pipeline_class, pipelines["flux"], tmp_path, dtype=BF16)
-        assert_same_pipeline(opened, FluxPipeline.from_pretrained(pipelines["flux"], dtype=BF16))
+        assert_same_pipeline(opened, load(FluxPipeline, pipelines["flux"], dtype=BF16))
 
 
 def test_a_dtype_for_each_part(pipelines: dict[str, Path], tmp_path: Path) -> None:
     dtypes = {"transformer": BF16, "vae": FP16, "default": FP32}
     opened = open_(DiffusionPipeline, pipelines["flux"], tmp_path, dtype=dtypes)
-    assert_same_pipeline(opened, DiffusionPipeline.from_pretrained(pipelines["flux"], dtype=dtypes))
+    assert_same_pipeline(opened, load(DiffusionPipeline, pipelines["flux"], dtype=dtypes))
     assert (opened.transformer.dtype, opened.vae.dtype, opened.text_encoder.dtype) == (BF16, FP16, FP32)
 
 
@@ -348,7 +355,7 @@ def test_options_for_parts(pipelines: dict[str, Path], tmp_path: Path) -> None:
         model_options={"transformer": {"offload_type": "leaf_level"}},
     )
     assert handle_of(opened.vae) is None
-    reference = DiffusionPipeline.from_pretrained(pipelines["flux"], dtype=BF16)
+    reference = load(DiffusionPipeline, pipelines["flux"], dtype=BF16)
     assert_is(opened.vae.cpu(), reference.vae)
     transformer, text = handle_of(opened.transformer), handle_of(opened.text_encoder)
     assert transformer is not None and text is not None
@@ -436,7 +443,7 @@ def test_models_of_the_hub(tmp_path: Path) -> None:
                 "dtype": BF16,
             }
             opened = open_(model_class, "some/model", tmp_path / "files", **options)
-            local = model_class.from_pretrained(tmp_path / revision / subfolder, dtype=BF16)
+            local = load(model_class, tmp_path / revision / subfolder, dtype=BF16)
             for name, weight in opened.named_parameters():
                 assert same_bits(weight, local.get_parameter(name)), name
             seen.append(next(opened.parameters()).clone())
@@ -540,7 +547,7 @@ class Scaled(FluxTransformer2DModel):
 def test_a_loader_that_writes_to_weights(flux: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     opened = open_(Scaled, flux, tmp_path / "files", dtype=BF16)
     assert "is loaded as a whole before it is offloaded: mul_ writes to a weight" in caplog.text
-    assert_is(opened, Scaled.from_pretrained(flux, dtype=BF16))
+    assert_is(opened, load(Scaled, flux, dtype=BF16))
 
 
 def test_the_environment_is_as_before(flux: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -648,7 +655,7 @@ def test_functions_that_loaders_call(name: str, tmp_path: Path, monkeypatch: pyt
     model.save_pretrained(tmp_path)
     library = type(model).__module__.partition(".")[0]
     with PostponedCasts() as casts:
-        loaded = type(model).from_pretrained(tmp_path, torch_dtype=BF16)
+        loaded = load(type(model), tmp_path, torch_dtype=BF16)
     assert casts.computed_with == CALLED_WHILE_LOADING[name], f"{library} {version(library)}"
     assert casts.refusal is None
     assert set(casts.casts_of(loaded).values()) == {BF16}
@@ -670,7 +677,7 @@ def test_the_checkpoints_own_dtype_needs_no_casts(saved: torch.dtype, tmp_path: 
         path = tmp_path / type(model).__name__
         nn.Module.to(model, saved).save_pretrained(path)
         opened = open_(type(model), path, offload_device="disk", dtype=dtype)  # refuses weights that would need a cast
-        assert_is(opened, type(model).from_pretrained(path, dtype=dtype))
+        assert_is(opened, load(type(model), path, dtype=dtype))
         handle = handle_of(opened)
         assert handle is not None and handle.stats().host_bytes == 0
 
@@ -752,7 +759,7 @@ def test_apply_group_offloading_gives_the_same(flux: Path, tmp_path: Path) -> No
     opened = handle_of(open_(FluxTransformer2DModel, flux, tmp_path / "files", dtype=BF16))
     before = files_in(tmp_path / "files")
     loaded = apply_group_offloading(
-        FluxTransformer2DModel.from_pretrained(flux, dtype=BF16),
+        load(FluxTransformer2DModel, flux, dtype=BF16),
         onload_device=tiny.device(),
         offload_to_disk_path=tmp_path / "files",
     )

@@ -16,6 +16,7 @@ from ...stores.moves import Read
 from ...stores.source import SourceFile
 from ..measure.trace import WeightTrace
 
+_FEW_CHUNKS = 2
 _MAX_READS_PER_CHUNK = 64
 """How many small pieces one thread reads one after another, at most."""
 
@@ -62,12 +63,14 @@ class ReadJob:
             cancel: A method of the job's reader. The job does not keep the reader alive.
         """
         self.tracer = tracer
-        self.reads_files = any(isinstance(read.source, SourceFile) for read in reads)
-        """Whether any of the bytes are in files, and not in RAM."""
         self.chunks = deque(Chunk(part) for part in parts_of(_in_order_of_files(reads), chunk_bytes))
         """Chunks that no thread has begun to read."""
         self.begun: deque[Chunk] = deque()
         """Chunks in frames: they are being read, or were read."""
+        is_in_ram = not any(isinstance(read.source, SourceFile) for read in reads)
+        self.is_copied_aside = is_in_ram and len(self.chunks) <= _FEW_CHUNKS
+        """Whether this is RAM for a small group. The thread that launches compute is busy among such groups, as at leaf level:
+        it has to share the processor, and Python's lock, with as few threads as are enough."""
         self.num_left = len(self.chunks)
         """How many chunks were not enqueued yet."""
         self.landing: Landing | None = None
