@@ -146,7 +146,8 @@ def test_blocks_without_weights_of_their_own_compiled_between_passes(
     for number in range(4):
         assert_same(run(model, inputs(number)), expected[number])
     assert len([group for group in handle.groups if group.num_bytes]) == 3
-    assert backend.frame_count and not counters["graph_break"]
+    compiles_containers = torch.__version__ >= "2.12"  # before, torch compiles no nn.Sequential, offloaded or not
+    assert bool(backend.frame_count) == compiles_containers and not counters["graph_break"]
 
 
 @every_level
