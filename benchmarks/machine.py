@@ -43,6 +43,7 @@ def measure_machine(device: torch.device) -> dict[str, Any]:
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         **{name: _version(name) for name in ("diffusers", "accelerate", "transformers")},
+        "glibc_tunables": os.environ.get("GLIBC_TUNABLES"),  # they change how fast RAM is copied
         "pinned_h2d_bytes_per_s": _pinned_bandwidth(device),
     }
 

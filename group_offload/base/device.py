@@ -126,6 +126,7 @@ class Backend(Protocol):
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly
+_TRIED_BYTES = 4096
 _READ_ONLY_HOST_REGISTER = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
 
 
@@ -328,11 +329,41 @@ class AcceleratorBackend:
             # `extend` calls the driver and keeps its answer in C code: an interrupt comes before both or after both.
             locked.extend(map(runtime.cudaHostRegister, (address,), (num_bytes,), (flags,)))
             if int(locked[0]) == 0:
-                return True
+                if self._can_copy_from(memory):
+                    return True
+                unpin()
+                return False
             # The failure also waits as CUDA's "last error", for the next kernel launch to stumble over. Here it does.
             with contextlib.suppress(RuntimeError):
                 torch.empty(1, device=self.device).zero_()
         return False
+
+    def _can_copy_from(self, memory: torch.Tensor) -> bool:
+        """Whether the first and the last bytes of locked memory arrive. Drivers may lock memory that they cannot copy from."""
+        try:
+            for end in (memory[:_TRIED_BYTES], memory[-_TRIED_BYTES:]):
+                there, back = self.empty(end.numel(), self._trials), plain_empty(end.numel(), torch.device("cpu"))
+                self.copy(there, end, self._trials, blocking=True)
+                self.copy(back, there, self._trials, blocking=True)
+                if not torch.equal(back, end):
+                    raise RuntimeError("other bytes arrived")
+        except torch.OutOfMemoryError:
+            return True  # the device is full, which says nothing of this memory
+        except RuntimeError as error:
+            logger.warning(
+                "%s page-locked %d bytes of RAM, and a copy from there failed (%s). They are not locked: copies through a "
+                "staging buffer are slower. Update the driver.",
+                self.device,
+                memory.numel(),
+                error,
+            )
+            return False
+        return True
+
+    @cached_property
+    def _trials(self) -> Stream:
+        """A stream of its own: what waits for it waits for nobody's work."""
+        return self.new_stream()
 
     @cached_property
     def _may_lock_read_only(self) -> bool:

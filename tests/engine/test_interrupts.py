@@ -32,6 +32,7 @@ from group_offload.runtime.slots import slot as slots
 from .. import interrupts
 from ..interrupts import OPERATIONS, SCENARIOS, Place, Places, Scenario, Strike, contained
 from ..support.asserts import assert_at_rest, assert_same
+from ..support.drivers import LockingDriver
 from ..support.inside import engine_of
 from ..support.models import Model, inputs, make
 from ..support.processes import run_python
@@ -88,31 +89,14 @@ def test_real_signals() -> None:
 # ---------------------------------------------------------------- one by one
 
 
-class Driver:
-    """What of CUDA's runtime page-locks memory."""
-
-    def __init__(self) -> None:
-        self.locked: set[int] = set()
-        self.errors: list[int] = []
-
-    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
-        self.locked.add(address)
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:
-        if address not in self.locked:
-            self.errors.append(address)  # it would wait for the next kernel launch
-        self.locked.discard(address)
-        return 0
-
-
 @pytest.mark.parametrize("simulated", [True, False], ids=["simulated", "cuda"])
 def test_interrupts_of_page_locking(simulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every line: nothing stays locked, and nothing is unlocked that is not locked."""
-    driver, device = Driver(), SimulatedDevice(0)
+    driver, device = LockingDriver(), SimulatedDevice(0)
     backend: Backend = device if simulated else AcceleratorBackend(torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(AcceleratorBackend, "_can_copy_from", lambda *_: True)
 
     def lock_and_unlock() -> None:
         lock = PageLock.take(backend, torch.empty(64, dtype=torch.uint8), lambda: None)

@@ -354,6 +354,34 @@ def test_weights_that_cannot_be_page_locked_in_place(
     handle.remove()
 
 
+def test_a_driver_that_locks_memory_and_fails_to_copy_from_it(
+    model: Model,
+    x: torch.Tensor,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The first copy from locked memory is a trial. What fails there is unlocked, and weights go another way."""
+    expected = run(copy.deepcopy(model).to(device), x)
+    copy_bytes = AcceleratorBackend.copy
+
+    def fails(self: Any, target: torch.Tensor, source: torch.Tensor, stream: Any, *, blocking: bool = False) -> None:
+        if blocking and not self.holds(source):
+            raise RuntimeError("CUDA error: invalid argument")
+        copy_bytes(self, target, source, stream, blocking=blocking)
+
+    monkeypatch.setattr(AcceleratorBackend, "copy", fails)
+    handle = apply_group_offloading(model)
+    monkeypatch.undo()
+    assert "a copy from there failed" in caplog.text
+    for _ in range(2):
+        assert torch.equal(run(model, x), expected)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    assert not run(model, x).any()
+    handle.remove()
+
+
 @pytest.mark.parametrize("level", ["block_level", "leaf_level"])
 def test_little_can_be_page_locked(
     level: str, model: Model, x: torch.Tensor, device: torch.device, monkeypatch: pytest.MonkeyPatch

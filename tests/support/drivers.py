@@ -1,0 +1,21 @@
+"""A driver that page-locks nothing, for tests without one."""
+
+from __future__ import annotations
+
+
+class LockingDriver:
+    """What of CUDA's runtime page-locks memory."""
+
+    def __init__(self) -> None:
+        self.locked: set[int] = set()
+        self.errors: list[int] = []
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        self.locked.add(address)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        if address not in self.locked:
+            self.errors.append(address)  # it would wait for the next kernel launch
+        self.locked.discard(address)
+        return 0
