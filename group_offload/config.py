@@ -53,6 +53,7 @@ class OffloadOptions:
     verify_files: bool = False
     vram_budget: int | str | None = None
     ram_budget: int | str | None = None
+    embeddings_on_cpu: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,8 @@ class OffloadConfig:
     """Device memory for the whole process."""
     ram_budget: Budget | None
     """RAM for the whole process."""
+    embeddings_on_cpu: bool
+    """Whether large embedding tables stay where they rest, and only the rows that a call needs go to the device."""
     ram_share: int | None
     """Bytes of RAM for weights that rest in files, if several modules share a budget."""
     block_modules: tuple[str, ...] | None
@@ -171,6 +174,7 @@ class OffloadConfig:
             "record_stream": options.record_stream,
             "low_cpu_mem_usage": options.low_cpu_mem_usage,
             "verify_files": options.verify_files,
+            "embeddings_on_cpu": options.embeddings_on_cpu,
         }
         for name, value in flags.items():
             if not isinstance(value, bool):

@@ -249,7 +249,8 @@ def _describe(group: Group) -> GroupInfo:
     return GroupInfo(
         group_id=group.group_id,
         tier=blobs[0].tier.value if blobs else Tier.RAM.value,
-        where=", ".join(dict.fromkeys(blob.where for blob in blobs)) or "nothing to move",
+        where=(", ".join(dict.fromkeys(blob.where for blob in blobs)) or "nothing to move")
+        + (", rows are gathered there" if group.is_table else ""),
         way=", ".join(dict.fromkeys(blob.way for blob in blobs if isinstance(blob, FileBlob))),
         num_tensors=sum(len(part.refs) for part in group.parts),
         num_bytes=sum(blob.layout.num_bytes for blob in blobs),

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from .base.layout import overlapping
 from .base.torch_internals import is_traceable_wrapper_subclass
+from .base.tuning import tuning
 from .config import OffloadConfig, OffloadType
 from .errors import ConfigError, ModuleError
 
@@ -89,6 +90,8 @@ class GroupSpec:
     group_id: str
     tensors: tuple[TensorRef, ...]
     modules: tuple[nn.Module, ...]
+    is_table: bool = False
+    """Whether this is the weight of one embedding, whose rows are gathered where the weight rests. It never moves."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +114,8 @@ class _Unit:
     modules: list[nn.Module]
     subtrees: list[str] = field(default_factory=list)
     owners: list[str] = field(default_factory=list)
-    shared: bool = False
+    table: int = 0
+    """The id of the one parameter that the unit takes, if it is an embedding's table."""
 
 
 def partition(
@@ -138,6 +142,8 @@ def partition(
         units = list(_block_units(root, config))
     else:
         units = list(_leaf_units(root, config, modules, is_compiled))
+    if config.embeddings_on_cpu:
+        units += _table_units(config, modules, is_compiled, without)
     refs, users = _assign(modules, units, without)
     if not refs and any(map(is_lazy, root.parameters())):
         raise ModuleError(f"{type(root).__name__} has no shapes yet (lazy modules). Run it once before offloading it.")
@@ -242,12 +248,50 @@ def _leaf_units(
     yield from owners.values()
 
 
+def _table_units(
+    config: OffloadConfig,
+    modules: dict[str, nn.Module],
+    is_compiled: Callable[[nn.Module], bool],
+    without: frozenset[int],
+) -> Iterator[_Unit]:
+    """Large embedding tables that nobody else holds, and that no module around them reads or compiles.
+
+    (With `max_norm` a call changes the table, and the device computes norms in another order.)
+    """
+    reads_inside = (*READS_ITS_CHILDREN, *_adapter_layers())
+    owners: dict[int, set[int]] = {}
+    for module in modules.values():
+        for parameter in module._parameters.values():
+            owners.setdefault(id(parameter), set()).add(id(module))
+    if len(owners.keys() - {id(None)}) < 2:
+        return  # the module is a table, and nothing else
+    known: set[nn.Module] = set()
+    for path, module in modules.items():
+        if not path or not isinstance(module, nn.Embedding) or module in known:
+            continue
+        around = [modules[part] for part in (path, *_ancestors(path)) if part]
+        weight = module._parameters.get("weight")
+        if (
+            type(weight) is nn.Parameter
+            and not is_lazy(weight)
+            and weight.nbytes >= tuning().table_bytes
+            and weight.layout is torch.strided
+            and module.max_norm is None
+            and id(weight) not in without
+            and len(owners[id(weight)]) == 1
+            and not any(isinstance(each, reads_inside) or is_compiled(each) for each in around)
+        ):
+            known.add(module)
+            yield _Unit(f"{config.group_prefix}{path}.weight", modules=[module], table=id(weight))
+
+
 def _assign(
     modules: dict[str, nn.Module], units: list[_Unit], without: frozenset[int]
 ) -> tuple[list[TensorRef], list[set[int]]]:
     """Every tensor under `modules` once, and for each the indices of the units that need it."""
     by_subtree = {path: i for i, unit in enumerate(units) for path in unit.subtrees}
     by_owner = {path: i for i, unit in enumerate(units) for path in unit.owners}
+    by_table = {unit.table: i for i, unit in enumerate(units) if unit.table}
     found: dict[int, tuple[str, torch.Tensor, dict[tuple[int, str], ParamSlot], set[int]]] = {}
     for path, owner in modules.items():
         home = by_owner.get(path)
@@ -262,7 +306,7 @@ def _assign(
                 fqn = f"{path}.{name}" if path else name
                 _, _, places, used_by = found.setdefault(id(tensor), (fqn, tensor, {}, set()))
                 places[id(owner), name] = ParamSlot(owner, name, is_buffer)
-                used_by.add(home)
+                used_by.add(by_table.get(id(tensor), home))
     refs: list[TensorRef] = []
     users: list[set[int]] = []
     for fqn, holder, places, used_by in found.values():
@@ -313,8 +357,9 @@ def _gather(units: list[_Unit], refs: list[TensorRef], users: list[set[int]]) ->
         target = members[needed_by[0]] if len(needed_by) == 1 else shared.setdefault(needed_by, [])
         target.extend(cluster)
     groups = [
-        GroupSpec(unit.group_id, tuple(refs[i] for i in sorted(mine)), tuple(unit.modules))
+        GroupSpec(unit.group_id, tuple(refs[i] for i in sorted(mine)), tuple(unit.modules), is_table=bool(unit.table))
         for unit, mine in zip(units, members, strict=True)
+        if mine or not unit.table  # a table that shares memory with another weight moves with it
     ]
     for needed_by, mine in shared.items():
         modules = dict.fromkeys(module for i in needed_by for module in units[i].modules)

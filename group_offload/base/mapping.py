@@ -272,6 +272,14 @@ def populate(address: int, num_bytes: int) -> None:
     _libc.madvise(address // mmap.PAGESIZE * mmap.PAGESIZE, num_bytes + address % mmap.PAGESIZE, _MADV_POPULATE_READ)
 
 
+def expect_single_pages(memory: torch.Tensor, *, expected: bool) -> None:
+    """Let the kernel read no more than the pages of a mapped file that are touched; or, as always, pages ahead too."""
+    if _libc is not None and memory.numel():
+        start = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        advice = mmap.MADV_RANDOM if expected else mmap.MADV_NORMAL
+        _libc.madvise(start, memory.data_ptr() + memory.nbytes - start, advice)
+
+
 def trim_heap() -> None:
     """Give memory that was freed inside of the heap of the C library back to the system.
 

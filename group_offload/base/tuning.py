@@ -20,6 +20,9 @@ class Tuning:
     """Descriptors of files that stay open; others are opened for each read. The limit of a process is often 1024."""
     min_mapped_piece_bytes: int = 32 << 20
     """The least size of the pieces that memory is filled in when it is mapped twice."""
+    table_bytes: int = 64 << 20
+    """The least size of an embedding table whose rows are gathered where it rests. The host waits for the indices in each
+    call, which takes as long as a smaller table takes on the link."""
     slow_scan_seconds: float = 1e-3
     """A look into the page map takes longer than this only if the mapped bytes were read: the kernel looks at the pages that
     are present."""

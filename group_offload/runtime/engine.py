@@ -191,6 +191,7 @@ class Engine:
         """Move tensors into separate memory, group by group. In RAM, each group's blobs are freed before the next group."""
         for group in self.groups:
             group.check()
+            group.expect_single_pages(expected=False)  # whole tables are read now
         goes_to_ram = any(
             device.type == "cpu" for group in self.groups for part in group.parts for device in part.devices
         )
@@ -302,7 +303,8 @@ class Engine:
             casts,
             self._trained.ids,
         )
-        self._passes.set_groups(self.groups, self._gates.needs)
+        moving = tuple(group for group in self.groups if not group.is_table)
+        self._passes.set_groups(moving, self._gates.needs)
         parts = [part for group in self.groups for part in group.parts]
         self._refs = tuple(ref for part in parts for ref in part.refs)
         with torch.no_grad():
@@ -312,9 +314,9 @@ class Engine:
         if self._gates.records_graphs:
             share_counters(self.groups)
         # The end of a pass starts the first groups of the next one, if edits in between are detected.
-        wraps = all(part.blob.detects_edits for part in parts)
-        self._lookahead.reset(self.groups, wraps=wraps and self.config.use_stream)
-        self._placer.place(self.groups, is_first=not before)
+        wraps = all(group.detects_edits for group in moving)
+        self._lookahead.reset(moving, wraps=wraps and self.config.use_stream)
+        self._placer.place(moving, is_first=not before)
         self._publish_manifest()
         # Old files are closed only now: they have to exist until the manifest names the new ones.
         in_use = {*parts}
@@ -323,6 +325,8 @@ class Engine:
                 if part not in in_use and not part.is_given_up:
                     part.blob.close(forget=True)
         self._trained.guard(self._refs)
+        for group in self.groups:
+            group.expect_single_pages(expected=True)
         self._install_gates()
 
     def _publish_manifest(self) -> None:

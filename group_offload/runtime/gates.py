@@ -50,6 +50,7 @@ from .calls import Call
 from .groups.group import Group
 from .passes import Passes
 from .placer import Placer
+from .tables import GatheredRows
 
 HANDLE = "_group_offload_handle"
 """The attribute of an offloaded module that leads to its handle."""
@@ -72,6 +73,8 @@ class Gate(Around):
         self.is_root = is_root
         self.groups: tuple[Group, ...] = ()
         """The groups that the call needs. The group that is needed longest comes first."""
+        self.tables: tuple[Group, ...] = ()
+        """The table of an embedding that stays where it rests."""
         self._gates = gates
         self.compiled = module.__dict__.get(COMPILED_CALL)
         self.bypassing: BypassingCall | None = None
@@ -140,7 +143,10 @@ class Gate(Around):
             passes.begin_call(this, args, kwargs)
             args, kwargs = self._inputs(args, kwargs)
             call: Callable[..., Any] = self.module._call_impl if self.compiled is None else self.compiled
-            if self.groups and is_profiler_enabled():
+            if self.tables:
+                # Compiled code has the table in its place, so torch's own Python calls the module.
+                compiler, call = None, GatheredRows(self.module, gates.backend).call
+            elif self.groups and is_profiler_enabled():
                 call = partial(_call_in_range, call, self.groups[-1].group_id)
             with backward.hooks() or nullcontext():
                 selective.show(modes)
@@ -315,7 +321,7 @@ class Gates:
         self, top: nn.Module, config: OffloadConfig, passes: Passes, backward: Backward, placer: Placer
     ) -> None:
         self._top = top
-        self._backend = config.backend
+        self.backend = config.backend
         self._non_blocking = config.non_blocking
         self._skip_inputs = frozenset(config.exclude_kwargs)
         self.passes = passes
@@ -339,7 +345,7 @@ class Gates:
     @property
     def groups_of(self) -> dict[nn.Module, tuple[Group, ...]]:
         """For each module with a gate, the groups that its calls need."""
-        return {module: gate.groups for module, gate in (self._gates | self._inner).items()}
+        return {module: (*gate.groups, *gate.tables) for module, gate in (self._gates | self._inner).items()}
 
     def needs(self, module: nn.Module) -> tuple[Group, ...]:
         """The groups that a call of a module needs. (The call itself may have replaced the gate.)"""
@@ -371,7 +377,10 @@ class Gates:
         self._gates = {} if root_gate is None else {self._top: root_gate}
         for module, found in needs.items():
             gate = self._gates.get(module, Gate(self, module, is_root=module is self._top))
-            gate.groups = tuple(sorted(found, key=lambda group: -group.height))
+            gate.tables = tuple(group for group in found if group.is_table)
+            gate.groups = tuple(
+                sorted((group for group in found if not group.is_table), key=lambda group: -group.height)
+            )
             self._gates[module] = gate
             if gate is not root_gate:
                 gate.install()
@@ -413,7 +422,7 @@ class Gates:
 
     def move_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The inputs of a call on the onload device. Inputs that the options exclude stay where they are."""
-        backend, non_blocking = self._backend, self._non_blocking
+        backend, non_blocking = self.backend, self._non_blocking
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             return tensor if tensor.device == backend.device else backend.bring(tensor, non_blocking=non_blocking)

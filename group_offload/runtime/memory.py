@@ -370,6 +370,8 @@ def size_rings(groups: Iterable[Group], config: OffloadConfig) -> dict[int, int]
 def bytes_in_turn(root: nn.Module, config: OffloadConfig) -> int:
     """The approximate bytes that weights of `root` take turns in on the device, once offloaded. No weight is touched."""
     sizes = [
-        sum(span_bytes(ref.tensor) for ref in spec.tensors) for spec in partition(root, config, is_compiled).groups
+        sum(span_bytes(ref.tensor) for ref in spec.tensors)
+        for spec in partition(root, config, is_compiled).groups
+        if not spec.is_table
     ]
     return sum(nlargest(config.num_slots, sizes))

@@ -84,7 +84,9 @@ def build_groups(
                 _refuse_what_is_in_no_file(plans, views)
             _adopt(views, homes, made, lambda checkpoint: False, is_promised=is_promised)
         else:
-            _adopt_for_ram(views, config, homes, made, wait)
+            tables = _only(views, lambda plan: plan.spec.is_table)
+            _adopt(tables, homes, made, lambda checkpoint: False)
+            _adopt_for_ram(_only(views, lambda plan: not plan.spec.is_table), config, homes, made, wait)
         for plan in plans:
             for ref in plan.fresh:  # these are going to be read
                 file_map.check(ref.fqn, ref.tensor.detach())
@@ -165,7 +167,8 @@ def _rest_in_ram(
             for plan in run:
                 _cast(plan.fresh, casts)
             layouts = [_lay_out(plan.fresh) for plan in run]
-            segment = Segment(sum(layout.num_bytes for layout in layouts), backend, pin=pins, wait=wait)
+            num_bytes = sum(layout.num_bytes for layout in layouts)
+            segment = Segment(num_bytes, backend, pin=pins and not run[0].spec.is_table, wait=wait)
             tensors = [[ref.tensor.detach() for ref in plan.fresh] for plan in run]
             segment.fill(list(zip(layouts, tensors, strict=True)))
             del tensors
@@ -213,7 +216,7 @@ def _runs_of(plans: Iterable[_Plan]) -> Iterator[list[_Plan]]:
         if not plan.fresh:
             continue
         size = _lay_out(plan.fresh).num_bytes
-        if run and num_bytes + size > tuning().segment_bytes:
+        if run and (num_bytes + size > tuning().segment_bytes or plan.spec.is_table or run[-1].spec.is_table):
             yield run
             run, num_bytes = [], 0
         run.append(plan)
@@ -240,6 +243,12 @@ def _find_views(plans: Sequence[_Plan], casts: Mapping[int, torch.dtype], file_m
         for file, mine_there in by_file.items():
             found.setdefault(file, []).append((plan, mine_there))
     return found
+
+
+def _only(views: _Views, wanted: Callable[[_Plan], bool]) -> _Views:
+    """The same for some of the groups."""
+    found = {file: [(plan, mine) for plan, mine in users if wanted(plan)] for file, users in views.items()}
+    return {file: users for file, users in found.items() if users}
 
 
 def _adopt(

@@ -11,6 +11,7 @@ import torch
 
 from ...base.device import plain_empty
 from ...base.layout import as_bytes, span_bytes
+from ...base.mapping import expect_single_pages
 from ...partition import GroupSpec
 from ...stores.base import PlacedBlob
 from ...stores.files import FileBlob
@@ -43,6 +44,8 @@ class Group:
     def __init__(self, spec: GroupSpec, height: int, parts: Sequence[Part]) -> None:
         self.group_id = spec.group_id
         self.modules = spec.modules
+        self.is_table = spec.is_table
+        """Whether rows are gathered where the weight rests. Such a group is never acquired."""
         self.height = height
         self.parts = tuple(parts)
         self.num_bytes = 0
@@ -83,6 +86,12 @@ class Group:
     def is_in_file(self) -> bool:
         """Whether a part of the group is read from a file."""
         return any(isinstance(part.blob, FileBlob) for part in self.parts)
+
+    def expect_single_pages(self, *, expected: bool) -> None:
+        """Say how a table that rests in a file is read: a few rows here and there, or all of it."""
+        if self.is_table and self.is_in_file:
+            for view in self._rest_views:
+                expect_single_pages(view, expected=expected)
 
     @property
     def detects_edits(self) -> bool:

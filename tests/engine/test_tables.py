@@ -1,0 +1,334 @@
+"""Embedding tables whose rows are gathered where the table rests."""
+
+from __future__ import annotations
+
+import copy
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional as F
+
+from group_offload import OffloadHandle, StateError
+from group_offload.base.mapping import cached_bytes, forget_writes
+
+from ..support.on_device import from_file, offload
+from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.tuning import tune
+
+NUM_ROWS, DIM = 4096, 64
+TABLE_BYTES = NUM_ROWS * DIM * 4
+LEVELS = ["block_level", "leaf_level"]
+TIERS = ["ram", "folder", "checkpoint"]
+
+
+class Encoder(nn.Module):
+    """Like a text encoder: a table, blocks, and a norm that is in no block."""
+
+    def __init__(self, embedding: nn.Embedding | None = None) -> None:
+        super().__init__()
+        self.embed = embedding or nn.Embedding(NUM_ROWS, DIM)
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
+        self.norm = nn.LayerNorm(DIM)
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        x = self.embed(indices)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.norm(x)
+
+
+class Scaled(nn.Embedding):
+    """As Gemma's: the scale is a buffer, which belongs on the device."""
+
+    def __init__(self) -> None:
+        super().__init__(NUM_ROWS, DIM)
+        self.register_buffer("scale", torch.tensor([DIM**0.5]), persistent=False)
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        return super().forward(indices) * self.scale
+
+
+class Centred(nn.Embedding):
+    """Uses the table for more than the lookup."""
+
+    def __init__(self) -> None:
+        super().__init__(NUM_ROWS, DIM)
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        assert self.weight.dtype is torch.float32 and self.weight.shape[0] == NUM_ROWS
+        return F.embedding(indices, weight=self.weight) - self.weight.mean(0) + torch.embedding(self.weight, indices)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
+    tune(monkeypatch, table_bytes=TABLE_BYTES)
+    with use_simulated_device(SimulatedDevice(0, "lazy")) as device:
+        yield device
+
+
+def make(embedding: nn.Embedding | None = None) -> Encoder:
+    torch.manual_seed(0)
+    return Encoder(embedding).requires_grad_(False)
+
+
+def offloaded(resident: nn.Module, tier: str, folder: Path, **options: Any) -> tuple[nn.Module, OffloadHandle]:
+    if tier == "checkpoint":
+        model = from_file(resident, folder / "model.safetensors")
+        return model, offload(model, offload_device="disk", **options)
+    model = copy.deepcopy(resident)
+    return model, offload(model, offload_to_disk_path=folder if tier == "folder" else None, **options)
+
+
+def indices(seed: int = 0) -> torch.Tensor:
+    return torch.randint(NUM_ROWS, (2, 7), generator=torch.Generator().manual_seed(seed))
+
+
+def run(device: SimulatedDevice, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The indices are made on the device, by work that is not done yet."""
+    with torch.no_grad(), device.running(strict=True):
+        return device.get(model(device.put(x - 1) + 1))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("kind", [None, Scaled, Centred])
+def test_only_rows_move(kind: Any, tier: str, level: str, device: SimulatedDevice, tmp_path: Path) -> None:
+    resident = make(None if kind is None else kind())
+    model, handle = offloaded(resident, tier, tmp_path, offload_type=level)
+    others = sum(tensor.nbytes for name, tensor in resident.named_parameters() if name != "embed.weight")
+    for number in range(4):
+        before = device.copied_bytes
+        with torch.no_grad():
+            assert torch.equal(run(device, model, indices(number)), resident(indices(number)))
+        if kind is not Centred:
+            assert device.copied_bytes - before < 2 * others < TABLE_BYTES
+    assert any(group.group_id == "embed.weight" and "gathered" in group.where for group in handle.groups)
+    handle.remove()
+    for (name, tensor), expected in zip(model.named_parameters(), resident.parameters(), strict=True):
+        assert torch.equal(tensor, expected), name
+    with torch.no_grad():
+        assert torch.equal(model(indices()), resident(indices()))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("tier", TIERS)
+def test_edits_of_a_table_are_seen(tier: str, level: str, device: SimulatedDevice, tmp_path: Path) -> None:
+    resident = make()
+    model, handle = offloaded(resident, tier, tmp_path, offload_type=level)
+    x = indices()
+    for edit in (
+        lambda each: each.embed.weight.data.mul_(2),
+        lambda each: setattr(each.embed.weight, "data", each.embed.weight.data + 1),
+        lambda each: each.embed.weight.data[int(x[0, 0])].zero_(),
+        lambda each: setattr(each.embed, "weight", nn.Parameter(each.embed.weight.data * 3, requires_grad=False)),
+    ):
+        for each in (model, resident):
+            edit(each)
+        place = model.get_parameter("embed.weight").data_ptr()
+        for _ in range(2):
+            with torch.no_grad():
+                assert torch.equal(run(device, model, x), resident(x))
+        if tier == "folder":  # pages that were written to would stay in RAM
+            assert model.get_parameter("embed.weight").data_ptr() != place
+    handle.remove()
+    assert torch.equal(model.embed.weight, resident.embed.weight)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_it_can_be_switched_off(level: str, device: SimulatedDevice, tmp_path: Path) -> None:
+    resident = make()
+    model, handle = offloaded(resident, "ram", tmp_path, offload_type=level, embeddings_on_cpu=False)
+    before = device.copied_bytes
+    with torch.no_grad():
+        assert torch.equal(run(device, model, indices()), resident(indices()))
+    assert device.copied_bytes - before > TABLE_BYTES
+    assert not any(group.group_id == "embed.weight" for group in handle.groups)
+    handle.remove()
+
+
+class Tied(Encoder):
+    """The head is the table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(DIM, NUM_ROWS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        return self.head(super().forward(indices))
+
+
+class Shared(Encoder):
+    """One module under two names, as in T5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({"embed": self.embed})
+
+
+class Overlapping(Encoder):
+    """The head is a part of the table's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(DIM, 8, bias=False)
+        self.head.weight = nn.Parameter(self.embed.weight.data[:8])
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        return self.head(super().forward(indices))
+
+
+def with_max_norm() -> Encoder:
+    return Encoder(nn.Embedding(NUM_ROWS, DIM, max_norm=1.0))
+
+
+def small() -> Encoder:
+    return Encoder(nn.Embedding(NUM_ROWS - 1, DIM))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("kind", "is_table"), [(Tied, False), (Shared, True), (Overlapping, False), (with_max_norm, False), (small, False)]
+)
+def test_what_is_a_table(kind: Any, is_table: bool, level: str, device: SimulatedDevice) -> None:
+    made = []
+    for _ in range(2):  # a deep copy shares no memory inside
+        torch.manual_seed(0)
+        made.append(kind().requires_grad_(False))
+    model, resident = made
+    handle = offload(model, offload_type=level)
+    assert any("gathered" in group.where for group in handle.groups) == is_table
+    x = indices() % (NUM_ROWS - 1)
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.equal(run(device, model, x), resident(x))
+    handle.remove()
+
+
+def test_a_module_that_is_only_a_table(device: SimulatedDevice) -> None:
+    model = nn.Sequential(nn.Embedding(NUM_ROWS, DIM))
+    resident = copy.deepcopy(model)
+    handle = offload(model)
+    with torch.no_grad():
+        assert torch.equal(run(device, model, indices()), resident(indices()))
+    handle.remove()
+
+
+def test_hooks_see_what_they_see_of_a_resident_model(device: SimulatedDevice, tmp_path: Path) -> None:
+    model, handle = offloaded(make(), "ram", tmp_path)
+    seen = []
+    assert isinstance(model.embed, nn.Module)
+    model.embed.register_forward_hook(
+        lambda module, args, output: seen.append((device.holds(args[0]), device.holds(output)))
+    )
+    for _ in range(2):
+        run(device, model, indices())
+    assert seen == [(True, True)] * 2
+    handle.remove()
+
+
+def test_an_embedding_that_is_called_alone(device: SimulatedDevice, tmp_path: Path) -> None:
+    """Trainers and textual inversion look tokens up without the encoder."""
+    resident = make()
+    model, handle = offloaded(resident, "ram", tmp_path)
+    assert isinstance(model.embed, nn.Module)
+    for _ in range(2):
+        assert torch.equal(run(device, model.embed, indices()), resident.embed(indices()))
+    handle.remove()
+
+
+def test_indices_out_of_range(device: SimulatedDevice, tmp_path: Path) -> None:
+    """An error of the host, where a device would stop for good."""
+    model, handle = offloaded(make(), "ram", tmp_path)
+    with pytest.raises(IndexError, match="out of range"):
+        run(device, model, indices() + NUM_ROWS)
+    with torch.no_grad():
+        assert torch.equal(run(device, model, indices()), make()(indices()))
+    handle.remove()
+
+
+def test_a_budget_knows_that_the_table_stays(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All other weights fit into less than the table takes."""
+    tune(monkeypatch, device_margin_bytes=0)
+    resident = make()
+    model, handle = offloaded(resident, "ram", tmp_path, vram_budget=TABLE_BYTES)
+    for number in range(6):
+        with torch.no_grad():
+            assert torch.equal(run(device, model, indices(number)), resident(indices(number)))
+    stats = handle.stats()
+    assert stats.resident_bytes > 0 and stats.host_bytes > TABLE_BYTES and stats.pinned_bytes < TABLE_BYTES
+    handle.remove()
+
+
+def test_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table that requires gradients refuses them as all offloaded weights do, and stays on the device if it is trained."""
+    tune(monkeypatch, table_bytes=TABLE_BYTES)
+    model = make()
+    model.embed.weight.requires_grad_(True)
+    handle = offload(model)
+    with pytest.raises(StateError, match="gradient"):
+        model(indices()).sum().backward()
+    handle.remove()
+    model, resident = make(), make()
+    handle = offload(model)
+    for each in (model, resident):
+        each.embed.register_forward_hook(lambda module, args, output: output.requires_grad_(True))
+        each.norm.weight.requires_grad_(True)
+        each(indices()).sum().backward()
+    assert model.norm.weight.grad is not None and resident.norm.weight.grad is not None
+    assert torch.equal(model.norm.weight.grad, resident.norm.weight.grad)
+    handle.remove()
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="needs a system that forgets cached pages")
+@pytest.mark.parametrize("tier", ["folder", "checkpoint"])
+def test_only_some_pages_of_a_file_are_read(tier: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tune(monkeypatch, table_bytes=TABLE_BYTES)
+    resident = make()
+    model, handle = offloaded(resident, tier, tmp_path)
+    view = model.embed.weight
+    start = -(-view.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (view.data_ptr() + view.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+    forget_writes(start, size)  # a page that is mapped stays cached
+    for path in tmp_path.rglob("*.safetensors"):
+        with path.open("rb") as file:
+            os.fdatasync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if cached_bytes(start, size):
+        pytest.skip("the file system keeps what it is told to forget")
+    x = torch.tensor([[5, 2000, 4000]])
+    with torch.no_grad():
+        assert torch.equal(model(x), resident(x))
+    assert 0 < cached_bytes(start, size) <= 3 * 2 * mmap.PAGESIZE
+    handle.remove()
+    assert torch.equal(model.embed.weight, resident.embed.weight)
+
+
+def test_torch_compile_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    tune(monkeypatch, table_bytes=TABLE_BYTES)
+    model, resident = make(), make()
+    handle = offload(model)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        for number in range(3):
+            assert torch.equal(compiled(indices(number)), resident(indices(number)))
+    handle.remove()
+
+
+def test_saved_and_loaded(device: SimulatedDevice, tmp_path: Path) -> None:
+    model, handle = offloaded(make(), "folder", tmp_path / "folder")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in model.state_dict().items()}, tmp_path / "saved.safetensors"
+    )
+    for name, tensor in from_file(make(), tmp_path / "saved.safetensors").named_parameters():
+        assert torch.equal(tensor, make().get_parameter(name))
+    handle.remove()
