@@ -90,6 +90,7 @@ class Arm:
         """Worth the time for every model. The others show something only where the model is large."""
         is_pageable = bool(self.options.get("low_cpu_mem_usage"))
         is_special = self.starts_on_device or bool(self.restriction) or self.copies_beside
+        is_special |= "embeddings_on_cpu" in self.options
         return not (self.reads_files or self.is_from_checkpoint or self.is_slow or is_pageable or is_special)
 
     def missing(self) -> str | None:
@@ -110,6 +111,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     ", low_cpu_mem_usage": {"low_cpu_mem_usage": True},
     ", not locked": {"low_cpu_mem_usage": True},
     ", checkpoint": {"offload_device": "disk"},
+    ", tables move": {"embeddings_on_cpu": False},
 }
 """What the parts of a name stand for. This package copies ahead by itself where there are streams; diffusers has to be told."""
 _SLOW = ("no stream", "diffusers block+stream, low", "diffusers leaf+stream, low", "resident, from", "accelerate")
@@ -147,6 +149,7 @@ ARMS = {
         *(f"ours {cut}, disk" for cut in CUTS),
         "ours block, low_cpu_mem_usage",
         "ours block, from the device",
+        *(f"ours {cut}, tables move" for cut in CUTS),
         *(f"ours {cut}, {restriction}" for cut in CUTS for restriction in RESTRICTIONS),
         *(f"diffusers {cut}+stream, low_cpu_mem_usage" for cut in CUTS),
         *(f"{engine} {cut}, no stream" for engine in ("ours", "diffusers") for cut in CUTS),

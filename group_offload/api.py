@@ -66,6 +66,9 @@ def apply_group_offloading(module: nn.Module, options: ModelOptions) -> OffloadH
             cache up to the budget; the others are read from the drive each time they are needed. Weights that are in no
             file stay in RAM, unless `offload_to_disk_path` is given. On the CPU the budget covers all RAM that offloading
             takes. By name only.
+        embeddings_on_cpu: Whether an embedding table of 64 MiB or more stays where it rests. Its rows are gathered there, and
+            only the rows that a call needs go to the device. A table moves as other weights do if another module holds it
+            too, if it is trained, or if `verify_files` is given. By name only.
 
     Returns:
         The handle: groups, statistics, and `remove()`.

@@ -142,7 +142,7 @@ def partition(
         units = list(_block_units(root, config))
     else:
         units = list(_leaf_units(root, config, modules, is_compiled))
-    if config.embeddings_on_cpu:
+    if config.embeddings_on_cpu and not config.verify_files:  # a hash is that of a whole table
         units += _table_units(config, modules, is_compiled, without)
     refs, users = _assign(modules, units, without)
     if not refs and any(map(is_lazy, root.parameters())):
@@ -254,35 +254,41 @@ def _table_units(
     is_compiled: Callable[[nn.Module], bool],
     without: frozenset[int],
 ) -> Iterator[_Unit]:
-    """Large embedding tables that nobody else holds, and that no module around them reads or compiles.
+    """Large embedding tables that only embeddings hold, and that no module around these reads or compiles.
 
     (With `max_norm` a call changes the table, and the device computes norms in another order.)
     """
     reads_inside = (*READS_ITS_CHILDREN, *_adapter_layers())
-    owners: dict[int, set[int]] = {}
-    for module in modules.values():
-        for parameter in module._parameters.values():
-            owners.setdefault(id(parameter), set()).add(id(module))
-    if len(owners.keys() - {id(None)}) < 2:
-        return  # the module is a table, and nothing else
-    known: set[nn.Module] = set()
+    holders: dict[nn.Parameter, dict[nn.Module, list[str]]] = {}
     for path, module in modules.items():
-        if not path or not isinstance(module, nn.Embedding) or module in known:
-            continue
-        around = [modules[part] for part in (path, *_ancestors(path)) if part]
-        weight = module._parameters.get("weight")
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                holders.setdefault(parameter, {}).setdefault(module, []).append(path)
+    if len(holders) < 2:
+        return  # the module is a table, and nothing else
+    for weight, mine in holders.items():
         if (
             type(weight) is nn.Parameter
-            and not is_lazy(weight)
-            and weight.nbytes >= tuning().table_bytes
-            and weight.layout is torch.strided
-            and module.max_norm is None
             and id(weight) not in without
-            and len(owners[id(weight)]) == 1
-            and not any(isinstance(each, reads_inside) or is_compiled(each) for each in around)
+            and not is_lazy(weight)
+            and weight.layout is torch.strided
+            and weight.nbytes >= tuning().table_bytes
+            and all(
+                isinstance(module, nn.Embedding)
+                and module._parameters.get("weight") is weight
+                and module.max_norm is None
+                for module in mine
+            )
+            and not any(
+                isinstance(modules[part], reads_inside) or is_compiled(modules[part])
+                for paths in mine.values()
+                for path in paths
+                for part in (path, *_ancestors(path))
+                if part
+            )
         ):
-            known.add(module)
-            yield _Unit(f"{config.group_prefix}{path}.weight", modules=[module], table=id(weight))
+            first = next(iter(mine.values()))[0]
+            yield _Unit(f"{config.group_prefix}{first}.weight", modules=[*mine], table=id(weight))
 
 
 def _assign(

@@ -254,7 +254,7 @@ def _outline_of(
         num_bytes = lay_out(
             [ref.fqn for ref in group.tensors], [ref.tensor.detach() for ref in group.tensors]
         ).num_bytes
-        if num_bytes:
+        if num_bytes and not group.is_table:
             groups.append(OutlinedGroup(group.group_id, num_bytes, is_outer=height > 0))
     return Outline(name, tuple(groups), num_cast)
 

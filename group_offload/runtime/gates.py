@@ -143,6 +143,8 @@ class Gate(Around):
             passes.begin_call(this, args, kwargs)
             args, kwargs = self._inputs(args, kwargs)
             call: Callable[..., Any] = self.module._call_impl if self.compiled is None else self.compiled
+            for table in self.tables:
+                table.check()
             if self.tables:
                 # Compiled code has the table in its place, so torch's own Python calls the module.
                 compiler, call = None, GatheredRows(self.module, gates.backend).call

@@ -15,9 +15,10 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-from group_offload import OffloadHandle, StateError
+from group_offload import GroupFileError, OffloadHandle, StateError
 from group_offload.base.mapping import cached_bytes, forget_writes
 
+from ..support import tiny_models as tiny
 from ..support.on_device import from_file, offload
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.tuning import tune
@@ -142,6 +143,25 @@ def test_edits_of_a_table_are_seen(tier: str, level: str, device: SimulatedDevic
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("tier", ["ram", "folder"])
+@pytest.mark.parametrize("kind", [tiny.t5, tiny.clip])
+def test_text_encoders(kind: Any, tier: str, level: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Their own forwards, with tied names, positions and masks."""
+    resident = kind().eval()
+    table = resident.get_input_embeddings().weight
+    tune(monkeypatch, table_bytes=table.nbytes)
+    model = copy.deepcopy(resident)
+    handle = offload(model, offload_type=level, offload_to_disk_path=tmp_path if tier == "folder" else None)
+    assert sum("gathered" in group.where for group in handle.groups) == 1
+    x = torch.randint(table.shape[0], (2, 8), generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        with torch.no_grad():
+            for output, expected in zip(model(x).values(), resident(x).values(), strict=True):
+                assert torch.equal(output, expected)
+    handle.remove()
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_it_can_be_switched_off(level: str, device: SimulatedDevice, tmp_path: Path) -> None:
     resident = make()
     model, handle = offloaded(resident, "ram", tmp_path, offload_type=level, embeddings_on_cpu=False)
@@ -173,6 +193,18 @@ class Shared(Encoder):
         self.inner = nn.ModuleDict({"embed": self.embed})
 
 
+class TiedTables(Encoder):
+    """Two embeddings hold one table, as in T5 with transformers 5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Embedding(NUM_ROWS, DIM)
+        self.other.weight = self.embed.weight
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        return super().forward(indices) + self.other(indices)
+
+
 class Overlapping(Encoder):
     """The head is a part of the table's memory."""
 
@@ -195,7 +227,8 @@ def small() -> Encoder:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
-    ("kind", "is_table"), [(Tied, False), (Shared, True), (Overlapping, False), (with_max_norm, False), (small, False)]
+    ("kind", "is_table"),
+    [(Tied, False), (Shared, True), (TiedTables, True), (Overlapping, False), (with_max_norm, False), (small, False)],
 )
 def test_what_is_a_table(kind: Any, is_table: bool, level: str, device: SimulatedDevice) -> None:
     made = []
@@ -210,6 +243,30 @@ def test_what_is_a_table(kind: Any, is_table: bool, level: str, device: Simulate
         with torch.no_grad():
             assert torch.equal(run(device, model, x), resident(x))
     handle.remove()
+
+
+def test_files_that_are_verified_are_read_whole(device: SimulatedDevice, tmp_path: Path) -> None:
+    resident = make()
+    model, handle = offloaded(resident, "folder", tmp_path, verify_files=True)
+    assert not any("gathered" in group.where for group in handle.groups)
+    with torch.no_grad():
+        assert torch.equal(run(device, model, indices()), resident(indices()))
+    handle.remove()
+
+
+def test_a_file_that_is_cut_off(device: SimulatedDevice, tmp_path: Path) -> None:
+    """An error that names the group: a read behind the end of a mapped file would end the process."""
+    model, handle = offloaded(make(), "checkpoint", tmp_path)
+    x = indices()
+    run(device, model, x)
+    path = tmp_path / "model.safetensors"
+    whole = path.read_bytes()
+    os.truncate(path, 4096)
+    for module in (model, model.get_submodule("embed")):
+        with pytest.raises(GroupFileError, match=r"model\.safetensors"):
+            run(device, module, x)
+    path.write_bytes(whole)
+    del model, handle
 
 
 def test_a_module_that_is_only_a_table(device: SimulatedDevice) -> None:

@@ -152,6 +152,52 @@ def test_weights_are_page_locked_in_their_exact_size(model: Model) -> None:
     handle.remove()
 
 
+class Encoder(Model):
+    """With a table that is larger than all of the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(150_000, DIM)
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.words(indices))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("level", ["block_level", "leaf_level"])
+@pytest.mark.parametrize("tier", ["ram", "folder", "checkpoint"])
+def test_an_embedding_table_stays_where_it_rests(
+    tier: str, level: str, is_compiled: bool, device: torch.device, tmp_path: Path
+) -> None:
+    """The indices are made on the device. Only rows go there."""
+    torch.manual_seed(0)
+    model = Encoder().to(torch.bfloat16).eval()
+    table_bytes = model.words.weight.nbytes
+    indices = [torch.randint(150_000, (2, 77), device=device) for _ in range(3)]
+    resident = copy.deepcopy(model).to(device)
+    expected = [run(resident, each) for each in indices]
+    del resident
+    if tier == "checkpoint":
+        save_file(model.state_dict(), tmp_path / "model.safetensors")
+        model.load_state_dict(group_offload_load(tmp_path / "model.safetensors"), assign=True)
+    path = tmp_path if tier == "folder" else None
+    handle = apply_group_offloading(
+        model, offload_type=level, offload_to_disk_path=path, offload_device="disk" if tier == "checkpoint" else "cpu"
+    )
+    call = torch.compile(model) if is_compiled else model
+    forget_peak(device)
+    before = torch.cuda.memory_allocated(device)
+    for _ in range(2):
+        for each, output in zip(indices, expected, strict=True):
+            found = run(call, each)
+            assert torch.equal(found, output) if not is_compiled else torch.allclose(found, output, atol=0.1)
+    assert torch.cuda.max_memory_allocated(device) - before < table_bytes / 2
+    with torch.inference_mode():
+        assert torch.equal(model(indices[0].cpu()), expected[0])
+    handle.remove()
+    assert torch.equal(run(model.to(device), indices[0]), expected[0])
+
+
 def peak_of(model: nn.Module, x: torch.Tensor, device: torch.device) -> int:
     gc.collect()
     torch.accelerator.synchronize()
