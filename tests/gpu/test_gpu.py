@@ -649,7 +649,7 @@ def test_a_checkpoint_is_page_locked_in_pieces(
 
     monkeypatch.setattr(AcceleratorBackend, "pin", counted)
     tune(monkeypatch, segment_bytes=5 << 20)
-    handle = apply_group_offloading(model, offload_type=level, offload_device="disk")
+    handle = apply_group_offloading(model, offload_type=level)
     for _ in range(3):
         assert torch.equal(run(model, x), expected)
     assert pieces
