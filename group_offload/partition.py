@@ -142,8 +142,9 @@ def partition(
         units = list(_block_units(root, config))
     else:
         units = list(_leaf_units(root, config, modules, is_compiled))
-    if config.embeddings_on_cpu and not config.verify_files:  # a hash is that of a whole table
-        units += _table_units(config, modules, is_compiled, without)
+    for weight, holders in _tables(config, modules, is_compiled, without):
+        first = next(path for path, module in modules.items() if module is holders[0])
+        units.append(_Unit(f"{config.group_prefix}{first}.weight", modules=holders, table=id(weight)))
     refs, users = _assign(modules, units, without)
     if not refs and any(map(is_lazy, root.parameters())):
         raise ModuleError(f"{type(root).__name__} has no shapes yet (lazy modules). Run it once before offloading it.")
@@ -248,16 +249,24 @@ def _leaf_units(
     yield from owners.values()
 
 
-def _table_units(
+def tables_of(root: nn.Module, config: OffloadConfig, is_compiled: Callable[[nn.Module], bool]) -> set[int]:
+    """The ids of the embedding tables under `root` that would stay where they rest."""
+    modules = dict(root.named_modules(remove_duplicate=False))
+    return {id(weight) for weight, _ in _tables(config, modules, is_compiled, frozenset())}
+
+
+def _tables(
     config: OffloadConfig,
     modules: dict[str, nn.Module],
     is_compiled: Callable[[nn.Module], bool],
     without: frozenset[int],
-) -> Iterator[_Unit]:
+) -> Iterator[tuple[nn.Parameter, list[nn.Module]]]:
     """Large embedding tables that only embeddings hold, and that no module around these reads or compiles.
 
     (With `max_norm` a call changes the table, and the device computes norms in another order.)
     """
+    if not config.embeddings_on_cpu or config.verify_files:  # a hash is that of a whole table
+        return
     reads_inside = (*READS_ITS_CHILDREN, *_adapter_layers())
     holders: dict[nn.Parameter, dict[nn.Module, list[str]]] = {}
     for path, module in modules.items():
@@ -287,8 +296,7 @@ def _table_units(
                 if part
             )
         ):
-            first = next(iter(mine.values()))[0]
-            yield _Unit(f"{config.group_prefix}{first}.weight", modules=[*mine], table=id(weight))
+            yield weight, [*mine]
 
 
 def _assign(

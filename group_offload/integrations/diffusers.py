@@ -27,9 +27,11 @@ import torch
 from torch import nn
 
 from ..api import apply_group_offloading, handle_of, offload, remove_group_offloading
+from ..base.compiled import is_compiled
 from ..config import ModelOptions, OffloadConfig, OffloadOptions, OffloadType, takes_options
 from ..errors import ConfigError, GroupOffloadError, ModuleError, StateError
 from ..handle import Listener, OffloadHandle, add_listener
+from ..partition import tables_of
 from ..runtime.gates import is_offloaded
 from ..runtime.memory import bytes_in_turn
 from .sharing import shares_of
@@ -122,6 +124,14 @@ class PlannedModel:
         return offload(self.model, self.options, group_prefix=self.group_prefix, ram_share=self.ram_share, casts=casts)
 
     @property
+    def tables(self) -> set[int]:
+        """The ids of embedding tables that will stay where they rest."""
+        try:
+            return tables_of(self.model, OffloadConfig.from_options(self.options), is_compiled)
+        except GroupOffloadError:
+            return set()  # offloaded, the model raises this error
+
+    @property
     def bytes_in_turn(self) -> int:
         """Bytes of device memory, about, that the model's weights take turns in."""
         try:
@@ -164,6 +174,7 @@ def plan_pipeline(pipeline: Any, options: PipelineOptions) -> PipelinePlan:
             options.vram_budget,
             has_folder=options.offload_to_disk_path is not None,
             has_device=common.backend.has_streams,
+            tables=set[int]().union(*(planned.tables for planned in offloaded.values())),
         )
         offloaded |= {name: replace(offloaded[name], ram_share=share) for name, share in shares.items()}
     distinct: dict[int, PlannedModel] = {}

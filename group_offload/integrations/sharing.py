@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -28,6 +28,7 @@ def shares_of(
     *,
     has_folder: bool,
     has_device: bool,
+    tables: Collection[int] = (),
 ) -> dict[str, int]:
     """Bytes of RAM for each model's weights that rest in files, by the model's name in the pipeline.
 
@@ -42,6 +43,7 @@ def shares_of(
         has_folder: Whether weights that are in no file get one.
         has_device: Whether the device has separate memory. If not, slots are in RAM too, and the model that runs may use
             all the rest.
+        tables: The ids of embedding tables that stay where they rest. Those in files need no RAM.
 
     Raises:
         ConfigError: the budget is not understood, or is too small.
@@ -54,10 +56,10 @@ def shares_of(
         distinct.setdefault(id(model), name)
     loads, in_ram, num_readers = [], 0, 0
     for name in distinct.values():
-        in_files, anonymous, num_tensors = _bytes_of(models[name])
+        in_files, anonymous, num_tensors, tables_in_ram = _bytes_of(models[name], tables)
         in_ram += anonymous
         must = 0 if has_folder else anonymous
-        wanted = in_files + anonymous - must
+        wanted = in_files + anonymous - (tables_in_ram if has_folder else must)
         if wanted:
             num_readers += 1
             wanted += num_tensors * DATA_ALIGNMENT  # padding around each tensor
@@ -72,14 +74,16 @@ def shares_of(
     return {name: by_model[id(model)] for name, model in models.items()}
 
 
-def _bytes_of(model: nn.Module) -> tuple[int, int, int]:
-    """Bytes of weights that are views of files, bytes of all other weights, and the number of tensors."""
+def _bytes_of(model: nn.Module, tables: Collection[int]) -> tuple[int, int, int, int]:
+    """Bytes of weights, but not tables, that are views of files; bytes of all other weights; the number of tensors; bytes of
+    the tables that are among the others."""
     files = FileMap()
-    in_files = anonymous = 0
+    in_files = anonymous = tables_in_ram = 0
     tensors = {id(each): each for each in (*model.parameters(), *model.buffers()) if not is_lazy(each)}
     for tensor in tensors.values():
         if tensor.device.type == "cpu" and files.find(tensor.detach()) is None:
             anonymous += tensor.nbytes
-        else:
+            tables_in_ram += tensor.nbytes if id(tensor) in tables else 0
+        elif id(tensor) not in tables:
             in_files += tensor.nbytes
-    return in_files, anonymous, len(tensors)
+    return in_files, anonymous, len(tensors), tables_in_ram

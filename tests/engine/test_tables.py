@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 
 from group_offload import GroupFileError, OffloadHandle, StateError
 from group_offload.base.mapping import cached_bytes, forget_writes
+from group_offload.integrations.sharing import shares_of
 
 from ..support import tiny_models as tiny
 from ..support.on_device import from_file, offload
@@ -324,6 +326,20 @@ def test_a_budget_knows_that_the_table_stays(
     stats = handle.stats()
     assert stats.resident_bytes > 0 and stats.host_bytes > TABLE_BYTES and stats.pinned_bytes < TABLE_BYTES
     handle.remove()
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+def test_no_ram_is_kept_for_a_table(in_file: bool, tmp_path: Path) -> None:
+    """A pipeline's RAM goes to weights that are sent as a whole."""
+    model = from_file(make(), tmp_path / "model.safetensors") if in_file else make()
+    budget = psutil.Process().memory_info().rss + (1 << 30)
+    shares = [
+        shares_of({"text_encoder": model}, budget, None, has_folder=not in_file, has_device=True, tables=tables)[
+            "text_encoder"
+        ]
+        for tables in ((), {id(model.get_parameter("embed.weight"))})
+    ]
+    assert shares[0] - shares[1] == TABLE_BYTES and shares[1] > 0
 
 
 def test_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
