@@ -93,6 +93,7 @@ class OffloadHandle:
     def __init__(self, module: nn.Module, engine: Engine) -> None:
         self.module = module
         self._engine: Engine | None = engine
+        engine.tell_before_forward(_before_forward)
 
     @property
     def config(self) -> OffloadConfig:
@@ -108,6 +109,11 @@ class OffloadHandle:
     def groups(self) -> tuple[GroupInfo, ...]:
         """The groups, in registration order."""
         return tuple(_describe(group) for group in self._live.groups)
+
+    @property
+    def missing_bytes(self) -> int:
+        """The device memory that the next forward takes for weights, beside what the module has by now."""
+        return self._live.missing_bytes
 
     @property
     def root_gate(self) -> Gate:
@@ -260,7 +266,8 @@ def _describe(group: Group) -> GroupInfo:
 class Listener:
     """Hears of each module that is offloaded or restored, so that integrations can show it to their libraries.
 
-    Order of calls: applying, applied, removed; removed also comes after an `applied` that raised.
+    Order of calls: applying, applied, before_forward for each forward, removed; removed also comes after an `applied` that
+    raised.
     """
 
     def applying(self, module: nn.Module) -> None:
@@ -268,6 +275,9 @@ class Listener:
 
     def applied(self, handle: OffloadHandle) -> None:
         """The module is offloaded. If this raises, offloading is undone."""
+
+    def before_forward(self, module: nn.Module) -> None:
+        """A forward begins, and has taken no device memory yet."""
 
     def removed(self, handle: OffloadHandle) -> None:
         """The module is restored."""
@@ -278,3 +288,8 @@ listeners: list[Listener] = []
 
 def add_listener(listener: Listener) -> None:
     listeners.append(listener)
+
+
+def _before_forward(module: nn.Module) -> None:
+    for listener in listeners:
+        listener.before_forward(module)

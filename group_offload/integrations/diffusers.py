@@ -34,12 +34,15 @@ from ..handle import Listener, OffloadHandle, add_listener
 from ..partition import tables_of
 from ..runtime.gates import is_offloaded
 from ..runtime.memory import bytes_in_turn
+from .modular import is_modular
 from .sharing import shares_of
 
 logger = logging.getLogger("group_offload")
 
 HOOK_NAME = "group_offloading"
 _SEAM = "_apply_group_offloading"
+_ASKED = "_group_offload_asked"
+"""The attribute of a modular pipeline that has the arguments with which it was offloaded."""
 
 
 # ------------------------------------------------------------------------------------------------ pipelines
@@ -61,7 +64,8 @@ def enable_group_offload(pipeline: Any, options: PipelineOptions) -> dict[str, O
     which explains the arguments that are not listed here.
 
     Args:
-        pipeline: Any object with `components`, a dict from names to models and other parts.
+        pipeline: Any object with `components`, a dict from names to models and other parts. Models of a modular pipeline
+            that are offloaded already stay as they are: call this again after more components were loaded.
         exclude_modules: Names of models that are moved to the device as a whole instead.
         model_options: Options of single models that differ: `{"vae": {"offload_type": "leaf_level"}}`. All options of
             `apply_group_offloading` are possible.
@@ -83,7 +87,11 @@ def enable_group_offload(pipeline: Any, options: PipelineOptions) -> dict[str, O
     by_model: dict[int, OffloadHandle] = {}
     with undone_on_error() as undo:
         for planned in plan.offloaded:
-            if handle_of(planned.model) is None:
+            known = handle_of(planned.model)
+            if known is not None and is_modular(pipeline):
+                by_model[id(planned.model)] = known
+                continue
+            if known is None:
                 undo.callback(remove_group_offloading, planned.model)
             by_model[id(planned.model)] = planned.offload()
         for model in plan.excluded:
@@ -365,7 +373,8 @@ def patch_diffusers() -> None:
 
     `pipe.enable_group_offload(...)`, `model.enable_group_offload(...)` and `diffusers.hooks.apply_group_offloading(...)`
     then take the arguments and defaults of this package (all can be left out) and return handles;
-    `disable_group_offload()` is added. Repeated calls do nothing. `unpatch_diffusers` undoes this.
+    `disable_group_offload()` is added. Modular pipelines get both calls; components that they load later are offloaded as the
+    others were. Repeated calls do nothing. `unpatch_diffusers` undoes this.
 
     Raises:
         ImportError: diffusers is not installed.
@@ -386,8 +395,46 @@ def patch_diffusers() -> None:
         _swap_attribute(ModelMixin, "disable_group_offload", remove_group_offloading),
         _swap_attribute(diffusers.DiffusionPipeline, "enable_group_offload", enable_group_offload),
         _swap_attribute(diffusers.DiffusionPipeline, "disable_group_offload", disable_group_offload),
+        *_patch_modular(getattr(diffusers, "ModularPipeline", None)),
     ]
     _restore = undo
+
+
+def _patch_modular(pipelines: type | None) -> Iterator[Callable[[], None]]:
+    """Give modular pipelines the same calls. Components that come later are offloaded as the others were.
+
+    Yields:
+        What undoes each step.
+    """
+    if pipelines is None:
+        return
+
+    @wraps(enable_group_offload)
+    def enable(pipeline: Any, *args: Any, **kwargs: Any) -> dict[str, OffloadHandle]:
+        handles = enable_group_offload(pipeline, *args, **kwargs)
+        pipeline.__dict__[_ASKED] = args, kwargs
+        return handles
+
+    @wraps(disable_group_offload)
+    def disable(pipeline: Any) -> None:
+        pipeline.__dict__.pop(_ASKED, None)
+        disable_group_offload(pipeline)
+
+    def also_offloads(load: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(load)
+        def loads(pipeline: Any, *args: Any, **kwargs: Any) -> Any:
+            result = load(pipeline, *args, **kwargs)
+            if _ASKED in pipeline.__dict__:
+                asked, named = pipeline.__dict__[_ASKED]
+                enable_group_offload(pipeline, *asked, **named)
+            return result
+
+        return loads
+
+    yield _swap_attribute(pipelines, "enable_group_offload", enable)
+    yield _swap_attribute(pipelines, "disable_group_offload", disable)
+    for name in ("load_components", "update_components"):
+        yield _swap_attribute(pipelines, name, also_offloads(getattr(pipelines, name)))
 
 
 def unpatch_diffusers() -> None:

@@ -5,7 +5,7 @@ The steps of a forward stand in passes.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from types import MappingProxyType
 
@@ -231,6 +231,15 @@ class Engine:
     def slot_bytes(self) -> int:
         """The most device memory that a pass takes for weights that take turns."""
         return self._placer.slot_bytes
+
+    @property
+    def missing_bytes(self) -> int:
+        """The device memory that the next pass takes for weights, beside what the module has by now."""
+        return max(0, self._placer.wanted_bytes - self.counters.device_bytes)
+
+    def tell_before_forward(self, listener: Callable[[nn.Module], None]) -> None:
+        """Call `listener` with the module before each forward takes device memory."""
+        self._passes.before_forward = listener
 
     @property
     def trainable_bytes(self) -> int:

@@ -118,6 +118,8 @@ class Passes:
         self.tasks: dict[int, Any] = {}
         """The runs of autograd that make up the backward in progress. `Backward` adds and removes them."""
         self.is_removed = False
+        self.before_forward: Callable[[nn.Module], None] = lambda root: None
+        """Called before a forward takes device memory."""
         self.lock: Any = threading.RLock()
         """The lock that a pass holds for its length. Models that share weights have one lock."""
         join(self)
@@ -242,6 +244,7 @@ class Passes:
                 f"torch.func (grad, vmap, jvp). Use torch.autograd.grad or torch.autograd.functional, which work, or call "
                 f"remove() before."
             )
+        self.before_forward(self.root)
         self._counters.passes += 1
         self.begin_clean()
         self._thread = threading.get_ident()

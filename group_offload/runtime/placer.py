@@ -145,6 +145,11 @@ class Placer:
         return self._memory.largest + self._window(None) + self._memory.outer_bytes
 
     @property
+    def wanted_bytes(self) -> int:
+        """The device memory that a pass would take for weights: slots, and the groups that the plan leaves on the device."""
+        return self.slot_bytes + sum(group.num_bytes for group in self._budgeter.at(Placement.DEVICE))
+
+    @property
     def has_budget(self) -> bool:
         """Whether there is a budget of device memory."""
         return self._budgeter.vram is not None

@@ -1,0 +1,86 @@
+"""Modular diffusers: components that a manager moves make room for models that are group-offloaded.
+
+[Note: Who makes room]
+`ComponentsManager.enable_auto_cpu_offload` puts a hook on each component. Before the component's forward, the hook asks a
+strategy which others leave the device. It asks only if the component seems to be elsewhere. An offloaded model of diffusers
+seems to be on the device, so nobody would make room for it. A text encoder of transformers seems to be in RAM, and room would
+be made for all of its weights. So the strategy is asked here instead, before a forward takes device memory, for the bytes that
+it takes.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..api import handle_of
+from ..handle import Listener, OffloadHandle, add_listener
+
+_MANAGER = "diffusers.modular_pipelines.components_manager"
+_PIPELINES = "diffusers.modular_pipelines.modular_pipeline"
+
+
+def is_modular(pipeline: Any) -> bool:
+    """Whether this is a modular pipeline of diffusers."""
+    module = sys.modules.get(_PIPELINES)
+    return module is not None and isinstance(pipeline, module.ModularPipeline)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What diffusers' own strategy asks of a model: how much room it needs."""
+
+    num_bytes: int
+
+    def get_memory_footprint(self) -> int:
+        return self.num_bytes
+
+
+class _MakesRoom(Listener):
+    """See [Note: Who makes room]."""
+
+    def before_forward(self, module: nn.Module) -> None:
+        hook, handle = _hook_of(module), handle_of(module)
+        if hook is None or handle is None:
+            return
+        hook.pre_forward = _keep_inputs
+        others = [
+            other
+            for other in hook.other_hooks or ()
+            if other.model.device == hook.execution_device and handle_of(other.model) is None
+        ]
+        strategy = hook.offload_strategy
+        if others and strategy is not None:
+            is_own = isinstance(strategy, sys.modules[_MANAGER].AutoOffloadStrategy)
+            others = strategy(
+                hooks=others,
+                model_id=hook.model_id,
+                model=_Wanted(handle.missing_bytes) if is_own else module,
+                execution_device=hook.execution_device,
+            )
+        for other in others:
+            other.offload()
+        if others:
+            handle.config.backend.release_unused()
+
+    def removed(self, handle: OffloadHandle) -> None:
+        hook = _hook_of(handle.module)
+        if hook is not None:
+            hook.__dict__.pop("pre_forward", None)
+
+
+def _hook_of(module: nn.Module) -> Any:
+    """The hook that a manager put on a component; None if there is none."""
+    hook, manager = module.__dict__.get("_hf_hook"), sys.modules.get(_MANAGER)
+    return hook if manager is not None and isinstance(hook, manager.CustomOffloadHook) else None
+
+
+def _keep_inputs(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """In place of the hook's own step: the module's gate has moved the inputs, and room was made before."""
+    return args, kwargs
+
+
+add_listener(_MakesRoom())

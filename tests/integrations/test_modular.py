@@ -1,0 +1,276 @@
+"""Modular diffusers: pipelines whose components are offloaded, and a manager that moves the others."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import ComponentsManager
+from diffusers.modular_pipelines.components_manager import AutoOffloadStrategy
+from diffusers.modular_pipelines.flux import FluxAutoBlocks
+from diffusers.utils.torch_utils import TorchDeviceBackend
+from torch import nn
+
+from group_offload import apply_group_offloading, disable_group_offload, enable_group_offload
+from group_offload.api import handle_of
+
+from ..support import tiny_models as tiny
+from ..support.pipelines import any_level, any_tier, models_of, tier_options, traces
+
+MIB = 1 << 20
+
+
+def pipeline(manager: ComponentsManager | None = None, **components: Any) -> Any:
+    pipe = FluxAutoBlocks().init_pipeline(components_manager=manager)
+    found = {**tiny.flux_pipeline().components, **components}
+    pipe.update_components(**{name: part for name, part in found.items() if name in pipe._component_specs})
+    return pipe
+
+
+def run(pipe: Any) -> torch.Tensor:
+    images = pipe(
+        prompt=tiny.PROMPT,
+        num_inference_steps=2,
+        height=16,
+        width=16,
+        generator=torch.Generator().manual_seed(0),
+        output_type="pt",
+        max_sequence_length=16,
+        output="images",
+    )
+    assert isinstance(images, torch.Tensor)
+    return images.cpu()
+
+
+@pytest.fixture(scope="module")
+def expected() -> torch.Tensor:
+    pipe = pipeline()
+    pipe.to(tiny.device())
+    return run(pipe)
+
+
+@any_tier
+@any_level
+def test_a_modular_pipeline_is_bit_equal(
+    tier: str, level: str, device: torch.device, tmp_path: Path, expected: torch.Tensor
+) -> None:
+    pipe = pipeline()
+    handles = enable_group_offload(pipe, onload_device=device, offload_type=level, **tier_options(tier, tmp_path))
+    assert handles.keys() == models_of(pipe).keys()
+    for _ in range(2):
+        assert torch.equal(run(pipe), expected)
+    assert all(handle.stats().onloads for handle in handles.values())
+    disable_group_offload(pipe)
+    assert not any(handle_of(model) for model in models_of(pipe).values())
+
+
+def test_diffusers_own_calls(device: torch.device, expected: torch.Tensor, patched: None) -> None:
+    pipe = pipeline()
+    before = {name: traces(model) for name, model in models_of(pipe).items()}
+    pipe.enable_group_offload(device)
+    assert torch.equal(run(pipe), expected)
+    pipe.disable_group_offload()
+    assert {name: traces(model) for name, model in models_of(pipe).items()} == before
+
+
+@pytest.mark.parametrize("by", ["load_components", "update_components", "another call"])
+def test_components_that_come_later(
+    by: str, device: torch.device, tmp_path: Path, expected: torch.Tensor, patched: None
+) -> None:
+    pipe = pipeline()
+    vae, pipe.vae = pipe.vae, None
+    pipe.enable_group_offload(device, offload_type="leaf_level")
+    first = handle_of(pipe.transformer)
+    if by == "load_components":
+        vae.save_pretrained(tmp_path)
+        pipe._component_specs["vae"].pretrained_model_name_or_path = str(tmp_path)
+        pipe.load_components(names="vae")
+    elif by == "update_components":
+        pipe.update_components(vae=vae)
+    else:
+        pipe.vae = vae
+        assert enable_group_offload(pipe, onload_device=device)["transformer"] is first
+    handle = handle_of(pipe.vae)
+    assert handle is not None and handle_of(pipe.transformer) is first
+    assert handle.config.offload_type == ("block_level" if by == "another call" else "leaf_level")
+    assert torch.equal(run(pipe), expected)
+    pipe.disable_group_offload()
+    pipe.update_components(vae=tiny.flux_pipeline().vae)
+    assert handle_of(pipe.vae) is None
+
+
+def test_two_pipelines_share_components(device: torch.device, expected: torch.Tensor, patched: None) -> None:
+    manager = ComponentsManager()
+    first = pipeline(manager)
+    handles = first.enable_group_offload(device)
+    second = pipeline(manager, **first.components)
+    assert second.enable_group_offload(device) == handles
+    for pipe in (first, second, first):
+        assert torch.equal(run(pipe), expected)
+    first.disable_group_offload()
+
+
+# ---------------------------------------------------------------- a manager that moves components
+
+
+class Other(nn.Module):
+    """A component that is on the device until it is asked to leave."""
+
+    def __init__(self, num_bytes: int, place: torch.device) -> None:
+        super().__init__()
+        self.num_bytes, self.device = num_bytes, place
+
+    def get_memory_footprint(self) -> int:
+        return self.num_bytes
+
+    def to(self, place: Any) -> Other:  # type: ignore[override]
+        self.device = torch.device(place)
+        return self
+
+
+class Managed:
+    """Our model among the components of a manager, with others that are on the device."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, device: torch.device, free: int, *sizes: int) -> None:
+        self.place = torch.device(device.type, 0)
+        self.free = free
+        patch.setattr(TorchDeviceBackend, "mem_get_info", lambda backend: (self.room, 1 << 40))
+        self.model = tiny.flux_transformer()
+        self.others = [Other(size, self.place) for size in sizes]
+        self.manager = ComponentsManager()
+        for number, part in enumerate([self.model, *self.others]):
+            self.manager.add(f"part{number}", part)
+
+    def offload(self) -> Any:
+        return apply_group_offloading(self.model, self.place, num_blocks_per_group=1)
+
+    def manage(self, strategy: Any = None) -> None:
+        self.manager.enable_auto_cpu_offload(self.place, memory_reserve_margin="0MB", offload_strategy=strategy)
+        for other in self.others:
+            other.to(self.place)
+
+    def begin(self, order: str, strategy: Any = None) -> None:
+        for step in (self.offload, lambda: self.manage(strategy))[:: 1 if order == "ours first" else -1]:
+            step()
+
+    @property
+    def room(self) -> int:
+        """The device memory that is free, with that of others who left."""
+        return self.free + sum(other.num_bytes for other in self.others if other.device != self.place)
+
+    @property
+    def are_there(self) -> list[bool]:
+        return [other.device == self.place for other in self.others]
+
+    def run(self) -> torch.Tensor:
+        return tiny.call(self.model, tiny.flux_inputs())
+
+
+any_order = pytest.mark.parametrize("order", ["ours first", "the manager first"])
+
+
+@any_order
+@pytest.mark.parametrize(("free", "stay"), [(1 << 40, [True, True]), (0, [True, False])])
+def test_others_make_room(
+    free: int, stay: list[bool], order: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The smallest of them that is enough leaves, before the forward takes memory."""
+    managed = Managed(monkeypatch, device, free, 64 * MIB, 32 * MIB)
+    expected = tiny.call(tiny.flux_transformer().to(device), tiny.flux_inputs())
+    managed.begin(order)
+    seen: list[list[bool]] = []
+    managed.model.transformer_blocks[0].register_forward_pre_hook(lambda *_: seen.append(managed.are_there))
+    for _ in range(2):
+        assert torch.equal(managed.run(), expected)
+    assert seen == [stay, stay]
+
+
+@pytest.mark.parametrize("looks_away", [False, True], ids=["diffusers", "transformers"])
+def test_only_what_a_pass_takes_counts(looks_away: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that take turns need less than all of them at once, also for a model that says it is in RAM."""
+    managed = Managed(monkeypatch, device, 0, 64 * MIB)
+    handle = managed.offload()
+    managed.free = handle.missing_bytes + 1
+    assert managed.free < managed.model.get_memory_footprint()
+    managed.manage()
+    if looks_away:
+        monkeypatch.setattr(type(managed.model), "device", torch.device("meta"))
+    managed.run()
+    assert managed.are_there == [True]
+    managed.free = -1
+    managed.run()
+    assert managed.are_there == [False]
+
+
+def test_a_strategy_of_the_users_own(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def strategy(hooks: Any, model_id: str, model: nn.Module, execution_device: torch.device) -> Any:
+        asked.append((len(hooks), model))
+        return hooks[1:]
+
+    managed = Managed(monkeypatch, device, 1 << 40, MIB, MIB)
+    managed.begin("ours first", strategy)
+    managed.run()
+    assert asked == [(2, managed.model)] and managed.are_there == [True, False]
+
+
+@any_order
+@pytest.mark.parametrize("ends_first", ["ours", "the manager"])
+def test_undone_in_both_orders(
+    ends_first: str, order: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    managed = Managed(monkeypatch, device, 0, MIB)
+    expected = tiny.call(copy.deepcopy(managed.model).to(device), tiny.flux_inputs())
+    managed.manage()
+    managed.manager.disable_auto_cpu_offload()
+    before = traces(managed.model)  # the manager leaves something behind
+    managed.begin(order)
+    assert torch.equal(managed.run(), expected)
+    handle = handle_of(managed.model)
+    assert handle is not None
+    for step in (handle.remove, managed.manager.disable_auto_cpu_offload)[:: 1 if ends_first == "ours" else -1]:
+        step()
+        managed.model.to(device)
+        assert torch.equal(managed.run(), expected)
+    assert traces(managed.model) == before
+
+
+def test_the_manager_goes_on_after_ours(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    managed = Managed(monkeypatch, device, 0, MIB)
+    managed.begin("ours first")
+    managed.run()
+    handle = handle_of(managed.model)
+    assert handle is not None
+    handle.remove()
+    managed.others[0].to(managed.place)
+    managed.model.to("cpu")
+    managed.run()
+    assert managed.are_there == [False] and managed.model.device.type == managed.place.type
+    assert isinstance(managed.manager._offload_strategy, AutoOffloadStrategy)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+@any_order
+def test_a_real_model_makes_room(order: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    managed = Managed(monkeypatch, device, 1 << 40)
+    other = tiny.kl()
+    managed.manager.add("other", other)
+    expected = [
+        tiny.call(tiny.flux_transformer().to(device), tiny.flux_inputs()),
+        tiny.call(tiny.kl().to(device), tiny.kl_inputs()),
+    ]
+    managed.begin(order)
+    for _ in range(2):
+        managed.free = 1 << 40
+        assert torch.equal(tiny.call(other, tiny.kl_inputs()), expected[1])
+        assert other.device == managed.place
+        assert torch.equal(managed.run(), expected[0])
+        assert other.device == managed.place
+        managed.free = -1
+        assert torch.equal(managed.run(), expected[0])
+        assert other.device.type == "cpu"
