@@ -5,7 +5,7 @@ The steps of a forward stand in passes.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from types import MappingProxyType
 
@@ -30,6 +30,7 @@ from .foresight.lookahead import LookAhead
 from .gates import Gate, Gates, is_offloaded
 from .groups.build import build_groups, materialise
 from .groups.group import Group
+from .groups.part import Part
 from .groups.trained import Trained
 from .groups.versions import share_counters
 from .measure.counters import Counters
@@ -55,6 +56,8 @@ class Engine:
         self.root = root
         self.config = config
         self.groups: tuple[Group, ...] = ()
+        self._replaced: dict[Part, None] = {}
+        """The parts of earlier groups whose blobs are to be closed. An interrupt may leave some for the next cut."""
         self.counters = Counters()
         self._refs: tuple[TensorRef, ...] = ()
         backend = config.backend
@@ -169,6 +172,7 @@ class Engine:
             self._memory.release()
             self._changes.invalidate()  # the next forward then offloads weights again that were moved out
             self._give_up_blobs()
+            self._close_replaced({part for group in self.groups for part in group.parts})
             self._trained.give_back()
             if self._folder is not None:
                 self._folder.keep_manifest()
@@ -303,7 +307,7 @@ class Engine:
             self._lookahead.abandon()
             self._probe.stopwatch.clear()
             self._memory.release()
-        self.groups = build_groups(
+        groups = build_groups(
             self.root,
             self.config,
             self._folder,
@@ -312,6 +316,8 @@ class Engine:
             casts,
             self._trained.ids,
         )
+        self._replaced |= dict.fromkeys(part for group in before for part in group.parts)
+        self.groups = groups
         moving = tuple(group for group in self.groups if not group.is_table)
         self._passes.set_groups(moving, self._gates.needs)
         parts = [part for group in self.groups for part in group.parts]
@@ -328,15 +334,17 @@ class Engine:
         self._placer.place(moving, is_first=not before)
         self._publish_manifest()
         # Old files are closed only now: they have to exist until the manifest names the new ones.
-        in_use = {*parts}
-        for group in before:
-            for part in group.parts:
-                if part not in in_use and not part.is_given_up:
-                    part.blob.close(forget=True)
+        self._close_replaced({*parts})
         self._trained.guard(self._refs)
         for group in self.groups:
             group.expect_single_pages(expected=True)
         self._install_gates()
+
+    def _close_replaced(self, in_use: Collection[Part]) -> None:
+        for part in self._replaced:
+            if part not in in_use and not part.is_given_up:
+                part.blob.close(forget=True)
+        self._replaced = {}
 
     def _publish_manifest(self) -> None:
         blobs = [part.blob for group in self.groups for part in group.parts]

@@ -139,11 +139,13 @@ class Checkpoint(SourceFile):
             self.release()
 
     def rest_mappings(self) -> Sequence[tuple[int, int]]:
-        return [(start, end - start) for start, end in self._rest_pages().all]
+        return [(start, end - start) for start, end in self._rest_pages(self._rest_blobs()).all]
 
-    def _rest_pages(self) -> _Pages:
-        if self._pages is None:
-            self._pages = _Pages(self._rest_blobs())
+    def _rest_pages(self, blobs: Sequence[CheckpointBlob]) -> _Pages:
+        # A blob that was never closed, because of an interrupt, may have gone. Its pages are another blob's by now, maybe one
+        # of another `Checkpoint`: whoever forgets them loses that blob's edits.
+        if self._pages is None or self._pages.num_blobs != len(blobs):
+            self._pages = _Pages(blobs)
         return self._pages
 
     def _rest_blobs(self) -> list[CheckpointBlob]:
@@ -152,7 +154,8 @@ class Checkpoint(SourceFile):
     def commit_edits(self, wait: Callable[[], None], looks: Looks = NO_LOOKS) -> bool:
         """Find the blobs whose weights at rest were edited: they have to be made again, elsewhere."""
         self.check()
-        blobs, pages = self._rest_blobs(), self._rest_pages()
+        blobs = self._rest_blobs()
+        pages = self._rest_pages(blobs)
         for start, end in pages.all:
             started = time.perf_counter()
             written = written_pages(start, end - start, looks)
@@ -184,6 +187,7 @@ class _Pages:
     """The memory that weights of some blobs rest in."""
 
     def __init__(self, blobs: Sequence[CheckpointBlob]) -> None:
+        self.num_blobs = len(blobs)
         spans = merged([(start, start + num_bytes) for blob in blobs for start, _, num_bytes in blob.mapped])
         # Blobs of one file mostly lie in one mapping, one after another: few scans serve all of them.
         self.all = merged([(start // PAGE * PAGE, -(-end // PAGE) * PAGE) for start, end in spans])

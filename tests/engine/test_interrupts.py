@@ -28,6 +28,7 @@ from group_offload.runtime.groups import group, part, tensors, wrapped
 from group_offload.runtime.passes import Passes
 from group_offload.runtime.slots import arena
 from group_offload.runtime.slots import slot as slots
+from group_offload.stores.checkpoint import CheckpointBlob
 
 from .. import interrupts
 from ..interrupts import OPERATIONS, SCENARIOS, Place, Places, Scenario, Strike, contained
@@ -35,6 +36,7 @@ from ..support.asserts import assert_at_rest, assert_same
 from ..support.drivers import LockingDriver
 from ..support.inside import engine_of
 from ..support.models import Model, inputs, make
+from ..support.on_device import from_file
 from ..support.processes import run_python
 from ..support.rigs import check, offload_to, run
 from ..support.simulated import SimulatedDevice, use_simulated_device
@@ -381,6 +383,28 @@ def test_an_interrupt_while_weights_move_to_a_new_file(tmp_path: Path) -> None:
         edit((model, reference))
         assert_same(run(model, inputs()), run(reference, inputs()))
         assert_at_rest(model, reference)
+    handle.remove()
+    assert_at_rest(model, reference)
+
+
+def test_an_interrupt_before_old_blobs_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are closed all the same, and no page that they had counts as theirs: it has edits of others by then."""
+    model, reference = (from_file(make(Model, 4, 64), tmp_path / "model.safetensors") for _ in range(2))
+    handle = offload_to(tmp_path, model)
+    check(model, reference, inputs(0, 3, 64))
+    for both in (model, reference):
+        both.blocks[2].down.weight.data[30].mul_(0.75)  # in a page that no other weight has bytes in
+    before = {part.blob for each in engine_of(handle).groups for part in each.parts}
+    with monkeypatch.context() as patch:
+        raises_once(Passes, "set_groups", patch)
+        with pytest.raises(KeyboardInterrupt):
+            run(model, inputs(0, 3, 64))
+    check(model, reference, inputs(0, 3, 64))
+    (old,) = before - {part.blob for each in engine_of(handle).groups for part in each.parts}
+    assert isinstance(old, CheckpointBlob) and old not in old.store.blobs
+    for both in (model, reference):
+        both.blocks[2].up.weight.data.mul_(0.75)
+    check(model, reference, inputs(0, 3, 64))
     handle.remove()
     assert_at_rest(model, reference)
 

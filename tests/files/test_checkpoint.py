@@ -28,6 +28,7 @@ from torch import nn
 from transformers import T5EncoderModel
 
 from group_offload import ConfigError, GroupFileError, OffloadHandle, apply_group_offloading
+from group_offload.stores.checkpoint import Checkpoint, CheckpointBlob, FileMap
 
 from ..support import tiny_models as tiny
 from ..support.asserts import named_tensors, same_bits
@@ -622,3 +623,18 @@ def test_a_checkpoint_behind_a_link(then: str, where: Where, tmp_path: Path) -> 
         assert torch.equal(where.call(model, **given), expected)
     handle.remove()
     assert_at_rest(model, resident)
+
+
+def test_pages_of_a_blob_that_was_never_closed_are_nobodys(tmp_path: Path) -> None:
+    """Their next edits may be those of a blob of another `Checkpoint`, which has to find them."""
+    model = from_file(Model(1, 64), tmp_path / "model.safetensors")
+    weights = [model.blocks[0].up.weight.detach(), model.gain.detach()]
+    spans = [span for span in map(FileMap().find, weights) if span is not None]
+    checkpoint = Checkpoint(spans)
+    blobs = [CheckpointBlob([""], [weight], [span], checkpoint) for weight, span in zip(weights, spans, strict=True)]
+    assert not checkpoint.commit_edits(lambda: None)
+    del blobs[0]
+    weights[0].fill_(1.0)
+    assert not checkpoint.commit_edits(lambda: None)
+    assert weights[0].eq(1.0).all()
+    blobs[0].close(forget=False)
