@@ -8,15 +8,12 @@ import weakref
 import pytest
 import torch
 
-from ..support.versions import TORCH
-
 
 class Packed:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
 
-@pytest.mark.skipif(TORCH != (2, 13), reason="known of torch 2.13 only")
 def test_torch_keeps_a_graph_whose_unpack_hook_raised() -> None:
     """Without this package. Once torch frees it, `tests/interrupts.py` can count that memory again."""
     alive: weakref.WeakSet[Packed] = weakref.WeakSet()
