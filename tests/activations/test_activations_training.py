@@ -27,6 +27,7 @@ from ..support.activations import offload
 from ..support.asserts import same_bits
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.training import TrainingBlock, assert_same_bits, make, plain, train
+from ..support.versions import TORCH
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -259,7 +260,7 @@ def test_in_a_full_graph_the_error_says_what_to_do() -> None:
     model = small()
     offload(model)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    says_why = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)  # before, torch leaves the reason out
+    says_why = TORCH >= (2, 11)  # before, torch leaves the reason out
     what = r"group_offload offloads activations: use block.compile\(\)" if says_why else "skip_frame"
     with pytest.raises(Exception, match=what):
         compiled(torch.randn(4, 8))

@@ -350,6 +350,14 @@ def test_direct_reads(ask: Ask, device: SimulatedDevice, monkeypatch: pytest.Mon
         assert rows["direct_reads"]["values"] == {"is_direct": True, "stays_cached": False}
 
 
+def test_a_page_that_is_dropped_only_when_asked_again(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel drops no page that it works on itself at that moment."""
+    answers = [True, True, False]
+    monkeypatch.setattr(SourceFile, "is_cached", lambda *args: answers.pop(0) if answers else False)
+    values = ask()["direct_reads"]["values"]
+    assert not values["stays_cached"] and not answers
+
+
 def test_no_direct_reads(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.open
 

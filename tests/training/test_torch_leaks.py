@@ -14,7 +14,6 @@ class Packed:
         self.tensor = tensor
 
 
-@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="known of torch 2.13 only")
 def test_torch_keeps_a_graph_whose_unpack_hook_raised() -> None:
     """Without this package. Once torch frees it, `tests/interrupts.py` can count that memory again."""
     alive: weakref.WeakSet[Packed] = weakref.WeakSet()
