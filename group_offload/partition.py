@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from .base.forward_source import children_read
 from .base.layout import overlapping
 from .base.torch_internals import is_traceable_wrapper_subclass
 from .base.tuning import tuning
@@ -245,6 +246,16 @@ def _leaf_units(
                 modules[holder], _Unit(f"{config.group_prefix}{holder}", modules=[modules[holder]])
             )
             owner.owners.append(path)
+    units = owners | leaves
+    paths = {module: path for path, module in modules.items()}
+    for path, module in modules.items():
+        if any(part in taken for part in (path, *_ancestors(path))):
+            continue
+        for child in children_read(module):  # it is not called: the gate of `module` has to open for its weights
+            above = (modules[part] for part in (paths[child], *_ancestors(paths[child])))
+            unit = next(units[each] for each in above if each in units)
+            if module not in unit.modules:
+                unit.modules.append(module)
     yield from leaves.values()
     yield from owners.values()
 
@@ -268,6 +279,7 @@ def _tables(
     if not config.embeddings_on_cpu or config.verify_files:  # a hash is that of a whole table
         return
     reads_inside = (*READS_ITS_CHILDREN, *_adapter_layers())
+    read = {child for module in modules.values() for child in children_read(module)}
     holders: dict[nn.Parameter, dict[nn.Module, list[str]]] = {}
     for path, module in modules.items():
         for parameter in module._parameters.values():
@@ -286,6 +298,7 @@ def _tables(
                 isinstance(module, nn.Embedding)
                 and module._parameters.get("weight") is weight
                 and module.max_norm is None
+                and module not in read
                 for module in mine
             )
             and not any(

@@ -207,6 +207,13 @@ class TiedTables(Encoder):
         return super().forward(indices) + self.other(indices)
 
 
+class Reading(Encoder):
+    """The head is the table, and nobody else holds it."""
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        return F.linear(super().forward(indices), self.embed.weight)
+
+
 class Overlapping(Encoder):
     """The head is a part of the table's memory."""
 
@@ -230,7 +237,15 @@ def small() -> Encoder:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
     ("kind", "is_table"),
-    [(Tied, False), (Shared, True), (TiedTables, True), (Overlapping, False), (with_max_norm, False), (small, False)],
+    [
+        (Tied, False),
+        (Shared, True),
+        (TiedTables, True),
+        (Reading, False),
+        (Overlapping, False),
+        (with_max_norm, False),
+        (small, False),
+    ],
 )
 def test_what_is_a_table(kind: Any, is_table: bool, level: str, device: SimulatedDevice) -> None:
     made = []

@@ -106,6 +106,22 @@ class Attention(nn.Module):
         return self.mlp(self.mha(x, x, x, need_weights=False)[0])
 
 
+class ReadsChildren(nn.Module):
+    """Computes with weights of its children, and calls one of them too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.table = nn.Linear(WIDTH, WIDTH), nn.Embedding(WIDTH, WIDTH)
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._mixed(self.inner(self.block(x)))
+
+    def _mixed(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.block.up.weight
+        return F.linear(F.linear(x, self.inner.weight, self.inner.bias) @ self.table.weight, weight)[..., :WIDTH]
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -182,6 +198,8 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "direct weights": lambda: wrapped(DirectWeights(), DirectWeights()),
     "MultiheadAttention": lambda: wrapped(Attention(), Attention()),
     "MultiheadAttention as root": Attention,
+    "reads children": lambda: wrapped(ReadsChildren(), ReadsChildren()),
+    "reads children as root": ReadsChildren,
     "TransformerEncoder": encoder,
     "TransformerDecoderLayer": decoder_layer,
     "LSTM": lambda: wrapped(Recurrent(), Recurrent()),

@@ -1,0 +1,123 @@
+"""Models that diffusers says cannot be group-offloaded, and Mamba: modules that read or call parts of others."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DiTTransformer2DModel, HunyuanDiT2DModel, VQModel
+from torch import nn
+from transformers import MambaConfig, MambaModel
+
+from group_offload import ModuleError, apply_group_offloading
+
+from ..support import tiny_models as tiny
+from ..support.asserts import assert_same
+from ..support.rigs import LEVELS, run, run_onloaded
+
+
+def vq() -> nn.Module:
+    return VQModel(
+        block_out_channels=(8, 16),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        norm_num_groups=4,
+        num_vq_embeddings=32,
+    )
+
+
+def mamba() -> nn.Module:
+    return MambaModel(MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4))
+
+
+def dit() -> nn.Module:
+    return DiTTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=4,
+        num_layers=3,
+        sample_size=8,
+        patch_size=2,
+        num_embeds_ada_norm=8,
+    )
+
+
+def hunyuan() -> nn.Module:
+    return HunyuanDiT2DModel(
+        sample_size=16,
+        num_layers=4,
+        patch_size=2,
+        attention_head_dim=8,
+        num_attention_heads=3,
+        cross_attention_dim=8,
+        cross_attention_dim_t5=8,
+        pooled_projection_dim=4,
+        hidden_size=24,
+        text_len=4,
+        text_len_t5=4,
+        activation_fn="gelu-approximate",
+        in_channels=4,
+    )
+
+
+Made = tuple[Callable[[], nn.Module], dict[str, Any]]
+
+CLASSES: dict[str, Made] = {
+    "VQModel": (vq, {"sample": tiny.randn(1, 3, 16, 16)}),
+    "MambaModel": (mamba, {"input_ids": torch.arange(6)[None]}),
+    "DiTTransformer2DModel": (
+        dit,
+        {
+            "hidden_states": tiny.randn(2, 4, 8, 8),
+            "timestep": torch.tensor([1, 2]),
+            "class_labels": torch.tensor([0, 1]),
+        },
+    ),
+    "HunyuanDiT2DModel": (
+        hunyuan,
+        {
+            "hidden_states": tiny.randn(2, 4, 16, 16),
+            "timestep": torch.tensor([1.0, 2.0]),
+            "encoder_hidden_states": tiny.randn(2, 4, 8),
+            "text_embedding_mask": torch.ones(2, 4, dtype=torch.long),
+            "encoder_hidden_states_t5": tiny.randn(2, 4, 8),
+            "text_embedding_mask_t5": torch.ones(2, 4, dtype=torch.long),
+            "image_meta_size": tiny.randn(2, 6),
+            "style": torch.zeros(2, dtype=torch.long),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", CLASSES)
+def test_bits(name: str, level: str) -> None:
+    """Nothing is read where it rests: a device could not read it there."""
+    if (name, level) == ("DiTTransformer2DModel", "block_level"):
+        pytest.skip("calls a part of its first block from outside")
+    make, inputs = CLASSES[name]
+    reference = tiny.seeded(0, make).eval()
+    model = copy.deepcopy(reference)
+    handle = apply_group_offloading(model, "cpu", offload_type=level)
+    for _ in range(3):
+        assert_same(run_onloaded(model, **inputs)[0], run(reference, **inputs)[0])
+    handle.remove()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", [name for name in CLASSES if name != "MambaModel"])
+def test_patched_calls(name: str, level: str, patched: None) -> None:
+    """The class says that diffusers does not support it. Where this package does, it is offloaded."""
+    model = CLASSES[name][0]().eval()
+    if (name, level) == ("DiTTransformer2DModel", "block_level"):
+        for given in ({}, {"offload_type": level}):
+            with pytest.raises(ModuleError, match="offload_type='leaf_level', in a pipeline in model_options"):
+                model.enable_group_offload("cpu", **given)
+        model.enable_group_offload("cpu", "cpu", "leaf_level").remove()
+        return
+    handle = model.enable_group_offload("cpu", offload_type=level)
+    assert handle.is_active
+    handle.remove()

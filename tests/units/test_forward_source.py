@@ -1,0 +1,147 @@
+"""Which children's weights a forward reads, as its source tells."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from group_offload.base.forward_source import children_read
+
+Forward = Callable[..., Any]
+
+
+def decorated(forward: Forward) -> Forward:
+    @functools.wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return call
+
+
+class Parent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.child, self.other = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.inner = nn.Sequential(nn.Linear(4, 4))
+        self.inner.named = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    @property
+    def width(self) -> int:
+        return self.child.weight.shape[0]
+
+    def helper(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.child.weight)
+
+    def unused(self) -> torch.Tensor:
+        return self.other.weight * 2
+
+
+class Reads(Parent):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.child.weight)
+
+
+class ReadsInMethod(Parent):
+    def forward(this, x: torch.Tensor) -> torch.Tensor:
+        return this.helper(x) * this.scale
+
+
+class ReadsInBase(Reads):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1
+
+
+class ReadsInFunction(Parent):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (lambda y: y + [self.child.bias.float()][0])(x)
+
+
+class ReadsBelow(Parent):
+    @decorated
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.inner.named.weight.T
+
+
+class ReadsBuffer(Parent):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - self.other.running_mean.to(x.dtype)
+
+
+class OnlyCalls(Parent):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner.named(self.child(x)) * self.scale * self.width
+
+
+class OnlyLooks(Parent):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if (
+            isinstance(self.child.weight, nn.Parameter)
+            and self.child.bias is not None
+            and hasattr(self.child.weight, "a")
+        ):
+            x = x.to(self.child.weight.dtype).to(self.child.weight.device)
+        return x[: self.child.weight.size(0)]
+
+
+class Writes(Parent):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.child.weight = nn.Parameter(x)
+        return x
+
+
+class CallsItself(Parent):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward(self.helper(x))
+
+
+@pytest.mark.parametrize(
+    ("cls", "names"),
+    [
+        (Reads, ["child"]),
+        (ReadsInMethod, ["child"]),
+        (ReadsInBase, ["child"]),
+        (ReadsInFunction, ["child"]),
+        (ReadsBelow, ["inner.named"]),
+        (ReadsBuffer, ["other"]),
+        (CallsItself, ["child"]),
+        (OnlyCalls, []),
+        (OnlyLooks, []),
+        (Writes, []),
+        (Parent, []),
+    ],
+)
+def test_children(cls: type[Parent], names: list[str]) -> None:
+    module = cls()
+    assert {*children_read(module)} == {module.get_submodule(name) for name in names}
+
+
+def test_a_child_that_is_not_there() -> None:
+    module = Reads()
+    module.child = None
+    assert not [*children_read(module)]
+
+
+def test_a_forward_that_was_exchanged() -> None:
+    class Changing(Parent):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    module = Changing()
+    assert not [*children_read(module)]
+    Changing.forward = Reads.forward  # type: ignore[method-assign]
+    assert [*children_read(module)] == [module.child]
+
+
+def test_a_forward_without_source() -> None:
+    names: dict[str, Any] = {"Parent": Parent}
+    exec("class Sourceless(Parent):\n    def forward(self, x):\n        return x @ self.child.weight", names)
+    assert not [*children_read(names["Sourceless"]())]
+    names["Sourceless"].forward = len
+    assert not [*children_read(names["Sourceless"]())]
