@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -45,7 +45,8 @@ Chain = tuple[str, ...]
 def children_read(module: nn.Module) -> Iterator[nn.Module]:
     """The modules below `module` whose parameters or buffers its forward reads without calling them. Some may come twice."""
     cls = type(module)
-    for chain in _chains_of(cls, inspect.getattr_static(cls, "forward")):  # TorchScript's has no value on the class
+    forward: Any = inspect.getattr_static(cls, "forward")  # TorchScript's has no value on the class
+    for chain in _chains_of(cls, forward):
         at = module
         for name in chain:
             child = at._modules.get(name)
@@ -57,7 +58,7 @@ def children_read(module: nn.Module) -> Iterator[nn.Module]:
 
 
 @lru_cache(_MOST_KNOWN)
-def _chains_of(cls: Any, forward: Hashable) -> tuple[Chain, ...]:
+def _chains_of(cls: Any, forward: object) -> tuple[Chain, ...]:
     """The attributes of children that `forward` reads, and the methods that it calls, those of base classes too.
 
     Args:
