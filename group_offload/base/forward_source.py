@@ -44,9 +44,8 @@ Chain = tuple[str, ...]
 
 def children_read(module: nn.Module) -> Iterator[nn.Module]:
     """The modules below `module` whose parameters or buffers its forward reads without calling them. Some may come twice."""
-    cls = type(module)
-    forward: Any = inspect.getattr_static(cls, "forward")  # TorchScript's has no value on the class
-    for chain in _chains_of(cls, forward):
+    cls: Any = type(module)
+    for chain in _chains_of(cls, inspect.getattr_static(cls, "forward")):  # TorchScript's has no value on the class
         at = module
         for name in chain:
             child = at._modules.get(name)
