@@ -48,12 +48,17 @@ def children_read(module: nn.Module) -> Iterator[nn.Module]:
     for chain in _chains_of(cls, inspect.getattr_static(cls, "forward")):  # TorchScript's has no value on the class
         at = module
         for name in chain:
-            child = at._modules.get(name)
+            child = _found(at._modules, name)
             if child is None:
                 break
             at = child
-        if at is not module and (name in at._parameters or name in at._buffers):
+        if at is not module and any(_found(table, name) is not None for table in (at._parameters, at._buffers)):
             yield at
+
+
+def _found(table: Any, name: str) -> Any:
+    """The value under `name`; None if there is none. (The tables of scripted modules have no method `get`.)"""
+    return table[name] if name in table else None  # noqa: SIM401
 
 
 @lru_cache(_MOST_KNOWN)

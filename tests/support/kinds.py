@@ -106,16 +106,24 @@ class Attention(nn.Module):
         return self.mlp(self.mha(x, x, x, need_weights=False)[0])
 
 
+class PlainNorm(nn.Module):
+    """It has a name for a weight, and no weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter("weight", None)
+
+
 class ReadsChildren(nn.Module):
     """Computes with weights of its children, and calls one of them too."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.table = nn.Linear(WIDTH, WIDTH), nn.Embedding(WIDTH, WIDTH)
-        self.block = Block()
+        self.block, self.norm = Block(), PlainNorm()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._mixed(self.inner(self.block(x)))
+        return self._mixed(F.layer_norm(self.inner(self.block(x)), (WIDTH,), self.norm.weight))
 
     def _mixed(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.block.up.weight

@@ -30,6 +30,7 @@ class Parent(nn.Module):
         self.child, self.other = nn.Linear(4, 4), nn.BatchNorm1d(4)
         self.inner = nn.Sequential(nn.Linear(4, 4))
         self.inner.named = nn.Linear(4, 4)
+        self.inner.missing = nn.Linear(4, 4, bias=False)
         self.scale = nn.Parameter(torch.ones(4))
 
     @property
@@ -101,6 +102,22 @@ class CallsItself(Parent):
         return self.forward(self.helper(x))
 
 
+class OfLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.named = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.named(x)
+
+
+class ReadsNone(Parent):
+    """The child has a place for this weight, and no weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, torch.eye(4), self.inner.missing.bias)
+
+
 @pytest.mark.parametrize(
     ("cls", "names"),
     [
@@ -111,6 +128,7 @@ class CallsItself(Parent):
         (ReadsBelow, ["inner.named"]),
         (ReadsBuffer, ["other"]),
         (CallsItself, ["child"]),
+        (ReadsNone, []),
         (OnlyCalls, []),
         (OnlyLooks, []),
         (Writes, []),
@@ -126,6 +144,14 @@ def test_a_child_that_is_not_there() -> None:
     module = Reads()
     module.child = None
     assert not [*children_read(module)]
+
+
+def test_a_scripted_child() -> None:
+    module = ReadsBelow()
+    module.inner = torch.jit.script(nn.Sequential(nn.Linear(4, 4)))
+    assert not [*children_read(module)]  # it has no module `named`
+    module.inner = torch.jit.script(OfLinear())
+    assert [*children_read(module)] == [module.inner.named]
 
 
 def test_a_forward_that_was_exchanged() -> None:
