@@ -32,7 +32,7 @@ def num_threads() -> int:
 
 
 def num_copy_threads() -> int:
-    """The number of threads that copy RAM at once beside a thread that is busy launching compute: more would slow that down."""
+    """The number of threads that copy RAM at once. More would slow down the thread that launches compute, and each other."""
     return max(MIN_THREADS, num_threads() // 2)
 
 

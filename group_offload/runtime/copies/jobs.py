@@ -16,7 +16,6 @@ from ...stores.moves import Read
 from ...stores.source import SourceFile
 from ..measure.trace import WeightTrace
 
-_FEW_CHUNKS = 2
 _MAX_READS_PER_CHUNK = 64
 """How many small pieces one thread reads one after another, at most."""
 
@@ -67,10 +66,8 @@ class ReadJob:
         """Chunks that no thread has begun to read."""
         self.begun: deque[Chunk] = deque()
         """Chunks in frames: they are being read, or were read."""
-        is_in_ram = not any(isinstance(read.source, SourceFile) for read in reads)
-        self.is_copied_aside = is_in_ram and len(self.chunks) <= _FEW_CHUNKS
-        """Whether this is RAM for a small group. The thread that launches compute is busy among such groups, as at leaf level:
-        it has to share the processor, and Python's lock, with as few threads as are enough."""
+        self.is_in_ram = not any(isinstance(read.source, SourceFile) for read in reads)
+        """Whether no file is read: RAM is copied to the frames."""
         self.num_left = len(self.chunks)
         """How many chunks were not enqueued yet."""
         self.landing: Landing | None = None

@@ -206,7 +206,7 @@ class Reader:
         if not num and not self._is_waiting and (self._staging.oldest_sent is not None or not self._num_workers):
             num = 1  # to wait for a frame, or to take one
         num = min(sum(len(job.chunks) for job in unread), num) - self._num_starting
-        limit = num_copy_threads() if all(job.is_copied_aside for job in unread) else num_threads()
+        limit = num_copy_threads() if all(job.is_in_ram for job in unread) else num_threads()
         num = max(0, min(num, limit - self._num_workers))
         self._num_workers += num
         self._num_starting += num

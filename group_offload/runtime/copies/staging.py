@@ -55,10 +55,13 @@ class Staging:
 
     @property
     def num_free(self) -> int:
-        """The number of frames that can be taken at once. There may be more: the device is asked only if there is none."""
+        """The number of frames that can be taken now.
+
+        The frame that was sent last is taken first: few frames stay in the processor's caches, where all would not fit.
+        """
         if self.memory is None:
             return self.num_frames
-        while not self._free and self._sent and self._sent[0][0].query():
+        while self._sent and self._sent[0][0].query():
             event, start = self._sent.popleft()
             self._spare.append(event)
             self._free.append(start)
