@@ -146,6 +146,10 @@ class OffloadConfig:
         return backend_for(self.onload_device)
 
     @property
+    def is_leaf_level(self) -> bool:
+        return self.offload_type is OffloadType.LEAF_LEVEL
+
+    @property
     def has_budgets(self) -> bool:
         return self.vram_budget is not None or self.ram_budget is not None
 

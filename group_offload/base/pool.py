@@ -33,7 +33,7 @@ def num_threads() -> int:
 
 def num_copy_threads() -> int:
     """The number of threads that copy RAM at once. More would slow down the thread that launches compute, and each other."""
-    return max(MIN_THREADS, num_threads() // 2)
+    return max(MIN_THREADS, num_threads() * 3 // 4)
 
 
 class Task(Generic[T]):

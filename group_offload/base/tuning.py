@@ -32,13 +32,19 @@ class Tuning:
     """The size of one staging buffer, at most. PCIe is at full speed with 16 MiB."""
     max_run_bytes: int = 8 << 20
     """Groups that follow one another are sent together up to this size: small groups cost the host more than the link."""
+    max_read_run_bytes: int = 64 << 20
+    """The same where threads read the bytes of groups: the host waits for each run then."""
     chunk_bytes: int = 16 << 20
     """The size of a chunk of a file: large enough for Python's share of the time to be small, small enough for all threads
     to be busy with one group."""
+    leaf_chunk_bytes: int = 32 << 20
+    """The size of a chunk of RAM that is not page-locked, at leaf level, where many groups take Python's time besides."""
     small_chunk_bytes: int = 6 << 20
     """The size of a chunk where RAM is scarce. The drive takes so long then that Python's share does not matter."""
     num_frames: int = 18
     """Chunks in RAM: two more than threads, so that all threads can read while some chunks are copied from."""
+    num_leaf_frames: int = 15
+    """The number of these chunks. Together they fit into 512 MiB of page-locked memory."""
     min_bytes_for_speed: int = 64 << 20
     """Fewer bytes from the drive are too few to tell its speed."""
 
@@ -91,6 +97,17 @@ class Tuning:
     """The RAM that is page-locked to see where the system refuses, at most: also at most a quarter of what is available."""
     tried_lock_seconds: float = 3.0
     """The time after which no more of it is locked."""
+
+    def ring(self, *, is_scarce: bool, is_of_leaves: bool) -> tuple[int, int]:
+        """The size of a chunk, and the number of chunks that are in staging memory at once.
+
+        Args:
+            is_scarce: Whether RAM is scarce.
+            is_of_leaves: Whether groups of leaf level are read, from RAM alone.
+        """
+        if is_scarce:
+            return min(self.chunk_bytes, self.small_chunk_bytes), self.num_frames
+        return (self.leaf_chunk_bytes, self.num_leaf_frames) if is_of_leaves else (self.chunk_bytes, self.num_frames)
 
     @property
     def reading_bytes(self) -> int:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..base.release import releases_held, wait_for_releases
-from ..config import OffloadConfig, OffloadType
+from ..config import OffloadConfig
 from ..errors import StateError
 from ..partition import TensorRef
 from ..plan.planner import Plan
@@ -72,8 +72,7 @@ class Engine:
         )
         self._probe = Probe(backend)
         # Leaf level is for least memory, and torch's allocator finds room for its small layers anywhere.
-        is_leaf_level = config.offload_type is OffloadType.LEAF_LEVEL
-        is_just_in_time = config.record_stream or (is_leaf_level and config.use_stream)
+        is_just_in_time = config.record_stream or (config.is_leaf_level and config.use_stream)
         is_tight = is_just_in_time and not config.record_stream
         self._memory = DeviceMemory(
             backend,
@@ -355,5 +354,5 @@ class Engine:
     def _install_gates(self) -> None:
         self._changes.invalidate()
         self._gates.install(self.groups)
-        checks_all_calls = self._gates.records_graphs or self.config.offload_type is OffloadType.LEAF_LEVEL
+        checks_all_calls = self._gates.records_graphs or self.config.is_leaf_level
         self._changes.expect(self.root, self.groups, self._gates.groups_of, checks_all_calls=checks_all_calls)

@@ -21,7 +21,7 @@ from torch import nn
 
 from ..base.device import Backend
 from ..base.tuning import tuning
-from ..config import OffloadConfig, OffloadType
+from ..config import OffloadConfig
 from ..errors import ConfigError
 from ..plan.budgets import AUTO, describe_bytes
 from ..plan.placement import Placement, Speeds
@@ -128,7 +128,10 @@ class Placer:
         self._transfer.prepare_for(
             max((blob.layout.num_bytes for blob in blobs), default=0),
             sum(blob.layout.num_bytes for blob in blobs if blob.tier is not Tier.RAM),
-            is_scarce=self._config.low_cpu_mem_usage or any(blob.is_direct for blob in in_files),
+            *tuning().ring(
+                is_scarce=self._config.low_cpu_mem_usage or any(blob.is_direct for blob in in_files),
+                is_of_leaves=self._config.is_leaf_level and not in_files,
+            ),
         )
 
     def clear(self) -> None:
@@ -347,7 +350,7 @@ class Placer:
         counts on the largest group at most.
         """
         least = max(self._memory.largest, min(tuning().min_window_bytes, self._total_bytes // 8))
-        if self._config.offload_type is not OffloadType.LEAF_LEVEL or self._budgeter.vram is not None:
+        if not self._config.is_leaf_level or self._budgeter.vram is not None:
             return least
         if not self._is_tight:
             return _DEEP_WINDOW * least

@@ -508,7 +508,8 @@ def test_little_can_be_page_locked(
 
     monkeypatch.setattr(device, "pin", with_a_cap)
     monkeypatch.setattr(device, "empty_pinned", lambda num_bytes: None)
-    tune(monkeypatch, segment_bytes=2500, chunk_bytes=4096, small_chunk_bytes=4096, num_frames=2)
+    frames = dict.fromkeys(("num_frames", "num_leaf_frames"), 2)
+    tune(monkeypatch, segment_bytes=2500, chunk_bytes=4096, leaf_chunk_bytes=4096, **frames)
     model = RoutedModel([16, 24, 16, 16] * 3)
     resident = copy.deepcopy(model)
     with caplog.at_level(logging.WARNING, "group_offload"):

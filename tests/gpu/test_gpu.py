@@ -442,7 +442,7 @@ def test_little_can_be_page_locked(
 
     monkeypatch.setattr(AcceleratorBackend, "pin", with_a_cap)
     monkeypatch.setattr(AcceleratorBackend, "empty_pinned", lambda *_: None)
-    tune(monkeypatch, segment_bytes=BLOCK_BYTES, chunk_bytes=1 << 20, num_frames=4)
+    tune(monkeypatch, segment_bytes=BLOCK_BYTES, chunk_bytes=1 << 20, num_frames=4, leaf_chunk_bytes=1 << 20)
     handle = apply_group_offloading(model, offload_type=level)
     monkeypatch.setattr(AcceleratorBackend, "pin", pin)
     for number in range(8):

@@ -85,7 +85,7 @@ def hold_what_the_next_pass_needs(model: RoutedModel, held: HeldReads) -> Remova
 def many_frames() -> Iterator[None]:
     """The staging memory has room for all that is on its way, although the model is small."""
     with pytest.MonkeyPatch.context() as patch:
-        tune(patch, chunk_bytes=4096)
+        tune(patch, chunk_bytes=4096, leaf_chunk_bytes=4096)
         yield
 
 
@@ -106,8 +106,9 @@ def late_reads(rng: random.Random) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reader, "on_pool", submit)
         patch.setattr(reader, "num_threads", lambda: rng.choice([1, 2, 3]))
-        tune(patch, num_frames=rng.choice([1, 2, 5]))
-        tune(patch, chunk_bytes=rng.choice([2 * 4096, 3 * 4096, 16 << 20]))
+        num_frames, chunk_bytes = rng.choice([1, 2, 5]), rng.choice([2 * 4096, 3 * 4096, 16 << 20])
+        tune(patch, num_frames=num_frames, num_leaf_frames=num_frames)
+        tune(patch, chunk_bytes=chunk_bytes, leaf_chunk_bytes=chunk_bytes)
         if rng.random() < 0.5:
             patch.setattr("group_offload.stores.ways.available_ram", lambda: 0)
             patch.setattr(SourceFile, "is_cached", lambda *args: rng.random() < 0.2)

@@ -139,11 +139,15 @@ def parts_of(reads: Sequence[Read], limit: int) -> Iterator[list[Read]]:
     """What one thread reads at a time: a piece of at most `limit` bytes, whole blocks, or several small ones."""
     batch: list[Read] = []
     batch_bytes = 0
+    longest = max(BLOCK, limit // BLOCK * BLOCK)
     for read in reads:
+        # Pieces of nearly the same size: a small one that is left over would be waited for as well.
+        blocks = blocks_around(read.position, read.num_bytes)
+        most = blocks_around(0, -(-blocks // max(1, -(-blocks // longest))))
         done = 0
         while done < read.num_bytes:
             position = read.position + done
-            size = min(read.num_bytes - done, max(BLOCK, limit // BLOCK * BLOCK) - position % BLOCK)
+            size = min(read.num_bytes - done, most - position % BLOCK)
             room = blocks_around(position, size)
             if batch and (batch_bytes + room > limit or len(batch) == _MAX_READS_PER_CHUNK):
                 yield batch

@@ -95,16 +95,16 @@ class Reader:
         """Whether another job may be announced: the announced ones do not take all frames."""
         return sum(len(job.chunks) + len(job.begun) for job in self._announced) < self._staging.num_frames
 
-    def prepare_for(self, read_bytes: int, *, is_scarce: bool) -> None:
+    def prepare_for(self, read_bytes: int, chunk_bytes: int, num_frames: int) -> None:
         """Size the staging memory. Nothing may be read.
 
         Args:
             read_bytes: The bytes of all blobs that are read.
-            is_scarce: Whether RAM is scarce.
+            chunk_bytes: The size of a chunk, at most.
+            num_frames: The number of chunks that are in memory at once, at most.
         """
         assert not self._num_workers
-        chunk_bytes = min(tuning().chunk_bytes, tuning().small_chunk_bytes) if is_scarce else tuning().chunk_bytes
-        self._staging.resize(min(tuning().num_frames, 1 + -(-read_bytes // chunk_bytes)), chunk_bytes)
+        self._staging.resize(min(num_frames, 1 + -(-read_bytes // chunk_bytes)), chunk_bytes)
 
     def job_for(self, reads: Sequence[Read], tracer: WeightTrace | None) -> ReadJob:
         """A job for `submit`, or for `announce`."""
@@ -206,7 +206,9 @@ class Reader:
         if not num and not self._is_waiting and (self._staging.oldest_sent is not None or not self._num_workers):
             num = 1  # to wait for a frame, or to take one
         num = min(sum(len(job.chunks) for job in unread), num) - self._num_starting
-        limit = num_copy_threads() if all(job.is_in_ram for job in unread) else num_threads()
+        limit = num_threads()
+        if all(job.is_in_ram for job in unread):  # half of the frames are filled while the others are sent
+            limit = min(num_copy_threads(), self._staging.num_frames // 2 + 1)
         num = max(0, min(num, limit - self._num_workers))
         self._num_workers += num
         self._num_starting += num

@@ -65,19 +65,20 @@ class Transfer:
     def staging_bytes(self) -> int:
         return sum(buffer.numel() for buffer, *_ in self._staging) + self._reader.staging_bytes
 
-    def prepare_for(self, largest_blob: int, read_bytes: int, *, is_scarce: bool) -> None:
+    def prepare_for(self, largest_blob: int, read_bytes: int, chunk_bytes: int, num_frames: int) -> None:
         """Size the staging memory. Only between passes.
 
         Args:
             largest_blob: The bytes of the largest blob.
             read_bytes: The bytes of all blobs that threads read: those in files, and in RAM that is not page-locked.
-            is_scarce: Whether RAM is scarce.
+            chunk_bytes: The size of a chunk of these, at most.
+            num_frames: The number of chunks that are in staging memory at once, at most.
         """
         size = max(1, min(tuning().max_staging_bytes, largest_blob))
         if size != self._staging_size:
             self._drop_buffers()
             self._staging_size = size
-        self._reader.prepare_for(read_bytes, is_scarce=is_scarce)
+        self._reader.prepare_for(read_bytes, chunk_bytes, num_frames)
 
     @property
     def stream(self) -> Stream:

@@ -242,6 +242,8 @@ class LookAhead:
     def _run_limit(self, group: Group) -> int:
         is_pooled = self._memory.is_just_in_time and not group.height
         room = 2 * self._memory.window_bytes if is_pooled else self._memory.ring_sizes.get(group.height, 0)
+        if self._reads:
+            return min(tuning().max_read_run_bytes, room // 4)
         return min(tuning().max_run_bytes, room // 8)
 
     def _onload_ahead(self, run: list[Group], num_bytes: int, soon: set[Group]) -> bool:

@@ -180,7 +180,9 @@ def _rest_in_ram(
         before = filled
     if limit.was_refused:
         # The buffers that the rest goes through need it more.
-        room = tuning().num_frames * tuning().chunk_bytes
+        chunk_bytes, num_frames = tuning().ring(is_scarce=False, is_of_leaves=config.is_leaf_level)
+        num_bytes = sum(segment.bytes.numel() for segment in segments)
+        room = chunk_bytes * min(num_frames, 1 - -num_bytes // chunk_bytes)
         while segments and room > 0:
             segment = segments.pop()
             room -= segment.bytes.numel() if segment.is_locked else 0
