@@ -15,7 +15,7 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from functools import partial
 from types import MappingProxyType
@@ -23,7 +23,7 @@ from types import MappingProxyType
 import torch
 
 from .mapping import TwiceMapped
-from .pool import run_all
+from .pool import Task, begin_all
 from .system import ioctl, on_fork, read_at
 
 logger = logging.getLogger("group_offload")
@@ -33,6 +33,8 @@ PAGE = mmap.PAGESIZE
 _PAGEMAP_SCAN = 0xC0606610  # _IOWR('f', 16, struct pm_scan_arg)
 _IS_FILE, _IS_PRESENT, _IS_SWAPPED = 1 << 2, 1 << 3, 1 << 4
 _MAX_REGIONS = 64
+_MAX_LOOK_BYTES = 256 << 20
+"""What one thread looks at, where entries are read: it takes a millisecond."""
 _REQUEST = struct.Struct("12Q")
 """`struct pm_scan_arg`."""
 _WORD = struct.Struct("Q")
@@ -66,12 +68,54 @@ def look_at_all(mappings: Iterable[tuple[int, int]]) -> Looks:
     Returns:
         What was found, for calls that come before the next edit. Nothing where a scan is quick: it is done by itself then.
     """
+    looks = begin_looks(mappings)
+    for address in looks:
+        looks[address]  # the calling thread waits
+    return looks
+
+
+def begin_looks(mappings: Iterable[tuple[int, int]]) -> Looks:
+    """The same, in the order given, for a caller that goes on meanwhile: it waits for what it asks for. No edit may come."""
     if not _Known.lacks_scan:
         return NO_LOOKS
     found = [*mappings]
-    return dict(
-        zip((address for address, _ in found), run_all(partial(written_pages, *each) for each in found), strict=True)
-    )
+    pieces = [
+        (address, start, min(_MAX_LOOK_BYTES, num_bytes - start))
+        for address, num_bytes in found
+        for start in range(0, max(num_bytes, 1), _MAX_LOOK_BYTES)
+    ]
+    tasks = begin_all(partial(written_pages, address + start, size) for address, start, size in pieces)
+    by_address: dict[int, list[tuple[int, Task[Ranges | None]]]] = {}
+    for (address, start, _), task in zip(pieces, tasks, strict=True):
+        by_address.setdefault(address, []).append((start, task))
+    return _Looks(by_address)
+
+
+class _Looks(Mapping[int, "Ranges | None"]):
+    """Looks that threads are at."""
+
+    def __init__(self, tasks: dict[int, list[tuple[int, Task[Ranges | None]]]]) -> None:
+        """
+        Args:
+            tasks: For the address of each mapping, its pieces: where each begins, and the look at it.
+        """
+        self._tasks = tasks
+
+    def __getitem__(self, address: int) -> Ranges | None:
+        found: Ranges = []
+        for start, task in self._tasks[address]:
+            task.wait()
+            ranges = task.result()
+            if ranges is None:
+                return None
+            found += [(start + first, start + last) for first, last in ranges]
+        return found
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._tasks)
+
+    def __len__(self) -> int:
+        return len(self._tasks)
 
 
 class PageScan:

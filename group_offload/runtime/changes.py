@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..base.layout import overlapping
-from ..base.pagemap import look_at_all
+from ..base.pagemap import NO_LOOKS, Looks, begin_looks, look_at_all
 from ..base.torch_internals import COMPILED_CALL
 from ..errors import StateError
 from ..stores.base import Store
@@ -140,6 +140,10 @@ class Changes:
         self._seen: dict[nn.Module, Seen] = {}
         self._watches: dict[nn.Module, Watch] = {}
         self._checks_all_calls = False
+        self._late: dict[Store, None] = {}
+        """The stores whose edits are committed before their first use in the pass in progress."""
+        self._looks: Looks = NO_LOOKS
+        """What threads find out about these stores meanwhile."""
         self._is_known = False
         """Whether groups and gates fit the module as last seen. False after an exception on the way there."""
 
@@ -177,6 +181,7 @@ class Changes:
         The expected addresses are forgotten: weights may be bound to other places at rest. A module that has another table
         (`module._parameters = {...}`) may be what it failed for: the new weights are at rest where torch looks for them.
         """
+        self.end_pass()
         self._watches = {}
         self._is_known = self._is_known and self._has_same_tables()
 
@@ -184,8 +189,12 @@ class Changes:
         seen = (each for each in self._seen.values() if each.tables)
         return all(all(map(is_, _tables(each.names), each.tables)) for each in seen)
 
-    def notice(self, top: nn.Module) -> set[Group] | None:
+    def notice(self, top: nn.Module, *, all_edits: bool) -> set[Group] | None:
         """Commit changes of the weights under `top` since they were left at rest.
+
+        Args:
+            all_edits: Whether edits are committed now wherever they are. If not, those of stores that can wait are committed by
+                `commit_late`, in the pass that begins: the device has nothing to do before that.
 
         Returns:
             The groups that calls under `top` can need; None if the module has to be cut into groups again.
@@ -207,10 +216,14 @@ class Changes:
             if not self._commit_replacements([group for group in watch.scope if not group.is_as_left()]):
                 return None
             watch.expect_tensors()
+        late = [] if all_edits else [store for store in watch.stores if store.commits_late]
+        now = [store for store in watch.stores if store not in late] if late else watch.stores
+        self._late = dict.fromkeys(late)
+        self._looks = begin_looks(mapping for store in late for mapping in store.rest_mappings())
         was_edited = True
         try:
-            looks = look_at_all(mapping for store in watch.stores for mapping in store.rest_mappings())
-            found = [store.commit_edits(self._transfer.wait_for_copies, looks) for store in watch.stores]
+            looks = look_at_all(mapping for store in now for mapping in store.rest_mappings())
+            found = [store.commit_edits(self._transfer.wait_for_copies, looks) for store in now]
             was_edited = any(found)
         finally:
             if was_edited:  # also if one store raised: weights of the stores before it may rest in other files by now
@@ -223,6 +236,21 @@ class Changes:
                 return None
         return watch.scope
 
+    def commit_late(self, groups: Sequence[Group]) -> None:
+        """Commit edits from before the pass, if that was left for now: these groups are about to be sent, or used."""
+        if not self._late:
+            return
+        for group in groups:
+            for part in group.parts:
+                store = part.blob.store
+                if store in self._late:
+                    store.commit_edits(self._transfer.wait_for_copies, self._looks)
+                    del self._late[store]
+
+    def end_pass(self) -> None:
+        """The pass is over. The next forward looks for edits again, also of weights that this one has not used."""
+        self._late, self._looks = {}, NO_LOOKS
+
     def settle(self, group: Group, *, binds: bool) -> None:
         """Commit changes of one group's weights at rest in the middle of a pass.
 
@@ -233,6 +261,7 @@ class Changes:
         Raises:
             StateError: A weight was replaced by a value that does not fit into its place.
         """
+        self.commit_late((group,))
         was_replaced = group.was_replaced()
         if was_replaced and binds and not self._commit_replacements([group]):
             raise StateError(

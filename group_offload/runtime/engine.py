@@ -87,11 +87,13 @@ class Engine:
             self.transfer.last_copies.synchronize,
             may_lock=not config.low_cpu_mem_usage and not config.verify_files,
         )
+        self._changes = Changes(self.transfer, self._publish_manifest)
         self._lookahead = LookAhead(
             self._memory,
             self.transfer,
             self.counters,
             self._files,
+            self._changes.commit_late,
             use_stream=config.use_stream,
             model=type(root).__name__,
         )
@@ -106,7 +108,6 @@ class Engine:
             self.counters,
             is_tight=is_tight,
         )
-        self._changes = Changes(self.transfer, self._publish_manifest)
         self._passes = Passes(
             root,
             backend,
@@ -144,7 +145,7 @@ class Engine:
             self._passes.begin_clean()
             try:
                 self._changes.recover()  # it looks at more than the beginning of a pass
-                if self._changes.notice(self.root) is None:
+                if self._changes.notice(self.root, all_edits=True) is None:
                     self._rebuild_for(self.root)
             except BaseException:
                 self._passes.recover()  # now, because later edits must go to memory in which edits are detected
@@ -261,7 +262,7 @@ class Engine:
         Returns:
             The groups that calls under `top` can need.
         """
-        scope = self._changes.notice(top)
+        scope = self._changes.notice(top, all_edits=False)
         if scope is None:
             scope = self._rebuild_for(top)
         if not kind.with_grad:
@@ -273,14 +274,14 @@ class Engine:
             return scope
         share_counters(self.groups)
         self._install_gates()
-        scope = self._changes.notice(top)
+        scope = self._changes.notice(top, all_edits=False)
         return self._rebuild_for(top) if scope is None else scope
 
     def _rebuild_for(self, top: nn.Module) -> set[Group]:
         # Blobs that the first rebuild keeps may turn out to be edited: the second rebuild then makes them again.
         for _ in range(_MOST_REBUILDS):
             self._rebuild()
-            scope = self._changes.notice(top)
+            scope = self._changes.notice(top, all_edits=True)
             if scope is not None:
                 return scope
         raise StateError(f"{type(self.root).__name__} was changed by another thread while a pass began.")

@@ -4,8 +4,9 @@
 A pass is one call of a module with a gate that is not inside another such call: mostly the root's forward, sometimes a
 part of it (`vae.decode` calls the decoder). A pass holds the engine's lock, so that threads take turns. In order:
 
-1. `_begin`: changes since the last pass (weights edited, replaced or added, modules compiled) are taken up, slots are
-   leased, and the copies of the first groups are started, unless those groups are on the device already.
+1. `_begin`: changes since the last pass (weights replaced or added, modules compiled, and edits, unless they can wait until
+   their group is sent or used) are taken up, slots are leased, and the copies of the first groups are started, unless those
+   groups are on the device already.
 2. For each gated call inside: `begin_call` acquires the groups that the call needs. `acquire` makes compute wait for a
    group's bytes and binds its weights to their slot. `end_call` releases them. `release` records the last use, binds the
    weights to their place at rest, and lets the next groups start into the free bytes.
@@ -282,6 +283,7 @@ class Passes:
         for group in [*self._memory.bound]:
             self._memory.unbind(group)
         self._lookahead.schedule.end(completed=True)
+        self._changes.end_pass()
         stream = self._backend.current_stream()
         self._probe.end_timing(stream)
         self._placer.end_pass()

@@ -28,6 +28,13 @@ class Tier(Enum):
 class Store(Protocol):
     """The memory or the file that one or several blobs rest in."""
 
+    @property
+    def commits_late(self) -> bool:
+        """Whether edits may be committed in the middle of a pass, just before the store's first blob is used in it.
+
+        Then no blob becomes outdated, and none rests elsewhere afterwards.
+        """
+
     def rest_mappings(self) -> Sequence[tuple[int, int]]:
         """The addresses and lengths of the mappings that `commit_edits` looks at."""
 

@@ -138,6 +138,10 @@ class Checkpoint(SourceFile):
         if not self.blobs:
             self.release()
 
+    @property
+    def commits_late(self) -> bool:
+        return False
+
     def rest_mappings(self) -> Sequence[tuple[int, int]]:
         return [(start, end - start) for start, end in self._rest_pages(self._rest_blobs()).all]
 

@@ -41,6 +41,10 @@ class GroupFile(FileBlob):
     def where(self) -> str:
         return self.path.name
 
+    @property
+    def commits_late(self) -> bool:
+        return False
+
     def rest_mappings(self) -> Sequence[tuple[int, int]]:
         return [(self._whole.data_ptr(), self.entry.num_bytes)] if self.entry.num_bytes else []
 

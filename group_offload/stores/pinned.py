@@ -5,7 +5,8 @@ Copies to the device read RAM long after they were enqueued, and the first group
 before the pass begins. So copies must not read the memory that users edit. Blobs therefore rest in memory that is mapped
 twice: copies read the shared mapping, and weights at rest are views of a private one. Both mappings show the same pages, so
 RAM is taken once, until a weight is written to: then the kernel copies that page, and only that page, for the private
-mapping. At the beginning of a pass the kernel tells which pages were copied (`pagemap`), and they are written to the blob.
+mapping. In each pass, before a blob is sent or used, the kernel tells which pages were copied (`pagemap`), and they are
+written to the blob.
 
 A forked child has both mappings too, and a write to the shared one is seen on both sides of the fork. So segments from
 before a fork are never written to again, neither by the parent nor by the child. A blob with edits is made again, in
@@ -92,6 +93,10 @@ class Segment:
     def is_shared(self) -> bool:
         """Whether another process sees writes to the memory."""
         return self._private is not None and self._num_forks != _Forks.num
+
+    @property
+    def commits_late(self) -> bool:
+        return self.detects_edits and not self.is_shared
 
     def fill(self, blobs: Sequence[tuple[BlobLayout, Sequence[torch.Tensor]]]) -> None:
         """Copy the bytes of blobs, one after another. Those in memory of a device have to be fetched later."""

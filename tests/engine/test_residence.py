@@ -370,6 +370,95 @@ def test_edits_are_found_in_the_entries_of_the_page_map(
     assert pagemap._Known.lacks_scan
 
 
+def parts_of(handle: OffloadHandle) -> Iterator[Any]:
+    for group in engine_of(handle).groups:
+        yield from group.parts
+
+
+@any_mode
+@pytest.mark.parametrize("lacks_scan", [False, True], ids=["scans", "entries"])
+def test_edits_are_looked_for_once_in_a_pass_and_not_before_it(
+    options: dict[str, Any],
+    lacks_scan: bool,
+    device: SimulatedDevice,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The device has nothing to do before the first call: only what that call needs is looked at then."""
+    monkeypatch.setattr(pagemap._Known, "lacks_scan", lacks_scan)
+    tune(monkeypatch, segment_bytes=1024, max_run_bytes=0, max_read_run_bytes=0)
+    model = RoutedModel([16] * 8)
+    resident = copy.deepcopy(model)
+    looks: list[Segment] = []
+    commit = Segment.commit_edits
+
+    def counted(self: Segment, *args: Any, **kwargs: Any) -> bool:
+        looks.append(self)
+        return commit(self, *args, **kwargs)
+
+    before_first_block: list[int] = []
+    handle = offload(model, **options)
+    model.blocks[0].register_forward_pre_hook(lambda *_: before_first_block.append(len(looks)))
+    with taken_away(handle, device, model):
+        for number in range(5):
+            if number == 2:
+                monkeypatch.setattr(Segment, "commit_edits", counted)
+            looks.clear()
+            x = torch.randn(2, DIM)
+            assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+            if number >= 2:
+                assert len(looks) == len(set(looks)) == len({id(part.blob.store) for part in parts_of(handle)}) > 4
+                assert before_first_block[-1] < len(looks)
+            for each in (model, resident):  # one that is on its way by now, and one that is not
+                with device.running() if each is model else contextlib.nullcontext():
+                    through_data(each, "blocks.0.up.weight")
+                    through_data(each, f"blocks.{number + 2}.up.weight")
+
+
+@pytest.mark.usefixtures("no_scans")
+def test_threads_read_the_page_map_while_the_pass_goes_on(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tune(monkeypatch, segment_bytes=4096, max_run_bytes=0)
+    model = RoutedModel([16] * 6)
+    resident = copy.deepcopy(model)
+    handle = offload(model)
+    x = torch.randn(2, DIM)
+    for _ in range(2):
+        assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+    last = model.blocks[-1].up.weight.data_ptr()
+    may_read, read = threading.Event(), pagemap._read_entries
+
+    def held(fd: int, address: int, length: int) -> Any:
+        assert not address <= last < address + length or may_read.wait(10)
+        return read(fd, address, length)
+
+    monkeypatch.setattr(pagemap, "_read_entries", held)
+    model.blocks[0].register_forward_hook(lambda *_: may_read.set())  # who waits before that never comes here
+    for each in (model, resident):
+        through_data(each, "blocks.5.up.weight")
+    assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+    assert may_read.is_set()
+    handle.remove()
+
+
+def test_edits_of_a_block_that_is_skipped_wait_for_the_pass_that_needs_it(device: SimulatedDevice) -> None:
+    """Also if another model, a backward or another edit comes in between."""
+    model = RoutedModel([16] * 4)
+    resident = copy.deepcopy(model)
+    handle = offload(model)
+    x = torch.randn(2, DIM)
+    for route in ([0, 1, 2, 3], [0, 3], [0, 3], [3, 2, 1, 0], [1], [0, 1, 2, 3]):
+        for each in (model, resident):
+            each.route = route
+        assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+        for each in (model, resident):
+            for number in (1, 2):
+                with device.running() if each is model else contextlib.nullcontext():
+                    through_data(each, f"blocks.{number}.up.weight")
+        assert_same_state(model, resident, device)
+    handle.remove()
+
+
 @pytest.fixture
 def zeros() -> Iterator[None]:
     """A kernel that hides the page map."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate
 
 from ...base.tuning import tuning
@@ -36,12 +36,14 @@ class LookAhead:
         transfer: Transfer,
         counters: Counters,
         files: CachedFiles,
+        before_send: Callable[[Sequence[Group]], None],
         *,
         use_stream: bool,
         model: str,
     ) -> None:
         """
         Args:
+            before_send: A function that is called with groups whose blobs are about to be sent, or read.
             use_stream: Whether there is a stream for copies. Without one no group is started before it is needed.
             model: Name of the model in messages.
         """
@@ -49,6 +51,7 @@ class LookAhead:
         self._transfer = transfer
         self._counters = counters
         self._files = files
+        self._before_send = before_send
         self._use_stream = use_stream
         self._model = model
         self.schedule = Schedule(())
@@ -205,6 +208,7 @@ class LookAhead:
         if ahead is not None and ahead.run == run and ahead.is_good:
             walk.met.add(ahead)
             return
+        self._before_send(run)
         self._give_up_ahead(run)
         reads = self._transfer.reads_of(_blobs_of(run))
         if not reads:
@@ -293,6 +297,7 @@ class LookAhead:
             )
 
     def _send(self, run: list[Group], slot: Slot[Group], evicted: list[Slot[Group]]) -> None:
+        self._before_send(run)
         job = self._take_ahead(run)
         blobs = _blobs_of(run)
         after = self._memory.occupy(slot, run, evicted)
