@@ -260,10 +260,6 @@ def refuse_unsupported(model: nn.Module, offload_type: Any) -> None:
                 f"{name} calls parts of its blocks from outside of them, and supports group offloading by layers only. Pass "
                 f"offload_type={level!r}, in a pipeline in model_options, or leave it out with exclude_modules."
             )
-    parallel = sys.modules.get("diffusers.hooks.tensor_parallel")
-    refuse = getattr(parallel, "_raise_if_tensor_parallel", None)
-    if refuse is not None:
-        refuse(model, "be group-offloaded", "Both decide where a parameter lives.")
 
 
 # ------------------------------------------------------------------------------------------------ markers

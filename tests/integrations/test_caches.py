@@ -50,15 +50,6 @@ class Counted:
         self.model.enable_cache(self.case.config(self.clock))
 
 
-def lora_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    state = {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.Linear) and name.endswith(TARGETS):
-            state[f"{name}.lora_A.weight"] = tiny.randn(2, layer.in_features, seed=8) * 0.2
-            state[f"{name}.lora_B.weight"] = tiny.randn(layer.out_features, 2, seed=9) * 0.2
-    return state
-
-
 def life(counted: Counted, offload: Callable[[str], None]) -> Iterator[tuple[str, Any]]:
     """What a user does with a cache and a LoRA; `offload` is told how far things are."""
     model = counted.model
@@ -70,7 +61,7 @@ def life(counted: Counted, offload: Callable[[str], None]) -> Iterator[tuple[str
     yield "later steps", counted.steps(2)
     model._reset_stateful_cache()
     yield "another image", counted.steps(0, 2)
-    model.load_lora_adapter(lora_of(model), prefix=None, adapter_name="one")
+    model.load_lora_adapter(tiny.lora_of(model, TARGETS), prefix=None, adapter_name="one")
     yield "a LoRA between two steps", counted.steps(2)
     model._reset_stateful_cache()
     model.delete_adapters("one")
