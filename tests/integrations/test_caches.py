@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from group_offload import apply_group_offloading

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
@@ -58,6 +59,14 @@ def outputs(model: nn.Module, call: Callable[..., Any] = run) -> list[Any]:
     return [call(model, **tiny.flux_inputs(seed)) for seed in range(2)]
 
 
+def gradients(model: nn.Module) -> Any:
+    """The gradient of an input of a frozen model."""
+    inputs = tiny.flux_inputs()
+    inputs["hidden_states"].requires_grad_()
+    model(**inputs)[0].square().sum().backward()
+    return inputs["hidden_states"].grad
+
+
 def context_parallel(kind: str, order: str, level: str, folder: Path | None) -> None:
     """On, with a LoRA, and off again."""
     expected, model = make(), make()
@@ -93,12 +102,8 @@ def tensors_parallel(order: str, level: str, folder: Path | None) -> None:
     if order == "after":  # not through diffusers' call, which refuses this order
         handle = apply_group_offloading(model, tiny.device(), offload_type=level, offload_to_disk_path=folder)
         outputs(model)
-        try:
+        with pytest.raises(ValueError, match="has group offloading enabled"):
             model.enable_parallelism(config=TensorParallelConfig(tp_degree=2))
-        except ValueError as error:
-            assert "has group offloading enabled" in str(error), error
-        else:
-            raise AssertionError
         config = expected._parallel_config.tensor_parallel_config
         tensor_parallel.apply_tensor_parallel(model, config, model._tp_plan)
     else:
@@ -108,7 +113,10 @@ def tensors_parallel(order: str, level: str, folder: Path | None) -> None:
     assert_same(outputs(model, run_onloaded if folder is None else run), wanted)
     if tiny.device().type == "cpu":
         assert_at_rest(model, expected)
-    assert handle.stats().onloads > 0
+    for each in (expected, model):
+        each.requires_grad_(False)
+    assert_same(gradients(model), gradients(expected))
+    assert handle.stats().backward_passes == 1
     handle.remove()
     assert_same(outputs(model.to(tiny.device())), wanted)
 
