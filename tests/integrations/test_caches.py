@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.hooks import apply_first_block_cache
 from torch.utils._pytree import tree_leaves
 
-from group_offload import apply_group_offloading
+from group_offload import StateError, apply_group_offloading, enable_group_offload
 
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_same
-from ..support.caches import CACHES, NUM_STEPS, CacheCase, Clock
+from ..support.caches import CACHES, NUM_STEPS, CacheCase, Clock, mag
 from ..support.rigs import LEVELS, TIERS, run, run_onloaded
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.meshgrid:UserWarning")  # FasterCache
@@ -101,3 +102,65 @@ def test_bits(name: str, tier: str, level: str, order: str, tmp_path: Path) -> N
 
     for (stage, actual), (_, wanted) in zip(life(counted, offload), expected(name), strict=True):
         assert_same(actual, wanted), stage
+
+
+@before_or_after
+@pytest.mark.parametrize("level", LEVELS)
+def test_two_transformers_that_take_turns(level: str, order: str, tmp_path: Path) -> None:
+    """As in Wan 2.2, each with a cache of its own, which counts steps (diffusers #14025): two images, as resident."""
+
+    def images(offloaded: bool) -> list[torch.Tensor]:
+        pipe = tiny.wan_pipeline()
+        models = pipe.transformer, pipe.transformer_2
+        if offloaded and order == "after":
+            enable_group_offload(pipe, tiny.device(), offload_type=level, offload_to_disk_path=tmp_path)
+        for model in models:
+            model.enable_cache(mag(Clock()))
+        if offloaded and order == "before":
+            enable_group_offload(pipe, tiny.device(), offload_type=level, offload_to_disk_path=tmp_path)
+        pipe.to(tiny.device())
+        calls = [0, 0]
+
+        def count(number: int) -> Callable[..., None]:
+            return lambda *_: calls.__setitem__(number, calls[number] + 1)
+
+        for number, model in enumerate(models):
+            model.blocks[0].norm1.register_forward_hook(count(number))
+        made = [tiny.run(pipe, num_inference_steps=NUM_STEPS) for _ in range(2)]
+        assert sum(calls) < 4 * NUM_STEPS and all(calls), calls
+        return [*made, torch.tensor(calls)]
+
+    assert_same(images(True), images(False))
+
+
+@pytest.mark.parametrize("offload_first", [True, False])
+def test_a_context_that_is_older_than_the_cache(offload_first: bool) -> None:
+    """A context makes diffusers keep a list of registries, and offloading makes registries (Flow-Factory #196)."""
+    case = CACHES["first-block-flux"]
+    counted = Counted(case)
+    if offload_first:
+        handle = apply_group_offloading(counted.model, tiny.device())
+    counted.steps(0, 1)
+    if not offload_first:
+        handle = apply_group_offloading(counted.model, tiny.device())
+    apply_first_block_cache(counted.model, case.config(counted.clock))  # enable_cache would tell the registries
+    outputs = counted.steps()
+    other = Counted(case)
+    apply_first_block_cache(other.model, case.config(other.clock))
+    assert_same(outputs, other.steps())
+    handle.remove()
+    counted.model.to(tiny.device())
+    counted.model._reset_stateful_cache()
+    assert_same(counted.steps(), outputs)
+
+
+def test_prompts_that_are_told_apart_by_their_addresses() -> None:
+    """A prompt that each call brings to the device has another one's address there sooner or later."""
+    counted = Counted(CACHES["text-kv-nucleus"])
+    counted.enable()
+    apply_group_offloading(counted.model, tiny.device())
+    elsewhere = counted.case.inputs(0)["encoder_hidden_states"].to("meta")
+    inputs = {**counted.case.inputs(0), "encoder_hidden_states": elsewhere}
+    with counted.model.cache_context("cond"), pytest.raises(StateError, match="encoder_hidden_states is on meta"):
+        run(counted.model, **inputs)
+    assert_same(counted.steps(), dict(expected("text-kv-nucleus"))["with a new cache"])
