@@ -6,6 +6,7 @@ switched off again. Several contexts take turns, as with guidance.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import MagCacheConfig
 from diffusers.hooks import apply_first_block_cache
 from torch.utils._pytree import tree_leaves
 
@@ -20,8 +22,9 @@ from group_offload import StateError, apply_group_offloading, enable_group_offlo
 
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_same
-from ..support.caches import CACHES, NUM_STEPS, CacheCase, Clock, mag
+from ..support.caches import CACHES, NUM_STEPS, CacheCase, Clock, flux_inputs, mag
 from ..support.rigs import LEVELS, TIERS, run, run_onloaded
+from ..support.simulated import SimulatedDevice, use_simulated_device
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.meshgrid:UserWarning")  # FasterCache
 
@@ -164,3 +167,30 @@ def test_prompts_that_are_told_apart_by_their_addresses() -> None:
     with counted.model.cache_context("cond"), pytest.raises(StateError, match="encoder_hidden_states is on meta"):
         run(counted.model, **inputs)
     assert_same(counted.steps(), dict(expected("text-kv-nucleus"))["with a new cache"])
+
+
+def test_a_cached_step_sends_what_it_calls() -> None:
+    """At leaf level; a full step after cached ones foresees all but the first layer that was skipped."""
+    with use_simulated_device(SimulatedDevice(0, "lazy")) as device:
+        model = tiny.flux_transformer(num_single_layers=8)
+        handle = apply_group_offloading(model, "cpu", offload_type="leaf_level")
+        num_bytes = sum(group.num_bytes for group in handle.groups)
+        model.enable_cache(
+            MagCacheConfig(threshold=1e9, retention_ratio=0.0, num_inference_steps=4, mag_ratios=[1.0] * 4)
+        )
+        sent, stalls = [0], [0]
+        for step in range(12):
+            inputs = {
+                name: device.put(value) if isinstance(value, torch.Tensor) else value
+                for name, value in flux_inputs(step % 4).items()
+            }
+            with model.cache_context("only"), torch.no_grad(), device.running():
+                device.get(model(**inputs)[0])
+            stats = handle.stats()
+            sent.append(sum(stats.bytes_onloaded.values()))
+            stalls.append(stats.stalls)
+        handle.remove()
+    of_steps = [(b - a) / num_bytes for a, b in itertools.pairwise(sent)]
+    assert all(of_steps[step] > 0.9 for step in (4, 8)), of_steps  # every fourth step is a whole one
+    assert all(of_steps[step] < 0.3 for step in (6, 7, 10, 11)), of_steps
+    assert stalls[-1] - stalls[4] <= 4, stalls
