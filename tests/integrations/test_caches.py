@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,25 @@ from ..support.asserts import assert_same
 from ..support.caches import CACHES, NUM_STEPS, CacheCase, Clock, flux_inputs, mag
 from ..support.rigs import LEVELS, TIERS, run, run_onloaded
 from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.speeds import KNOWN_SPEEDS
+from ..support.tuning import tune
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.meshgrid:UserWarning")  # FasterCache
 
 before_or_after = pytest.mark.parametrize("order", ["before", "after"])
 TARGETS = ("to_q", "proj_out")
+
+
+CROSS = [
+    (name, tier, level, order)
+    for name in CACHES
+    for tier in TIERS
+    for level in LEVELS
+    for order in ("before", "after")
+    if name in ("first-block-flux", "sea-cosmos", "text-kv-nucleus")
+    or (order == "before") == ((level == "leaf_level") == (tier == "file"))
+]
+"""All of them for three caches, and for the others each two of tier, level and order."""
 
 
 class Counted:
@@ -90,10 +105,7 @@ def test_the_cache_skips(name: str) -> None:
     assert not torch.equal(tree_leaves(with_lora)[0], tree_leaves(without)[0])
 
 
-@before_or_after
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize(("name", "tier", "level", "order"), CROSS)
 def test_bits(name: str, tier: str, level: str, order: str, tmp_path: Path) -> None:
     counted = Counted(CACHES[name])
     options = {"offload_to_disk_path": tmp_path} if tier == "file" else {}
@@ -194,3 +206,30 @@ def test_a_cached_step_sends_what_it_calls() -> None:
     assert all(of_steps[step] > 0.9 for step in (4, 8)), of_steps  # every fourth step is a whole one
     assert all(of_steps[step] < 0.3 for step in (6, 7, 10, 11)), of_steps
     assert stalls[-1] - stalls[4] <= 4, stalls
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_budget_beside_a_cache(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stays on the device is the same for whole steps and for cached ones, and the peak is within the budget."""
+    tune(monkeypatch, device_margin_bytes=0)
+    slow = replace(KNOWN_SPEEDS, h2d=2)
+    monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: slow)
+    case = CACHES["mag-flux"]
+    model, reference = (tiny.flux_transformer(num_single_layers=8) for _ in range(2))
+    budget = sum(weight.nbytes for weight in model.parameters())
+    with use_simulated_device(SimulatedDevice(0, "random")) as device:
+        handle = apply_group_offloading(model, "cpu", offload_type=level, vram_budget=budget)
+        resident = []
+        for each in (model, reference):
+            each.enable_cache(case.config(Clock()))
+        for step in range(3 * NUM_STEPS):
+            given = flux_inputs(step % NUM_STEPS)
+            inputs = {name: device.put(value) if torch.is_tensor(value) else value for name, value in given.items()}
+            with reference.cache_context("only"), model.cache_context("only"):
+                with torch.no_grad(), device.running():
+                    output = model(**inputs)[0]
+                assert_same(device.get(output), run(reference, **given)[0])
+            resident.append(handle.stats().resident_bytes)
+        assert device.peak_bytes_in_use() <= budget
+        assert 0 < 0.9 * resident[-NUM_STEPS] < resident[-1]
+        handle.remove()

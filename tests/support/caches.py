@@ -145,7 +145,7 @@ class CacheCase:
     config: Callable[[Clock], Any]
     skipped: str
     """A module that steps leave out."""
-    contexts: tuple[str, ...] = ("cond", "uncond")
+    contexts: tuple[str, ...] = ("only",)
 
     def denoise(self, model: nn.Module, clock: Clock, call: Callable[..., Any], steps: range) -> Iterator[Any]:
         """Outputs of a part of a denoising loop. Each context has other latents."""
@@ -188,29 +188,33 @@ CACHES = {
         inputs=flux_inputs,
         config=lambda _: FirstBlockCacheConfig(threshold=0.2),
         skipped="single_transformer_blocks.1.norm",
+        contexts=("cond", "uncond"),
     ),
     "mag-flux": CacheCase(make=flux, inputs=flux_inputs, config=mag, skipped="single_transformer_blocks.1.norm"),
-    "mag-wan": CacheCase(make=tiny.wan_transformer, inputs=wan_inputs, config=mag, skipped="blocks.0.norm1"),
+    "mag-wan": CacheCase(
+        make=tiny.wan_transformer,
+        inputs=wan_inputs,
+        config=mag,
+        skipped="blocks.0.norm1",
+        contexts=("cond", "uncond"),
+    ),
     "pyramid-flux": CacheCase(
         make=flux,
         inputs=flux_inputs,
         config=pyramid,
         skipped="transformer_blocks.0.attn.to_q",
-        contexts=("only",),
     ),
     "faster-wan": CacheCase(
         make=tiny.wan_transformer,
         inputs=guided_wan_inputs,
         config=faster,
         skipped="blocks.0.attn1.to_q",
-        contexts=("both",),
     ),
     "faster-flux": CacheCase(
         make=flux,
         inputs=flux_inputs,
         config=lambda clock: faster(clock, is_guidance_distilled=True),
         skipped="transformer_blocks.0.attn.to_q",
-        contexts=("only",),
     ),
     "taylor-flux": CacheCase(make=flux, inputs=flux_inputs, config=taylor, skipped="transformer_blocks.0.attn.to_q"),
     "taylor-lite-flux": CacheCase(
@@ -224,6 +228,7 @@ CACHES = {
         inputs=wan_inputs,
         config=lambda _: SeaCacheConfig(threshold=10.0, cache_end_steps=0),
         skipped="blocks.0.norm1",
+        contexts=("cond", "uncond"),
     ),
     "sea-cosmos": CacheCase(
         make=cosmos,
@@ -236,5 +241,6 @@ CACHES = {
         inputs=nucleus_inputs,
         config=lambda _: TextKVCacheConfig(),
         skipped="transformer_blocks.0.encoder_proj",
+        contexts=("cond", "uncond"),
     ),
 }
