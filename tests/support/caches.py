@@ -6,17 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import (
-    Cosmos3OmniTransformer,
-    FasterCacheConfig,
-    FirstBlockCacheConfig,
-    MagCacheConfig,
-    NucleusMoEImageTransformer2DModel,
-    PyramidAttentionBroadcastConfig,
-    TaylorSeerCacheConfig,
-)
-from diffusers.hooks import SeaCacheConfig, TextKVCacheConfig
 from torch import nn
 
 from . import tiny_models as tiny
@@ -27,7 +18,7 @@ NUM_STEPS = 4
 def nucleus() -> nn.Module:
     model = tiny.seeded(
         0,
-        lambda: NucleusMoEImageTransformer2DModel(
+        lambda: diffusers.NucleusMoEImageTransformer2DModel(
             patch_size=1,
             in_channels=8,
             out_channels=8,
@@ -66,7 +57,7 @@ def nucleus_inputs(step: int) -> dict[str, Any]:
 def cosmos() -> nn.Module:
     return tiny.seeded(
         0,
-        lambda: Cosmos3OmniTransformer(
+        lambda: diffusers.Cosmos3OmniTransformer(
             head_dim=12,
             hidden_size=24,
             intermediate_size=32,
@@ -146,30 +137,34 @@ class CacheCase:
     skipped: str
     """A module that steps leave out."""
     contexts: tuple[str, ...] = ("only",)
+    needs: tuple[str, ...] = ()
+    """Names that older versions of diffusers lack."""
+    tells_steps: bool = False
+    """Whether contexts say where the loop is."""
 
     def denoise(self, model: nn.Module, clock: Clock, call: Callable[..., Any], steps: range) -> Iterator[Any]:
         """Outputs of a part of a denoising loop. Each context has other latents."""
         for clock.step in steps:
             for number, name in enumerate(self.contexts):
                 where = {"step_index": clock.step, "sigma": 0.9 - clock.step / 10, "num_inference_steps": NUM_STEPS}
-                with model.cache_context(name, **where):
+                with model.cache_context(name, **(where if self.tells_steps else {})):
                     yield call(model, **self.inputs(clock.step + 10 * number))
 
 
-def pyramid(clock: Clock) -> PyramidAttentionBroadcastConfig:
-    return PyramidAttentionBroadcastConfig(
+def pyramid(clock: Clock) -> Any:
+    return diffusers.PyramidAttentionBroadcastConfig(
         spatial_attention_block_skip_range=2, current_timestep_callback=clock.timestep
     )
 
 
-def faster(clock: Clock, **options: Any) -> FasterCacheConfig:
-    return FasterCacheConfig(
+def faster(clock: Clock, **options: Any) -> Any:
+    return diffusers.FasterCacheConfig(
         attention_weight_callback=lambda _: 0.5, current_timestep_callback=clock.timestep, **options
     )
 
 
-def mag(_: Clock) -> MagCacheConfig:
-    return MagCacheConfig(
+def mag(_: Clock) -> Any:
+    return diffusers.MagCacheConfig(
         threshold=0.5,
         max_skip_steps=2,
         retention_ratio=0.0,
@@ -178,20 +173,23 @@ def mag(_: Clock) -> MagCacheConfig:
     )
 
 
-def taylor(_: Clock, **options: Any) -> TaylorSeerCacheConfig:
-    return TaylorSeerCacheConfig(cache_interval=2, disable_cache_before_step=1, **options)
+def taylor(_: Clock, **options: Any) -> Any:
+    return diffusers.TaylorSeerCacheConfig(cache_interval=2, disable_cache_before_step=1, **options)
 
 
-CACHES = {
+_ALL = {
     "first-block-flux": CacheCase(
         make=flux,
         inputs=flux_inputs,
-        config=lambda _: FirstBlockCacheConfig(threshold=0.2),
+        config=lambda _: diffusers.FirstBlockCacheConfig(threshold=0.2),
         skipped="single_transformer_blocks.1.norm",
         contexts=("cond", "uncond"),
     ),
-    "mag-flux": CacheCase(make=flux, inputs=flux_inputs, config=mag, skipped="single_transformer_blocks.1.norm"),
+    "mag-flux": CacheCase(
+        needs=("MagCacheConfig",), make=flux, inputs=flux_inputs, config=mag, skipped="single_transformer_blocks.1.norm"
+    ),
     "mag-wan": CacheCase(
+        needs=("MagCacheConfig",),
         make=tiny.wan_transformer,
         inputs=wan_inputs,
         config=mag,
@@ -216,31 +214,44 @@ CACHES = {
         config=lambda clock: faster(clock, is_guidance_distilled=True),
         skipped="transformer_blocks.0.attn.to_q",
     ),
-    "taylor-flux": CacheCase(make=flux, inputs=flux_inputs, config=taylor, skipped="transformer_blocks.0.attn.to_q"),
+    "taylor-flux": CacheCase(
+        needs=("TaylorSeerCacheConfig",),
+        make=flux,
+        inputs=flux_inputs,
+        config=taylor,
+        skipped="transformer_blocks.0.attn.to_q",
+    ),
     "taylor-lite-flux": CacheCase(
+        needs=("TaylorSeerCacheConfig",),
         make=flux,
         inputs=flux_inputs,
         config=lambda clock: taylor(clock, use_lite_mode=True),
         skipped="transformer_blocks.0.norm1",
     ),
     "sea-wan": CacheCase(
+        needs=("SeaCacheConfig",),
+        tells_steps=True,
         make=tiny.wan_transformer,
         inputs=wan_inputs,
-        config=lambda _: SeaCacheConfig(threshold=10.0, cache_end_steps=0),
+        config=lambda _: diffusers.SeaCacheConfig(threshold=10.0, cache_end_steps=0),
         skipped="blocks.0.norm1",
         contexts=("cond", "uncond"),
     ),
     "sea-cosmos": CacheCase(
+        needs=("SeaCacheConfig", "Cosmos3OmniTransformer"),
+        tells_steps=True,
         make=cosmos,
         inputs=cosmos_inputs,
-        config=lambda _: SeaCacheConfig(threshold=10.0, cache_end_steps=0),
+        config=lambda _: diffusers.SeaCacheConfig(threshold=10.0, cache_end_steps=0),
         skipped="layers.0",
     ),
     "text-kv-nucleus": CacheCase(
+        needs=("TextKVCacheConfig",),
         make=nucleus,
         inputs=nucleus_inputs,
-        config=lambda _: TextKVCacheConfig(),
+        config=lambda _: diffusers.TextKVCacheConfig(),
         skipped="transformer_blocks.0.encoder_proj",
         contexts=("cond", "uncond"),
     ),
 }
+CACHES = {name: case for name, case in _ALL.items() if all(hasattr(diffusers, need) for need in case.needs)}
