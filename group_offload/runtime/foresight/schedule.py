@@ -80,7 +80,7 @@ class Schedule:
             self._analogy.observe(self._seen[-1] if self._seen else None, group)
         self._seen.append(group)
         if group not in self._index and self._analogy is None:
-            known = self._routes[self._key]
+            known = self._routes.get(self._key, ())
             self._order, self._index = next((route for route in known if group in route[1]), (self._order, self._index))
         positions = self._index.get(group)
         if positions is not None:  # a group that was not foreseen leaves the guess where it was
@@ -109,7 +109,7 @@ class Schedule:
     def end(self, *, completed: bool) -> None:
         """End the pass. One that broke off teaches nothing."""
         if completed:
-            known, order = self._routes.setdefault(self._key, []), tuple(self._seen)
+            known, order = self._routes.get(self._key, []), tuple(self._seen)
             found = next((route for route in known if route[0] == order), None) or _route(order)
             self._routes[self._key] = [found, *(route for route in known if route is not found)][:_NUM_ROUTES]
         self._seen = []
