@@ -132,3 +132,20 @@ def test_a_skip_that_is_older_than_offloading(level: str) -> None:
         HookRegistry.check_if_exists_or_initialize(each).remove_hook("layer_skip_hook")
     assert_same(run_onloaded(model, **flux_inputs(0)), whole := run(reference, **flux_inputs(0)))
     assert not torch.equal(whole[0], skipped[0])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_lora_that_is_scaled_for_one_forward(level: str) -> None:
+    """By `attention_kwargs`: what a forward changes in its modules is changed back at its end."""
+    model, reference = flux(), flux().to(tiny.device())
+    handle = apply_group_offloading(model, tiny.device(), offload_type=level)
+    for each in (model, reference):
+        each.load_lora_adapter(tiny.lora_of(each, ("to_q", "proj_out")), prefix=None, adapter_name="one")
+    seen = []
+    for scale in (1.0, 0.3, 1.0):
+        inputs = {**flux_inputs(0), "joint_attention_kwargs": {"scale": scale}}
+        seen.append(run(reference, **inputs)[0])
+        assert_same(run_onloaded(model, **inputs)[0], seen[-1])
+    assert torch.equal(seen[0], seen[2])
+    assert not torch.equal(seen[0], seen[1])
+    assert handle.stats().rebuilds <= 1
