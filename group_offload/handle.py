@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -276,8 +277,12 @@ class Listener:
     def applied(self, handle: OffloadHandle) -> None:
         """The module is offloaded. If this raises, offloading is undone."""
 
-    def before_forward(self, module: nn.Module) -> None:
-        """A forward begins, and has taken no device memory yet."""
+    def before_forward(self, module: nn.Module, inputs: Mapping[str, Any]) -> None:
+        """A forward begins, and has taken no device memory yet. May raise.
+
+        Args:
+            inputs: Inputs of the module that were given by name. None if only a part of it is called.
+        """
 
     def removed(self, handle: OffloadHandle) -> None:
         """The module is restored."""
@@ -290,6 +295,6 @@ def add_listener(listener: Listener) -> None:
     listeners.append(listener)
 
 
-def _before_forward(module: nn.Module) -> None:
+def _before_forward(module: nn.Module, inputs: Mapping[str, Any]) -> None:
     for listener in listeners:
-        listener.before_forward(module)
+        listener.before_forward(module, inputs)

@@ -8,7 +8,7 @@ two groups share, modules whose blocks lie deeper than their children.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from .base.forward_source import children_read
 from .base.layout import overlapping
-from .base.torch_internals import is_traceable_wrapper_subclass
+from .base.torch_internals import TENSOR_PARALLEL, is_traceable_wrapper_subclass
 from .base.tuning import tuning
 from .config import OffloadConfig, OffloadType
 from .errors import ConfigError, ModuleError
@@ -337,6 +337,8 @@ def _assign(
     refs: list[TensorRef] = []
     users: list[set[int]] = []
     for fqn, holder, places, used_by in found.values():
+        if _is_distributed(holder):
+            _refuse_fsdp(fqn, modules, places.values())
         for inner_path, plain in _flatten(fqn, holder):
             full = ".".join((fqn, *inner_path))
             refs.append(TensorRef(full, plain, holder, inner_path, tuple(places.values())))
@@ -348,14 +350,11 @@ def _flatten(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], 
     """The plain tensors inside `tensor`: the tensor, or the inner tensors of a (quantised) tensor subclass."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        if _is_distributed(tensor):
-            raise ModuleError(
-                f"{fqn} is a DTensor, shared out among devices (by FSDP2, or tensor parallelism), which moves it itself. For "
-                f"weights in RAM there use fully_shard's CPUOffloadPolicy; under DDP each process can offload its own model."
-            )
         for name in names:
-            for path, plain in _flatten(fqn, getattr(tensor, name)):
-                yield (name, *path), plain
+            part = getattr(tensor, name)
+            if isinstance(part, torch.Tensor):  # a DTensor names its mesh as well
+                for path, plain in _flatten(fqn, part):
+                    yield (name, *path), plain
         return
     if tensor.is_conj() or tensor.is_neg():
         raise ModuleError(
@@ -373,6 +372,18 @@ def _flatten(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], 
 def _is_distributed(tensor: torch.Tensor) -> bool:
     dtensor = sys.modules.get("torch.distributed.tensor")  # not every build of torch has it
     return dtensor is not None and isinstance(tensor, dtensor.DTensor)
+
+
+def _refuse_fsdp(fqn: str, modules: Mapping[str, nn.Module], places: Iterable[ParamSlot]) -> None:
+    """Tensor parallelism leaves each process its share of a weight, and never moves it. FSDP2 gathers weights itself."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    has_fsdp = fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in modules.values())
+    if has_fsdp or not all(hasattr(place.owner, TENSOR_PARALLEL) for place in places):
+        raise ModuleError(
+            f"{fqn} is a DTensor that FSDP2 moves itself, or that no tensor parallelism has made (parallelize_module, "
+            f"diffusers' TensorParallelConfig). With FSDP2, use fully_shard's CPUOffloadPolicy for weights in RAM; under DDP "
+            f"each process can offload its own model."
+        )
 
 
 def _gather(units: list[_Unit], refs: list[TensorRef], users: list[set[int]]) -> tuple[GroupSpec, ...]:

@@ -59,9 +59,15 @@ def test_python_blocks(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             exec(compile(tree, str(file), "exec"), namespace)
 
 
-def test_named_tests_exist() -> None:
-    named = re.findall(r"`(test_\w+\.py)::(\w+)`", (ROOT / "docs" / "hazards.md").read_text())
+@pytest.mark.parametrize("page", ["answers.md", "hazards.md"])
+def test_named_tests_exist(page: str) -> None:
+    """Each row of a table names one, or says that there is none."""
+    text = (ROOT / "docs" / page).read_text()
+    named = re.findall(r"`(test_\w+\.py)::(\w+)`", text)
     assert named
+    for row in re.findall(r"^\| (.+) \|$", text, re.MULTILINE):
+        last = row.split(" | ")[-1]
+        assert last in ("test", "not run", "not solved") or "`test_" in last, row
     for file, name in named:
         [path] = (ROOT / "tests").rglob(file)
         assert f"def {name}(" in path.read_text(), f"{file}::{name}"

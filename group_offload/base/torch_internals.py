@@ -140,6 +140,9 @@ except ImportError:
 COMPILED_CALL = "_compiled_call_impl"
 """The attribute of a module where torch looks for what to call in place of its forward: there gates stand."""
 
+TENSOR_PARALLEL = "_distribute_module_applied"
+"""The attribute of a module whose weights `distribute_module` has shared out: for tensor parallelism, and not for FSDP."""
+
 ATTRIBUTES: dict[str, dict[str, str]] = {
     "Tensor": {
         "_base": "what a view is of, to count changes and memory once",

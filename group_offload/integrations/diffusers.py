@@ -40,6 +40,7 @@ from .sharing import shares_of
 logger = logging.getLogger("group_offload")
 
 HOOK_NAME = "group_offloading"
+_TEXT_KV_CACHE = "text_kv_cache_transformer"
 _SEAM = "_apply_group_offloading"
 _ASKED = "_group_offload_asked"
 """The attribute of a modular pipeline that has the arguments with which it was offloaded."""
@@ -260,10 +261,6 @@ def refuse_unsupported(model: nn.Module, offload_type: Any) -> None:
                 f"{name} calls parts of its blocks from outside of them, and supports group offloading by layers only. Pass "
                 f"offload_type={level!r}, in a pipeline in model_options, or leave it out with exclude_modules."
             )
-    parallel = sys.modules.get("diffusers.hooks.tensor_parallel")
-    refuse = getattr(parallel, "_raise_if_tensor_parallel", None)
-    if refuse is not None:
-        refuse(model, "be group-offloaded", "Both decide where a parameter lives.")
 
 
 # ------------------------------------------------------------------------------------------------ markers
@@ -287,6 +284,18 @@ class _Markers(Listener):
             _install_seam()
             _mark(handle)
 
+    def before_forward(self, module: nn.Module, inputs: Mapping[str, Any]) -> None:
+        registry, prompt = module.__dict__.get("_diffusers_hook"), inputs.get("encoder_hidden_states")
+        if registry is None or prompt is None or _TEXT_KV_CACHE not in registry.hooks:
+            return
+        handle = handle_of(module)
+        if handle is not None and prompt.device != handle.config.onload_device:
+            raise StateError(
+                f"{type(module).__name__} has a text K/V cache, which tells prompts apart by their addresses, and "
+                f"encoder_hidden_states is on {prompt.device}: another prompt could get the address of this one. Pass "
+                f"encoder_hidden_states on {handle.config.onload_device}, or call disable_cache()."
+            )
+
     def removed(self, handle: OffloadHandle) -> None:
         if "diffusers" not in sys.modules:
             return
@@ -307,6 +316,7 @@ def _mark(handle: OffloadHandle) -> None:
         if not isinstance(registry, _marked_registry_class()):
             registry.__class__ = _marked_registry_class()
         registry.hooks[HOOK_NAME] = _marker_class()(config)
+        _forget_children(registry)
 
 
 def _new_registry() -> Any:
@@ -314,8 +324,14 @@ def _new_registry() -> Any:
     return base.__new__(base)
 
 
+def _forget_children(registry: Any) -> None:
+    """A registry keeps a list of those below it, which are other ones from now on: contexts of caches go by the list."""
+    registry._child_registries_cache = None
+
+
 def _unmark(registry: Any) -> None:
     registry.hooks.pop(HOOK_NAME, None)
+    _forget_children(registry)
     registry.__class__ = _hooks_module().HookRegistry
     if registry.__dict__.pop("was_made_for_marker", False) and not registry.hooks:
         del registry._module_ref.__dict__["_diffusers_hook"]

@@ -11,6 +11,7 @@ it takes.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +43,7 @@ class _Wanted:
 class _MakesRoom(Listener):
     """See [Note: Who makes room]."""
 
-    def before_forward(self, module: nn.Module) -> None:
+    def before_forward(self, module: nn.Module, inputs: Mapping[str, Any]) -> None:
         hook, handle = _hook_of(module), handle_of(module)
         if hook is None or handle is None:
             return

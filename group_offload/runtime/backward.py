@@ -32,7 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..base.device import Backend, Stream
 from ..base.layout import span_of
-from ..base.saved import Pack, Unpack, check_version, hooks_in_force, keep, unwatched, view_of
+from ..base.saved import Kept, Pack, Unpack, check_version, hooks_in_force, keep, unwatched, view_of
 from ..base.torch_internals import (
     are_saved_tensors_hooks_enabled,
     current_autograd_node,
@@ -102,7 +102,10 @@ class _SavedWrapper:
         self._size, self._stride = tensor.size(), tensor.stride()
 
     def unpack(self) -> torch.Tensor:
-        parts = {name: part.unpack() for name, part in self._parts.items()}
+        parts = {
+            name: part.unpack() if isinstance(part, (SavedWeight, _SavedWrapper, Kept)) else part
+            for name, part in self._parts.items()
+        }
         found: torch.Tensor = self._type.__tensor_unflatten__(parts, self._context, self._size, self._stride)
         return found
 
@@ -207,10 +210,13 @@ class Backward:
             return None
         names, context = tensor.__tensor_flatten__()
         inner = {name: getattr(tensor, name) for name in names}
-        parts = {name: self._packed(part) for name, part in inner.items()}
+        parts: dict[str, Any] = {name: self._packed(part) for name, part in inner.items()}
         if not any(parts.values()):
             return None
-        return _SavedWrapper(tensor, context, {name: part or keep(inner[name], None) for name, part in parts.items()})
+        for name, part in inner.items():
+            if parts[name] is None:  # what is no tensor stays: the mesh of a DTensor
+                parts[name] = keep(part, None) if isinstance(part, torch.Tensor) else part
+        return _SavedWrapper(tensor, context, parts)
 
     # ---------------------------------------------------------------- bringing back
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -241,8 +242,8 @@ class Engine:
         """The device memory that the next pass takes for weights, beside what the module has by now."""
         return max(0, self._placer.wanted_bytes - self.counters.device_bytes)
 
-    def tell_before_forward(self, listener: Callable[[nn.Module], None]) -> None:
-        """Call `listener` with the module before each forward takes device memory."""
+    def tell_before_forward(self, listener: Callable[[nn.Module, Any], None]) -> None:
+        """Call `listener` with the module and its inputs by name before each forward takes device memory."""
         self._passes.before_forward = listener
 
     @property

@@ -119,7 +119,7 @@ class Passes:
         self.tasks: dict[int, Any] = {}
         """The runs of autograd that make up the backward in progress. `Backward` adds and removes them."""
         self.is_removed = False
-        self.before_forward: Callable[[nn.Module], None] = lambda root: None
+        self.before_forward: Callable[[nn.Module, Any], None] = lambda root, kwargs: None
         """Called before a forward takes device memory."""
         self.lock: Any = threading.RLock()
         """The lock that a pass holds for its length. Models that share weights have one lock."""
@@ -190,7 +190,7 @@ class Passes:
         state = State.OPEN if is_first else self._state
         try:
             if is_first:
-                self._begin(call.module, Kind.of(call.module, args, kwargs))
+                self._begin(call.module, Kind.of(call.module, args, kwargs), kwargs)
             self._state = State.UNKNOWN
             for group in self._needs(call.module):
                 if group.num_bytes:
@@ -238,14 +238,14 @@ class Passes:
 
     # ---------------------------------------------------------------- a forward
 
-    def _begin(self, top: nn.Module, kind: Kind) -> None:
+    def _begin(self, top: nn.Module, kind: Kind, inputs: Any) -> None:
         if current_transform() is not None:
             raise StateError(
                 f"{type(self.root).__name__} is group-offloaded: its weights cannot be brought inside of a transform of "
                 f"torch.func (grad, vmap, jvp). Use torch.autograd.grad or torch.autograd.functional, which work, or call "
                 f"remove() before."
             )
-        self.before_forward(self.root)
+        self.before_forward(self.root, inputs if top is self.root else {})
         self._counters.passes += 1
         self.begin_clean()
         self._thread = threading.get_ident()

@@ -127,6 +127,22 @@ def test_vae_tiling_through_the_pipeline(device: torch.device, tmp_path: Path, t
     assert torch.equal(tiny.run(pipe), expected)
 
 
+@any_level
+def test_tiles_and_slices_come_and_go(level: str, device: torch.device, tiled: Any) -> None:
+    """Between the calls of an offloaded VAE, and with the bits of the resident one each time."""
+    reference, model = tiny.sd_kl().to(device), tiny.sd_kl()
+    apply_group_offloading(model, device, offload_type=level)
+    latents = tiny.randn(2, 4, 8, 8)
+    seen = []
+    with torch.no_grad():
+        for switch in (tiled, lambda vae: vae.disable_tiling(), lambda vae: vae.enable_slicing(), tiled):
+            for vae in (reference, model):
+                switch(vae)
+            seen.append(reference.decode(latents).sample)
+            assert torch.equal(model.decode(latents).sample, seen[-1])
+    assert not torch.equal(seen[0], seen[1])
+
+
 # ---------------------------------------------------------------- text encoders
 
 

@@ -23,7 +23,7 @@ def plain_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         if is_traceable_wrapper_subclass(tensor):
             for part in tensor.__tensor_flatten__()[0]:
                 yield from take_apart(f"{name}.{part}", getattr(tensor, part))
-        else:
+        elif isinstance(tensor, torch.Tensor):  # a DTensor has a mesh as well
             yield name, tensor
 
     for name, tensor in named_tensors(module):

@@ -344,6 +344,16 @@ def _quiet(pipe: Any) -> Any:
     return pipe
 
 
+def lora_of(model: nn.Module, targets: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """A LoRA for layers whose names end so, as a state dict for `load_lora_adapter`."""
+    state = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and name.endswith(targets):
+            state[f"{name}.lora_A.weight"] = randn(2, layer.in_features, seed=8) * 0.2
+            state[f"{name}.lora_B.weight"] = randn(layer.out_features, 2, seed=9) * 0.2
+    return state
+
+
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device())
 

@@ -158,3 +158,18 @@ def test_a_route_that_repeats_is_learnt_and_another_one_is_right(
     assert stalls[5] == stalls[8] == 0 and stalls[2] <= 3
     assert all(count <= len(route) for count, route in zip(stalls, routes, strict=True))
     handle.remove()
+
+
+@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}], ids=str)
+def test_a_longer_route_comes_back(options: dict[str, Any], device: SimulatedDevice) -> None:
+    """As with caches, which skip blocks in some steps: the first block that was not foreseen brings the others to mind."""
+    model = Routed()
+    handle = offload(model, **options)
+    stalls = []
+    for last in (6, 6, 1, 1, 6, 1, 1, 1, 6, 6, 1, 6):
+        before = handle.stats().stalls
+        with torch.no_grad(), device.running():
+            model(device.put(torch.randn(2, DIM)), list(range(last)))
+        stalls.append(handle.stats().stalls - before)
+    assert max(stalls[3:]) == 1 and stalls[-2:] == [0, 1], stalls
+    handle.remove()

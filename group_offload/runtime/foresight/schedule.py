@@ -5,19 +5,24 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from ..groups.group import Group
 
 _NUMBER = re.compile(r"\d+")
+_NUM_ROUTES = 4
+
+_Route: TypeAlias = "tuple[tuple[Group, ...], dict[Group, list[int]]]"
+"""Groups in the order in which a pass needs them, and the positions of each."""
 
 
 class Schedule:
     """The order in which groups are needed, learnt in each pass for the next one like it.
 
     A wrong guess costs a stall, never more: no code relies on a guess to be right. Passes that begin at different modules
-    (the whole model; only a VAE's decoder) are told apart by a key.
+    (the whole model; only a VAE's decoder) are told apart by a key. A cache of diffusers skips blocks in some steps: each key
+    has several routes, and the first group that the last one lacks tells that an older one is taken.
 
     In the first pass of a kind the order of registration is a guess, and often a wrong one inside of blocks (diffusers
     registers a block's output projection before its attention). But blocks are alike: the group after `blocks.0.ff` in the
@@ -26,8 +31,8 @@ class Schedule:
 
     def __init__(self, first_guess: Sequence[Group]) -> None:
         self._first_guess = tuple(first_guess)
-        self._learnt: dict[Hashable, tuple[Group, ...]] = {}
-        self._positions: dict[Hashable, dict[Group, list[int]]] = {}
+        self._routes: dict[Hashable, list[_Route]] = {}
+        """The routes of each key that were taken last. The latest comes first."""
         self._followed_by: dict[Hashable, Hashable] = {}
         """For the key of each pass, the key of the pass that came after the last one of that key."""
         self._key: Hashable = None
@@ -46,16 +51,12 @@ class Schedule:
         if self._key is not None:
             self._followed_by[self._key] = key
         self._key = key
-        order = self._learnt.get(key)
-        if order is None:
-            order = tuple(group for group in guess or self._first_guess if group in scope)
-            self._analogy = _Analogy(scope)
-        else:
+        if key in self._routes:
+            self._order, self._index = self._routes[key][0]
             self._analogy = None
-        self._order = order
-        if key not in self._positions:
-            self._positions[key] = _positions(order)
-        self._index = self._positions[key]
+        else:
+            self._order, self._index = _route(group for group in guess or self._first_guess if group in scope)
+            self._analogy = _Analogy(scope)
         self._next = 0
         self._seen = []
 
@@ -66,7 +67,7 @@ class Schedule:
 
     def order_of(self, key: Hashable) -> tuple[Group, ...]:
         """The order in which passes of this key need groups, if it is known; else a guess."""
-        return self._learnt.get(key, self._first_guess)
+        return self._routes[key][0][0] if key in self._routes else self._first_guess
 
     @property
     def is_learning(self) -> bool:
@@ -78,6 +79,9 @@ class Schedule:
         if self._analogy is not None:
             self._analogy.observe(self._seen[-1] if self._seen else None, group)
         self._seen.append(group)
+        if group not in self._index and self._analogy is None:
+            known = self._routes.get(self._key, ())
+            self._order, self._index = next((route for route in known if group in route[1]), (self._order, self._index))
         positions = self._index.get(group)
         if positions is not None:  # a group that was not foreseen leaves the guess where it was
             at = bisect_left(positions, self._next)
@@ -96,7 +100,7 @@ class Schedule:
                 for position in range(self._next):
                     yield order[position]
             else:
-                yield from self._learnt.get(then, ())
+                yield from self._routes[then][0][0] if then in self._routes else ()
 
     def expects(self, group: Group) -> bool:
         """Whether `group` should be the very next one."""
@@ -105,10 +109,9 @@ class Schedule:
     def end(self, *, completed: bool) -> None:
         """End the pass. One that broke off teaches nothing."""
         if completed:
-            order = tuple(self._seen)
-            if order != self._order or self._key not in self._learnt:
-                self._learnt[self._key] = order
-                self._positions[self._key] = _positions(order)
+            known, order = self._routes.get(self._key, []), tuple(self._seen)
+            found = next((route for route in known if route[0] == order), None) or _route(order)
+            self._routes[self._key] = [found, *(route for route in known if route is not found)][:_NUM_ROUTES]
         self._seen = []
 
 
@@ -168,11 +171,12 @@ def _form(group: Group) -> tuple[str, tuple[int, ...]]:
     return _NUMBER.sub("#", group.group_id), tuple(map(int, _NUMBER.findall(group.group_id)))
 
 
-def _positions(order: tuple[Group, ...]) -> dict[Group, list[int]]:
-    found: dict[Group, list[int]] = {}
+def _route(groups: Iterable[Group]) -> _Route:
+    order = tuple(groups)
+    positions: dict[Group, list[int]] = {}
     for position, group in enumerate(order):
-        found.setdefault(group, []).append(position)
-    return found
+        positions.setdefault(group, []).append(position)
+    return order, positions
 
 
 def first_guess(groups: Iterable[Group]) -> list[Group]:

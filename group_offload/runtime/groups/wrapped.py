@@ -79,7 +79,8 @@ def inner_of(tensor: Any, path: tuple[str, ...]) -> torch.Tensor:
 
 def _rewrap(tensor: Any, inner: dict[tuple[str, ...], torch.Tensor], path: tuple[str, ...]) -> torch.Tensor:
     if not is_traceable_wrapper_subclass(tensor):
-        return inner[path]
+        part: torch.Tensor = inner.get(path, tensor)  # a part that is no tensor stays
+        return part
     names, context = tensor.__tensor_flatten__()
     parts = {name: _rewrap(getattr(tensor, name), inner, (*path, name)) for name in names}
     wrapped: torch.Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())

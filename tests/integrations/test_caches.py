@@ -1,0 +1,243 @@
+"""Beside the caches of diffusers, which skip parts of a model: the bits of the resident model with the same cache.
+
+A cache is switched on before offloading, with steps behind it, or after it; a LoRA comes and goes in between; the cache is
+switched off again. Several contexts take turns, as with guidance.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers.hooks import apply_first_block_cache
+from torch.utils._pytree import tree_leaves
+
+from group_offload import StateError, apply_group_offloading, enable_group_offload
+
+from ..support import tiny_models as tiny
+from ..support.asserts import assert_same
+from ..support.caches import CACHES, NUM_STEPS, CacheCase, Clock, flux_inputs, mag
+from ..support.rigs import LEVELS, TIERS, run, run_onloaded
+from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.speeds import KNOWN_SPEEDS
+from ..support.tuning import tune
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.meshgrid:UserWarning")  # FasterCache
+
+before_or_after = pytest.mark.parametrize("order", ["before", "after"])
+TARGETS = ("to_q", "proj_out")
+
+
+def needs(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(name not in CACHES, reason="this version of diffusers has no such cache")
+
+
+CROSS = [
+    (name, tier, level, order)
+    for name in CACHES
+    for tier in TIERS
+    for level in LEVELS
+    for order in ("before", "after")
+    if name in ("first-block-flux", "sea-cosmos", "text-kv-nucleus")
+    or (order == "before") == ((level == "leaf_level") == (tier == "file"))
+]
+"""All of them for three caches, and for the others each two of tier, level and order."""
+
+
+class Counted:
+    """A model of a case, with a count of the calls of a module that the cache skips."""
+
+    def __init__(self, case: CacheCase) -> None:
+        self.case, self.clock, self.calls = case, Clock(), 0
+        self.model = case.make().to(tiny.device())
+        self.model.get_submodule(case.skipped).register_forward_hook(self._count)
+        self.call: Callable[..., Any] = run
+
+    def _count(self, *_: Any) -> None:
+        self.calls += 1
+
+    def steps(self, start: int = 0, end: int = NUM_STEPS) -> list[Any]:
+        before = self.calls
+        outputs = list(self.case.denoise(self.model, self.clock, self.call, range(start, end)))
+        return [outputs, self.calls - before]
+
+    def enable(self) -> None:
+        self.model.enable_cache(self.case.config(self.clock))
+
+
+def life(counted: Counted, offload: Callable[[str], None]) -> Iterator[tuple[str, Any]]:
+    """What a user does with a cache and a LoRA; `offload` is told how far things are."""
+    model = counted.model
+    offload("before the cache")
+    yield "plain", counted.steps(0, 1)
+    counted.enable()
+    yield "first steps", counted.steps(0, 2)
+    offload("with warm caches")
+    yield "later steps", counted.steps(2)
+    model._reset_stateful_cache()
+    yield "another image", counted.steps(0, 2)
+    model.load_lora_adapter(tiny.lora_of(model, TARGETS), prefix=None, adapter_name="one")
+    yield "a LoRA between two steps", counted.steps(2)
+    model._reset_stateful_cache()
+    model.delete_adapters("one")
+    yield "the LoRA is gone", counted.steps(0, 2)
+    model.disable_cache()
+    yield "without the cache", counted.steps(0, 1)
+    counted.enable()
+    yield "with a new cache", counted.steps()
+
+
+@cache
+def expected(name: str) -> list[tuple[str, Any]]:
+    return list(life(Counted(CACHES[name]), lambda when: None))
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_the_cache_skips(name: str) -> None:
+    """The other tests of this file show something only if it does."""
+    of = dict(expected(name))
+    assert 0 < of["with a new cache"][1] < NUM_STEPS * len(CACHES[name].contexts)
+    assert of["without the cache"][1] == len(CACHES[name].contexts)
+    with_lora, without = of["a LoRA between two steps"][0], of["later steps"][0]
+    assert not torch.equal(tree_leaves(with_lora)[0], tree_leaves(without)[0])
+
+
+@pytest.mark.parametrize(("name", "tier", "level", "order"), CROSS)
+def test_bits(name: str, tier: str, level: str, order: str, tmp_path: Path) -> None:
+    counted = Counted(CACHES[name])
+    options = {"offload_to_disk_path": tmp_path} if tier == "file" else {}
+
+    def offload(when: str) -> None:
+        if (when == "before the cache") == (order == "after"):
+            apply_group_offloading(counted.model, tiny.device(), offload_type=level, **options)
+            counted.call = run_onloaded if (tier, order) == ("ram", "after") else run
+
+    for (_, actual), (_, wanted) in zip(life(counted, offload), expected(name), strict=True):
+        assert_same(actual, wanted)
+
+
+@needs("mag-wan")
+@before_or_after
+@pytest.mark.parametrize("level", LEVELS)
+def test_two_transformers_that_take_turns(level: str, order: str, tmp_path: Path) -> None:
+    """As in Wan 2.2, each with a cache of its own, which counts steps (diffusers #14025): two images, as resident."""
+
+    def images(offloaded: bool) -> list[torch.Tensor]:
+        pipe = tiny.wan_pipeline()
+        models = pipe.transformer, pipe.transformer_2
+        if offloaded and order == "after":
+            enable_group_offload(pipe, tiny.device(), offload_type=level, offload_to_disk_path=tmp_path)
+        for model in models:
+            model.enable_cache(mag(Clock()))
+        if offloaded and order == "before":
+            enable_group_offload(pipe, tiny.device(), offload_type=level, offload_to_disk_path=tmp_path)
+        pipe.to(tiny.device())
+        calls = [0, 0]
+
+        def count(number: int) -> Callable[..., None]:
+            return lambda *_: calls.__setitem__(number, calls[number] + 1)
+
+        for number, model in enumerate(models):
+            model.blocks[0].norm1.register_forward_hook(count(number))
+        made = [tiny.run(pipe, num_inference_steps=NUM_STEPS) for _ in range(2)]
+        assert sum(calls) < 4 * NUM_STEPS and all(calls), calls
+        return [*made, torch.tensor(calls)]
+
+    assert_same(images(True), images(False))
+
+
+@pytest.mark.parametrize("offload_first", [True, False])
+def test_a_context_that_is_older_than_the_cache(offload_first: bool) -> None:
+    """A context makes diffusers keep a list of registries, and offloading makes registries (Flow-Factory #196)."""
+    case = CACHES["first-block-flux"]
+    counted = Counted(case)
+    if offload_first:
+        handle = apply_group_offloading(counted.model, tiny.device())
+    counted.steps(0, 1)
+    if not offload_first:
+        handle = apply_group_offloading(counted.model, tiny.device())
+    apply_first_block_cache(counted.model, case.config(counted.clock))  # enable_cache would tell the registries
+    outputs = counted.steps()
+    other = Counted(case)
+    apply_first_block_cache(other.model, case.config(other.clock))
+    assert_same(outputs, other.steps())
+    handle.remove()
+    counted.model.to(tiny.device())
+    counted.model._reset_stateful_cache()
+    assert_same(counted.steps(), outputs)
+
+
+@needs("text-kv-nucleus")
+def test_prompts_that_are_told_apart_by_their_addresses() -> None:
+    """A prompt that each call brings to the device has another one's address there sooner or later."""
+    counted = Counted(CACHES["text-kv-nucleus"])
+    counted.enable()
+    apply_group_offloading(counted.model, tiny.device())
+    elsewhere = counted.case.inputs(0)["encoder_hidden_states"].to("meta")
+    inputs = {**counted.case.inputs(0), "encoder_hidden_states": elsewhere}
+    with counted.model.cache_context("cond"), pytest.raises(StateError, match="encoder_hidden_states is on meta"):
+        run(counted.model, **inputs)
+    assert_same(counted.steps(), dict(expected("text-kv-nucleus"))["with a new cache"])
+
+
+@needs("mag-flux")
+def test_a_cached_step_sends_what_it_calls() -> None:
+    """At leaf level; a full step after cached ones foresees all but the first layer that was skipped."""
+    with use_simulated_device(SimulatedDevice(0, "lazy")) as device:
+        model = tiny.flux_transformer(num_single_layers=8)
+        handle = apply_group_offloading(model, "cpu", offload_type="leaf_level")
+        num_bytes = sum(group.num_bytes for group in handle.groups)
+        model.enable_cache(
+            diffusers.MagCacheConfig(threshold=1e9, retention_ratio=0.0, num_inference_steps=4, mag_ratios=[1.0] * 4)
+        )
+        sent, stalls = [0], [0]
+        for step in range(12):
+            inputs = {
+                name: device.put(value) if isinstance(value, torch.Tensor) else value
+                for name, value in flux_inputs(step % 4).items()
+            }
+            with model.cache_context("only"), torch.no_grad(), device.running():
+                device.get(model(**inputs)[0])
+            stats = handle.stats()
+            sent.append(sum(stats.bytes_onloaded.values()))
+            stalls.append(stats.stalls)
+        handle.remove()
+    of_steps = [(b - a) / num_bytes for a, b in itertools.pairwise(sent)]
+    assert all(of_steps[step] > 0.9 for step in (4, 8)), of_steps  # every fourth step is a whole one
+    assert all(of_steps[step] < 0.3 for step in (6, 7, 10, 11)), of_steps
+    assert stalls[-1] - stalls[4] <= 4, stalls
+
+
+@needs("mag-flux")
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_budget_beside_a_cache(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stays on the device is the same for whole steps and for cached ones, and the peak is within the budget."""
+    tune(monkeypatch, device_margin_bytes=0)
+    slow = replace(KNOWN_SPEEDS, h2d=2)
+    monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: slow)
+    case = CACHES["mag-flux"]
+    model, reference = (tiny.flux_transformer(num_single_layers=8) for _ in range(2))
+    budget = sum(weight.nbytes for weight in model.parameters())
+    with use_simulated_device(SimulatedDevice(0, "random")) as device:
+        handle = apply_group_offloading(model, "cpu", offload_type=level, vram_budget=budget)
+        resident = []
+        for each in (model, reference):
+            each.enable_cache(case.config(Clock()))
+        for step in range(3 * NUM_STEPS):
+            given = flux_inputs(step % NUM_STEPS)
+            inputs = {name: device.put(value) if torch.is_tensor(value) else value for name, value in given.items()}
+            with reference.cache_context("only"), model.cache_context("only"):
+                with torch.no_grad(), device.running():
+                    output = model(**inputs)[0]
+                assert_same(device.get(output), run(reference, **given)[0])
+            resident.append(handle.stats().resident_bytes)
+        assert device.peak_bytes_in_use() <= budget
+        assert 0 < 0.9 * resident[-NUM_STEPS] < resident[-1]
+        handle.remove()

@@ -1,0 +1,151 @@
+"""Beside hooks that guidance registers for one forward of each step and removes again: the bits of the resident model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import (
+    AutoGuidance,
+    LayerSkipConfig,
+    PerturbedAttentionGuidance,
+    SkipLayerGuidance,
+    SmoothedEnergyGuidance,
+    SmoothedEnergyGuidanceConfig,
+)
+from diffusers.hooks import HookRegistry, apply_layer_skip
+from torch import nn
+
+from group_offload import apply_group_offloading
+
+from ..support import tiny_models as tiny
+from ..support.asserts import assert_same
+from ..support.caches import flux, flux_inputs, wan_inputs
+from ..support.rigs import LEVELS, TIERS, run, run_onloaded
+
+Inputs = Callable[[int], dict[str, Any]]
+
+
+def whole_block() -> LayerSkipConfig:
+    return LayerSkipConfig(indices=[0], fqn="single_transformer_blocks")
+
+
+def attention_scores() -> LayerSkipConfig:
+    return LayerSkipConfig(
+        indices=[0],
+        fqn="down_blocks.1.attentions.0.transformer_blocks",
+        skip_attention=False,
+        skip_attention_scores=True,
+        skip_ff=False,
+    )
+
+
+def feed_forward() -> LayerSkipConfig:
+    return LayerSkipConfig(indices=[0], fqn="transformer_blocks", skip_attention=False, dropout=0.5)
+
+
+class CountingSmoothedEnergyGuidance(SmoothedEnergyGuidance):
+    """The class of diffusers 0.42.1 never counts its forwards, and so never does anything."""
+
+    def prepare_models(self, denoiser: nn.Module) -> None:
+        self._count_prepared += 1
+        super().prepare_models(denoiser)
+
+
+GUIDERS: dict[str, tuple[Callable[[], nn.Module], Inputs, Callable[[], Any]]] = {
+    "skipped-layers": (
+        flux,
+        flux_inputs,
+        lambda: SkipLayerGuidance(
+            skip_layer_config=whole_block(), skip_layer_guidance_start=0.0, skip_layer_guidance_stop=1.0
+        ),
+    ),
+    "perturbed-attention": (
+        tiny.unet,
+        tiny.unet_inputs,
+        lambda: PerturbedAttentionGuidance(
+            perturbed_guidance_config=attention_scores(), perturbed_guidance_start=0.0, perturbed_guidance_stop=1.0
+        ),
+    ),
+    "smoothed-energy": (
+        tiny.wan_transformer,
+        wan_inputs,
+        lambda: CountingSmoothedEnergyGuidance(
+            seg_guidance_config=SmoothedEnergyGuidanceConfig(indices=[1], fqn="blocks"),
+            seg_blur_sigma=1.0,
+            seg_guidance_start=0.0,
+            seg_guidance_stop=1.0,
+        ),
+    ),
+    "auto": (flux, flux_inputs, lambda: AutoGuidance(auto_guidance_config=feed_forward())),
+}
+
+
+def denoise(name: str, model: nn.Module, call: Callable[..., Any] = run) -> list[Any]:
+    """All forwards of three steps, in the first of which some guiders leave the model alone."""
+    _, inputs, make_guider = GUIDERS[name]
+    guider, outputs = make_guider(), []
+    for step in range(3):
+        guider.set_state(step=step, num_inference_steps=3, timestep=torch.tensor(1))
+        for _ in range(guider.num_conditions):
+            guider.prepare_models(model)
+            torch.manual_seed(step)  # dropout
+            outputs.append(call(model, **inputs(step))[0])
+            guider.cleanup_models(model)
+    return outputs
+
+
+@cache
+def expected(name: str) -> list[Any]:
+    outputs = denoise(name, GUIDERS[name][0]().to(tiny.device()))
+    assert not torch.equal(outputs[-1], outputs[-2]), "the guidance does something"
+    return outputs
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("name", GUIDERS)
+def test_hooks_that_come_and_go_within_a_step(name: str, tier: str, level: str, tmp_path: Path) -> None:
+    model, inputs = GUIDERS[name][0](), GUIDERS[name][1]
+    folder = tmp_path if tier == "file" else None
+    handle = apply_group_offloading(model, tiny.device(), offload_type=level, offload_to_disk_path=folder)
+    assert_same(denoise(name, model, run_onloaded), expected(name))
+    handle.remove()
+    last = run(model.to(tiny.device()), **inputs(2))[0]
+    assert any(torch.equal(last, each) for each in expected(name)), "no hook is left"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_skip_that_is_older_than_offloading(level: str) -> None:
+    """And is taken off from the offloaded model."""
+    model, reference = flux(), flux().to(tiny.device())
+    for each in (model, reference):
+        apply_layer_skip(each, whole_block())
+    apply_group_offloading(model, tiny.device(), offload_type=level)
+    skipped = run(reference, **flux_inputs(0))
+    assert_same(run_onloaded(model, **flux_inputs(0)), skipped)
+    for each in (model, reference):
+        HookRegistry.check_if_exists_or_initialize(each).remove_hook("layer_skip_hook")
+    assert_same(run_onloaded(model, **flux_inputs(0)), whole := run(reference, **flux_inputs(0)))
+    assert not torch.equal(whole[0], skipped[0])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_lora_that_is_scaled_for_one_forward(level: str) -> None:
+    """By `attention_kwargs`: what a forward changes in its modules is changed back at its end."""
+    model, reference = flux(), flux().to(tiny.device())
+    handle = apply_group_offloading(model, tiny.device(), offload_type=level)
+    for each in (model, reference):
+        each.load_lora_adapter(tiny.lora_of(each, ("to_q", "proj_out")), prefix=None, adapter_name="one")
+    seen = []
+    for scale in (1.0, 0.3, 1.0):
+        inputs = {**flux_inputs(0), "joint_attention_kwargs": {"scale": scale}}
+        seen.append(run(reference, **inputs)[0])
+        assert_same(run_onloaded(model, **inputs)[0], seen[-1])
+    assert torch.equal(seen[0], seen[2])
+    assert not torch.equal(seen[0], seen[1])
+    assert handle.stats().rebuilds <= 1
