@@ -16,6 +16,7 @@ from ..base.layout import overlapping
 from ..base.pagemap import look_at_all
 from ..base.torch_internals import COMPILED_CALL
 from ..errors import StateError
+from ..partition import adapter_layers
 from ..stores.base import Store
 from .copies.transfer import Transfer
 from .groups.forms import Forms
@@ -86,6 +87,7 @@ class Watch:
         self._filled = list(compress(self._tables, members))
         self._members = list(chain.from_iterable(members))
         self._lazy = [member for member in self._members if is_lazy(member)]
+        self._adapted: list[Any] = [module for module in inside if isinstance(module, adapter_layers())]
         called = [seen[module] for module in inside if is_cut_by_calls or module in groups_of]
         self._names = [each.names for each in called]
         self._calls = [each.call for each in called]
@@ -115,6 +117,16 @@ class Watch:
             and self._forms.are_of(self._tensors)
             and all(all(part.as_left()) for part in self._wrapped)
         )
+
+    def undo_merges(self) -> bool:
+        """Take adapters that are switched off out of the weights that they are merged into. Returns whether there were any.
+
+        peft does so in the next forward of the layer, through `weight.data`: an edit in a slot that leaves no trace.
+        """
+        switched_off = [layer for layer in self._adapted if layer.disable_adapters and layer.merged]
+        for layer in switched_off:
+            layer.unmerge()
+        return bool(switched_off)
 
     def expect_tensors(self) -> None:
         """Note the present addresses at rest as the expected ones."""
@@ -222,6 +234,10 @@ class Changes:
             if any(group.is_outdated for group in watch.scope):
                 return None
         return watch.scope
+
+    def undo_merges(self, top: nn.Module) -> bool:
+        """See `Watch.undo_merges`. Call it before a forward that `notice` has returned the groups of."""
+        return self._watches[top].undo_merges()
 
     def settle(self, group: Group, *, binds: bool) -> None:
         """Commit changes of one group's weights at rest in the middle of a pass.
