@@ -476,3 +476,15 @@ def adapter_layers() -> tuple[type, ...]:
     """peft's layers, which read the weight of the layer that they wrap (DoRA, merging) without calling that layer."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     return () if tuners is None else (tuners.BaseTunerLayer,)
+
+
+def adapter_weights(root: nn.Module) -> set[int]:
+    """The ids of the parameters that peft's layers have beside the layers that they wrap."""
+    return {
+        id(parameter)
+        for module in root.modules()
+        if isinstance(module, adapter_layers())
+        for name, child in module.named_children()
+        if name != "base_layer"
+        for parameter in child.parameters()
+    }

@@ -487,7 +487,9 @@ def _install_seam() -> None:
                 handle.refresh()
             except ModuleError as error:
                 # The rest of diffusers' own call is what the user asked for. (A LoRA that lacks some weights loads.)
-                logger.warning("%s cannot run like this: %s The next forward raises this.", type(module).__name__, error)
+                logger.warning(
+                    "%s cannot run like this: %s The next forward raises this.", type(module).__name__, error
+                )
         elif any(map(is_offloaded, module.modules())):
             raise StateError(
                 f"{type(module).__name__}, or a part of it, is group-offloaded by group_offload already. Call "

@@ -24,7 +24,7 @@ from ...base.release import wait_for_releases
 from ...base.tuning import tuning
 from ...config import OffloadConfig
 from ...errors import ConfigError, GroupFileError
-from ...partition import GroupSpec, TensorRef, partition
+from ...partition import GroupSpec, TensorRef, adapter_weights, partition
 from ...stores.base import Blob, Tier
 from ...stores.checkpoint import Checkpoint, CheckpointBlob, FileMap, FileSpan, MappedFile
 from ...stores.folder import Folder
@@ -81,7 +81,7 @@ def build_groups(
                 config.rests_in_files and folder is None and not before
             )  # weights that are edited later go to RAM
             if is_promised:
-                _refuse_what_is_in_no_file(plans, views)
+                _refuse_what_is_in_no_file(plans, views, adapter_weights(root))
             _adopt(views, homes, made, lambda checkpoint: False, is_promised=is_promised)
         else:
             tables = _only(views, lambda plan: plan.spec.is_table)
@@ -329,13 +329,14 @@ def _adopt_for_ram(
     _adopt(views, homes, made, accept)
 
 
-def _refuse_what_is_in_no_file(plans: Sequence[_Plan], views: _Views) -> None:
+def _refuse_what_is_in_no_file(plans: Sequence[_Plan], views: _Views, adapters: set[int]) -> None:
+    """Buffers stay in RAM, and so do adapters, whose files are not mapped."""
     in_files = {id(ref.tensor) for users in views.values() for _, mine in users for ref, _ in mine}
     others = [
         ref
         for plan in plans
         for ref in plan.fresh
-        if not ref.is_buffer and ref.tensor.numel() and id(ref.tensor) not in in_files
+        if not ref.is_buffer and ref.tensor.numel() and not {id(ref.tensor), id(ref.holder)} & (in_files | adapters)
     ]
     if others and not can_detect_writes():
         raise ConfigError(
