@@ -34,6 +34,7 @@ from group_offload import (
 from ..support import tiny_models as tiny
 from ..support.models import Model, inputs, make
 from ..support.on_device import forward as forward_on
+from ..support.on_device import from_file
 from ..support.on_device import offload as offload_on
 from ..support.processes import fork, status_of
 from ..support.rigs import run
@@ -412,6 +413,59 @@ def test_fusions_in_one_process_after_another(tmp_path: Path) -> None:
     twins.start()
     assert {file.name: file.stat().st_mtime_ns for file in twins.folder.iterdir()} == before
     twins.check()
+
+
+@pytest.mark.parametrize("tier", ["checkpoint", "checkpoint and files"])
+def test_weights_return_to_their_checkpoint(tier: str, tmp_path: Path) -> None:
+    """Once they have the bytes that they had there, whoever restored them. Until then a copy of the group is needed."""
+    twins = Twins(tier, "block_level", tmp_path)
+    original = {name: value.clone() for name, value in twins.resident.transformer.state_dict().items()}
+    rests_in = [group.where for group in twins.handle.groups]
+    files = {*twins.folder.glob("*.safetensors")}
+    for seed in range(3):
+        twins.do(load(lora(seed), "one"))
+        twins.do(lambda pipe: pipe.fuse_lora())
+        twins.do(lambda pipe: pipe.unload_lora_weights())
+        twins.check()
+        assert [group.where for group in twins.handle.groups] != rests_in
+        twins.do(lambda pipe: pipe.transformer.load_state_dict(original))
+        if seed == 1:  # in the same moment as another change
+            twins.do(load(lora(seed), "two"))
+            twins.check()
+            twins.do(lambda pipe: pipe.unload_lora_weights())
+        twins.check()
+        if (
+            tier == "checkpoint"
+        ):  # a CPU has no streams, so nothing tells of edits of its RAM: the next change of the model does
+            twins.do(load(lora(seed), "two"))
+            twins.do(lambda pipe: pipe.unload_lora_weights())
+            twins.check()
+        assert [group.where for group in twins.handle.groups] == rests_in
+        assert {*twins.folder.glob("*.safetensors")} == files
+        twins.check_weights()
+    twins.handle.remove()
+    twins.check_weights()
+
+
+@pytest.mark.parametrize("laziness", ["eager", "lazy", "random"])
+@pytest.mark.parametrize("where", ["disk", "files", "cpu"])
+def test_weights_return_while_copies_are_on_their_way(where: str, laziness: str, tmp_path: Path) -> None:
+    resident = make(Model)
+    device = SimulatedDevice(0, laziness)
+    options: dict[str, Any] = (
+        {"offload_to_disk_path": tmp_path / "groups"} if where == "files" else {"offload_device": where}
+    )
+    with use_simulated_device(device):
+        model = from_file(resident, tmp_path / "model.safetensors")
+        handle = offload_on(model, **options)
+        first = [group.where for group in handle.groups]
+        for _ in range(3):
+            for factor in (2.0, 0.5):  # exact
+                for twin in (model, resident):
+                    twin.blocks[1].up.weight.data.mul_(factor)
+                assert torch.equal(device.get(forward_on(device, model, inputs())), run(resident, inputs()))
+                assert ([group.where for group in handle.groups] == first) == (factor == 0.5)
+        handle.remove()
 
 
 # ------------------------------------------------------------------------------------------------ off, and wrong
