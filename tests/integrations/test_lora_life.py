@@ -551,8 +551,7 @@ def test_a_lora_that_lacks_weights(with_words: bool, patched: bool, tmp_path: Pa
         unpatch_diffusers()
 
 
-@any_tier
-@pytest.mark.parametrize("moment", [1, 5, 9])
+@pytest.mark.parametrize(("tier", "moment"), [("ram", 1), ("files", 5), ("checkpoint", 9), ("checkpoint and files", 2)])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_swap_that_breaks_off(
     error: type[BaseException], moment: int, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -611,6 +610,36 @@ def test_a_full_disk_while_a_lora_is_loaded(after: int, tmp_path: Path, monkeypa
         with pytest.raises(GroupFileError, match="Free some room"):
             forward(twins.offloaded)
         twins.check_weights()
+    twins.check()
+    twins.do(lambda pipe: pipe.unload_lora_weights())
+    twins.check()
+
+
+# ------------------------------------------------------------------------------------------------ over quantised weights
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tier", ["ram", "files"])
+@pytest.mark.parametrize("level", ["block_level", "leaf_level"])
+def test_a_lora_over_quantised_weights(tier: str, level: str, tmp_path: Path) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    twins = Twins(tier, level, tmp_path)
+    for handle in twins.handles.values():
+        handle.remove()
+    for pipe in (twins.resident, twins.offloaded):
+        quantization.quantize_(pipe.transformer, quantization.Int8WeightOnlyConfig())
+    twins.handles = enable_group_offload(twins.offloaded, "cpu", **twins.options)
+    twins.check()
+    twins.do(load(lora(1), "one"))
+    twins.check()
+    twins.do(load(lora(2), "one", hotswap=True))
+    twins.check()
+    twins.do(load(lora(3, words=True), "two"))
+    twins.do(lambda pipe: pipe.set_adapters(["one", "two"], [0.5, 0.7]))
+    twins.check()
+    twins.do(lambda pipe: pipe.fuse_lora())  # or the same refusal
+    twins.check()
+    twins.do(lambda pipe: pipe.unfuse_lora())
     twins.check()
     twins.do(lambda pipe: pipe.unload_lora_weights())
     twins.check()
