@@ -339,7 +339,7 @@ def test_hot_swaps_of_a_compiled_model(tier: str, level: str, order: str, repeat
     assert compiled > 0 and not counters["graph_break"]
     before, bytes_before = twins.handle.stats(), bytes_in(twins.folder)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for seed in range(1, 7):
+        for seed in range(1, 5):
             twins.do(load(lora(seed, rank=[2, 4, 8][seed % 3]), "one", hotswap=True))
             twins.check()
     assert graphs[twins.offloaded].frame_count == compiled
@@ -383,11 +383,9 @@ def swap_many(twins: Twins, way: str, rounds: int) -> Iterator[tuple[Any, int]]:
     ("way", "tier"),
     [
         ("load and delete", "ram"),
-        ("load and delete", "checkpoint and files"),
         ("hotswap", "files"),
-        ("fuse and unfuse", "files"),
-        ("fuse and unfuse", "checkpoint"),
-        ("fuse", "checkpoint and files"),
+        ("fuse and unfuse", "checkpoint and files"),
+        ("fuse", "checkpoint"),
     ],
 )
 def test_twenty_swaps_take_no_more_than_one(way: str, tier: str, tmp_path: Path) -> None:
