@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from mmap import ALLOCATIONGRANULARITY
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +36,8 @@ class Origin:
         found: dict[int, torch.Tensor] = {}
         for path in dict.fromkeys(place.path for place in self.places.values()):
             mine = {index: place for index, place in self.places.items() if place.path == path}
-            start = min(place.position for place in mine.values()) // ALLOCATIONGRANULARITY * ALLOCATIONGRANULARITY
+            start = min(place.position for place in mine.values())
+            start -= start % mmap.ALLOCATIONGRANULARITY
             end = max(place.position + place.num_bytes for place in mine.values())
             try:
                 with opened_to_read(path) as fd:
