@@ -87,7 +87,8 @@ class Watch:
         self._filled = list(compress(self._tables, members))
         self._members = list(chain.from_iterable(members))
         self._lazy = [member for member in self._members if is_lazy(member)]
-        self._adapted: list[Any] = [module for module in inside if isinstance(module, adapter_layers())]
+        adapters = adapter_layers()
+        self._adapted: list[Any] = [module for module in inside if isinstance(module, adapters)]
         called = [seen[module] for module in inside if is_cut_by_calls or module in groups_of]
         self._names = [each.names for each in called]
         self._calls = [each.call for each in called]

@@ -470,7 +470,10 @@ def test_weights_return_while_copies_are_on_their_way(where: str, laziness: str,
                 for twin in (model, resident):
                     twin.blocks[1].up.weight.data.mul_(factor)
                 assert torch.equal(device.get(forward_on(device, model, inputs())), run(resident, inputs()))
-                assert ([group.where for group in handle.groups] == first) == (factor == 0.5)
+                is_back = [group.where for group in handle.groups] == first
+                assert (
+                    is_back == (factor == 0.5) or "safetensors" not in first[-1]
+                )  # RAM, where weights cannot rest in it
         handle.remove()
 
 
