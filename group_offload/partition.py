@@ -228,7 +228,7 @@ def _list_units(blocks: nn.Module, reader: nn.Module, path: str, name: str, coun
 def _leaf_units(
     root: nn.Module, config: OffloadConfig, modules: dict[str, nn.Module], is_compiled: Callable[[nn.Module], bool]
 ) -> Iterator[_Unit]:
-    whole: tuple[type, ...] = (*LEAF_TYPES, *READS_ITS_CHILDREN, *_adapter_layers())
+    whole: tuple[type, ...] = (*LEAF_TYPES, *READS_ITS_CHILDREN, *adapter_layers())
     taken: set[str] = set()
     leaves: dict[nn.Module, _Unit] = {}
     owners: dict[nn.Module, _Unit] = {}
@@ -278,7 +278,7 @@ def _tables(
     """
     if not config.embeddings_on_cpu or config.verify_files:  # a hash is that of a whole table
         return
-    reads_inside = (*READS_ITS_CHILDREN, *_adapter_layers())
+    reads_inside = (*READS_ITS_CHILDREN, *adapter_layers())
     read = {child for module in modules.values() for child in children_read(module)}
     holders: dict[nn.Parameter, dict[nn.Module, list[str]]] = {}
     for path, module in modules.items():
@@ -362,7 +362,8 @@ def _flatten(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], 
         )
     if tensor.device.type == "meta":
         raise ModuleError(
-            f"{fqn} is on the meta device and holds no values. Load the weights before offloading the module."
+            f"{fqn} is on the meta device and holds no values. Load the weights before offloading the module. If it belongs "
+            f"to an adapter (a LoRA) whose file lacks it, delete that adapter: pipe.delete_adapters(NAME)."
         )
     if tensor.layout is not torch.strided:
         raise ModuleError(f"{fqn} has the layout {tensor.layout}. Only dense (strided) tensors can be offloaded.")
@@ -482,7 +483,19 @@ def _holds_lists(module: nn.Module) -> bool:
     )
 
 
-def _adapter_layers() -> tuple[type, ...]:
+def adapter_layers() -> tuple[type, ...]:
     """peft's layers, which read the weight of the layer that they wrap (DoRA, merging) without calling that layer."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     return () if tuners is None else (tuners.BaseTunerLayer,)
+
+
+def adapter_weights(root: nn.Module) -> set[int]:
+    """The ids of the parameters that peft's layers have beside the layers that they wrap."""
+    return {
+        id(parameter)
+        for module in root.modules()
+        if isinstance(module, adapter_layers())
+        for name, child in module.named_children()
+        if name != "base_layer"
+        for parameter in child.parameters()
+    }

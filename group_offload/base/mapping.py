@@ -130,19 +130,22 @@ def is_cut_off(address: int) -> bool:
     return False
 
 
-def map_file(fd: int, num_bytes: int) -> Any:
-    """A private, writable mapping of the first `num_bytes` of a file: a buffer that is unmapped with its last user.
+def map_file(fd: int, num_bytes: int, start: int = 0) -> Any:
+    """A private, writable mapping of bytes of a file: a buffer that is unmapped with its last user.
 
     Writes stay in pages of this process. The file never changes.
+
+    Args:
+        start: the first byte of the file, a multiple of `mmap.ALLOCATIONGRANULARITY`.
 
     Raises:
         OSError: the system refuses the mapping.
     """
     if _libc is not None:
-        return _map(fd, 0, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE)
+        return _map(fd, start, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE)
     options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) and not IS_WINDOWS else {}
     try:
-        return mmap.mmap(fd, num_bytes, access=mmap.ACCESS_COPY, **options)
+        return mmap.mmap(fd, num_bytes, access=mmap.ACCESS_COPY, offset=start, **options)
     except ValueError as error:
         raise OSError(errno.EINVAL, str(error)) from error
 

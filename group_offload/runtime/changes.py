@@ -16,6 +16,7 @@ from ..base.layout import overlapping
 from ..base.pagemap import NO_LOOKS, Looks, begin_looks, look_at_all
 from ..base.torch_internals import COMPILED_CALL
 from ..errors import StateError
+from ..partition import adapter_layers
 from ..stores.base import Store
 from .copies.transfer import Transfer
 from .groups.forms import Forms
@@ -86,13 +87,18 @@ class Watch:
         self._filled = list(compress(self._tables, members))
         self._members = list(chain.from_iterable(members))
         self._lazy = [member for member in self._members if is_lazy(member)]
+        adapters = adapter_layers()
+        self._adapted: list[Any] = [module for module in inside if isinstance(module, adapters)]
         called = [seen[module] for module in inside if is_cut_by_calls or module in groups_of]
         self._names = [each.names for each in called]
         self._calls = [each.call for each in called]
         self.scope = set(scope)
         self._groups = tuple(scope)
         self._parts = [part for group in scope for part in group.parts]
-        self.stores: tuple[Store, ...] = tuple(dict.fromkeys(part.blob.store for part in self._parts))
+        stores = dict.fromkeys(part.blob.store for part in self._parts)
+        self.late = [store for store in stores if store.commits_late]
+        """The stores whose edits may be committed in the middle of a pass."""
+        self.early = [store for store in stores if not store.commits_late]
         self._tensors = [ref.tensor for part in self._parts for ref in part.refs]
         self._forms = Forms([view for part in self._parts for view in part.rest])
         self._wrapped = [part for part in self._parts if any(ref.path for ref in part.refs)]
@@ -115,6 +121,16 @@ class Watch:
             and self._forms.are_of(self._tensors)
             and all(all(part.as_left()) for part in self._wrapped)
         )
+
+    def undo_merges(self) -> bool:
+        """Take adapters that are switched off out of the weights that they are merged into. Returns whether there were any.
+
+        peft does so in the next forward of the layer, through `weight.data`: an edit in a slot that leaves no trace.
+        """
+        switched_off = [layer for layer in self._adapted if layer.disable_adapters and layer.merged]
+        for layer in switched_off:
+            layer.unmerge()
+        return bool(switched_off)
 
     def expect_tensors(self) -> None:
         """Note the present addresses at rest as the expected ones."""
@@ -216,8 +232,7 @@ class Changes:
             if not self._commit_replacements([group for group in watch.scope if not group.is_as_left()]):
                 return None
             watch.expect_tensors()
-        late = [] if all_edits else [store for store in watch.stores if store.commits_late]
-        now = [store for store in watch.stores if store not in late] if late else watch.stores
+        late, now = ([], [*watch.early, *watch.late]) if all_edits else (watch.late, watch.early)
         self._late = dict.fromkeys(late)
         self._looks = begin_looks(mapping for store in late for mapping in store.rest_mappings())
         was_edited = True
@@ -244,12 +259,18 @@ class Changes:
             for part in group.parts:
                 store = part.blob.store
                 if store in self._late:
-                    store.commit_edits(self._transfer.wait_for_copies, self._looks)
+                    was_edited = store.commit_edits(self._transfer.wait_for_copies, self._looks)
+                    if was_edited and any(each.is_outdated for each in self._groups):
+                        self.invalidate()  # this pass sends them from where they rest
                     del self._late[store]
 
     def end_pass(self) -> None:
         """The pass is over. The next forward looks for edits again, also of weights that this one has not used."""
         self._late, self._looks = {}, NO_LOOKS
+
+    def undo_merges(self, top: nn.Module) -> bool:
+        """See `Watch.undo_merges`. Call it before a forward that `notice` has returned the groups of."""
+        return self._watches[top].undo_merges()
 
     def settle(self, group: Group, *, binds: bool) -> None:
         """Commit changes of one group's weights at rest in the middle of a pass.

@@ -263,9 +263,9 @@ class Engine:
         Returns:
             The groups that calls under `top` can need.
         """
-        scope = self._changes.notice(top, all_edits=False)
-        if scope is None:
-            scope = self._rebuild_for(top)
+        scope = self._notice(top)
+        if self._changes.undo_merges(top):
+            scope = self._notice(top)
         if not kind.with_grad:
             return scope
         is_first, self._gates.records_graphs = not self._gates.records_graphs, True
@@ -275,6 +275,9 @@ class Engine:
             return scope
         share_counters(self.groups)
         self._install_gates()
+        return self._notice(top)
+
+    def _notice(self, top: nn.Module) -> set[Group]:
         scope = self._changes.notice(top, all_edits=False)
         return self._rebuild_for(top) if scope is None else scope
 

@@ -12,6 +12,7 @@ import torch
 from ..base.layout import BlobLayout, as_bytes
 from ..base.pagemap import NO_LOOKS, Looks
 from .moves import Move, Stage
+from .origin import Origin
 
 
 class Tier(Enum):
@@ -32,7 +33,7 @@ class Store(Protocol):
     def commits_late(self) -> bool:
         """Whether edits may be committed in the middle of a pass, just before the store's first blob is used in it.
 
-        Then no blob becomes outdated, and none rests elsewhere afterwards.
+        Then none rests elsewhere afterwards, and a blob becomes outdated only after a fork.
         """
 
     def rest_mappings(self) -> Sequence[tuple[int, int]]:
@@ -70,7 +71,9 @@ class Blob(Protocol):
     generation: int
     """A number that goes up whenever the bytes change other than by `write`: bytes that were sent before are out of date."""
     is_outdated: bool
-    """Whether `rest` has edits that the blob cannot take: it has to be made again."""
+    """Whether `rest` has edits that the blob cannot take, or belongs elsewhere: the blob has to be made again."""
+    origin: Origin | None
+    """The bytes of checkpoints that tensors of the blob came from."""
 
     @property
     def store(self) -> Store: ...
@@ -128,12 +131,17 @@ class PlacedBlob(NamedTuple):
     blob: Blob
 
 
-def moves_of_rest(blob: Blob, at: int) -> list[Move]:
+def belongs_to_checkpoints(blob: Blob) -> bool:
+    """Whether edited tensors have the bytes of their checkpoints again. They return there when the blob is made again."""
+    return blob.origin is not None and blob.origin.views(blob.layout, blob.rest) is not None
+
+
+def moves_of_rest(layout: BlobLayout, rest: Sequence[torch.Tensor], at: int) -> list[Move]:
     """How the weights at rest get to byte `at` of a slot: for a blob that does not hold their edits.
 
     This happens where a blob is outdated in the middle of a pass. When the next pass begins the blob is made again.
     """
-    values = [(spec.offset, as_bytes(tensor)) for spec, tensor in zip(blob.layout.specs, blob.rest, strict=True)]
+    values = [(spec.offset, as_bytes(tensor)) for spec, tensor in zip(layout.specs, rest, strict=True)]
     return [Stage(at + offset, value.numel(), partial(_fill_from, value)) for offset, value in values]
 
 

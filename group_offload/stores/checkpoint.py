@@ -22,9 +22,8 @@ from ..base.pagemap import NO_LOOKS, PAGE, Looks, can_detect_writes, written_pag
 from ..base.system import open_to_read
 from ..base.tuning import tuning
 from ..errors import GroupFileError
-from .base import Tier, moves_of_rest
+from .base import Tier
 from .files import FileBlob
-from .moves import Move
 from .source import Piece, SourceFile, merged
 
 _KEPT_ALIGNMENT = 64
@@ -263,9 +262,6 @@ class CheckpointBlob(FileBlob):
             as_bytes(self.rest[index]).copy_(value)
         self.is_outdated = True
         return False
-
-    def moves(self, at: int, label: str) -> list[Move]:
-        return moves_of_rest(self, at) if self.is_outdated else super().moves(at, label)
 
     def close(self, *, forget: bool) -> None:
         if self._is_open:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from ..base.layout import BlobLayout
-from .base import Tier
+from .base import Tier, moves_of_rest
 from .moves import Copy, Move, Read
+from .origin import Origin
 from .source import Piece, Proof, SourceFile
 
 
@@ -20,6 +21,7 @@ class FileBlob:
 
     detects_edits = True
     is_outdated = False
+    origin: Origin | None = None
     generation = 0
     layout: BlobLayout
     rest: list[torch.Tensor]
@@ -76,6 +78,8 @@ class FileBlob:
                 proof.update(chunk)
 
     def moves(self, at: int, label: str) -> list[Move]:
+        if self.is_outdated:
+            return moves_of_rest(self.layout, self.rest, at)
         source = self.source
         if self.is_locked:
             return [

@@ -12,6 +12,7 @@ from ..base.layout import BlobLayout, as_bytes
 from ..base.mapping import flat_view, forget_writes, map_file
 from ..base.pagemap import NO_LOOKS, Looks, written_pages
 from ..errors import GroupFileError
+from .base import belongs_to_checkpoints
 from .files import FileBlob
 from .folder import Folder, add_user, delete_if_unused, never_delete, remove_user
 from .source import Piece, SourceFile
@@ -60,6 +61,9 @@ class GroupFile(FileBlob):
         self.source.check()
         if not self._was_edited(looks):
             return False
+        if belongs_to_checkpoints(self):
+            self.is_outdated = True
+            return True
         path, source = self.path, self.source
         is_there = source.has_name(path)
         self._adopt(self.rest, lambda num_bytes: None, outdated=path)  # the edited pages go with the old `rest`

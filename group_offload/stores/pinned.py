@@ -32,8 +32,9 @@ from ..base.pagemap import NO_LOOKS, PAGE, Looks, PageScan, can_detect_writes
 from ..base.release import release_later
 from ..base.system import on_fork
 from ..base.tuning import tuning
-from .base import Tier, moves_of_rest
+from .base import Tier, belongs_to_checkpoints, moves_of_rest
 from .moves import Copy, Move, PageableMemory, Read
+from .origin import Origin
 
 
 class _Forks:
@@ -96,7 +97,7 @@ class Segment:
 
     @property
     def commits_late(self) -> bool:
-        return self.detects_edits and not self.is_shared
+        return self.detects_edits and not any(blob.origin is not None for blob in self._blobs)
 
     def fill(self, blobs: Sequence[tuple[BlobLayout, Sequence[torch.Tensor]]]) -> None:
         """Copy the bytes of blobs, one after another. Those in memory of a device have to be fetched later."""
@@ -224,6 +225,7 @@ class Segment:
             forget_writes(private.data_ptr() + start, end - start)
         for blob in blobs:
             blob.generation += 1
+            blob.is_outdated |= belongs_to_checkpoints(blob)
         return bool(edited)
 
     def _fall_back(self, limit: LockLimit) -> bool:
@@ -245,6 +247,7 @@ class RamBlob:
         self.start = start
         self.generation = 0
         self.is_outdated = False
+        self.origin: Origin | None = None
         self.rest = layout.views_by_extent(lambda extent: segment.rest(start + extent.offset, extent.num_bytes))
         self.find_tier()
         segment.add(self)
@@ -288,7 +291,7 @@ class RamBlob:
 
     def moves(self, at: int, label: str) -> list[Move]:
         if self.is_outdated:
-            return moves_of_rest(self, at)
+            return moves_of_rest(self.layout, self.rest, at)
         if self.tier is Tier.RAM:
             return [Copy(at, self.layout.num_bytes, self.store.bytes, self.start)]
         assert self.store.pageable is not None

@@ -172,6 +172,45 @@ def test_an_interrupt_while_changes_are_taken_up(kind: str, tmp_path: Path) -> N
     assert at > 500
 
 
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_an_interrupt_while_weights_return_to_their_checkpoint(has_folder: bool, tmp_path: Path) -> None:
+    """They were edited, and have its bytes again. What is edited after the interrupt is not lost."""
+    case = Case("checkpoint", tmp_path)
+    if has_folder:
+        case.options["offload_to_disk_path"] = tmp_path / "groups"
+    at = 1
+    while True:
+        model, reference = case.make(), copy.deepcopy(small())
+        handle = case.apply(model)
+        first = [group.where for group in handle.groups]
+        for each in (model, reference):
+            each.blocks[0].up.weight.data.mul_(2)
+        handle.refresh()
+        for each in (model, reference):
+            each.blocks[0].up.weight.data.mul_(0.5)
+            each.blocks[1].extra = nn.Identity()  # nothing tells of edits of RAM without streams: this does
+        strike = Strike(at)
+        with suppress(KeyboardInterrupt), strike:
+            contained(handle.refresh)
+        try:
+            assert_at_rest(model, reference)
+            if at % 2:
+                assert_same(run(model, inputs()), run(reference, inputs()))
+                assert [group.where for group in handle.groups] == first
+            for each in (model, reference):
+                each.blocks[0].up.weight.data.mul_(3)
+            assert_same(run(model, inputs()), run(reference, inputs()))
+            handle.remove()
+            assert_at_rest(model, reference)
+        except BaseException as error:
+            error.add_note(f"after an interrupt at {strike.where}")
+            raise
+        if not strike.where:
+            break
+        at += 1 + at // 6
+    assert at > 500
+
+
 # ---------------------------------------------------------------- errors
 
 

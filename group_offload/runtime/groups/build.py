@@ -24,11 +24,12 @@ from ...base.release import wait_for_releases
 from ...base.tuning import tuning
 from ...config import OffloadConfig
 from ...errors import ConfigError, GroupFileError
-from ...partition import GroupSpec, TensorRef, partition
+from ...partition import GroupSpec, TensorRef, adapter_weights, partition
 from ...stores.base import Blob, Tier
 from ...stores.checkpoint import Checkpoint, CheckpointBlob, FileMap, FileSpan, MappedFile
 from ...stores.folder import Folder
 from ...stores.group_file import GroupFile
+from ...stores.origin import Origin, Place
 from ...stores.pinned import RamBlob, Segment
 from .group import Group
 from .part import Part
@@ -68,6 +69,8 @@ def build_groups(
     known = {id(ref.tensor): part for group in before for part in group.parts for ref in part.refs}
     empty = {group.group_id: list(group.parts) for group in before if not group.num_bytes}
     homes = {id(ref.holder): home for part in known.values() for ref, home in zip(part.refs, part.devices, strict=True)}
+    origins = _origins_of(known.values())
+    _return_to_checkpoints(known.values())
     plans = []
     for spec in cut.groups:
         kept, fresh = _reusable(spec, known)
@@ -81,7 +84,7 @@ def build_groups(
                 config.rests_in_files and folder is None and not before
             )  # weights that are edited later go to RAM
             if is_promised:
-                _refuse_what_is_in_no_file(plans, views)
+                _refuse_what_is_in_no_file(plans, views, adapter_weights(root))
             _adopt(views, homes, made, lambda checkpoint: False, is_promised=is_promised)
         else:
             tables = _only(views, lambda plan: plan.spec.is_table)
@@ -96,6 +99,10 @@ def build_groups(
             if folder is not None:
                 _rest_in_files(plans, folder, homes, made, casts)
             _rest_in_ram(plans, config, homes, made, wait, casts)
+        for part in made:
+            if not isinstance(part.blob, CheckpointBlob):
+                places = {i: origins[id(ref.tensor)] for i, ref in enumerate(part.refs) if id(ref.tensor) in origins}
+                part.blob.origin = Origin(places) if places else None
         return tuple(Group(plan.spec, height, plan.parts) for plan, height in zip(plans, cut.heights, strict=True))
     except BaseException:
         with ExitStack() as undo:  # which goes on with the others if one part cannot be undone
@@ -113,6 +120,30 @@ class _Plan:
     parts: list[Part]
     fresh: tuple[TensorRef, ...]
     """The tensors that have no blob yet."""
+
+
+def _origins_of(parts: Iterable[Part]) -> dict[int, Place]:
+    """By id, the tensors that are, or once were, views of checkpoints, and where."""
+    found: dict[int, Place] = {}
+    for part in parts:
+        blob = part.blob
+        if isinstance(blob, CheckpointBlob):
+            places = {i: Place(blob.source.path, *place) for i, (_, *place) in enumerate(blob.mapped)}
+        else:
+            places = dict(blob.origin.places) if blob.origin is not None else {}
+        found |= {id(part.refs[index].tensor): place for index, place in places.items()}
+    return found
+
+
+def _return_to_checkpoints(parts: Iterable[Part]) -> None:
+    """Make tensors that were edited, and have the bytes of their checkpoints again, views of these: they are found there."""
+    for part in dict.fromkeys(parts):
+        blob = part.blob
+        may_return = blob.is_outdated or not blob.detects_edits
+        if blob.origin is not None and may_return and all(part.as_left()):
+            views = blob.origin.views(blob.layout, blob.rest)
+            for index, view in (views or {}).items():
+                part.refs[index].tensor.data = fit_for(part.refs[index].tensor, view)
 
 
 def _in_turn(plans: Sequence[_Plan]) -> list[dict[GroupSpec, tuple[TensorRef, ...]]]:
@@ -331,13 +362,14 @@ def _adopt_for_ram(
     _adopt(views, homes, made, accept)
 
 
-def _refuse_what_is_in_no_file(plans: Sequence[_Plan], views: _Views) -> None:
+def _refuse_what_is_in_no_file(plans: Sequence[_Plan], views: _Views, adapters: set[int]) -> None:
+    """Buffers stay in RAM, and so do adapters, whose files are not mapped."""
     in_files = {id(ref.tensor) for users in views.values() for _, mine in users for ref, _ in mine}
     others = [
         ref
         for plan in plans
         for ref in plan.fresh
-        if not ref.is_buffer and ref.tensor.numel() and id(ref.tensor) not in in_files
+        if not ref.is_buffer and ref.tensor.numel() and not {id(ref.tensor), id(ref.holder)} & (in_files | adapters)
     ]
     if others and not can_detect_writes():
         raise ConfigError(

@@ -1,0 +1,651 @@
+"""LoRAs as users live with them: swapped, weighed, fused, taken out, and loaded wrongly, for as long as the process runs.
+
+A resident and an offloaded pipeline go through the same calls. Outputs and weights are the same bits, and errors are
+diffusers' own.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from diffusers.hooks.group_offloading import _is_group_offload_enabled
+from peft import LoHaConfig, LoraConfig, inject_adapter_in_model
+from safetensors.torch import load_file
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+
+from group_offload import (
+    GroupFileError,
+    ModuleError,
+    apply_group_offloading,
+    enable_group_offload,
+)
+
+from ..support import tiny_models as tiny
+from ..support.models import Model, inputs, make
+from ..support.on_device import forward as forward_on
+from ..support.on_device import from_file
+from ..support.on_device import offload as offload_on
+from ..support.processes import fork, status_of
+from ..support.rigs import run
+from ..support.simulated import SimulatedDevice, use_simulated_device
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Adapter .* was active which is now deleted:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Already (un)?merged:UserWarning"),
+]
+
+MODELS = ("transformer", "text_encoder")
+FEW = ("attn.to_q", "attn.to_k", "proj_mlp")
+OTHERS = ("attn.to_q", "attn.to_v", "proj_out")
+TIERS = ("ram", "files", "checkpoint", "checkpoint and files")
+any_tier = pytest.mark.parametrize("tier", TIERS)
+
+Step = Callable[[Any], Any]
+
+
+def transformer() -> FluxTransformer2DModel:
+    return tiny.flux_transformer(4, num_layers=1, num_single_layers=2)
+
+
+def pipeline() -> FluxPipeline:
+    """What LoRAs are for, of a pipeline."""
+    parts = dict.fromkeys(("vae", "tokenizer", "text_encoder_2", "tokenizer_2"))
+    return FluxPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(), text_encoder=tiny.clip(2, 1), transformer=transformer(), **parts
+    )
+
+
+def layers_of(model: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Linear]:
+    return {
+        name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and name.endswith(names)
+    }
+
+
+def lora(seed: int, rank: int = 4, names: tuple[str, ...] = FEW, *, dora: bool = False, words: bool = False) -> Any:
+    """A LoRA as it comes from a file: of the transformer and, with `words`, of the text encoder too."""
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    targets = {f"transformer.{name}": layer for name, layer in layers_of(transformer(), names).items()}
+    if words:
+        targets |= {
+            f"text_encoder.{name}": layer for name, layer in layers_of(tiny.clip(2, 1), ("q_proj", "v_proj")).items()
+        }
+    for name, layer in targets.items():
+        state[f"{name}.lora_A.weight"] = torch.randn(rank, layer.in_features, generator=generator) * 0.2
+        state[f"{name}.lora_B.weight"] = torch.randn(layer.out_features, rank, generator=generator) * 0.2
+        if dora and name.startswith("transformer"):
+            state[f"{name}.lora_magnitude_vector"] = torch.rand(layer.out_features, generator=generator) + 0.5
+    return state
+
+
+def lokr(seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for name, layer in layers_of(transformer(), ("to_q", "proj_mlp")).items():
+        state[f"transformer.{name}.lokr_w1"] = torch.randn(4, 4, generator=generator) * 0.2
+        shape = layer.out_features // 4, layer.in_features // 4
+        state[f"transformer.{name}.lokr_w2"] = torch.randn(shape, generator=generator) * 0.2
+    return state
+
+
+def load(state: Any, name: str, **options: Any) -> Step:
+    # Each pipeline gets tensors of its own: peft may exchange those of a larger rank for the pipeline's.
+    return lambda pipe: pipe.load_lora_weights({k: v.clone() for k, v in state.items()}, adapter_name=name, **options)
+
+
+def add(config: Any, name: str, way: str = "inject") -> Step:
+    def step(pipe: Any) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            if way == "inject":
+                inject_adapter_in_model(config, pipe.transformer, adapter_name=name)
+            else:
+                pipe.transformer.add_adapter(config, name)
+
+    return step
+
+
+def forward(pipe: Any) -> list[torch.Tensor]:
+    dtype = pipe.transformer.x_embedder.weight.dtype
+    arguments = {
+        key: value.cpu().to(dtype if value.is_floating_point() else value.dtype) if key != "return_dict" else value
+        for key, value in tiny.flux_inputs().items()
+    }
+    words = {"input_ids": torch.tensor([[0, 5, 7, 9, 2]]), "return_dict": False}
+    return [tiny.call(pipe.transformer, arguments), tiny.call(pipe.text_encoder, words)]
+
+
+class Twins:
+    """A resident and an offloaded pipeline, on the CPU, because fusing is a matrix product that devices round differently."""
+
+    def __init__(self, tier: str, level: str, root: Path, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+        self.tier, self.root, self.folder, self.dtype = tier, root, root / "groups", dtype
+        if tier in ("files", "checkpoint and files"):
+            options["offload_to_disk_path"] = self.folder
+        elif tier == "checkpoint":
+            options["offload_device"] = "disk"
+        self.options = {"offload_type": level, **options}
+        self.start()
+
+    def start(self) -> None:
+        """As a new process does."""
+        self.resident, self.offloaded = (pipeline().to(self.dtype) for _ in range(2))
+        if self.tier.startswith("checkpoint"):
+            for name in MODELS:
+                model = getattr(self.resident, name)
+                if not (self.root / name).exists():
+                    model.save_pretrained(self.root / name)
+                loaded = type(model).from_pretrained(self.root / name, dtype=self.dtype).eval()
+                setattr(self.offloaded, name, loaded)
+        is_patched = hasattr(self.offloaded, "disable_group_offload")
+        offload: Any = FluxPipeline.enable_group_offload if is_patched else enable_group_offload
+        self.handles = offload(self.offloaded, "cpu", **self.options)
+
+    def do(self, step: Step) -> BaseException | None:
+        """Take a step with both: it raises the same, and returns the same tensors, if any."""
+        errors: list[BaseException | None] = []
+        results: list[Any] = []
+        for pipe in (self.resident, self.offloaded):
+            try:
+                results.append(step(pipe))
+            except (Exception, KeyboardInterrupt) as error:
+                errors.append(error)
+            else:
+                errors.append(None)
+        expected, found = errors
+        assert (type(found), str(found)) == (type(expected), str(expected))
+        if found is None and isinstance(results[0], dict):
+            assert results[0].keys() == results[1].keys()
+            assert all(torch.equal(value, results[1][key]) for key, value in results[0].items() if not value.is_meta)
+        return found
+
+    def check(self, passes: int = 2) -> None:
+        """The same outputs, twice: the first forward may change what the second one computes with."""
+        if self.lacks_weights:
+            with pytest.raises(ModuleError, match="delete_adapters"):
+                forward(self.offloaded)
+            return
+        outputs: list[list[torch.Tensor]] = []
+        for _ in range(passes):
+            if self.do(lambda pipe: outputs.append(forward(pipe))) is None:
+                assert all(map(torch.equal, outputs[-1], outputs[-2]))
+
+    @property
+    def lacks_weights(self) -> bool:
+        """Whether an adapter's file lacked some: on the CPU, torch (2.13) computes with garbage then."""
+        return any(parameter.is_meta for parameter in self.resident.transformer.parameters())
+
+    def check_weights(self) -> None:
+        for name in MODELS:
+            found, expected = (getattr(pipe, name).state_dict() for pipe in (self.offloaded, self.resident))
+            assert found.keys() == expected.keys()
+            for key, value in expected.items():
+                assert found[key].is_meta if value.is_meta else torch.equal(found[key], value), key
+
+    @property
+    def handle(self) -> Any:
+        return self.handles["transformer"]
+
+    def refresh(self) -> None:
+        for handle in self.handles.values():
+            if self.lacks_weights and handle is self.handle:
+                with pytest.raises(ModuleError):
+                    handle.refresh()
+            else:
+                handle.refresh()
+
+
+# ------------------------------------------------------------------------------------------------ any sequence
+
+
+def choose(rng: random.Random, twins: Twins) -> tuple[str, Step | None]:
+    """The next thing that a user does, and its name; None for what is not done with both pipelines."""
+    name, seed = rng.choice(["one", "two", "three"]), rng.randrange(1000)
+    rank, names = rng.choice([2, 4, 8]), rng.choice([FEW, OTHERS])
+    weights = {
+        each: rng.choice([0.25, 0.5, 0.7, 1.0]) for each in rng.sample(["one", "two", "three"], rng.randint(1, 3))
+    }
+    some = [*MODELS] if rng.random() < 0.5 else ["transformer"]
+
+    def edit(pipe: Any) -> None:
+        layer = pipe.transformer.proj_out
+        getattr(layer, "base_layer", layer).weight.data.mul_(1.5)
+
+    def save(pipe: Any) -> Any:
+        pipe.transformer.save_lora_adapter(twins.root / "saved", adapter_name=name, weight_name="x.safetensors")
+        return load_file(twins.root / "saved" / "x.safetensors")
+
+    fuse: dict[str, Any] = {"components": some, "lora_scale": rng.choice([0.5, 0.7, 1.0])}
+    fuse |= {"adapter_names": rng.choice([None, [name]]), "safe_fusing": rng.random() < 0.2}
+    steps: dict[str, Step | None] = {
+        f"load {name}": load(lora(seed, rank, names), name),
+        f"load {name} with words": load(lora(seed, rank, names, words=True), name),
+        f"load DoRA {name}": load(lora(seed, rank, names, dora=True), name),
+        f"load LoKr {name}": lambda pipe: pipe.transformer.load_lora_adapter(lokr(seed), adapter_name=name),
+        f"inject LoHa {name}": add(LoHaConfig(r=2, target_modules=["to_q"], init_weights=False), name),
+        f"add LoRA {name}": add(
+            LoraConfig(r=2, target_modules=["to_q", "proj_out"], init_lora_weights=False), name, "add"
+        ),
+        f"swap {name}": load(lora(seed, rank, names), name, hotswap=True),
+        f"set {weights}": lambda pipe: pipe.set_adapters([*weights], [*weights.values()]),
+        f"fuse {fuse}": lambda pipe: pipe.fuse_lora(**fuse),
+        f"unfuse {some}": lambda pipe: pipe.unfuse_lora(components=some),
+        f"delete {name}": lambda pipe: pipe.delete_adapters(name),
+        "unload": lambda pipe: pipe.unload_lora_weights(),
+        "disable": lambda pipe: pipe.disable_lora(),
+        "enable": lambda pipe: pipe.enable_lora(),
+        "prepare": lambda pipe: pipe.enable_lora_hotswap(target_rank=8, check_compiled="ignore"),
+        f"load {name}, which lacks weights": load(dict([*lora(seed, rank, names).items()][1:]), name),
+        f"load {name}, which does not fit": load({**lora(seed), next(iter(lora(seed))): torch.zeros(3, 3)}, name),
+        "edit": edit,
+        f"save {name}": save,
+        "forward": None,
+        "forward again": None,
+        "compare": None,
+        "refresh": None,
+        "restart": None,
+    }
+    if twins.lacks_weights:
+        del steps[f"fuse {fuse}"]  # garbage
+    chosen = rng.choice([*steps])
+    return chosen, steps[chosen]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_sequence(seed: int, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """Whatever a user does, and in whatever order. Odd seeds use diffusers' own calls, on this engine."""
+    if seed % 2:
+        request.getfixturevalue("patched")
+    rng = random.Random(seed)
+    tier, level = TIERS[seed // 2 % 4], rng.choice(["block_level", "leaf_level"])
+    dtype, budget = rng.choice([torch.float32, torch.bfloat16]), {"ram_budget": "8GiB"} if seed % 3 == 0 else {}
+    twins = Twins(tier, level, tmp_path, dtype, **budget)
+    done = [f"{tier}, {level}, {dtype}"]
+    try:
+        for _ in range(25):
+            name, step = choose(rng, twins)
+            done.append(name)
+            if step is not None:
+                twins.do(step)
+            elif name == "refresh":
+                twins.refresh()
+            elif name == "compare":
+                twins.check_weights()
+            elif name == "restart":
+                twins.start()
+            else:
+                twins.check()
+        twins.check()
+        for handle in twins.handles.values():
+            handle.remove()
+        twins.check_weights()
+    except BaseException:
+        print(*done, sep="\n")
+        raise
+
+
+# ------------------------------------------------------------------------------------------------ swaps
+
+
+@pytest.fixture
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize(
+    ("tier", "level", "order", "repeated"),
+    [
+        ("ram", "block_level", "offloaded first", True),
+        ("files", "leaf_level", "offloaded between", False),
+        ("checkpoint", "block_level", "offloaded last", True),
+    ],
+)
+def test_hot_swaps_of_a_compiled_model(tier: str, level: str, order: str, repeated: bool, tmp_path: Path) -> None:
+    """LoRAs of several ranks and scales: nothing is compiled again, and nothing is cut into groups again."""
+    twins = Twins(tier, level, tmp_path)
+    if order != "offloaded first":
+        for handle in twins.handles.values():
+            handle.remove()
+
+    def offload(when: str) -> None:
+        if order == when:
+            twins.handles = {
+                name: apply_group_offloading(getattr(twins.offloaded, name), "cpu", **twins.options) for name in MODELS
+            }
+
+    def compile_blocks(pipe: Any) -> None:
+        graphs[pipe] = CompileCounterWithBackend("eager")
+        if repeated:
+            pipe.transformer.compile_repeated_blocks(fullgraph=True, backend=graphs[pipe])
+            return
+        for block in (*pipe.transformer.transformer_blocks, *pipe.transformer.single_transformer_blocks):
+            block.compile(fullgraph=True, backend=graphs[pipe])
+
+    graphs: dict[Any, Any] = {}
+    twins.do(lambda pipe: pipe.enable_lora_hotswap(target_rank=8))
+    twins.do(load(lora(0, rank=4), "one"))
+    offload("offloaded between")
+    twins.do(compile_blocks)
+    offload("offloaded last")
+    twins.check()
+    compiled = graphs[twins.offloaded].frame_count
+    assert compiled > 0 and not counters["graph_break"]
+    before, bytes_before = twins.handle.stats(), bytes_in(twins.folder)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in range(1, 5):
+            twins.do(load(lora(seed, rank=[2, 4, 8][seed % 3]), "one", hotswap=True))
+            twins.check()
+    assert graphs[twins.offloaded].frame_count == compiled
+    after = twins.handle.stats()
+    assert (after.rebuilds, after.host_bytes, after.pinned_bytes) == (
+        before.rebuilds,
+        before.host_bytes,
+        before.pinned_bytes,
+    )
+    assert bytes_in(twins.folder) == bytes_before
+
+
+def bytes_in(folder: Path) -> tuple[int, int]:
+    sizes = [file.stat().st_size for file in folder.glob("*") if not file.name.startswith("manifest")]
+    return len(sizes), sum(sizes)
+
+
+def swap_many(twins: Twins, way: str, rounds: int) -> Iterator[tuple[Any, int]]:
+    """Rounds of one way to swap LoRAs. Gives what the folder and the RAM have after each, and how many files are mapped."""
+    for seed in range(rounds):
+        if way == "load and delete":
+            twins.do(load(lora(seed), f"adapter {seed}"))
+            twins.check(passes=1)
+            twins.do(lambda pipe, seed=seed: pipe.delete_adapters(f"adapter {seed}"))
+        elif way == "hotswap":
+            twins.do(load(lora(seed), "one", hotswap=seed > 0))
+        else:
+            twins.do(load(lora(seed), "one"))
+            twins.do(lambda pipe: pipe.fuse_lora())
+            if way == "fuse and unfuse":
+                twins.check(passes=1)
+                twins.do(lambda pipe: pipe.unfuse_lora())
+            twins.do(lambda pipe: pipe.unload_lora_weights())
+        twins.check(passes=1)
+        stats = twins.handle.stats()
+        mapped = {line.split(maxsplit=5)[4] for line in Path("/proc/self/maps").read_text().splitlines()}
+        yield (bytes_in(twins.folder), stats.host_bytes, stats.pinned_bytes, stats.file_bytes), len(mapped)
+
+
+@pytest.mark.parametrize(
+    ("way", "tier"),
+    [
+        ("load and delete", "ram"),
+        ("hotswap", "files"),
+        ("fuse and unfuse", "checkpoint and files"),
+        ("fuse", "checkpoint"),
+    ],
+)
+def test_twenty_swaps_take_no_more_than_one(way: str, tier: str, tmp_path: Path) -> None:
+    twins = Twins(tier, "block_level", tmp_path)
+    first, *others = swap_many(twins, way, 20)
+    assert {taken for taken, _ in others} == {first[0]}
+    assert max(num_mapped for _, num_mapped in others) <= first[1]  # of files that are deleted, too
+
+
+def test_fusions_in_one_process_after_another(tmp_path: Path) -> None:
+    """The folder holds the model, and one fused copy at most. The next start finds the model, and removes the copy."""
+    twins = Twins("files", "block_level", tmp_path)
+    for handle in twins.handles.values():
+        handle.remove()
+    before = {file.name: file.stat().st_mtime_ns for file in twins.folder.iterdir()}
+    model = bytes_in(twins.folder)
+    for rounds in (1, 3):
+        pid = fork(
+            lambda rounds=rounds: [*swap_many(Twins("files", "block_level", tmp_path), "fuse and unfuse", rounds)]
+        )
+        assert status_of(pid) == 0
+        assert model[1] < bytes_in(twins.folder)[1] < 2 * model[1]
+    twins.start()
+    assert {file.name: file.stat().st_mtime_ns for file in twins.folder.iterdir()} == before
+    twins.check()
+
+
+@pytest.mark.parametrize("tier", ["checkpoint", "checkpoint and files"])
+def test_weights_return_to_their_checkpoint(tier: str, tmp_path: Path) -> None:
+    """Once they have the bytes that they had there, whoever restored them. Until then a copy of the group is needed."""
+    twins = Twins(tier, "block_level", tmp_path)
+    original = {name: value.clone() for name, value in twins.resident.transformer.state_dict().items()}
+    rests_in = [group.where for group in twins.handle.groups]
+    files = {*twins.folder.glob("*.safetensors")}
+    for seed in range(3):
+        twins.do(load(lora(seed), "one"))
+        twins.do(lambda pipe: pipe.fuse_lora())
+        twins.do(lambda pipe: pipe.unload_lora_weights())
+        twins.check()
+        assert [group.where for group in twins.handle.groups] != rests_in
+        twins.do(lambda pipe: pipe.transformer.load_state_dict(original))
+        if seed == 1:  # in the same moment as another change
+            twins.do(load(lora(seed), "two"))
+            twins.check()
+            twins.do(lambda pipe: pipe.unload_lora_weights())
+        twins.check()
+        if (
+            tier == "checkpoint"
+        ):  # a CPU has no streams, so nothing tells of edits of its RAM: the next change of the model does
+            twins.do(load(lora(seed), "two"))
+            twins.do(lambda pipe: pipe.unload_lora_weights())
+            twins.check()
+        assert [group.where for group in twins.handle.groups] == rests_in
+        assert {*twins.folder.glob("*.safetensors")} == files
+        twins.check_weights()
+    twins.handle.remove()
+    twins.check_weights()
+
+
+@pytest.mark.parametrize("laziness", ["eager", "lazy", "random"])
+@pytest.mark.parametrize("where", ["disk", "files", "cpu"])
+def test_weights_return_while_copies_are_on_their_way(where: str, laziness: str, tmp_path: Path) -> None:
+    resident = make(Model)
+    device = SimulatedDevice(0, laziness)
+    options: dict[str, Any] = (
+        {"offload_to_disk_path": tmp_path / "groups"} if where == "files" else {"offload_device": where}
+    )
+    with use_simulated_device(device):
+        model = from_file(resident, tmp_path / "model.safetensors")
+        handle = offload_on(model, **options)
+        first = [group.where for group in handle.groups]
+        for _ in range(3):
+            for factor in (2.0, 0.5):  # exact
+                for twin in (model, resident):
+                    twin.blocks[1].up.weight.data.mul_(factor)
+                assert torch.equal(device.get(forward_on(device, model, inputs())), run(resident, inputs()))
+                is_back = [group.where for group in handle.groups] == first
+                assert (
+                    is_back == (factor == 0.5) or "safetensors" not in first[-1]
+                )  # RAM, where weights cannot rest in it
+        handle.remove()
+
+
+# ------------------------------------------------------------------------------------------------ off, and wrong
+
+
+@any_tier
+@pytest.mark.parametrize("level", ["block_level", "leaf_level"])
+def test_a_fused_lora_that_is_switched_off(tier: str, level: str, tmp_path: Path) -> None:
+    """peft takes it out of the weights in the middle of the next forward. A refresh does not."""
+    twins = Twins(tier, level, tmp_path)
+    twins.do(load(lora(1, words=True), "one"))
+    twins.do(lambda pipe: pipe.fuse_lora(components=[*MODELS]))
+    twins.check()
+    twins.do(lambda pipe: pipe.disable_lora())
+    twins.refresh()
+    twins.check_weights()
+    twins.do(lambda pipe: pipe.enable_lora())
+    twins.check()
+    twins.do(lambda pipe: pipe.disable_lora())
+    twins.check()
+    twins.check_weights()
+    twins.do(lambda pipe: pipe.enable_lora())
+    twins.check()
+    twins.do(lambda pipe: pipe.unload_lora_weights())
+    twins.check()
+
+
+@pytest.mark.parametrize("tier", ["ram", "file"])
+def test_a_merged_adapter_that_is_switched_off_on_a_device(tier: str, tmp_path: Path) -> None:
+    """The first groups of the pass are on their way there already, with the adapter in them."""
+    model = make(Model)
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights=False), model, "one")
+    for seed, laziness in enumerate(("eager", "lazy", "random")):
+        device = SimulatedDevice(seed, laziness)
+        with use_simulated_device(device):
+            handle = offload_on(model, **({} if tier == "ram" else {"offload_to_disk_path": tmp_path}))
+            for is_on in (True, False, True, True, False):
+                for layer in layers_with_adapters(model):
+                    layer.enable_adapters(enabled=True)
+                    if is_on and not layer.merged:
+                        layer.merge()
+                forward_on(device, model, inputs())
+                for layer in layers_with_adapters(model):
+                    layer.enable_adapters(enabled=is_on)
+                found = device.get(forward_on(device, model, inputs()))
+                assert all(layer.merged == is_on for layer in layers_with_adapters(model))
+                twin = make(Model)
+                twin.load_state_dict({name.replace("base_layer.", ""): value for name, value in plain(model).items()})
+                assert torch.equal(found, run(twin, inputs()))
+            handle.remove()
+
+
+def layers_with_adapters(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "merged_adapters")]
+
+
+def plain(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in model.state_dict().items() if "lora_" not in name}
+
+
+@pytest.mark.parametrize("with_words", [False, True])
+@pytest.mark.parametrize("is_patched", [False, True])
+def test_a_lora_that_lacks_weights(
+    with_words: bool, is_patched: bool, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """It loads, as it does elsewhere. The forward names the weight, and is right once the LoRA is gone."""
+    if is_patched:
+        request.getfixturevalue("patched")
+    twins = Twins("files", "block_level", tmp_path)
+    twins.check()
+    whole = lora(1, words=with_words)
+    twins.do(load(dict([*whole.items()][1:]), "one"))
+    with pytest.raises(ModuleError, match=r"attn\.to_q\.lora_A\.one\.weight is on the meta device.*delete_adapters"):
+        forward(twins.offloaded)
+    for name in MODELS:
+        assert _is_group_offload_enabled(getattr(twins.offloaded, name))
+    twins.do(lambda pipe: pipe.delete_adapters("one"))
+    twins.check()
+    twins.do(load(lora(2, words=with_words), "one"))
+    twins.check()
+
+
+@pytest.mark.parametrize(("tier", "moment"), [("ram", 1), ("files", 5), ("checkpoint", 9), ("checkpoint and files", 2)])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_swap_that_breaks_off(
+    error: type[BaseException], moment: int, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of peft's loop over the weights: some are swapped."""
+    import peft.utils.hotswap
+
+    twins = Twins(tier, "leaf_level" if moment == 5 else "block_level", tmp_path)
+    twins.do(load(lora(1), "one"))
+    twins.do(load(lora(2), "two"))
+    twins.do(lambda pipe: pipe.set_adapters(["one", "two"], [0.5, 0.7]))
+    twins.check()
+    original, count = peft.utils.hotswap._update_scaling, 0
+
+    def breaks_off(*args: Any, **options: Any) -> None:
+        nonlocal count
+        count += 1
+        if count % 10 == moment:
+            count = 0
+            raise error("broken off")
+        original(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(peft.utils.hotswap, "_update_scaling", breaks_off)
+        assert isinstance(twins.do(load(lora(3), "one", hotswap=True)), error)
+    twins.check_weights()
+    twins.check()
+    if error is KeyboardInterrupt:  # after an error, diffusers deletes the adapter
+        twins.do(load(lora(4), "one", hotswap=True))
+        twins.check()
+    twins.do(lambda pipe: pipe.unload_lora_weights())
+    twins.check()
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_full_disk_while_a_lora_is_loaded(after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says so. The pipeline stays offloaded, and is right once there is room, and without the LoRA."""
+    twins = Twins("files", "block_level", tmp_path)
+    twins.check()
+    original, count = os.open, 0
+
+    def has_no_room(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        nonlocal count
+        if flags & os.O_CREAT and Path(path).name.startswith(".group_"):
+            count += 1
+            if count > after:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(path, flags, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", has_no_room)
+        twins.resident.load_lora_weights(lora(1), adapter_name="one")
+        with pytest.raises(GroupFileError, match="Free some room"):
+            twins.offloaded.load_lora_weights(lora(1), adapter_name="one")
+        assert _is_group_offload_enabled(twins.offloaded.transformer)
+        with pytest.raises(GroupFileError, match="Free some room"):
+            forward(twins.offloaded)
+        twins.check_weights()
+    twins.check()
+    twins.do(lambda pipe: pipe.unload_lora_weights())
+    twins.check()
+
+
+# ------------------------------------------------------------------------------------------------ over quantised weights
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tier", ["ram", "files"])
+@pytest.mark.parametrize("level", ["block_level", "leaf_level"])
+def test_a_lora_over_quantised_weights(tier: str, level: str, tmp_path: Path) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    twins = Twins(tier, level, tmp_path)
+    for handle in twins.handles.values():
+        handle.remove()
+    for pipe in (twins.resident, twins.offloaded):
+        quantization.quantize_(pipe.transformer, quantization.Int8WeightOnlyConfig())
+    twins.handles = enable_group_offload(twins.offloaded, "cpu", **twins.options)
+    twins.check()
+    twins.do(load(lora(1), "one"))
+    twins.check()
+    twins.do(load(lora(2), "one", hotswap=True))
+    twins.check()
+    twins.do(load(lora(3, words=True), "two"))
+    twins.do(lambda pipe: pipe.set_adapters(["one", "two"], [0.5, 0.7]))
+    twins.check()
+    twins.do(lambda pipe: pipe.fuse_lora())  # or the same refusal
+    twins.check()
+    twins.do(lambda pipe: pipe.unfuse_lora())
+    twins.check()
+    twins.do(lambda pipe: pipe.unload_lora_weights())
+    twins.check()
