@@ -337,14 +337,14 @@ def _assign(
     refs: list[TensorRef] = []
     users: list[set[int]] = []
     for fqn, holder, places, used_by in found.values():
-        for inner_path, plain in _flatten(fqn, holder):
+        for inner_path, plain in plain_tensors(fqn, holder):
             full = ".".join((fqn, *inner_path))
             refs.append(TensorRef(full, plain, holder, inner_path, tuple(places.values())))
             users.append(used_by)
     return refs, users
 
 
-def _flatten(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+def plain_tensors(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
     """The plain tensors inside `tensor`: the tensor, or the inner tensors of a (quantised) tensor subclass."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
@@ -354,7 +354,7 @@ def _flatten(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], 
                 f"weights in RAM there use fully_shard's CPUOffloadPolicy; under DDP each process can offload its own model."
             )
         for name in names:
-            for path, plain in _flatten(fqn, getattr(tensor, name)):
+            for path, plain in plain_tensors(fqn, getattr(tensor, name)):
                 yield (name, *path), plain
         return
     if tensor.is_conj() or tensor.is_neg():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -208,15 +208,19 @@ def _bind_run(
     trim_heap()
 
 
-def _runs_of(plans: Iterable[_Plan]) -> Iterator[list[_Plan]]:
-    """The plans with tensors to place, in runs that share a segment."""
+def _runs_of(plans: Sequence[_Plan]) -> Iterator[list[_Plan]]:
+    """The plans with tensors to place, in runs that share a segment.
+
+    Two segments at a time are there beside the memory that they are filled from. So none is larger than the largest group.
+    """
     run: list[_Plan] = []
     num_bytes = 0
-    for plan in plans:
+    sizes = [_lay_out(plan.fresh).num_bytes for plan in plans]
+    limit = min(tuning().segment_bytes, max([*sizes, tuning().chunk_bytes]))
+    for plan, size in zip(plans, sizes, strict=True):
         if not plan.fresh:
             continue
-        size = _lay_out(plan.fresh).num_bytes
-        if run and (num_bytes + size > tuning().segment_bytes or plan.spec.is_table or run[-1].spec.is_table):
+        if run and (num_bytes + size > limit or plan.spec.is_table or run[-1].spec.is_table):
             yield run
             run, num_bytes = [], 0
         run.append(plan)
