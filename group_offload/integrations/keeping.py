@@ -13,6 +13,7 @@ A result is kept only if the library opens it with the same bits: it is opened a
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
@@ -40,7 +41,7 @@ from ..partition import plain_tensors
 from ..plan.budgets import describe_bytes
 from ..stores.safetensors_file import content_of_file
 from .casts import PostponedCasts, cast_now
-from .quantising import classes_of, patch
+from .quantising import Quantising, classes_of, patch
 
 logger = logging.getLogger("group_offload")
 
@@ -87,6 +88,7 @@ class Keeper:
     def __init__(
         self,
         casts: PostponedCasts,
+        quantising: Quantising,
         folder_of: Callable[[str], Path | None],
         device: torch.device,
         *,
@@ -99,6 +101,7 @@ class Keeper:
             is_verified: Whether the bytes of a kept model are compared with its hash before they are used.
         """
         self._casts = casts
+        self._quantising = quantising
         self._folder_of = folder_of
         self._device = device
         self._is_verified = is_verified
@@ -136,7 +139,7 @@ class Keeper:
         again = {key: value for key, value in options.items() if key not in _WHICH} | {"local_files_only": True}
 
         def reopen() -> Any:
-            with _unread(self._thread):
+            with _unread(self._thread), self._quantising.exact():
                 return load(cls, str(place), **again)
 
         if _holds(place, identity, is_verified=self._is_verified):
@@ -148,16 +151,17 @@ class Keeper:
                 return _named(reopen(), name)
             _empty(place)
             try:
-                loaded = load(cls, name, **options)
+                # Quantisers write to their configs (which modules they leave out). The caller's stays what it is.
+                config = copy.deepcopy(options["quantization_config"])
+                loaded = load(cls, name, **{**options, "quantization_config": config})
                 if self._casts.refusal is not None:  # it will be loaded again
                     return loaded
-                if identity_of(cls, name, options, self._device)[1] != identity:
+                if _checkpoint(name, options)[1] != identity["checkpoint files"]:
                     raise GroupFileError(
                         f"Another program changed {name} while it was being quantised, so that the result may be of the "
                         f"old weights and the new ones. Nothing was kept. Call from_pretrained again."
                     )
-                with self._casts.paused():
-                    kept = self._keep(loaded, place, identity, reopen)
+                kept = self._keep(loaded, place, identity, reopen)
             except NotKept as reason:
                 _say(name, reason)
                 model = _model_of(loaded)
@@ -177,7 +181,8 @@ class Keeper:
             GroupFileError: there is no room.
         """
         model = _model_of(loaded)
-        cast_now(model, self._casts.casts_of(model))
+        with self._casts.paused():
+            cast_now(model, self._casts.casts_of(model))
         _make_folder(place)
         num_bytes = sum(plain.nbytes for _, plain in _tensors_of(model))
         free = shutil.disk_usage(place).free
@@ -185,7 +190,8 @@ class Keeper:
         if not problem:
             _check_can_be_saved(model)
             try:
-                model.save_pretrained(place)
+                with self._casts.paused():
+                    model.save_pretrained(place)
                 _settle(place)
             except OSError as error:
                 problem = str(error)
@@ -204,7 +210,10 @@ class Keeper:
         except Exception as error:
             raise NotKept(f"the library cannot open what it saved ({type(error).__name__}: {error!s:.200})") from error
         kept = _model_of(found)
-        difference = _difference(model, kept)
+        with self._casts.paused():
+            difference = _difference(model, kept)
+        if not difference and self._casts.casts_of(kept):
+            difference = "weights of another dtype"
         if difference:
             raise NotKept(f"the library saved something else: {difference}")
         os.close(publish_anew(place / RECORD, _encode({**identity, "files": _files_in(place)})))
@@ -424,8 +433,11 @@ def _check_can_be_saved(model: Any) -> None:
 
 
 def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, holder in (*model.named_parameters(), *model.named_buffers()):
-        yield from ((".".join((name, *path)), plain) for path, plain in plain_tensors(name, holder))
+    for prefix, module in model.named_modules():
+        for name, holder in (*module._parameters.items(), *module._buffers.items()):
+            if holder is not None:
+                fqn = f"{prefix}.{name}"
+                yield from ((".".join((fqn, *path)), plain) for path, plain in plain_tensors(fqn, holder, module))
 
 
 def _difference(model: nn.Module, kept: nn.Module) -> str:

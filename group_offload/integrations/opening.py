@@ -191,7 +191,7 @@ def _open(
 
     def load(casts: PostponedCasts, mode: AbstractContextManager[object]) -> Any:
         quantising = Quantising(casts, device)
-        keeper = Keeper(casts, folder_of, device, is_verified=model_options.verify_files)
+        keeper = Keeper(casts, quantising, folder_of, device, is_verified=model_options.verify_files)
         with _one_thread(), quantising.watch(), keeper.watch(), mode:
             return model_class.from_pretrained(name, **options)
 

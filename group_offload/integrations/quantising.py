@@ -27,7 +27,7 @@ from .casts import PostponedCasts
 
 _SEAMS = (("diffusers.quantizers.auto", "DiffusersAutoQuantizer"), ("transformers.quantizers.auto", "AutoHfQuantizer"))
 """The classes whose `from_config` makes quantisers."""
-_TRIM_BYTES = 8 << 20
+_TRIM_BYTES = 1 << 20
 """The bytes of quantised weights after which the C library is asked for what it keeps of freed memory."""
 
 
@@ -45,6 +45,16 @@ class Quantising:
         self._device = torch.device("cpu")
         """Where the quantiser of the model that is being loaded wants its weights."""
         self._num_bytes = 0
+        self._is_exact = False
+
+    @contextmanager
+    def exact(self) -> Iterator[None]:
+        """Let quantisers get values of a checkpoint as they are. diffusers casts scales too, before it opens them."""
+        self._is_exact = True
+        try:
+            yield
+        finally:
+            self._is_exact = False
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -79,8 +89,9 @@ class Quantising:
             quantiser: Any, model: nn.Module, value: Any, name: str, device: Any, *args: Any, **kwargs: Any
         ) -> Any:
             with self._casts.paused(), torch.no_grad():
+                value = self._casts.undone(value) if self._is_exact else self._casts.made(value)
                 if not quantiser.pre_quantized:
-                    value, device = self._casts.made(value), self._device
+                    device = self._device
                 result = call(quantiser, model, value, name, device, *args, **kwargs)
                 self._to_ram(_owner_of(model, name))
             return result

@@ -1,4 +1,4 @@
-"""A quantiser of diffusers' kind that needs no package: int8 weights, and a scale for each row."""
+"""A quantiser of diffusers' kind that needs no package: int8 weights, and a scale in float32 for each row."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RowsLinear(nn.Module):
         super().__init__()
         shape = like.weight.shape
         self.weight = nn.Parameter(torch.empty(shape, dtype=torch.int8), requires_grad=False)
-        self.scale = nn.Parameter(torch.empty(shape[0], 1, dtype=like.weight.dtype), requires_grad=False)
+        self.scale = nn.Parameter(torch.empty(shape[0], 1), requires_grad=False)
         self.bias = like.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,14 +63,19 @@ class RowsQuantiser(DiffusersQuantizer):
 
     def check_if_quantized_param(self, model: nn.Module, value: Any, name: str, *args: Any, **kwargs: Any) -> bool:
         owner, _, weight = name.rpartition(".")
-        return not self.pre_quantized and weight == "weight" and isinstance(model.get_submodule(owner), RowsLinear)
+        return weight in ("weight", "scale") and isinstance(model.get_submodule(owner), RowsLinear)
 
     def create_quantized_param(
         self, model: nn.Module, value: Any, name: str, device: Any, *args: Any, **kw: Any
     ) -> None:
-        module = model.get_submodule(name.rpartition(".")[0])
+        owner, _, weight = name.rpartition(".")
+        module = model.get_submodule(owner)
         assert isinstance(module, RowsLinear)
-        scale = (value.abs().amax(1, keepdim=True) / self.quantization_config.levels).clamp(min=1e-8)
+        if self.pre_quantized:
+            dtype = torch.float32 if weight == "scale" else torch.int8
+            setattr(module, weight, nn.Parameter(value.to(device, dtype), requires_grad=False))
+            return
+        scale = (value.float().abs().amax(1, keepdim=True) / self.quantization_config.levels).clamp(min=1e-8)
         module.weight = nn.Parameter((value / scale).round().to(torch.int8).to(device), requires_grad=False)
         module.scale = nn.Parameter(scale.to(device), requires_grad=False)
         RowsQuantiser.made.append(name)
