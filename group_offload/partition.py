@@ -390,8 +390,8 @@ def plain_tensors(
         kind = type(tensor)
         raise ModuleError(
             f"{fqn} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass without memory of its own that does not tell "
-            f"what is inside (it has no __tensor_flatten__ and __tensor_unflatten__). Give the class these methods, or leave the "
-            f"module out: pass exclude_modules for a model of a pipeline, or offload modules without such weights one by one."
+            f"what is inside: it has no __tensor_flatten__ and __tensor_unflatten__. Give the class these methods, or leave the "
+            f"module out: name it in exclude_modules of a pipeline, or offload its other parts one by one."
         )
     if tensor.is_conj() or tensor.is_neg():
         raise ModuleError(
@@ -423,9 +423,8 @@ def _attributes(table: dict[str, Any], path: tuple[str, ...]) -> Iterator[tuple[
     for name, value in table.items():
         if isinstance(value, torch.Tensor):
             yield (*path, name), value
-        elif len(path) < 2 and isinstance(getattr(value, "__dict__", None), dict):
-            if not isinstance(value, (nn.Module, type)):  # (a weight may know its layer)
-                yield from _attributes(value.__dict__, (*path, name))
+        elif len(path) < 2 and not isinstance(value, (nn.Module, type)):  # a weight may know its layer
+            yield from _attributes(getattr(value, "__dict__", {}), (*path, name))
 
 
 def inner_of(tensor: Any, path: tuple[str, ...]) -> torch.Tensor:

@@ -352,7 +352,9 @@ def _unread(thread: int) -> Iterator[None]:
     def watched(call: Callable[..., Any]) -> Callable[..., Any]:
         def from_file(*args: Any, **kwargs: Any) -> Any:
             storage = call(*args, **kwargs)
-            mapped.append(torch.empty(0, dtype=torch.uint8).set_(storage))
+            mapped.append(
+                torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+            )  # (loaders have another default)
             expect_single_pages(mapped[-1], expected=True)
             return storage
 
