@@ -390,8 +390,8 @@ def plain_tensors(
         kind = type(tensor)
         raise ModuleError(
             f"{fqn} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass without memory of its own that does not tell "
-            f"what is inside: it has no __tensor_flatten__ and __tensor_unflatten__. Give the class these methods, or leave the "
-            f"module out: name it in exclude_modules of a pipeline, or offload its other parts one by one."
+            f"what is inside: it has no __tensor_flatten__ and __tensor_unflatten__. Give the class these methods, or leave "
+            f"the module out: name it in exclude_modules of a pipeline, or offload its other parts one by one."
         )
     if tensor.is_conj() or tensor.is_neg():
         raise ModuleError(

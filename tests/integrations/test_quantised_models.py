@@ -1,4 +1,4 @@
-"""Models that the libraries quantise, with their packages where these are installed: opened, kept, dequantised, from GGUF files."""
+"""Models that the libraries quantise, where their packages are installed: opened, kept, dequantised, from GGUF files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from group_offload.api import handle_of
 from group_offload.integrations.opening import from_pretrained
 
 from ..support.asserts import assert_at_rest, assert_same, plain_tensors, same_bits
-from ..support.fixtures import offload_either  # noqa: F401
 from ..support.quantised import is_there
 from ..support.rigs import Offload, run
 

@@ -1,4 +1,4 @@
-"""Quantised weights of every kind that can be made here. Packages that are not installed are asked for by the tests that skip."""
+"""Quantised weights of every kind that can be made here. Tests skip those whose packages are not installed."""
 
 from __future__ import annotations
 
@@ -88,15 +88,16 @@ def _bitsandbytes(kind: str, **options: Any) -> Callable[[nn.Module], nn.Module]
     def make(layer: nn.Linear) -> nn.Module:
         from bitsandbytes import nn as bnb
 
+        device = layer.weight.device
         shape = layer.in_features, layer.out_features, layer.bias is not None
         if kind == "int8":
             found = bnb.Linear8bitLt(*shape, has_fp16_weights=False, threshold=6.0)
         else:
             found = bnb.Linear4bit(*shape, compute_dtype=torch.bfloat16, quant_type=kind, **options)
-        found.load_state_dict(layer.state_dict())
+        found.load_state_dict(layer.cpu().state_dict())
         found.requires_grad_(False)
         found.bias = nn.Parameter(layer.bias.detach().clone(), requires_grad=False)  # else the first forward casts it
-        return found.to("cpu")
+        return found.to(device)
 
     return lambda model: replace(model, make)
 
@@ -110,8 +111,8 @@ def _gguf(name: str) -> Callable[[nn.Module], nn.Module]:
 
         def make(layer: nn.Linear) -> nn.Module:
             found = GGUFLinear(layer.in_features, layer.out_features, True, compute_dtype=torch.bfloat16)
-            packed = torch.from_numpy(gguf.quants.quantize(layer.weight.detach().float().numpy(), kind))
-            found.weight = GGUFParameter(packed, quant_type=kind)
+            packed = torch.from_numpy(gguf.quants.quantize(layer.weight.detach().float().cpu().numpy(), kind))
+            found.weight = GGUFParameter(packed.to(layer.weight.device), quant_type=kind)
             found.bias = layer.bias
             return found
 
@@ -157,16 +158,25 @@ KINDS: dict[str, tuple[str, Callable[[nn.Module], nn.Module]]] = {
     "layerwise casting": ("diffusers", _cast_by_layer),
 }
 """By name: the package that is needed, and a function that quantises a model's linear layers."""
+ON_ACCELERATORS: dict[str, tuple[str, Callable[[nn.Module], nn.Module]]] = {
+    "torchao fp8 dynamic": ("torchao", _torchao("Float8DynamicActivationFloat8WeightConfig")),
+    "torchao int4": (
+        "torchao",
+        _torchao("Int4WeightOnlyConfig", group_size=32, int4_packing_format="tile_packed_to_4d"),
+    ),
+    "torchao NVFP4 dynamic": ("torchao", _torchao("NVFP4DynamicActivationNVFP4WeightConfig")),
+}
+"""Kinds that are made on an accelerator only."""
 
 
 def is_there(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def quantised(kind: str, seed: int = 0) -> nn.Module:
+def quantised(kind: str, seed: int = 0, device: torch.device | None = None) -> nn.Module:
     """A model in bfloat16 with weights of this kind, the same each time."""
     torch.manual_seed(seed)
-    model = Model().eval().to(torch.bfloat16).requires_grad_(False)
+    model = Model().eval().to(torch.bfloat16).requires_grad_(False).to(device)
     with warnings.catch_warnings():  # of the packages, about what this machine lacks
         warnings.simplefilter("ignore")
-        return KINDS[kind][1](model).eval()  # quanto makes layers that train
+        return {**KINDS, **ON_ACCELERATORS}[kind][1](model).eval()  # quanto makes layers that train

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from group_offload import ModuleError, apply_group_offloading
+from group_offload import apply_group_offloading
 
 from ...support.asserts import assert_at_rest, assert_same, plain_tensors
 from ...support.on_device import forward
@@ -85,10 +85,6 @@ def test_saved_and_loaded(kind: str, offload_either: Offload) -> None:
     compare(kind, others[0], others[1])
 
 
-LORA = [name for name in KINDS if not name.startswith(("torchao NVFP4", "torchao MX", "quanto", "SDNQ", "layerwise"))]
-
-
-@pytest.mark.parametrize("kind", LORA, indirect=True)
 def test_with_a_lora_on_top(kind: str, offload_either: Offload) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -98,7 +94,11 @@ def test_with_a_lora_on_top(kind: str, offload_either: Offload) -> None:
         return inject_adapter_in_model(config, model).to(torch.bfloat16).eval()
 
     for is_late in (False, True):
-        reference = adapt(quantised(kind))
+        try:
+            reference = adapt(quantised(kind))
+            run(reference, inputs())
+        except Exception as error:
+            pytest.skip(f"peft does not allow it: {error!s:.80}")
         model = quantised(kind)
         model = model if is_late else adapt(model)
         handle = offload_either(model)
@@ -110,17 +110,18 @@ def test_with_a_lora_on_top(kind: str, offload_either: Offload) -> None:
         assert_same(run(model, inputs()), run(reference, inputs()))
 
 
-@pytest.mark.parametrize(
-    "kind", [name for name in KINDS if name.startswith(("torchao int8", "torchao fp8"))], indirect=True
-)
 def test_compiled_blocks(kind: str, offload_either: Offload) -> None:
     model, reference = quantised(kind), quantised(kind)
     for twin in (model, reference):
         for block in twin.blocks:
             block.compile(backend="aot_eager", fullgraph=True)
+    try:
+        expected = run(reference, inputs())
+    except Exception as error:
+        pytest.skip(f"it does not compile without this package: {error!s:.80}")
     offload_either(model)
     for _ in range(2):
-        assert_same(run(model, inputs()), run(reference, inputs()))
+        assert_same(run(model, inputs()), expected)
     assert_at_rest(model, reference)
 
 
