@@ -73,6 +73,9 @@ def from_pretrained(model_class: Any, pretrained_model_name_or_path: str | os.Pa
     the next time; weights that need no cast stay in the checkpoint. So at most one group is in RAM. (Without a folder, cast
     weights rest in RAM, and at most 256 MiB are there in addition.)
 
+    With a `quantization_config` the library's own quantiser makes one weight after another. With `offload_to_disk_path` the
+    result is kept in that folder, and opened from there the next time: nothing is quantised again.
+
     Args:
         model_class: A model class of diffusers or transformers, or a pipeline class of diffusers (`DiffusionPipeline` and
             `AutoPipelineForText2Image` too).
@@ -192,7 +195,7 @@ def _open(
     def load(casts: PostponedCasts, mode: AbstractContextManager[object]) -> Any:
         quantising = Quantising(casts, device)
         keeper = Keeper(casts, quantising, folder_of, device, is_verified=model_options.verify_files)
-        with _one_thread(), quantising.watch(), keeper.watch(), mode:
+        with _loading, _one_thread(), quantising.watch(), keeper.watch(), mode:
             return model_class.from_pretrained(name, **options)
 
     casts = PostponedCasts()
@@ -206,6 +209,8 @@ def _open(
     return load(casts, nullcontext()), casts
 
 
+_loading = threading.RLock()
+"""Held while the methods of the libraries are watched."""
 _lock = threading.RLock()
 _num_loading = 0
 _before: str | None = None

@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -78,8 +78,11 @@ class Quantising:
     def _update_device_map(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def update_device_map(*args: Any, **kwargs: Any) -> None:
             """The library's choice is noted. It is told of no device, so it moves nothing there."""
-            chosen = (call(*args, **kwargs) or {}).get("", "cpu")
-            device = torch.device("cuda", chosen) if isinstance(chosen, int) else torch.device(chosen)
+            chosen = call(*args, **kwargs)
+            chosen = (
+                next(iter(chosen.values()), "cpu") if isinstance(chosen, Mapping) else chosen and self._onload_device
+            )
+            device = torch.device("cuda", chosen) if isinstance(chosen, int) else torch.device(chosen or "cpu")
             self._device = self._onload_device if self._onload_device.type == device.type else device
 
         return update_device_map
@@ -175,7 +178,7 @@ def patch(
     *,
     kind: Callable[[Any], Any] = lambda method: method,
 ) -> None:
-    """Replace a method of a class until `undo` ends, for one thread.
+    """Replace a method of a class until `undo` ends, for one thread. Contexts of several threads must not overlap.
 
     Args:
         make: A function that returns the method to call, given the method as it was.
@@ -183,7 +186,7 @@ def patch(
     """
     before = owner.__dict__.get(name)
     found = getattr(owner, name, None)
-    if found is None or getattr(found, "is_watched_by", None) == thread:
+    if found is None or getattr(found, "is_watched_by", None) is undo:
         return
     call = getattr(found, "__func__", found)
     mine = make(call)
@@ -191,7 +194,7 @@ def patch(
     def method(*args: Any, **kwargs: Any) -> Any:
         return (mine if threading.get_ident() == thread else call)(*args, **kwargs)
 
-    method.is_watched_by = thread  # type: ignore[attr-defined]
+    method.is_watched_by = undo  # type: ignore[attr-defined]
     setattr(owner, name, kind(method))
     undo.callback(setattr, owner, name, before) if before is not None else undo.callback(delattr, owner, name)
 

@@ -163,6 +163,22 @@ def test_nothing_is_left_behind(flux: Path, tmp_path: Path) -> None:
     ]
 
 
+def test_two_threads_at_once(flux: Path, tmp_path: Path) -> None:
+    before = RowsQuantiser.__dict__["create_quantized_param"]
+    reference, opened = load(flux), []
+    threads = [
+        threading.Thread(target=lambda part=part: opened.append(open_(flux, part and tmp_path / part)))
+        for part in ("one", "two", None, "one")
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(opened) == 4 and RowsQuantiser.__dict__["create_quantized_param"] is before
+    for model in opened:
+        assert_is(model, reference)
+
+
 def test_pipelines(tmp_path: Path) -> None:
     tiny.flux_pipeline().save_pretrained(tmp_path / "pipe")
     config = PipelineQuantizationConfig(quant_mapping={"transformer": RowsConfig()})
@@ -255,8 +271,15 @@ def _flip(file: Path) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize("damage", [_cut, _flip, Path.unlink], ids=lambda damage: damage.__name__)
-@pytest.mark.parametrize("name", ["diffusion_pytorch_model.safetensors", "config.json", "quantised.json"])
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        (_cut, "diffusion_pytorch_model.safetensors"),
+        (_flip, "diffusion_pytorch_model.safetensors"),
+        (Path.unlink, "config.json"),
+        (_cut, "quantised.json"),
+    ],
+)
 def test_a_damaged_result_is_not_used(damage: Callable[[Path], None], name: str, flux: Path, tmp_path: Path) -> None:
     opened = open_(flux, tmp_path / "files")
     (place,) = kept_in(tmp_path / "files")
@@ -454,7 +477,7 @@ def peak_of(call):
     before = in_ram()
     peak, is_done = [before], threading.Event()
     def watch():
-        while not is_done.wait(0.0005):
+        while not is_done.wait(0.003):
             peak[0] = max(peak[0], in_ram())
     thread = threading.Thread(target=watch)
     thread.start()
@@ -502,7 +525,7 @@ print(json.dumps({**peaks, "size": size, "group": group}))
 def test_ram_is_the_quantised_size_and_two_groups(tmp_path: Path) -> None:
     options = {"attention_head_dim": 64, "num_attention_heads": 8, "joint_attention_dim": 512}
     options |= {"pooled_projection_dim": 64, "axes_dims_rope": [16, 24, 24]}
-    model = FluxTransformer2DModel(num_layers=2, num_single_layers=10, **options)
+    model = FluxTransformer2DModel(num_layers=1, num_single_layers=8, **options)
     loaded = sum(weight.nbytes for weight in model.parameters())
     model.save_pretrained(tmp_path / "model", max_shard_size="100MB")
     FluxTransformer2DModel(num_layers=1, num_single_layers=1, **options).save_pretrained(tmp_path / "tiny")
@@ -512,7 +535,7 @@ def test_ram_is_the_quantised_size_and_two_groups(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert loaded > 200 << 20 and found["size"] < loaded // 3
+    assert loaded > 140 << 20 and found["size"] < loaded // 3
     most = found["size"] + 2 * found["group"] + (30 << 20)  # the bytes that the process and the hash take
     assert found["first"] < most and found["RAM"] < most, found
     assert found["made"] == 0 and found["second"] < 16 << 20 and found["read"] < found["size"] // 4, found
