@@ -19,6 +19,7 @@ NAMES = {
     "training": "a LoRA over frozen weights that are offloaded",
     "activations": "training steps with activations on the device, recomputed, and offloaded",
     "hooks": "the host's work for one group",
+    "quantised": "quantised weights of several kinds: resident, under this package, under diffusers' group offloading",
 }
 
 

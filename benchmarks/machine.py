@@ -34,6 +34,9 @@ ALLOCATION = re.compile(
 # ------------------------------------------------------------------------------------------------ facts
 
 
+_QUANTISERS = ("torchao", "bitsandbytes")
+
+
 def measure_machine(device: torch.device) -> dict[str, Any]:
     """The machine that the arms run on, and what its link to the device can do."""
     return {
@@ -42,7 +45,7 @@ def measure_machine(device: torch.device) -> dict[str, Any]:
         "ram_bytes": psutil.virtual_memory().total,
         "python": sys.version.split()[0],
         "torch": torch.__version__,
-        **{name: _version(name) for name in ("diffusers", "accelerate", "transformers")},
+        **{name: _version(name) for name in ("diffusers", "accelerate", "transformers", *_QUANTISERS)},
         "glibc_tunables": os.environ.get("GLIBC_TUNABLES"),  # they change how fast RAM is copied
         "pinned_h2d_bytes_per_s": _pinned_bandwidth(device),
     }

@@ -10,13 +10,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .base.forward_source import children_read
-from .base.layout import overlapping
+from .base.layout import overlapping, span_bytes
 from .base.torch_internals import TENSOR_PARALLEL, is_traceable_wrapper_subclass
 from .base.tuning import tuning
 from .config import OffloadConfig, OffloadType
@@ -56,8 +57,8 @@ NEVER_CALLED = (
 class TensorRef:
     """A plain tensor that moves, and every place in the module tree that holds it.
 
-    `holder` is the parameter or buffer; `path` leads from there to the plain tensor inside a tensor subclass, and is empty
-    for all other tensors.
+    `holder` is the parameter or buffer; `path` leads from there to the plain tensor inside a tensor subclass, or to one that
+    it keeps as an attribute (see `kept_beside`). It is empty for all other tensors.
     """
 
     fqn: str
@@ -69,6 +70,19 @@ class TensorRef:
     @property
     def is_buffer(self) -> bool:
         return self.places[0].is_buffer
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether the tensor is inside of a tensor subclass that has no memory of its own."""
+        return bool(self.path) and is_traceable_wrapper_subclass(self.holder)
+
+    def is_in_place(self) -> bool:
+        """Whether the tensor is still the one that `path` leads to."""
+        if not self.path:
+            return True
+        if self.is_wrapped:
+            return inner_of(self.holder, self.path) is self.tensor
+        return kept_beside(self.holder, self.places[0].owner).get(self.path) is self.tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -339,27 +353,32 @@ def _assign(
     for fqn, holder, places, used_by in found.values():
         if _is_distributed(holder):
             _refuse_fsdp(fqn, modules, places.values())
-        for inner_path, plain in _flatten(fqn, holder):
+        for inner_path, plain in plain_tensors(fqn, holder, next(iter(places.values())).owner):
             full = ".".join((fqn, *inner_path))
             refs.append(TensorRef(full, plain, holder, inner_path, tuple(places.values())))
             users.append(used_by)
     return refs, users
 
 
-def _flatten(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    """The plain tensors inside `tensor`: the tensor, or the inner tensors of a (quantised) tensor subclass."""
+def plain_tensors(
+    fqn: str, tensor: torch.Tensor, owner: nn.Module | None = None
+) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """The plain tensors of `tensor`: itself, or those inside of a (quantised) tensor subclass, or also those beside it.
+
+    Args:
+        owner: The module that holds `tensor`.
+
+    Raises:
+        ModuleError: `tensor` cannot be moved.
+    """
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
             part = getattr(tensor, name)
             if isinstance(part, torch.Tensor):  # a DTensor names its mesh as well
-                for path, plain in _flatten(fqn, part):
+                for path, plain in plain_tensors(fqn, part):
                     yield (name, *path), plain
         return
-    if tensor.is_conj() or tensor.is_neg():
-        raise ModuleError(
-            f"{fqn} is a lazily conjugated or negated view. Replace it by the result of resolve_conj() or resolve_neg()."
-        )
     if tensor.device.type == "meta":
         raise ModuleError(
             f"{fqn} is on the meta device and holds no values. Load the weights before offloading the module. If it belongs "
@@ -367,7 +386,61 @@ def _flatten(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], 
         )
     if tensor.layout is not torch.strided:
         raise ModuleError(f"{fqn} has the layout {tensor.layout}. Only dense (strided) tensors can be offloaded.")
+    if not _has_memory(tensor):
+        kind = type(tensor)
+        raise ModuleError(
+            f"{fqn} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass without memory of its own that does not tell "
+            f"what is inside: it has no __tensor_flatten__ and __tensor_unflatten__. Give the class these methods, or leave "
+            f"the module out: name it in exclude_modules of a pipeline, or offload its other parts one by one."
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise ModuleError(
+            f"{fqn} is a lazily conjugated or negated view. Replace it by the result of resolve_conj() or resolve_neg()."
+        )
     yield (), tensor
+    for path, kept in kept_beside(tensor, owner).items():
+        for _, plain in plain_tensors(".".join((fqn, *path)), kept):
+            yield path, plain
+
+
+def kept_beside(holder: torch.Tensor, owner: nn.Module | None) -> dict[tuple[str, ...], torch.Tensor]:
+    """The tensors that a weight of a tensor subclass keeps as attributes, by the way to them.
+
+    bitsandbytes keeps scales there: `weight.quant_state.absmax`, `weight.SCB`. After the first forward `weight.CB` and
+    `weight.SCB` are in the layer's `state`, and have the same names here.
+    """
+    if type(holder) in (torch.Tensor, nn.Parameter, nn.Buffer):
+        return {}
+    found = dict(_attributes(vars(holder), ()))
+    state = vars(owner).get("state") if owner is not None else None
+    if type(state).__name__ == "MatmulLtState":
+        kept = ((name, getattr(state, name)) for name in ("CB", "SCB"))
+        found |= {(name,): tensor for name, tensor in kept if isinstance(tensor, torch.Tensor)}
+    return found
+
+
+def _attributes(table: dict[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    for name, value in table.items():
+        if isinstance(value, torch.Tensor):
+            yield (*path, name), value
+        elif len(path) < 2 and not isinstance(value, (nn.Module, type)):  # a weight may know its layer
+            yield from _attributes(getattr(value, "__dict__", {}), (*path, name))
+
+
+def inner_of(tensor: Any, path: tuple[str, ...]) -> torch.Tensor:
+    for name in path:
+        tensor = getattr(tensor, name)
+    inner: torch.Tensor = tensor
+    return inner
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    if type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) or not tensor.numel():
+        return True
+    try:
+        return tensor.untyped_storage().nbytes() >= span_bytes(tensor) and tensor.data_ptr() != 0
+    except (RuntimeError, NotImplementedError, TypeError):
+        return False
 
 
 def _is_distributed(tensor: torch.Tensor) -> bool:

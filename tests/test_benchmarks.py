@@ -395,3 +395,10 @@ def test_hooks_are_measured(tmp_path: Path, benchmark_here: Run) -> None:
 def test_pictures_are_drawn(tmp_path: Path) -> None:
     run("docs/images/draw_benchmarks.py", WEIGHTS, "--output", tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {"step-and-peak.svg", "rss.svg"}
+
+
+def test_quantised_kinds_are_compared(tmp_path: Path, benchmark_here: Run) -> None:
+    options = ("--small", "--kinds", "layerwise", "--steps", "1", "--device", "cpu")
+    table = benchmark_here("quantised", *options, "--output", tmp_path)
+    arms = next(json.loads(file.read_text()) for file in (tmp_path / "quantised").glob("*.json"))["arms"]
+    assert arms["layerwise, group_offload, block level"]["is_equal"] and "| layerwise, on the device" in table

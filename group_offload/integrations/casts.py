@@ -23,6 +23,7 @@ views that were handed out are recognised by identity: another view of the same 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -123,6 +124,7 @@ class PostponedCasts(TorchFunctionMode):
         """The views that seem to be cast, by id. They are held so that neither ids nor addresses are used again."""
         self._asked: dict[int, tuple[torch.dtype, torch.dtype]] = {}
         """The dtype in the file and the dtype that was asked for, by address. They may be the same."""
+        self._is_paused = False
 
     def casts_of(self, module: nn.Module) -> dict[str, torch.dtype]:
         """The dtypes that parameters and buffers of `module` are to be cast to, by name.
@@ -136,6 +138,15 @@ class PostponedCasts(TorchFunctionMode):
                 found[name] = dtype
         return found
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let the block compute with tensors as they are. Weights whose casts are postponed have to be `made` before."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._handed_out.clear()  # from now on only the loaded weights hold their files
@@ -144,6 +155,8 @@ class PostponedCasts(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
         is_plain, dtype = _asked_by(func, args, kwargs)
         if is_plain:
             source: torch.Tensor = args[0]
@@ -183,7 +196,7 @@ class PostponedCasts(TorchFunctionMode):
         if writes or isinstance(kwargs.get("out"), torch.Tensor):
             self.refusal = f"{name} writes to a weight"
         self.computed_with.add(name or repr(func))
-        return func(*(self._made(arg) for arg in args), **{key: self._made(value) for key, value in kwargs.items()})
+        return func(*(self.made(arg) for arg in args), **{key: self.made(value) for key, value in kwargs.items()})
 
     def _postpone(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """A view that stands for the cast of `source`; None if the cast is to be made at once."""
@@ -225,14 +238,21 @@ class PostponedCasts(TorchFunctionMode):
         own, asked = self._asked.get(tensor.data_ptr(), (None, None))
         return asked if own == tensor.dtype != asked else None
 
-    def _made(self, value: Any) -> Any:
+    def made(self, value: Any) -> Any:
         """`value`, with views replaced by the casts that they stand for."""
         if isinstance(value, torch.Tensor):
             dtype = self._seems(value)
             return value if dtype is None else value.to(dtype)
         if type(value) in (list, tuple):
-            return type(value)(self._made(item) for item in value)
+            return type(value)(self.made(item) for item in value)
         return value
+
+    def undone(self, tensor: Any) -> Any:
+        """`tensor`, without the cast that was postponed."""
+        if isinstance(tensor, torch.Tensor) and self._seems(tensor) is not None:
+            self._handed_out.pop(id(tensor), None)
+            del self._asked[tensor.data_ptr()]
+        return tensor
 
     def _is_in_file(self, tensor: torch.Tensor) -> bool:
         if self._files.find(tensor.detach()) is None:

@@ -8,9 +8,10 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -18,10 +19,13 @@ from torch import nn
 from ..api import handle_of, offload, remove_group_offloading
 from ..config import ModelOptions, OffloadConfig, OffloadOptions
 from ..errors import ConfigError
+from ..partition import plain_tensors
 from ..plan.budgets import describe_bytes
 from ..stores.checkpoint import FileMap
 from .casts import PostponedCasts, cast_now
 from .diffusers import PipelineOptions, devices_of, move_back, plan_pipeline, refuse_unsupported, undone_on_error
+from .keeping import Keeper
+from .quantising import Quantising
 
 logger = logging.getLogger("group_offload")
 
@@ -69,6 +73,9 @@ def from_pretrained(model_class: Any, pretrained_model_name_or_path: str | os.Pa
     the next time; weights that need no cast stay in the checkpoint. So at most one group is in RAM. (Without a folder, cast
     weights rest in RAM, and at most 256 MiB are there in addition.)
 
+    With a `quantization_config` the library's own quantiser makes one weight after another. With `offload_to_disk_path` the
+    result is kept in that folder, and opened from there the next time: nothing is quantised again.
+
     Args:
         model_class: A model class of diffusers or transformers, or a pipeline class of diffusers (`DiffusionPipeline` and
             `AutoPipelineForText2Image` too).
@@ -102,7 +109,7 @@ def from_pretrained(model_class: Any, pretrained_model_name_or_path: str | os.Pa
     OffloadConfig.from_options(model_options)  # before anything is downloaded
     if issubclass(model_class, nn.Module):
         _refuse(for_pipelines, model_class, _IS_A_MODEL)
-    loaded, casts = _open(model_class, pretrained_model_name_or_path, options)
+    loaded, casts = _open(model_class, pretrained_model_name_or_path, options, model_options, for_pipelines)
     # With output_loading_info=True there is a dict beside the model.
     found = loaded[0] if isinstance(loaded, tuple) else loaded
     if isinstance(found, nn.Module):
@@ -166,22 +173,44 @@ def _offload_pipeline(
 # ------------------------------------------------------------------------------------------------ loading
 
 
-def _open(model_class: Any, name: str | os.PathLike[str], options: dict[str, Any]) -> tuple[Any, PostponedCasts]:
+def _open(
+    model_class: Any,
+    name: str | os.PathLike[str],
+    options: dict[str, Any],
+    model_options: ModelOptions,
+    for_pipelines: Mapping[str, Any],
+) -> tuple[Any, PostponedCasts]:
     """The result of the library's loader, and the casts that were postponed in it."""
+    device = OffloadConfig.from_options(model_options).onload_device
+    folders = {
+        part: given["offload_to_disk_path"]
+        for part, given in (for_pipelines.get("model_options") or {}).items()
+        if given.get("offload_to_disk_path") is not None
+    }
+
+    def folder_of(path: str) -> Path | None:
+        folder = folders.get(os.path.basename(path), model_options.offload_to_disk_path)
+        return None if folder is None else Path(folder)
+
+    def load(casts: PostponedCasts, mode: AbstractContextManager[object]) -> Any:
+        quantising = Quantising(casts, device)
+        keeper = Keeper(casts, quantising, folder_of, device, is_verified=model_options.verify_files)
+        with _loading, _one_thread(), quantising.watch(), keeper.watch(), mode:
+            return model_class.from_pretrained(name, **options)
+
     casts = PostponedCasts()
-    refusal = "it is quantised while it is loaded" if options.get("quantization_config") is not None else None
-    if refusal is None:
-        with _one_thread(), casts:
-            loaded = model_class.from_pretrained(name, **options)
-        refusal = casts.refusal
-        if refusal is None:
-            _report(loaded)
-            return loaded, casts
-        del loaded
-    logger.warning("%s is loaded as a whole before it is offloaded: %s.", name, refusal)
-    return model_class.from_pretrained(name, **options), PostponedCasts()
+    loaded = load(casts, casts)
+    if casts.refusal is None:
+        _report(loaded)
+        return loaded, casts
+    del loaded
+    logger.warning("%s is loaded as a whole before it is offloaded: %s.", name, casts.refusal)
+    casts = PostponedCasts()
+    return load(casts, nullcontext()), casts
 
 
+_loading = threading.RLock()
+"""Held while the methods of the libraries are watched."""
 _lock = threading.RLock()
 _num_loading = 0
 _before: str | None = None
@@ -217,13 +246,15 @@ def _report(loaded: Any) -> None:
         if not isinstance(part, nn.Module) or handle_of(part) is not None:
             continue
         sizes = [
-            weight.nbytes
-            for weight in part.parameters()
-            if weight.device.type == "cpu" and file_map.find(weight.detach()) is None
+            plain.nbytes
+            for name, weight in part.named_parameters()
+            if weight.device.type == "cpu"
+            for _, plain in plain_tensors(name, weight)
+            if file_map.find(plain.detach()) is None
         ]
         if sum(sizes):
             logger.info(
-                "%d parameters of %s (%s) are in no file in the form that is needed: they are in RAM until they are offloaded.",
+                "%d tensors of %s (%s) are in no file in the form that is needed: they are in RAM until they are offloaded.",
                 len(sizes),
                 type(part).__name__,
                 describe_bytes(sum(sizes)),

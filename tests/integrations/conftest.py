@@ -10,6 +10,7 @@ import torch
 from group_offload import patch_diffusers, unpatch_diffusers
 
 from ..support import tiny_models as tiny
+from ..support.fixtures import offload_either  # noqa: F401
 from ..support.pipelines import PIPELINES
 
 

@@ -17,7 +17,7 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def plain_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """All parameters and buffers, tensor subclasses taken apart."""
+    """All parameters and buffers, tensor subclasses taken apart, and what libraries keep as attributes of them."""
 
     def take_apart(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         if is_traceable_wrapper_subclass(tensor):
@@ -26,8 +26,19 @@ def plain_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         elif isinstance(tensor, torch.Tensor):  # a DTensor has a mesh as well
             yield name, tensor
 
+    def beside(name: str, holder: object) -> Iterator[tuple[str, torch.Tensor]]:
+        for key, value in getattr(holder, "__dict__", {}).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{name}.{key}", value
+            elif not isinstance(value, (nn.Module, type)):
+                yield from beside(f"{name}.{key}", value)
+
     for name, tensor in named_tensors(module):
         yield from take_apart(name, tensor)
+        if not is_traceable_wrapper_subclass(tensor):
+            yield from beside(name, tensor)
+        state = module.get_submodule(name.rpartition(".")[0]).__dict__.get("state")  # of bitsandbytes' int8
+        yield from ((f"{name}.state.{key}", value) for key, value in beside("", state) if key in (".CB", ".SCB"))
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

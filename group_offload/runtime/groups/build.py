@@ -38,6 +38,9 @@ from .trained import may_be_trained
 
 logger = logging.getLogger("group_offload")
 
+_MOST_SEGMENTS = 64
+"""About the number of segments that a large model rests in, if its groups are small."""
+
 
 def build_groups(
     root: nn.Module,
@@ -241,15 +244,20 @@ def _bind_run(
     trim_heap()
 
 
-def _runs_of(plans: Iterable[_Plan]) -> Iterator[list[_Plan]]:
-    """The plans with tensors to place, in runs that share a segment."""
+def _runs_of(plans: Sequence[_Plan]) -> Iterator[list[_Plan]]:
+    """The plans with tensors to place, in runs that share a segment.
+
+    Two segments at a time are there beside the memory that they are filled from. So none is larger than the largest group, or
+    than a small part of all: each segment takes time in each pass.
+    """
     run: list[_Plan] = []
     num_bytes = 0
-    for plan in plans:
+    sizes = [_lay_out(plan.fresh).num_bytes for plan in plans]
+    limit = min(tuning().segment_bytes, max(*sizes, sum(sizes) // _MOST_SEGMENTS, tuning().chunk_bytes, 0))
+    for plan, size in zip(plans, sizes, strict=True):
         if not plan.fresh:
             continue
-        size = _lay_out(plan.fresh).num_bytes
-        if run and (num_bytes + size > tuning().segment_bytes or plan.spec.is_table or run[-1].spec.is_table):
+        if run and (num_bytes + size > limit or plan.spec.is_table or run[-1].spec.is_table):
             yield run
             run, num_bytes = [], 0
         run.append(plan)

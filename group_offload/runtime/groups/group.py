@@ -396,6 +396,17 @@ class Group:
             wrapped.replace_inner(tensors)
         return tensors
 
+    def _is_cast_back(self, index: int) -> bool:
+        """Whether diffusers' layerwise casting replaces the tensor at each call, and nobody else changes it.
+
+        To compare values makes the host wait for the device.
+        """
+        part, place = self._places[index]
+        ref = part.refs[place]
+        registry = ref.places[0].owner.__dict__.get("_diffusers_hook")
+        is_changed_by_kernels = ref.is_buffer and ref.places[0].owner.training
+        return "layerwise_casting" in getattr(registry, "hooks", ()) and not is_changed_by_kernels
+
     def _changed(self) -> list[int]:
         """The tensors that the forward may have left with other values than it found."""
         found = []
@@ -411,7 +422,8 @@ class Group:
             if not same_memory(tensor, bound):
                 # The forward replaced the value. Casting hooks do so at every call, and put the same value back.
                 is_same = tensor.device == bound.device and same_form(tensor, bound)
-                if not is_same or not torch.equal(tensor.detach(), bound):
+                is_cast = is_same and tracks and tensor._version == self._versions[index] and self._is_cast_back(index)
+                if not is_cast and (not is_same or not torch.equal(tensor.detach(), bound)):
                     found.append(index)
             elif (tracks and tensor._version != self._versions[index]) or index in is_edited:
                 found.append(index)

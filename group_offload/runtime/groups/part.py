@@ -11,7 +11,6 @@ import torch
 from ...partition import TensorRef
 from ...stores.base import Blob
 from .tensors import same_memory, tracks_version, version_of
-from .wrapped import inner_of
 
 
 @dataclass(slots=True, eq=False)
@@ -103,6 +102,5 @@ class Part:
         if self.is_given_up:
             return [False] * len(self.refs)
         return [
-            same_memory(ref.tensor, view) and (not ref.path or inner_of(ref.holder, ref.path) is ref.tensor)
-            for ref, view in zip(self.refs, self.rest, strict=True)
+            same_memory(ref.tensor, view) and ref.is_in_place() for ref, view in zip(self.refs, self.rest, strict=True)
         ]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...base.torch_internals import is_traceable_wrapper_subclass
-from ...partition import ParamSlot, TensorRef
+from ...partition import ParamSlot, TensorRef, inner_of
 from .tensors import version_of
 
 
@@ -65,16 +65,9 @@ class WrappedHolder:
 def wrapped_holders(refs: Sequence[TensorRef]) -> list[WrappedHolder]:
     found: dict[int, tuple[TensorRef, dict[tuple[str, ...], int]]] = {}
     for index, ref in enumerate(refs):
-        if ref.path:
+        if ref.is_wrapped:
             found.setdefault(id(ref.holder), (ref, {}))[1][ref.path] = index
     return [WrappedHolder(ref.holder, ref.places, indices) for ref, indices in found.values()]
-
-
-def inner_of(tensor: Any, path: tuple[str, ...]) -> torch.Tensor:
-    for name in path:
-        tensor = getattr(tensor, name)
-    inner: torch.Tensor = tensor
-    return inner
 
 
 def _rewrap(tensor: Any, inner: dict[tuple[str, ...], torch.Tensor], path: tuple[str, ...]) -> torch.Tensor:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +13,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from group_offload import ModuleError, apply_group_offloading, enable_group_offload
+
 from ...support.asserts import assert_at_rest, assert_own_memory, assert_same, plain_tensors, same_bits
 from ...support.kinds import wrapped
 from ...support.models import WIDTH, Model, inputs, make
+from ...support.on_device import forward
 from ...support.rigs import Offload, check, pair, run
+from ...support.simulated import SimulatedDevice, use_simulated_device
 
 
 class Quantised(torch.Tensor):
@@ -223,31 +227,145 @@ def test_forward_that_raises_puts_tensor_subclasses_back(offload: Offload) -> No
     check(model, reference, inputs())
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
-def test_torchao(offload: Offload) -> None:
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+# ------------------------------------------------------------------------------------------------ classes that say nothing
 
+
+class Packed(torch.Tensor):
+    """Bytes in a subclass that knows how to read them, as GGUF's parameters are."""
+
+    @staticmethod
+    def __new__(cls: type, data: torch.Tensor, factor: float = 0.25) -> Any:
+        found: Any = torch.Tensor._make_subclass(cls, data, False)
+        found.factor = factor
+        return found
+
+
+class Statistics:
+    def __init__(self, scale: torch.Tensor) -> None:
+        self.scale, self.name = scale, "rows"
+
+
+class ScaledBeside(nn.Parameter):
+    """Scales as attributes of the parameter, as bitsandbytes keeps them."""
+
+    offset: torch.Tensor
+    statistics: Statistics
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> ScaledBeside:
+        scale = weight.detach().abs().amax(1, keepdim=True) / 127
+        found = torch.Tensor._make_subclass(cls, (weight.detach() / scale).round().to(torch.int8), False)
+        found.offset, found.statistics = torch.full((1,), 0.125), Statistics(scale)
+        return found
+
+    def __deepcopy__(self, memo: Any) -> ScaledBeside:
+        twin = torch.Tensor._make_subclass(type(self), self.data.clone(), False)
+        twin.offset, twin.statistics = self.offset.clone(), Statistics(self.statistics.scale.clone())
+        return twin
+
+
+class PackedLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("packed", Packed(torch.randint(0, 9, (WIDTH, WIDTH), dtype=torch.uint8)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        plain = self.packed.as_subclass(torch.Tensor)
+        return F.linear(x, plain.to(x.dtype) * 0.25)
+
+
+class ScaledLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = ScaledBeside.of(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        return F.linear(x, weight.data.to(x.dtype) * weight.statistics.scale + weight.offset)
+
+
+@pytest.mark.parametrize("layer", [PackedLinear, ScaledLinear])
+def test_a_class_that_nobody_knows_moves_as_bytes(layer: type[nn.Module], offload: Offload) -> None:
+    # Classes without new_empty cannot be deep-copied.
+    model, reference = (make(lambda: wrapped(*(layer() for _ in range(3)))) for _ in range(2))
+    handle = offload(model)
+    check(model, reference, inputs())
+    assert handle.stats().rebuilds == 0
+    handle.remove()
+    assert_at_rest(model, reference)
+    assert_same(run(model, inputs()), run(reference, inputs()))
+
+
+def test_attributes_of_a_weight_land_in_slots() -> None:
+    model, reference = pair(wrapped(*(ScaledLinear() for _ in range(4))).eval())
+    with use_simulated_device(SimulatedDevice(3)) as device:
+        handle = apply_group_offloading(model, "cpu")
+        for seed in range(3):
+            assert_same(device.get(forward(device, model, inputs(seed))), run(reference, inputs(seed)))
+        stats = handle.stats()
+        assert stats.pinned_bytes == stats.host_bytes > 0
+        waits = device.num_host_waits
+        forward(device, model, inputs())
+        assert device.num_host_waits == waits
+        handle.remove()
+
+
+@pytest.mark.parametrize("edit", ["in place", "replaced", "another object"])
+def test_edits_of_attributes_of_a_weight(edit: str, offload_either: Offload) -> None:
+    model, reference = pair(wrapped(*(ScaledLinear() for _ in range(3))).eval())
+    offload_either(model)
+    run(model, inputs())
+    for twin in (model, reference):
+        weight = twin.blocks[1][0].weight
+        if edit == "in place":
+            weight.statistics.scale.mul_(2)
+        elif edit == "replaced":
+            weight.statistics.scale = weight.statistics.scale * 2
+        else:
+            weight.statistics = Statistics(weight.statistics.scale * 2)
+    check(model, reference, inputs())
+
+
+class Opaque(torch.Tensor):
+    """No memory of its own, and no word of what is inside."""
+
+    inside: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: type, inside: torch.Tensor) -> Any:
+        found: Any = torch.Tensor._make_wrapper_subclass(cls, inside.shape, dtype=inside.dtype, device=inside.device)
+        found.inside = inside
+        return found
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = torch.utils._pytree.tree_map_only(cls, lambda tensor: tensor.inside, (args, kwargs or {}))
+        result = func(*plain[0], **plain[1])
+        return cls(result) if func is torch.ops.aten.detach.default else result
+
+
+def test_an_opaque_class_is_named(tmp_path: Path) -> None:
     model = make(Model)
-    quantize_(model, Int8WeightOnlyConfig())
-    model, reference = pair(model)
-    handle = offload(model)
-    check(model, reference, inputs())
-    handle.remove()
-    assert_same(run(model, inputs()), run(reference, inputs()))
+    model.blocks[1].up.weight = nn.Parameter(Opaque(model.blocks[1].up.weight.detach()), requires_grad=False)
+    before = run(model, inputs())
+    for options in ({}, {"offload_type": "leaf_level"}, {"offload_to_disk_path": tmp_path}):
+        with pytest.raises(
+            ModuleError, match=r"blocks\.1\.up\.weight is a .*\.Opaque, .*__tensor_flatten__.*exclude_modules"
+        ):
+            apply_group_offloading(model, "cpu", **options)
+    assert_same(run(model, inputs()), before)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("optimum") is None, reason="needs optimum-quanto")
-def test_quanto(offload: Offload) -> None:
-    quanto = pytest.importorskip("optimum.quanto")
+def test_a_model_with_an_opaque_class_can_be_left_out() -> None:
+    class Pipeline:
+        def __init__(self) -> None:
+            self.opaque, self.other = make(Model), make(Model)
+            self.opaque.norm.weight = nn.Parameter(Opaque(self.opaque.norm.weight.detach()), requires_grad=False)
 
-    def quantised() -> nn.Module:  # its tensors cannot be deep-copied
-        model = make(Model)
-        quanto.quantize(model, weights=quanto.qint8)
-        quanto.freeze(model)
-        return model
+        @property
+        def components(self) -> dict[str, nn.Module]:
+            return {"opaque": self.opaque, "other": self.other}
 
-    model, reference = quantised(), quantised()
-    handle = offload(model)
-    check(model, reference, inputs())
-    handle.remove()
-    assert_same(run(model, inputs()), run(reference, inputs()))
+    with pytest.raises(ModuleError, match="Opaque"):
+        enable_group_offload(Pipeline(), onload_device="cpu")
+    assert set(enable_group_offload(Pipeline(), onload_device="cpu", exclude_modules="opaque")) == {"other"}

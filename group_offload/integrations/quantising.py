@@ -1,0 +1,210 @@
+"""Quantising while a model is opened: one weight after another, by the library's own quantiser.
+
+[Note: Quantisers]
+The loaders of diffusers and transformers make a quantiser for each model that is quantised, and ask it for each weight. The
+work stays theirs. Their calls are only watched while the block of `Quantising` runs, in its thread:
+
+- A weight that is to be quantised gets its postponed cast first, and for its own quantisation only (see `casts.py`).
+- A quantiser that wants the whole model on an accelerator (bitsandbytes) gets one weight there at a time. The result goes to
+  RAM at once. So neither the checkpoint nor the quantised model has to fit on the device, and kernels are the same as for a
+  model that the library loads onto the device.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..base.mapping import trim_heap
+from .casts import PostponedCasts
+
+_SEAMS = (("diffusers.quantizers.auto", "DiffusersAutoQuantizer"), ("transformers.quantizers.auto", "AutoHfQuantizer"))
+"""The classes whose `from_config` makes quantisers."""
+_TRIM_BYTES = 1 << 20
+"""The bytes of quantised weights after which the C library is asked for what it keeps of freed memory."""
+
+
+class Quantising:
+    """A context in which weights that this thread's loaders quantise come to RAM one by one. See [Note: Quantisers]."""
+
+    def __init__(self, casts: PostponedCasts, onload_device: torch.device) -> None:
+        """
+        Args:
+            onload_device: The device that a quantiser gets if it wants one of the same kind.
+        """
+        self._casts = casts
+        self._onload_device = onload_device
+        self._thread = threading.get_ident()
+        self._device = torch.device("cpu")
+        """Where the quantiser of the model that is being loaded wants its weights."""
+        self._num_bytes = 0
+        self._is_exact = False
+
+    @contextmanager
+    def exact(self) -> Iterator[None]:
+        """Let quantisers get values of a checkpoint as they are. diffusers casts scales too, before it opens them."""
+        self._is_exact = True
+        try:
+            yield
+        finally:
+            self._is_exact = False
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        with ExitStack() as undo:
+            for maker in classes_of(_SEAMS):
+                self._patch(undo, maker, "from_config", lambda call: self._made(undo, call), kind=classmethod)
+            yield
+
+    def _made(self, undo: ExitStack, call: Callable[..., Any]) -> Callable[..., Any]:
+        def from_config(*args: Any, **kwargs: Any) -> Any:
+            quantiser = call(*args, **kwargs)
+            kind = type(quantiser)
+            self._device = torch.device("cpu")
+            self._patch(undo, kind, "update_device_map", self._update_device_map)
+            self._patch(undo, kind, "create_quantized_param", self._create)  # diffusers
+            self._patch(undo, kind, "get_quantize_ops", lambda call: self._ops(undo, call))  # transformers
+            return quantiser
+
+        return from_config
+
+    def _update_device_map(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def update_device_map(*args: Any, **kwargs: Any) -> None:
+            """The library's choice is noted. It is told of no device, so it moves nothing there."""
+            chosen = call(*args, **kwargs)
+            chosen = (
+                next(iter(chosen.values()), "cpu") if isinstance(chosen, Mapping) else chosen and self._onload_device
+            )
+            device = torch.device("cuda", chosen) if isinstance(chosen, int) else torch.device(chosen or "cpu")
+            self._device = self._onload_device if self._onload_device.type == device.type else device
+
+        return update_device_map
+
+    def _create(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def create(
+            quantiser: Any, model: nn.Module, value: Any, name: str, device: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            with self._casts.paused(), torch.no_grad():
+                value = self._casts.undone(value) if self._is_exact else self._casts.made(value)
+                if not quantiser.pre_quantized:
+                    device = self._device
+                result = call(quantiser, model, value, name, device, *args, **kwargs)
+                self._to_ram(_owner_of(model, name))
+            return result
+
+        return create
+
+    def _ops(self, undo: ExitStack, call: Callable[..., Any]) -> Callable[..., Any]:
+        def get_quantize_ops(*args: Any, **kwargs: Any) -> Any:
+            operation = call(*args, **kwargs)
+            self._patch(undo, type(operation), "convert", self._convert)
+            return operation
+
+        return get_quantize_ops
+
+    def _convert(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def convert(operation: Any, values: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            with self._casts.paused(), torch.no_grad():
+                made = {key: self._moved(value) for key, value in values.items()}
+                values.clear()
+                found = call(operation, made, *args, **kwargs)
+                name, model = kwargs.get("full_layer_name"), kwargs.get("model")
+                if isinstance(model, nn.Module) and isinstance(name, str):
+                    self._to_ram(_owner_of(model, name))
+                return {key: self._in_ram(value) for key, value in found.items()}
+
+        return convert
+
+    def _moved(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._casts.made(value).to(self._device)
+        return [self._moved(item) for item in value] if isinstance(value, list) else value
+
+    def _to_ram(self, module: nn.Module) -> None:
+        """Bring the weights of one layer to RAM."""
+        for name, weight in module._parameters.items():
+            if weight is not None and weight.device.type not in ("cpu", "meta"):
+                module._parameters[name] = self._in_ram(weight)
+            if weight is not None:
+                self._num_bytes += weight.nbytes
+        if self._num_bytes > _TRIM_BYTES:
+            self._num_bytes = 0
+            trim_heap()
+
+    def _in_ram(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self._in_ram(item) for item in value]
+        if not isinstance(value, torch.Tensor) or value.device.type in ("cpu", "meta"):
+            return value
+        moved = value.to("cpu")
+        if isinstance(value, nn.Parameter) and not isinstance(moved, nn.Parameter):
+            moved = nn.Parameter(moved, requires_grad=value.requires_grad)
+        return moved
+
+    def _patch(
+        self,
+        undo: ExitStack,
+        owner: type,
+        name: str,
+        make: Callable[[Callable[..., Any]], Callable[..., Any]],
+        *,
+        kind: Callable[[Any], Any] = lambda method: method,
+    ) -> None:
+        """Replace a method until the end of the block. Other threads are not concerned."""
+        patch(undo, owner, name, make, self._thread, kind=kind)
+
+
+def classes_of(names: Iterable[tuple[str, str]]) -> Iterator[type]:
+    """Classes by module and name, of those libraries that are in use."""
+    for module_name, class_name in names:
+        if module_name.partition(".")[0] in sys.modules:
+            with suppress(ImportError):
+                yield getattr(importlib.import_module(module_name), class_name)
+
+
+def patch(
+    undo: ExitStack,
+    owner: type,
+    name: str,
+    make: Callable[[Callable[..., Any]], Callable[..., Any]],
+    thread: int,
+    *,
+    kind: Callable[[Any], Any] = lambda method: method,
+) -> None:
+    """Replace a method of a class until `undo` ends, for one thread. Contexts of several threads must not overlap.
+
+    Args:
+        make: A function that returns the method to call, given the method as it was.
+        kind: `classmethod` or `staticmethod`, if the method is one.
+    """
+    before = owner.__dict__.get(name)
+    found = getattr(owner, name, None)
+    if found is None or getattr(found, "is_watched_by", None) is undo:
+        return
+    call = getattr(found, "__func__", found)
+    mine = make(call)
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return (mine if threading.get_ident() == thread else call)(*args, **kwargs)
+
+    method.is_watched_by = undo  # type: ignore[attr-defined]
+    setattr(owner, name, kind(method))
+    undo.callback(setattr, owner, name, before) if before is not None else undo.callback(delattr, owner, name)
+
+
+def _owner_of(model: nn.Module, name: str) -> nn.Module:
+    """The module that holds a weight. (A name may lead on into a quantised tensor.)"""
+    module = model
+    for part in name.split(".")[:-1]:
+        child = module._modules.get(part)
+        if child is None:
+            break
+        module = child
+    return module

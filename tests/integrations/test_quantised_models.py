@@ -1,0 +1,238 @@
+"""Models that the libraries quantise, where their packages are installed: opened, kept, dequantised, from GGUF files."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+from torch import nn
+from transformers import T5Config, T5EncoderModel
+
+from group_offload import apply_group_offloading
+from group_offload.api import handle_of
+from group_offload.integrations.opening import from_pretrained
+
+from ..support.asserts import assert_at_rest, assert_same, plain_tensors, same_bits
+from ..support.quantised import is_there
+from ..support.rigs import Offload, run
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what the packages say about this machine
+
+BF16 = torch.bfloat16
+SIZES = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 64, "num_attention_heads": 4}
+SIZES |= {"joint_attention_dim": 256, "pooled_projection_dim": 256, "axes_dims_rope": [16, 24, 24]}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[type[nn.Module], Path]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    torch.manual_seed(0)
+    FluxTransformer2DModel(**SIZES).save_pretrained(folder / "flux")
+    config = T5Config(vocab_size=64, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4)
+    T5EncoderModel(config).save_pretrained(folder / "t5")
+    return {FluxTransformer2DModel: folder / "flux", T5EncoderModel: folder / "t5"}
+
+
+def inputs_of(model_class: type[nn.Module]) -> dict[str, Any]:
+    if model_class is T5EncoderModel:
+        return {"input_ids": torch.arange(12).reshape(2, 6)}
+    torch.manual_seed(1)
+    return {
+        "hidden_states": torch.randn(1, 16, 64, dtype=BF16),
+        "encoder_hidden_states": torch.randn(1, 8, 256, dtype=BF16),
+        "pooled_projections": torch.randn(1, 256, dtype=BF16),
+        "timestep": torch.tensor([0.5], dtype=BF16),
+        "img_ids": torch.zeros(16, 3),
+        "txt_ids": torch.zeros(8, 3),
+        "return_dict": False,
+    }
+
+
+def output_of(model: nn.Module) -> Any:
+    return run(model, **inputs_of(type(model)))[0]
+
+
+def _torchao(library: str, name: str) -> Callable[[], Any]:
+    def config() -> Any:
+        from importlib import import_module
+
+        return import_module(library).TorchAoConfig(getattr(import_module("torchao.quantization"), name)())
+
+    return config
+
+
+def _of(library: str, name: str, **options: Any) -> Callable[[], Any]:
+    def config() -> Any:
+        from importlib import import_module
+
+        return getattr(import_module(library), name)(**options)
+
+    return config
+
+
+FLUX, T5 = FluxTransformer2DModel, T5EncoderModel
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+CONFIGS: dict[str, tuple[str, type[nn.Module], Callable[[], Any], bool]] = {
+    "diffusers torchao int8": ("torchao", FLUX, _torchao("diffusers", "Int8WeightOnlyConfig"), True),
+    "diffusers torchao int8 dynamic": (
+        "torchao",
+        FLUX,
+        _torchao("diffusers", "Int8DynamicActivationInt8WeightConfig"),
+        True,
+    ),
+    "diffusers torchao fp8": ("torchao", FLUX, _torchao("diffusers", "Float8WeightOnlyConfig"), True),
+    "diffusers quanto int8": ("optimum", FLUX, _of("diffusers", "QuantoConfig", weights_dtype="int8"), True),
+    "diffusers quanto fp8": ("optimum", FLUX, _of("diffusers", "QuantoConfig", weights_dtype="float8"), True),
+    "diffusers quanto int4": ("optimum", FLUX, _of("diffusers", "QuantoConfig", weights_dtype="int4"), False),
+    "diffusers SDNQ uint4": ("sdnq", FLUX, _of("diffusers", "SDNQConfig", weights_dtype="uint4"), True),
+    "transformers torchao int8": ("torchao", T5, _torchao("transformers", "Int8WeightOnlyConfig"), True),
+    "transformers bitsandbytes nf4": ("bitsandbytes", T5, _of("transformers", "BitsAndBytesConfig", **NF4), True),
+    "transformers bitsandbytes fp4": (
+        "bitsandbytes",
+        T5,
+        _of("transformers", "BitsAndBytesConfig", load_in_4bit=True),
+        True,
+    ),
+    "transformers bitsandbytes int8": (
+        "bitsandbytes",
+        T5,
+        _of("transformers", "BitsAndBytesConfig", load_in_8bit=True),
+        True,
+    ),
+    "transformers quanto int8": ("optimum", T5, _of("transformers", "QuantoConfig", weights="int8"), False),
+}
+"""By name: the package, the class, the config, and whether the result can be kept."""
+
+
+def needs(name: str) -> tuple[type[nn.Module], Callable[[], Any], bool]:
+    package, *rest = CONFIGS[name]
+    if not is_there(package):
+        pytest.skip(f"needs {package}")
+    return rest[0], rest[1], rest[2]  # type: ignore[return-value]
+
+
+def load(model_class: Any, path: Path, config: Any) -> Any:
+    torch.manual_seed(2)
+    return model_class.from_pretrained(path, quantization_config=config, dtype=BF16)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_opened_and_kept(
+    name: str, checkpoints: dict[Any, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model_class, config, is_kept = needs(name)
+    path = checkpoints[model_class]
+    reference = load(model_class, path, config())
+    expected = output_of(reference)
+    for number, folder in enumerate((None, tmp_path / "files", tmp_path / "files")):
+        torch.manual_seed(2)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="group_offload"):
+            opened = from_pretrained(
+                model_class,
+                path,
+                quantization_config=config(),
+                dtype=BF16,
+                onload_device="cpu",
+                offload_to_disk_path=folder,
+            )
+        assert ("was quantised before" in caplog.text) == (number == 2 and is_kept)
+        assert ("cannot be kept quantised" in caplog.text) == (folder is not None and not is_kept)
+        # (bitsandbytes packs 4-bit weights in the first forward on some CPUs: look at the weights first.)
+        assert_at_rest(opened, load(model_class, path, config()))
+        assert_same(output_of(opened), expected)
+        handle = handle_of(opened)
+        assert handle is not None and (handle.stats().host_bytes == 0) == (folder is not None)
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if "bitsandbytes" in name or "SDNQ" in name])
+def test_after_dequantize(name: str, checkpoints: dict[Any, Path], offload_either: Offload) -> None:
+    model_class, config, _ = needs(name)
+    model, reference = (load(model_class, checkpoints[model_class], config()) for _ in range(2))
+    offload_either(model)
+    assert_same(output_of(model), output_of(reference))
+    try:
+        reference.dequantize()
+    except (NotImplementedError, RuntimeError, AssertionError):
+        pytest.skip("the library does not dequantise it on this machine")
+    model.dequantize()
+    assert_same(output_of(model), output_of(reference))
+
+
+# ------------------------------------------------------------------------------------------------ GGUF
+
+BLOCKS = {
+    "Q2_K": (84, (80, 82)),
+    "Q3_K": (110, (108,)),
+    "Q4_K": (144, (0, 2)),
+    "Q5_K": (176, (0, 2)),
+    "Q6_K": (210, (208,)),
+}
+"""K-quants, which the package does not make: bytes of a block of 256 weights, and where its float16 scales are."""
+
+
+def packed(weight: torch.Tensor, name: str) -> Any:
+    import gguf
+    import numpy
+
+    if name not in BLOCKS:
+        return gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[name])
+    size, scales = BLOCKS[name]
+    generator = torch.Generator().manual_seed(weight.numel())
+    blocks = torch.randint(
+        0, 256, (weight.shape[0], weight.shape[1] // 256, size), generator=generator, dtype=torch.uint8
+    )
+    for at in scales:
+        blocks[..., at : at + 2] = torch.tensor([0.001], dtype=torch.float16).view(torch.uint8)
+    return numpy.ascontiguousarray(blocks.flatten(1).numpy())
+
+
+@pytest.mark.skipif(not is_there("gguf"), reason="needs gguf")
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", *BLOCKS])
+def test_a_gguf_file(name: str, checkpoints: dict[Any, Path], tmp_path: Path, offload_either: Offload) -> None:
+    import gguf
+    from diffusers import GGUFQuantizationConfig
+
+    torch.manual_seed(0)
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "flux")
+    for key, weight in FluxTransformer2DModel(**SIZES).state_dict().items():
+        if weight.dim() == 2 and weight.shape[1] % 256 == 0:
+            writer.add_tensor(key, packed(weight, name), raw_dtype=gguf.GGMLQuantizationType[name])
+        else:
+            writer.add_tensor(key, weight.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    def from_file() -> Any:
+        return FluxTransformer2DModel.from_single_file(
+            str(tmp_path / "model.gguf"),
+            config=str(checkpoints[FLUX]),
+            quantization_config=GGUFQuantizationConfig(compute_dtype=BF16),
+            torch_dtype=BF16,
+        )
+
+    model, reference = from_file(), from_file()
+    num_packed = sum(weight.dtype is torch.uint8 for _, weight in plain_tensors(reference))
+    assert num_packed > 20
+    handle = offload_either(model)
+    for _ in range(2):
+        assert_same(output_of(model), output_of(reference))
+        assert_at_rest(model, reference)
+    handle.remove()
+    assert_same(output_of(model), output_of(reference))
+    apply_group_offloading(model, "cpu")
+    for twin in (model, reference):
+        from diffusers.quantizers.gguf.utils import _dequantize_gguf_and_restore_linear
+
+        _dequantize_gguf_and_restore_linear(twin, [])  # `dequantize` itself wants an accelerator
+    assert_same(output_of(model), output_of(reference))
+    assert all(
+        same_bits(one, two) for (_, one), (_, two) in zip(plain_tensors(model), plain_tensors(reference), strict=True)
+    )

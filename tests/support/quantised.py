@@ -1,0 +1,182 @@
+"""Quantised weights of every kind that can be made here. Tests skip those whose packages are not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+WIDTH = 64
+"""Kernels want multiples of 16, 32 or 64."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.silu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.out = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+class Dequantising(nn.Module):
+    """Computes with a weight that kernels of this machine do not take."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight.dequantize().to(x.dtype), self.bias)
+
+
+def inputs(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def replace(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> nn.Module:
+    for name, child in list(model.named_children()):
+        if type(child) is nn.Linear:
+            setattr(model, name, make(child))
+        else:
+            replace(child, make)
+    return model
+
+
+def _torchao(name: str, *, dequantises: bool = False, **options: Any) -> Callable[[nn.Module], nn.Module]:
+    def quantise(model: nn.Module) -> nn.Module:
+        import torchao.prototype.mx_formats as formats
+        from torchao import quantization
+
+        config = getattr(quantization, name, None) or getattr(formats, name)
+        quantization.quantize_(model, config(**options))
+        return replace(model, Dequantising) if dequantises else model
+
+    return quantise
+
+
+def _quanto(name: str) -> Callable[[nn.Module], nn.Module]:
+    def quantise(model: nn.Module) -> nn.Module:
+        from optimum import quanto
+
+        quanto.quantize(model, weights=getattr(quanto, name))
+        quanto.freeze(model)
+        return model
+
+    return quantise
+
+
+def _bitsandbytes(kind: str, **options: Any) -> Callable[[nn.Module], nn.Module]:
+    def make(layer: nn.Linear) -> nn.Module:
+        from bitsandbytes import nn as bnb
+
+        device = layer.weight.device
+        shape = layer.in_features, layer.out_features, layer.bias is not None
+        if kind == "int8":
+            found = bnb.Linear8bitLt(*shape, has_fp16_weights=False, threshold=6.0)
+        else:
+            found = bnb.Linear4bit(*shape, compute_dtype=torch.bfloat16, quant_type=kind, **options)
+        found.load_state_dict(layer.cpu().state_dict())
+        found.requires_grad_(False)
+        found.bias = nn.Parameter(layer.bias.detach().clone(), requires_grad=False)  # else the first forward casts it
+        return found.to(device)
+
+    return lambda model: replace(model, make)
+
+
+def _gguf(name: str) -> Callable[[nn.Module], nn.Module]:
+    def quantise(model: nn.Module) -> nn.Module:
+        import gguf
+        from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
+
+        kind = gguf.GGMLQuantizationType[name]
+
+        def make(layer: nn.Linear) -> nn.Module:
+            found = GGUFLinear(layer.in_features, layer.out_features, True, compute_dtype=torch.bfloat16)
+            packed = torch.from_numpy(gguf.quants.quantize(layer.weight.detach().float().cpu().numpy(), kind))
+            found.weight = GGUFParameter(packed.to(layer.weight.device), quant_type=kind)
+            found.bias = layer.bias
+            return found
+
+        return replace(model, make)
+
+    return quantise
+
+
+def _sdnq(dtype: str) -> Callable[[nn.Module], nn.Module]:
+    def quantise(model: nn.Module) -> nn.Module:
+        import sdnq
+
+        return sdnq.sdnq_post_load_quant(model, weights_dtype=dtype, minimum_allowed_numel=1, add_skip_keys=False)
+
+    return quantise
+
+
+def _cast_by_layer(model: nn.Module) -> nn.Module:
+    from diffusers.hooks import apply_layerwise_casting
+
+    apply_layerwise_casting(model, torch.float8_e4m3fn, torch.bfloat16, skip_modules_pattern=())
+    return model
+
+
+KINDS: dict[str, tuple[str, Callable[[nn.Module], nn.Module]]] = {
+    "torchao int8 weight only": ("torchao", _torchao("Int8WeightOnlyConfig")),
+    "torchao int8 dynamic": ("torchao", _torchao("Int8DynamicActivationInt8WeightConfig")),
+    "torchao int4 weight only": ("torchao", _torchao("IntxWeightOnlyConfig", weight_dtype=torch.int4)),
+    "torchao int4 dynamic": ("torchao", _torchao("Int8DynamicActivationIntxWeightConfig", weight_dtype=torch.int4)),
+    "torchao fp8 weight only": ("torchao", _torchao("Float8WeightOnlyConfig")),
+    "torchao NVFP4": ("torchao", _torchao("NVFP4WeightOnlyConfig")),
+    "torchao MX": ("torchao", _torchao("MXDynamicActivationMXWeightConfig", dequantises=True)),
+    "quanto int8": ("optimum", _quanto("qint8")),
+    "quanto int4": ("optimum", _quanto("qint4")),
+    "quanto fp8": ("optimum", _quanto("qfloat8")),
+    "bitsandbytes nf4": ("bitsandbytes", _bitsandbytes("nf4", compress_statistics=True)),
+    "bitsandbytes fp4": ("bitsandbytes", _bitsandbytes("fp4", compress_statistics=False)),
+    "bitsandbytes int8": ("bitsandbytes", _bitsandbytes("int8")),
+    "GGUF Q8_0": ("gguf", _gguf("Q8_0")),
+    "GGUF Q4_0": ("gguf", _gguf("Q4_0")),
+    "SDNQ int8": ("sdnq", _sdnq("int8")),
+    "SDNQ uint4": ("sdnq", _sdnq("uint4")),
+    "layerwise casting": ("diffusers", _cast_by_layer),
+}
+"""By name: the package that is needed, and a function that quantises a model's linear layers."""
+ON_ACCELERATORS: dict[str, tuple[str, Callable[[nn.Module], nn.Module]]] = {
+    "torchao fp8 dynamic": ("torchao", _torchao("Float8DynamicActivationFloat8WeightConfig")),
+    "torchao int4": (
+        "torchao",
+        _torchao("Int4WeightOnlyConfig", group_size=32, int4_packing_format="tile_packed_to_4d"),
+    ),
+    "torchao NVFP4 dynamic": ("torchao", _torchao("NVFP4DynamicActivationNVFP4WeightConfig")),
+}
+"""Kinds that are made on an accelerator only."""
+
+
+def is_there(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def quantised(kind: str, seed: int = 0, device: torch.device | None = None) -> nn.Module:
+    """A model in bfloat16 with weights of this kind, the same each time."""
+    torch.manual_seed(seed)
+    model = Model().eval().to(torch.bfloat16).requires_grad_(False).to(device)
+    with warnings.catch_warnings():  # of the packages, about what this machine lacks
+        warnings.simplefilter("ignore")
+        return {**KINDS, **ON_ACCELERATORS}[kind][1](model).eval()  # quanto makes layers that train
