@@ -39,6 +39,9 @@ class Tuning:
     """The size of a chunk where RAM is scarce. The drive takes so long then that Python's share does not matter."""
     num_frames: int = 18
     """Chunks in RAM: two more than threads, so that all threads can read while some chunks are copied from."""
+    cache_read_bytes: int = 2 << 20
+    """The bytes that a thread reads into the page cache at once, ahead of the model that needs them: what a pass that comes
+    meanwhile has to wait for."""
     min_bytes_for_speed: int = 64 << 20
     """Fewer bytes from the drive are too few to tell its speed."""
 

@@ -5,7 +5,7 @@ The steps of a forward stand in passes.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
 
@@ -27,6 +27,7 @@ from .changes import Changes
 from .copies.cached import CachedFiles
 from .copies.transfer import Transfer
 from .foresight.lookahead import LookAhead
+from .foresight.succession import Succession
 from .gates import Gate, Gates, is_offloaded
 from .groups.build import build_groups, materialise
 from .groups.group import Group
@@ -357,3 +358,18 @@ class Engine:
         self._gates.install(self.groups)
         checks_all_calls = self._gates.records_graphs or self.config.offload_type is OffloadType.LEAF_LEVEL
         self._changes.expect(self.root, self.groups, self._gates.groups_of, checks_all_calls=checks_all_calls)
+
+
+def follow_one_another(engines: Sequence[Engine], order: Sequence[Engine], run_once: Collection[Engine]) -> None:
+    """Let the models of a pipeline foresee which of them runs next.
+
+    Args:
+        order: Those whose order is known before they run, in this order.
+        run_once: Those that are taken to run once for an image.
+    """
+    passes = {engine: engine._passes for engine in engines}
+    succession = Succession(
+        [*passes.values()], [passes[engine] for engine in order], [passes[engine] for engine in run_once]
+    )
+    for each in passes.values():
+        each.succession = succession

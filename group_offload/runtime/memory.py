@@ -160,6 +160,9 @@ class DeviceMemory:
     def give_back(self) -> None:
         """The pass is over."""
         assert self._lease is not None
+        for slot in self.slots:
+            if slot.owner is not None and slot.waited_on is None:
+                self._backend.record_stream(slot.memory, self._transfer.stream)  # another module's pass may drop it
         self._arena.give_back(self._lease, self._backend.current_stream())
 
     def recover(self) -> None:

@@ -263,6 +263,13 @@ class Placer:
         if self._budgeter.start(kind, others, self._counters.device_bytes):
             self._memory.resident_room = min(self._memory.resident_room, self._counters.resident_bytes)
 
+    def keep_residents_within_budgets(self, kind: Kind | None) -> None:
+        """The same before a pass begins, which should be of the kind of the last one."""
+        room = 0
+        if self._budgeter.vram is not None and kind is not None:
+            room = self._budgeter.room_for_residents(kind, max(0, self._other_bytes()))
+        self._memory.give_up_residents(room)
+
     def begin_pass(self, top: nn.Module | None) -> None:
         """Decide how many bytes may be on their way just in time, before compute begins.
 

@@ -87,6 +87,8 @@ class Schedule:
         """The groups that should come next, soonest first, with repeats; with `wraps`, those of the next pass follow."""
         if self._analogy is not None:
             yield from self._analogy.after(self._seen[-1] if self._seen else None)
+        if self._key is None:
+            yield from self._first_guess
         order = self._order
         for position in range(self._next, len(order)):
             yield order[position]
@@ -109,6 +111,9 @@ class Schedule:
             if order != self._order or self._key not in self._learnt:
                 self._learnt[self._key] = order
                 self._positions[self._key] = _positions(order)
+            # `upcoming` now begins with the next pass.
+            self._order, self._index, self._next = order, self._positions[self._key], len(order)
+            self._analogy = None
         self._seen = []
 
 
