@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from . import first_image
 from . import report as reports
 from .arms import Arm, apply_function, arm_of, choose, parse_size, plan_facts
 from .machine import (
@@ -255,6 +256,8 @@ def _place(pipe: Any, arm: Arm, options: Mapping[str, Any], device: torch.device
 
 def work(job: dict[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
     """What a child process does with its job."""
+    if job.get("from_files"):
+        return first_image.work(job, begin)
     device, pipeline = torch.device(job["device"]), PIPELINES[job["pipeline"]](small=job["small"])
     if job["component"] is not None:
         return run_alone(pipeline.models[job["component"]], device=device, begin=begin)
@@ -268,6 +271,7 @@ def preload() -> None:
 
     diffusers.utils.logging.set_verbosity_error()
     transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
 
 
 # ------------------------------------------------------------------------------------------------ the parent
@@ -275,6 +279,8 @@ def preload() -> None:
 
 def run(options: argparse.Namespace) -> Path | None:
     """Run the arms, then each model alone. Returns the file with the results, if there are any."""
+    if options.from_files:
+        return first_image.run(options)
     pipeline = PIPELINES[options.pipeline](small=options.small)
     if options.steps < pipeline.min_steps:
         raise SystemExit(f"--steps: at least {pipeline.min_steps}: each transformer's first step is not timed.")
@@ -310,6 +316,8 @@ def run(options: argparse.Namespace) -> Path | None:
 
 def render(report: Mapping[str, Any]) -> str:
     """A report as Markdown: the arms, their denoisers, then the models alone beside the pipeline."""
+    if report.get("from_files"):
+        return first_image.render(report)
     tables = [_facts(report), _arm_table(report), _denoiser_table(report)]
     if report["alone"]:
         tables.append(reports.markdown(list(_alone_rows(report))))
@@ -402,4 +410,7 @@ def _alone_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pipeline", choices=PIPELINES, default="flux", help="default flux")
     parser.add_argument("--alone", nargs="*", metavar="MODEL", help="measure only these alone (default: all of FLUX)")
-    add(parser, "device", "arms", "list", "small", "budget", steps=10, timeout=150)
+    parser.add_argument(
+        "--from-files", action="store_true", help="time to the first image, with files in the page cache and not"
+    )
+    add(parser, "device", "arms", "list", "small", "budget", "disk", "checkpoint", steps=10, timeout=150)

@@ -55,17 +55,19 @@ class FluxImage(Pipeline):
     denoisers = ("transformer",)
     is_measured_alone = True
 
+    is_whole: ClassVar[bool] = False
+    """Whether no block is left out."""
+
     def __init__(self, *, small: bool) -> None:
         found = SMALL if small else MODELS
         vae = {"latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False}
-        blocks = (
-            {"num_layers": 2, "num_single_layers": 3, "tokens": 16}
-            if small
-            else {"num_layers": 4, "num_single_layers": 8}
-        )
+        is_cut = not (small or self.is_whole)
+        blocks = {"num_layers": 4, "num_single_layers": 8} if is_cut else {}
+        if small:
+            blocks = {"num_layers": 2, "num_single_layers": 3, "tokens": 16}
         self.models = {
             "text_encoder": found["clip-l"],
-            "text_encoder_2": found["t5-xxl"] if small else found["t5-xxl"].resized(num_layers=12),
+            "text_encoder_2": found["t5-xxl"].resized(num_layers=12) if is_cut else found["t5-xxl"],
             "transformer": found["flux"].resized("flux1", **blocks),
             "vae": found["vae-decode"].resized(**vae),
         }
@@ -93,6 +95,12 @@ class FluxImage(Pipeline):
             output_type="pt",
         ).images
         return images
+
+
+class WholeFluxImage(FluxImage):
+    """The same with all blocks: 24 of T5-XXL, 19 + 38 of the transformer."""
+
+    is_whole = True
 
 
 class WanVideo(Pipeline):
@@ -142,7 +150,11 @@ class WanVideo(Pipeline):
         return frames
 
 
-PIPELINES: dict[str, type[FluxImage] | type[WanVideo]] = {"flux": FluxImage, "wan": WanVideo}
+PIPELINES: dict[str, type[FluxImage] | type[WanVideo]] = {
+    "flux": FluxImage,
+    "flux-whole": WholeFluxImage,
+    "wan": WanVideo,
+}
 
 
 def _tokenizer(model: Model) -> Any:
