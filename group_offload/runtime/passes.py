@@ -44,6 +44,7 @@ from .measure.counters import Counters
 from .memory import DeviceMemory
 from .placer import Placer
 from .probe import Probe
+from .slots.arena import Residents
 from .slots.slot import Slot
 from .threads import where_it_waits
 from .turns import join
@@ -257,15 +258,18 @@ class Passes:
         self._thread = threading.get_ident()
         scope = self._prepare(top, kind)  # first: it may cut the module into other groups
         self.kind = kind
+        if self.succession is not None:
+            if not kind.with_grad:  # a backward would come next
+                self._heir = self.succession.begin(self, top)
+            self._memory.spared = self._spared
         self._placer.replan(kind)  # before slots are taken: a new plan changes their sizes
         self._files.before_pass(type(self.root).__name__)
+        self._placer.make_room(kind)
         self._memory.take()
         self._placer.keep_within_budgets(kind)  # the slots are there: what is left is for groups that stay
         self._placer.begin_pass(top)
         if self._placer.is_timed(kind):
             self._probe.begin_timing(kind, self._backend.current_stream())
-        if self.succession is not None and not kind.with_grad:  # a backward would come next
-            self._heir = self.succession.begin(self, top)
         self._lookahead.begin(top, scope, is_last=self._heir is not None)
 
     def begin_clean(self) -> None:
@@ -336,7 +340,20 @@ class Passes:
     def take_over(self) -> None:
         self._if_at_rest(lambda: self._prepare_for_turn(self._start_first))
 
+    @property
+    def staying(self) -> Residents[Group]:
+        return self._memory.staying
+
+    @property
+    def _spared(self) -> list[Residents[Group]]:
+        """What other models of the pipeline keep on the device because this one would gain less by the room."""
+        return [] if self.succession is None else [other.staying for other in self.succession.spared_by(self)]
+
     def _start_first(self) -> None:
+        self._memory.spared = self._spared
+        if self.kind is not None:
+            self._placer.replan(self.kind)  # what other models left on the device has changed since
+        self._placer.make_room(self.kind)
         self._memory.take()
         self._placer.keep_residents_within_budgets(self.kind)
         self._lookahead.prepare()
@@ -480,6 +497,7 @@ class Passes:
         self._thread = threading.get_ident()
         kind = Kind((_BACKWARD, self.root), (), with_grad=True)
         self._files.before_pass(type(self.root).__name__)
+        self._placer.make_room(kind)
         self._memory.take()
         self._placer.keep_within_budgets(kind)
         self._placer.begin_pass(None)

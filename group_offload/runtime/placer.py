@@ -254,6 +254,19 @@ class Placer:
             if self._backend.has_streams:
                 self._share_out_files()
 
+    def make_room(self, kind: Kind | None) -> None:
+        """Let other modules' groups stay on the device only in the part of the budget that this module's pass leaves free.
+
+        Without a budget, and before a first pass has shown what activations take, that is none.
+        """
+        memory, plan = self._memory, self._budgeter.plan
+        others = max(0, self._backend.bytes_in_use() - memory.held_bytes - memory.all_others_bytes)
+        room = 0 if kind is None or plan is None else self._budgeter.room_for_all(kind, others)
+        if plan is not None:
+            memory.displace(max(0, room - plan.device_bytes), spares=True)
+            room -= plan.slot_bytes
+        memory.displace(max(0, room), spares=False)
+
     def keep_within_budgets(self, kind: Kind) -> None:
         """Leave groups on the device only in the part of the budget that slots and other memory leave free."""
         if self._budgeter.vram is None:
@@ -326,16 +339,22 @@ class Placer:
     # ---------------------------------------------------------------- too little memory
 
     def too_little(self, error: torch.OutOfMemoryError, kind: Kind | None) -> torch.OutOfMemoryError:
-        """Give up the resident groups after a forward ran out of device memory. Returns the error with advice added."""
-        given_up = self._counters.resident_bytes
+        """Give up the resident groups of all models after a forward ran out of device memory.
+
+        Returns:
+            The error with advice added.
+        """
+        of_others = self._memory.all_others_bytes
+        given_up = self._counters.resident_bytes + of_others
         self._memory.give_up_residents(0)
+        self._memory.displace(0, spares=False)
         self._backend.release_unused()
         if kind is not None:
             self._budgeter.ran_out(kind)
         if given_up:
             return torch.OutOfMemoryError(
-                f"{error} Groups of {type(self._root).__name__} that stayed on the device took {describe_bytes(given_up)}, and "
-                f"were given up: call it again. With "
+                f"{error} Groups of {type(self._root).__name__}{' and of other models' if of_others else ''} that stayed on the "
+                f"device took {describe_bytes(given_up)}, and were given up: call it again. With "
                 f"vram_budget={describe_bytes(self._budgeter.smaller_budget(given_up))!r} it would have had that room."
             )
         return torch.OutOfMemoryError(

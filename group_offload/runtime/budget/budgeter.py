@@ -259,6 +259,11 @@ class Budgeter:
             return 0
         return max(0, room - self.plan.slot_bytes)
 
+    def room_for_all(self, kind: Kind, others: int) -> int:
+        """Device memory for the weights of all models in this pass; 0 if that is not known yet."""
+        room = self._room(kind, others)
+        return 0 if room is None or not self._is_measured else room
+
     def _room(self, kind: Kind, others: int) -> int | None:
         """Device memory for weights."""
         if self.vram is None:

@@ -9,6 +9,11 @@ a denoiser's as many as there are steps. The *heir* is the model whose stint sho
   needs, the heir's first groups are read into the heir's staging memory.
 - At the end of that pass the heir takes over the slots. So its first groups are on their way before it is called.
 
+What models leave on the device between passes, within a budget, is taken from them only for a model that gains by it. A
+byte that one model gives up is sent once more in its next stint. It saves the model that takes the place one copy in each pass
+up to then, but for the first. Fewer than `_WORTH_IT` passes gain nothing. So a ControlNet and a transformer that alternate
+leave each other alone, and an encoder leaves a denoiser alone, but an expert that runs ten steps displaces the one before it.
+
 How many passes a stint has, and which model comes then, is what was seen the last times. Before that, encoders and decoders are
 taken to run once, in the pipeline's own order; of a denoiser's stint only the end of a first one tells the length. A wrong
 guess costs a stall, as in `Schedule`: an heir that is not called gives the slots back to the model that is.
@@ -20,16 +25,22 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 _NUM_SEEN = 3
 """The number of last times that count. Most of them decide: the last step of an image does not foretell the next first step."""
 _MOST_PASSES = 4096
 """Longer stints are not learnt."""
+_WORTH_IT = 3
+"""So many passes make room that another model gives up worth what it costs."""
 
 
 class Model(Protocol):
     """The passes of one model of a pipeline. All methods may be called in another model's pass, and never raise errors."""
+
+    @property
+    def staying(self) -> Any:
+        """What the model has on the device between passes."""
 
     @property
     def is_reading(self) -> bool:
@@ -81,6 +92,12 @@ class Succession:
         """After so many passes of a part in a row: the models of the next passes, the last time last."""
         self._heirs: dict[Part, int] = {}
         """The model of the stint that came after the last one of a part."""
+        self._counts = [0] * len(self._models)
+        """How many passes each model has had."""
+        self._begun: dict[int, list[int]] = {}
+        """For each model, these counts as its last stint began."""
+        self._between: dict[int, list[int]] = {}
+        """For each model, the passes of all between the beginnings of its last two stints."""
         self._now: tuple[Part, int] | None = None
         """The part of the last pass, and the number of its passes in a row."""
         self._reader: int | None = None
@@ -98,6 +115,12 @@ class Succession:
             self._seen.setdefault(before, deque(maxlen=_NUM_SEEN)).append(part[0])
             if part[0] != before[0][0]:
                 self._heirs[before[0]] = part[0]
+        if before is None or before[0][0] != part[0]:
+            begun, now = self._begun.get(part[0]), [*self._counts]
+            if begun is not None:
+                self._between[part[0]] = [after - then for after, then in zip(now, begun, strict=True)]
+            self._begun[part[0]] = now
+        self._counts[part[0]] += 1
         if num_passes == 1:
             reader = self._model(self._reader)
             if reader is not None:
@@ -107,6 +130,19 @@ class Succession:
         if self._heir == part[0]:
             self._heir = None
         return self._model(self._heir)
+
+    def spared_by(self, model: Model) -> list[Model]:
+        """The other models that `model` gains too little by displacing: it should run too few times before their next stint."""
+        mine = self._numbers[model]
+        others = [self._model(number) for number in self._begun if number != mine and not self._displaces(mine, number)]
+        return [other for other in others if other is not None]
+
+    def _displaces(self, mine: int, other: int) -> bool:
+        since = self._counts[mine] - self._begun[other][mine]
+        between = self._between.get(other)
+        if between is None:  # of a stint of unknown length
+            return since >= _WORTH_IT or mine not in self._run_once
+        return max(since, between[mine]) >= _WORTH_IT
 
     def look(self, model: Model) -> None:
         """A call in a pass of `model` begins: if nobody reads for it, read for its heir."""
