@@ -221,6 +221,7 @@ SCENARIOS = [
     Scenario("simulated checkpoint", {"in_checkpoint": True}, True),
     Scenario("simulated budget", {"vram_budget": 60_000, "in_checkpoint": True}, True),
     Scenario("simulated pipeline", {"in_checkpoint": True, "in_pipeline": True}, True),
+    Scenario("simulated pipeline, budget", {"vram_budget": 60_000, "in_pipeline": True}, True),
 ]
 
 
@@ -252,7 +253,10 @@ class Rig:
         self.handle: Any = None
         self.other_resident = Model(3)
         self.other = copy.deepcopy(self.other_resident)
-        self.other_handle = apply_group_offloading(self.other, "cpu")
+        budget = (
+            {"vram_budget": self.options["vram_budget"]} if self.in_pipeline and "vram_budget" in self.options else {}
+        )
+        self.other_handle = apply_group_offloading(self.other, "cpu", **budget)
         self._held = 0
 
     def apply(self) -> None:

@@ -353,8 +353,8 @@ class Placer:
             self._budgeter.ran_out(kind)
         if given_up:
             return torch.OutOfMemoryError(
-                f"{error} Groups of {type(self._root).__name__}{' and of other models' if of_others else ''} that stayed on the "
-                f"device took {describe_bytes(given_up)}, and were given up: call it again. With "
+                f"{error} Groups of {type(self._root).__name__}{' and of other models' if of_others else ''} that stayed on "
+                f"the device took {describe_bytes(given_up)}, and were given up: call it again. With "
                 f"vram_budget={describe_bytes(self._budgeter.smaller_budget(given_up))!r} it would have had that room."
             )
         return torch.OutOfMemoryError(

@@ -123,6 +123,7 @@ class Residents(Generic[T]):
         """Whether a pass of the module is running: then no other module takes its slots."""
         self.turn = 0
         """A number that is higher the later the module has run."""
+        self.num_passes = 0
 
     @property
     def num_bytes(self) -> int:
@@ -156,6 +157,7 @@ class Arena:
         with self._lock:
             self._turn += 1
             residents.turn, residents.is_busy = self._turn, True
+            residents.num_passes += 1
             self._residents.add(residents)
             if mine is not None and mine.memory is not None:
                 mine.is_busy = True
@@ -238,11 +240,11 @@ class Arena:
     def displace(self, mine: Residents[Any], room: int, spared: Collection[Residents[Any]] = ()) -> None:
         """Free other modules' groups that stay on the device, until all of them take no more than `room`.
 
-        Those of the module that ran last go first: in a pipeline it is the last one to come again. `spared` stay, and so do
-        those of modules that run now.
+        Those of modules with fewest passes go first. Of equal ones it is the one that ran last, which in a pipeline is the last
+        one to come again. `spared` stay, and so do those of modules that run now.
         """
         with self._lock:
-            others = sorted(self._displaceable(mine), key=lambda each: each.turn, reverse=True)
+            others = sorted(self._displaceable(mine), key=lambda each: (each.num_passes, -each.turn))
             over = sum(each.num_bytes for each in others) - room
             for each in others:
                 while each.slots and each not in spared and over > 0:
