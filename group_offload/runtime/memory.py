@@ -62,6 +62,8 @@ class DeviceMemory:
         """Device memory that groups may stay in between passes."""
         self.ring_sizes: dict[int, int] = {}
         """For each height, the bytes that its groups take turns in."""
+        self.holds_all = False
+        """Whether the ring has room for all groups that take turns in it in some passes."""
         self._largest: dict[int, int] = {}
         """For each height, the size of the largest group that takes turns."""
         self.bound: dict[Group, None] = {}
@@ -92,6 +94,21 @@ class DeviceMemory:
         if sizes != self.ring_sizes:
             self._release_rings()
         self.ring_sizes = sizes
+        self.holds_all = False
+
+    def hold(self, groups: Iterable[Group], limit: int) -> None:
+        """Make room in the ring for all of these groups, which many passes need, if slots take no more than `limit` then."""
+        wanted = sum(group.num_bytes for group in groups if not group.height)
+        if self.is_just_in_time or not self.ring_sizes.get(0, 0) < wanted <= limit - self.outer_bytes:
+            return
+        self._release_rings()
+        self.ring_sizes = {**self.ring_sizes, 0: wanted}
+        self.holds_all = True
+
+    @property
+    def slot_bytes(self) -> int:
+        """The bytes of all rings."""
+        return sum(self.ring_sizes.values())
 
     @property
     def largest(self) -> int:
@@ -161,7 +178,9 @@ class DeviceMemory:
             start = 0
             for height, num_bytes in sizes.items():
                 memory = lease.memory[start : start + num_bytes]
-                lease.rings[height] = Ring(memory, self._backend, self._largest.get(height, 0))
+                # Groups that all have room lie one behind the other.
+                largest = 0 if self.holds_all and not height else self._largest.get(height, 0)
+                lease.rings[height] = Ring(memory, self._backend, largest)
                 start += num_bytes
         for slot in [slot for slot in self.staying.slots if not slot.groups]:
             self.staying.slots.remove(slot)  # another module's pass was interrupted as it took the slot's memory

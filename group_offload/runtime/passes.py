@@ -122,6 +122,8 @@ class Passes:
         self.is_removed = False
         self.succession: Succession | None = None
         """The models of the same pipeline, and which runs next: see [Note: Models of a pipeline]."""
+        self._stint: set[Group] = set()
+        """The groups that the passes since another model ran can need."""
         self._heir: Model | None = None
         """The model that should run after the pass in progress, if it is another one."""
         self.before_forward: Callable[[nn.Module], None] = lambda root: None
@@ -262,6 +264,9 @@ class Passes:
             if not kind.with_grad:  # a backward would come next
                 self._heir = self.succession.begin(self, top)
             self._memory.spared = self._spared
+            self._stint = scope if self.succession.is_first_of_stint else self._stint | scope
+            if self.succession.is_repeated and not self._placer.has_budget:
+                self._memory.hold(self._stint, self.succession.most_slot_bytes)
         self._placer.replan(kind)  # before slots are taken: a new plan changes their sizes
         self._files.before_pass(type(self.root).__name__)
         self._placer.make_room(kind)
@@ -339,6 +344,10 @@ class Passes:
 
     def take_over(self) -> None:
         self._if_at_rest(lambda: self._prepare_for_turn(self._start_first))
+
+    @property
+    def slot_bytes(self) -> int:
+        return self._memory.slot_bytes
 
     @property
     def staying(self) -> Residents[Group]:

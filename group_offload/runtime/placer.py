@@ -141,7 +141,7 @@ class Placer:
     def slot_bytes(self) -> int:
         """The most device memory that a pass takes for weights that take turns."""
         if not self._memory.is_just_in_time:
-            return sum(self._memory.ring_sizes.values())
+            return self._memory.slot_bytes
         return self._memory.largest + self._window(None) + self._memory.outer_bytes
 
     @property

@@ -266,3 +266,48 @@ def test_two_threads_displace_each_other(device: SimulatedDevice) -> None:
     assert not errors and not device.errors
     for handle in handles:
         handle.remove()
+
+
+# ---------------------------------------------------------------- one model, called again and again
+
+
+def test_a_part_that_is_called_tile_by_tile_is_sent_once(device: SimulatedDevice) -> None:
+    """Without a budget too, where the slots of the pipeline's largest model hold all of it. The device takes no more."""
+    tiles = ("encoder", *["transformer"] * 2, *["vae"] * 4)
+    pipe = PretendPipeline(device, vae=2).offload()
+    for _ in range(2):
+        pipe.call("transformer")
+    largest = pipe.handles["transformer"].stats().peak_device_bytes
+    images = [pipe.image(tiles), pipe.image(tiles)]
+    num_groups = len(pipe.handles["vae"].groups)
+    for image, expected in zip(images, ([None, None, 0, 0], [num_groups, 0, 0, 0]), strict=True):
+        for passed, onloads in zip(image[-4:], expected, strict=True):
+            assert onloads is None or passed.onloads == onloads, (passed, onloads)
+    assert device.memory.peak <= largest
+    pipe.remove()
+
+
+def test_a_part_that_the_slots_cannot_hold_takes_turns(device: SimulatedDevice) -> None:
+    pipe = PretendPipeline(device, vae=6).offload()
+    before = engine_of(pipe.handles["vae"]).slot_bytes
+    for _ in range(4):
+        pipe.call("vae")
+    assert engine_of(pipe.handles["vae"]).slot_bytes == before
+    pipe.remove()
+
+
+def test_a_part_that_was_held_is_cut_again(device: SimulatedDevice) -> None:
+    """A module that is cut into other groups has the usual slots again, until it repeats itself."""
+    pipe = PretendPipeline(device, vae=2).offload()
+    for _ in range(3):
+        pipe.call("vae")
+    assert pipe.call("vae").onloads == 0
+    for model in (pipe.components["vae"], pipe.resident["vae"]):
+        assert isinstance(model, Model)
+        with device.running():
+            model.blocks[1].register_buffer("more", torch.ones(WIDTH))
+    pipe.call("transformer")
+    for _ in range(3):
+        pipe.call("vae")
+    assert pipe.call("vae").onloads == 0
+    pipe.remove()

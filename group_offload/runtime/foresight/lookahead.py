@@ -143,7 +143,8 @@ class LookAhead:
             self._send([group], self._memory.resident_slot(group), [])
             return
         ring = self._memory.ring(group.height)
-        found = None if ring is None else ring.place(group.num_bytes, self._is_free, is_first=not self._use_stream)
+        is_first = not (self._use_stream or self._memory.holds_all)
+        found = None if ring is None else ring.place(group.num_bytes, self._is_free, is_first=is_first)
         if ring is not None and found is None:
             self._warn_of_aliases(ring.slots)
         self._send([group], *(found or (self._memory.pooled_slot(group.num_bytes), [])))

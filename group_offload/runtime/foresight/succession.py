@@ -43,6 +43,10 @@ class Model(Protocol):
         """What the model has on the device between passes."""
 
     @property
+    def slot_bytes(self) -> int:
+        """The bytes that weights take turns in."""
+
+    @property
     def is_reading(self) -> bool:
         """Whether threads read files for a pass, or will."""
 
@@ -89,17 +93,19 @@ class Succession:
         self._first_heirs = dict(pairwise(in_order))
         self._run_once = {self._numbers[model] for model in run_once}
         self._seen: dict[tuple[Part, int], deque[int]] = {}
-        """After so many passes of a part in a row: the models of the next passes, the last time last."""
+        """After so many passes of a part in one stint: the models of the next passes, the last time last."""
         self._heirs: dict[Part, int] = {}
-        """The model of the stint that came after the last one of a part."""
+        """The model of the stint that came after the last one that began with a part."""
         self._counts = [0] * len(self._models)
         """How many passes each model has had."""
         self._begun: dict[int, list[int]] = {}
         """For each model, these counts as its last stint began."""
         self._between: dict[int, list[int]] = {}
         """For each model, the passes of all between the beginnings of its last two stints."""
-        self._now: tuple[Part, int] | None = None
-        """The part of the last pass, and the number of its passes in a row."""
+        self._stint: Counter[Part] = Counter()
+        """The parts of the current stint, in order, and how many passes each has had in it."""
+        self._last: Part | None = None
+        """The part of the last pass."""
         self._reader: int | None = None
         """The number of the heir whose files are read into the page cache, or will be."""
         self._is_planned = False
@@ -108,28 +114,47 @@ class Succession:
 
     def begin(self, model: Model, top: object) -> Model | None:
         """A forward of `model` begins, at the module `top`. Returns the model that should run next, if it is another one."""
-        part, before = (self._numbers[model], id(top)), self._now
-        num_passes = before[1] + 1 if before is not None and before[0] == part else 1
-        self._now = part, num_passes
-        if before is not None and before[1] <= _MOST_PASSES:
-            self._seen.setdefault(before, deque(maxlen=_NUM_SEEN)).append(part[0])
-            if part[0] != before[0][0]:
-                self._heirs[before[0]] = part[0]
-        if before is None or before[0][0] != part[0]:
-            begun, now = self._begun.get(part[0]), [*self._counts]
-            if begun is not None:
-                self._between[part[0]] = [after - then for after, then in zip(now, begun, strict=True)]
-            self._begun[part[0]] = now
-        self._counts[part[0]] += 1
-        if num_passes == 1:
-            reader = self._model(self._reader)
-            if reader is not None:
-                reader.stop_cache_reads()
-            self._reader, self._is_planned = self._after(part), False
-        self._heir = self._next(part, num_passes)
-        if self._heir == part[0]:
+        part, before, stint = (self._numbers[model], id(top)), self._last, self._stint
+        number = part[0]
+        if before is not None and stint[before] <= _MOST_PASSES:
+            self._seen.setdefault((before, stint[before]), deque(maxlen=_NUM_SEEN)).append(number)
+        if before is None or before[0] != number:
+            if before is not None:
+                self._heirs[next(iter(stint))] = number
+            self._begin_stint(part)
+        self._last = part
+        self._stint[part] += 1
+        self._counts[number] += 1
+        self._heir = self._next(part)
+        if self._heir == number:
             self._heir = None
         return self._model(self._heir)
+
+    def _begin_stint(self, part: Part) -> None:
+        number, now = part[0], [*self._counts]
+        if number in self._begun:
+            self._between[number] = [after - then for after, then in zip(now, self._begun[number], strict=True)]
+        self._begun[number] = now
+        self._stint = Counter()
+        reader = self._model(self._reader)
+        if reader is not None:
+            reader.stop_cache_reads()
+        self._reader, self._is_planned = self._heirs.get(part, self._first_heirs.get(number)), False
+
+    @property
+    def is_first_of_stint(self) -> bool:
+        """Whether the pass in progress is the first one of its model in a row."""
+        return self._stint.total() == 1
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether the pass in progress begins at a module that one of the passes before it in the same stint began at."""
+        return self._last is not None and self._stint[self._last] > 1
+
+    @property
+    def most_slot_bytes(self) -> int:
+        """The bytes that the model takes turns in that takes most."""
+        return max((model.slot_bytes for each in self._models if (model := each()) is not None), default=0)
 
     def spared_by(self, model: Model) -> list[Model]:
         """The other models that `model` gains too little by displacing: it should run too few times before their next stint."""
@@ -158,15 +183,11 @@ class Succession:
         if heir is not None:
             heir.read_first()
 
-    def _next(self, part: Part, num_passes: int) -> int | None:
-        seen = self._seen.get((part, num_passes))
+    def _next(self, part: Part) -> int | None:
+        seen = self._seen.get((part, self._stint[part]))
         if seen:
             return Counter(reversed(seen)).most_common(1)[0][0]
-        is_new = num_passes == 1 and part[0] in self._run_once
-        return self._first_heirs.get(part[0]) if is_new else None
-
-    def _after(self, part: Part) -> int | None:
-        return self._heirs.get(part, self._first_heirs.get(part[0]))
+        return self._first_heirs.get(part[0]) if self.is_first_of_stint and part[0] in self._run_once else None
 
     def _model(self, number: int | None) -> Model | None:
         return None if number is None else self._models[number]()
