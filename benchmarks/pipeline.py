@@ -50,6 +50,15 @@ ARMS = {
 DEFAULTS: dict[str, tuple[str, ...]] = {
     "flux": tuple(ARMS),
     # The most telling ones first: a run that is cut short has them.
+    "flux-whole": ("resident", "ours block", MODEL_CPU_OFFLOAD, "diffusers block+stream"),
+    "flux-control": (
+        "resident",
+        "ours block",
+        "ours block vram=16GiB",
+        "ours block vram=40GiB",
+        "diffusers block+stream",
+        MODEL_CPU_OFFLOAD,
+    ),
     "wan": (
         "resident",
         "ours block",
@@ -167,11 +176,37 @@ def run_pipeline(
         },
         **_budgets(budgets, [setting_up.allocated, running.allocated]),
     }
+    if pipeline.decodes_tiles:
+        result["tiled"] = _decode_tiles(pipe, pipeline, handles.get("vae"), device)
     say(f"{pipeline.product}s in {', '.join(f'{image_s:.2f} s' for image_s in images_s)}")
     if not all(bool(torch.isfinite(image).all()) for image in images):
         raise RuntimeError(f"The {pipeline.product} is not finite: its hash would show nothing.")
     hashes = [sha256(image) for image in images]
     return {**result, "output_sha256": hashes[-1], "is_same_every_image": len(set(hashes)) == 1}
+
+
+def _decode_tiles(pipe: Any, pipeline: Pipeline, handle: Any, device: torch.device) -> dict[str, Any]:
+    """Decode an image of twice the size, tile by tile, twice; the second time is measured."""
+    size = 2 * pipeline.models["vae"].sizes["size"]
+    shape = (1, pipeline.models["vae"].config["latent_channels"], size, size)
+    latents = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(device, pipe.vae.dtype)
+    pipe.vae.enable_tiling()
+    pipe.vae.tile_latent_min_size, pipe.vae.tile_sample_min_size = size // 4, 8 * (size // 4)
+    for _ in range(2):
+        before = None if handle is None else handle.stats()
+        start = time.perf_counter()
+        image = pipe.vae.decode(latents, return_dict=False)[0]
+        synchronize(device)
+        took = time.perf_counter() - start
+    found: dict[str, Any] = {"s": took, "pixels": image.shape[-1], "output_sha256": sha256(image)}
+    if before is not None:
+        after = handle.stats()
+        found |= {
+            "passes": after.passes - before.passes,
+            "onloads": after.onloads - before.onloads,
+            "sent_bytes": sum(after.bytes_onloaded.values()) - sum(before.bytes_onloaded.values()),
+        }
+    return found
 
 
 def _by_denoiser(steps: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -318,7 +353,7 @@ def render(report: Mapping[str, Any]) -> str:
     """A report as Markdown: the arms, their denoisers, then the models alone beside the pipeline."""
     if report.get("from_files"):
         return first_image.render(report)
-    tables = [_facts(report), _arm_table(report), _denoiser_table(report)]
+    tables = [_facts(report), _arm_table(report), _denoiser_table(report), _tiles_table(report)]
     if report["alone"]:
         tables.append(reports.markdown(list(_alone_rows(report))))
     return "\n\n".join(filter(None, tables))
@@ -385,6 +420,21 @@ def _denoiser_table(report: Mapping[str, Any]) -> str:
         for denoiser, found in arm.get("denoisers", {}).items()
     }
     return reports.table(rows, columns, "step_s") if rows else ""
+
+
+def _tiles_table(report: Mapping[str, Any]) -> str:
+    """One row for each arm that decoded an image tile by tile."""
+    tiled = {name: arm["tiled"] for name, arm in report["arms"].items() if "tiled" in arm}
+    reference = tiled.get("resident", {}).get("output_sha256")
+    columns: reports.Columns = {
+        "tiled decoding": lambda found: seconds(found["s"]),
+        "pixels": lambda found: f"{found['pixels']} x {found['pixels']}",
+        "passes": lambda found: str(found.get("passes", "")),
+        "onloads": lambda found: str(found.get("onloads", "")),
+        "sent": lambda found: gib(found.get("sent_bytes")),
+        "bit-equal": lambda found: verdict(None if reference is None else found["output_sha256"] == reference),
+    }
+    return reports.table(tiled, columns, "s") if tiled else ""
 
 
 def _alone_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:

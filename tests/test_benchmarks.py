@@ -305,6 +305,17 @@ def test_pipeline_runs(tmp_path: Path, benchmark_here: Run) -> None:
     assert set(report["alone"]) == {"vae"}
 
 
+def test_pipeline_with_a_controlnet_runs(tmp_path: Path, benchmark_here: Run) -> None:
+    tables = benchmark_here(
+        "pipeline",
+        *("--pipeline", "flux-control", "--small", "--device", "cpu", "--steps", "2", "--output", tmp_path),
+        *("--arms", "resident", "ours block"),
+    )
+    assert tables.count("| yes") == 4, tables  # the images, and what is decoded tile by tile
+    tiled = result_of(tmp_path, "pipeline")["arms"]["ours block"]["tiled"]
+    assert tiled["passes"] > 2 and tiled["pixels"] == 128
+
+
 def test_first_image_runs(tmp_path: Path, benchmark_here: Run) -> None:
     tables = benchmark_here(
         "pipeline",
