@@ -136,7 +136,12 @@ class DeviceMemory:
     @property
     def all_others_bytes(self) -> int:
         """The same, with what `spared` take."""
-        return self._arena.others_bytes(self._lease) + self._arena.others_resident_bytes(self.staying)
+        return self._arena.others_bytes(self._lease) + self.others_resident_bytes
+
+    @property
+    def others_resident_bytes(self) -> int:
+        """The bytes of other modules' groups that stay on the device."""
+        return self._arena.others_resident_bytes(self.staying)
 
     def displace(self, room: int, *, spares: bool) -> None:
         """Let other modules' groups stay on the device only in `room` bytes.

@@ -360,13 +360,10 @@ class Passes:
 
     def _start_first(self) -> None:
         self._memory.spared = self._spared
-        if self.kind is not None:
-            self._placer.replan(self.kind)  # what other models left on the device has changed since
-        self._placer.make_room(self.kind)
-        self._memory.take()
-        self._placer.keep_residents_within_budgets(self.kind)
-        self._lookahead.prepare()
-        self._memory.give_back()
+        if self._placer.has_room_again(self.kind):
+            self._memory.take()
+            self._lookahead.prepare()
+            self._memory.give_back()
 
     def _prepare_for_turn(self, step: Callable[[], None]) -> None:
         """Begin what this module's next pass needs, in another module's pass. Errors are for this module's pass to raise."""

@@ -254,18 +254,39 @@ class Placer:
             if self._backend.has_streams:
                 self._share_out_files()
 
-    def make_room(self, kind: Kind | None) -> None:
+    def make_room(self, kind: Kind) -> None:
         """Let other modules' groups stay on the device only in the part of the budget that this module's pass leaves free.
 
         Without a budget, and before a first pass has shown what activations take, that is none.
         """
         memory, plan = self._memory, self._budgeter.plan
-        others = max(0, self._backend.bytes_in_use() - memory.held_bytes - memory.all_others_bytes)
-        room = 0 if kind is None or plan is None else self._budgeter.room_for_all(kind, others)
+        room = self._budgeter.room_for_all(kind, self._bytes_of_no_weights)
         if plan is not None:
             memory.displace(max(0, room - plan.device_bytes), spares=True)
             room -= plan.slot_bytes
         memory.displace(max(0, room), spares=False)
+
+    def has_room_again(self, kind: Kind | None) -> bool:
+        """Make room before a pass begins that should be like the last one, which was of this kind.
+
+        The plan stays as it is, and nothing computes yet: what the model that runs now has on the device may go before.
+
+        Returns:
+            False if other modules have left too little since. Then the pass itself decides.
+        """
+        memory, plan = self._memory, self._budgeter.plan
+        room = 0 if kind is None else self._budgeter.room_for_all(kind, self._bytes_of_no_weights, computes=False)
+        if not room or plan is None:
+            memory.displace(0, spares=False)
+            return True
+        room = max(0, room - plan.device_bytes)
+        memory.displace(room, spares=True)
+        return memory.others_resident_bytes <= room
+
+    @property
+    def _bytes_of_no_weights(self) -> int:
+        memory = self._memory
+        return max(0, self._backend.bytes_in_use() - memory.held_bytes - memory.all_others_bytes)
 
     def keep_within_budgets(self, kind: Kind) -> None:
         """Leave groups on the device only in the part of the budget that slots and other memory leave free."""
@@ -275,13 +296,6 @@ class Placer:
         self._memory.give_up_residents(self._budgeter.room_for_residents(kind, others))
         if self._budgeter.start(kind, others, self._counters.device_bytes):
             self._memory.resident_room = min(self._memory.resident_room, self._counters.resident_bytes)
-
-    def keep_residents_within_budgets(self, kind: Kind | None) -> None:
-        """The same before a pass begins, which should be of the kind of the last one."""
-        room = 0
-        if self._budgeter.vram is not None and kind is not None:
-            room = self._budgeter.room_for_residents(kind, max(0, self._other_bytes()))
-        self._memory.give_up_residents(room)
 
     def begin_pass(self, top: nn.Module | None) -> None:
         """Decide how many bytes may be on their way just in time, before compute begins.
