@@ -144,7 +144,7 @@ class OffloadHandle:
             tensors_brought_back=counters.brought_back,
             rebuilds=counters.rebuilds,
             peak_device_bytes=counters.peak_device_bytes,
-            resident_bytes=counters.resident_bytes,
+            resident_bytes=engine.resident_bytes,
             trainable_bytes=engine.trainable_bytes,
             host_bytes=sum(blob.pinned_bytes if blob.tier is Tier.FILE else blob.layout.num_bytes for blob in blobs),
             pinned_bytes=sum(blob.pinned_bytes for blob in blobs),

@@ -240,7 +240,12 @@ class Engine:
     @property
     def missing_bytes(self) -> int:
         """The device memory that the next pass takes for weights, beside what the module has by now."""
-        return max(0, self._placer.wanted_bytes - self.counters.device_bytes)
+        return max(0, self._placer.wanted_bytes - self._memory.held_bytes)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Device memory of the groups that stay on the device between passes."""
+        return self._memory.staying.num_bytes
 
     def tell_before_forward(self, listener: Callable[[nn.Module], None]) -> None:
         """Call `listener` with the module before each forward takes device memory."""

@@ -170,6 +170,7 @@ class DeviceMemory:
 
     def disclaim(self) -> None:
         """Undo `claim`: there was no pass after all."""
+        self.spared = ()
         self._arena.disclaim(self._lease, self.staying)
 
     def take(self) -> None:
@@ -202,6 +203,7 @@ class DeviceMemory:
     def give_back(self) -> None:
         """The pass is over."""
         assert self._lease is not None
+        self.spared = ()  # else the memory of models that are gone would stay
         for slot in self.slots:
             if slot.owner is not None and slot.waited_on is None:
                 self._backend.record_stream(slot.memory, self._transfer.stream)  # another module's pass may drop it
@@ -211,6 +213,7 @@ class DeviceMemory:
         """Give all memory up, in any state: a pass failed, or was interrupted. No copy is on its way."""
         lease = self._lease
         self.bound.clear()
+        self.spared = ()
         self._bytes_ahead, self.next_bytes = 0, 0
         counters = self._counters
         counters.pooled_bytes = counters.resident_bytes = counters.device_bytes = 0

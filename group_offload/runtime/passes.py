@@ -138,7 +138,7 @@ class Passes:
         Args:
             needs: Function that returns the groups that a call of a module with a gate needs.
         """
-        self._groups = groups
+        self._groups, self._stint = groups, set()
         self._group_of = {part: group for group in groups for part in group.parts}
         self._needs = needs
         self._detect_edits = all(group.detects_edits for group in groups)

@@ -311,3 +311,17 @@ def test_a_part_that_was_held_is_cut_again(device: SimulatedDevice) -> None:
         pipe.call("vae")
     assert pipe.call("vae").onloads == 0
     pipe.remove()
+
+
+def test_a_model_that_is_gone_leaves_nothing_there(device: SimulatedDevice) -> None:
+    """Neither other models nor what they have learnt keep its memory."""
+    pipe = PretendPipeline(device).offload(vram_budget=EVERYTHING)
+    settled(pipe, WITH_CONTROLNET)
+    before, staying = device.memory.now, pipe.handles["controlnet"].stats().resident_bytes
+    assert staying
+    del pipe.handles["controlnet"], pipe.components["controlnet"]
+    gc.collect()
+    device.synchronize()
+    assert device.memory.now <= before - staying
+    pipe.image()
+    pipe.remove()

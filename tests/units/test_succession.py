@@ -121,6 +121,18 @@ def test_reads_end_when_another_model_runs() -> None:
     assert t.asked == ["plan beside 0", "read", "first", "stop"]
 
 
+def test_files_of_a_model_that_has_just_run_are_not_read_again() -> None:
+    """Two models that alternate in each step would look through their files each time."""
+    company = Company()
+    company.play("etctctv")
+    c, t = company.models["c"], company.models["t"]
+    company.play("ect")
+    t.asked.clear()
+    company.play("c")
+    company.succession.look(c)
+    assert not [asked for asked in t.asked if asked.startswith("plan")]
+
+
 def test_the_first_groups_are_read_in_the_last_pass_only() -> None:
     company = Company()
     t, v = company.models["t"], company.models["v"]

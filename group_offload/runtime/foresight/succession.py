@@ -139,7 +139,10 @@ class Succession:
         reader = self._model(self._reader)
         if reader is not None:
             reader.stop_cache_reads()
-        self._reader, self._is_planned = self._heirs.get(part, self._first_heirs.get(number)), False
+        heir = self._heirs.get(part, self._first_heirs.get(number))
+        # The files of a model that has just run were read then.
+        self._reader = None if self._last is not None and heir == self._last[0] else heir
+        self._is_planned = False
 
     @property
     def is_first_of_stint(self) -> bool:
