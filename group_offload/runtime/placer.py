@@ -24,7 +24,7 @@ from ..base.tuning import tuning
 from ..config import OffloadConfig, OffloadType
 from ..errors import ConfigError
 from ..plan.budgets import AUTO, describe_bytes
-from ..plan.placement import Placement, Speeds
+from ..plan.placement import Placement, Speeds, smallest_device_bytes
 from ..plan.planner import Plan
 from ..plan.speeds import ASSUMED_DRIVE, known_speeds
 from ..stores.base import Tier
@@ -263,7 +263,8 @@ class Placer:
         room = self._budgeter.room_for_all(kind, self._bytes_of_no_weights)
         if plan is not None:
             memory.displace(max(0, room - plan.device_bytes), spares=True)
-            room -= plan.slot_bytes
+            # A plan without slots needs room for its groups, or for slots.
+            room -= max(plan.slot_bytes, min(plan.device_bytes, smallest_device_bytes(plan.problem)))
         memory.displace(max(0, room), spares=False)
 
     def has_room_again(self, kind: Kind | None) -> bool:

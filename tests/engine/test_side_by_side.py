@@ -86,6 +86,22 @@ def _peak_without_budget(device: SimulatedDevice) -> int:
     return peak
 
 
+@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}], ids=str)
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+def test_a_budget_holds_for_all_models(share: float, options: dict[str, Any], device: SimulatedDevice) -> None:
+    names = (*WITH_CONTROLNET, "vae", "vae")
+    pipe = PretendPipeline(device, vae=2)
+    total = sum(tensor.nbytes for model in pipe.resident.values() for tensor in model.parameters())
+    budget = _peak_without_budget(device) + int(share * total)
+    pipe.offload(vram_budget=budget, **options)
+    device.reset_peak()
+    for _ in range(3):
+        for name in names:
+            pipe.call(name)
+            assert device.peak_bytes_in_use() <= budget, name
+    pipe.remove()
+
+
 def test_an_expert_displaces_the_one_before_it(device: SimulatedDevice) -> None:
     """Each runs four steps in a row: with room for one of the two, the later steps of both send nothing."""
     pipe = PretendPipeline(device, transformer_2=5)
