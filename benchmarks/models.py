@@ -141,6 +141,20 @@ class Flux(Model):
         }
 
 
+class FluxControl(Flux):
+    """A ControlNet for FLUX.1, with fewer blocks of the same kinds."""
+
+    class_name = "FluxControlNetModel"
+    has_all_arms = False
+
+    def inputs(self, draw: Draw) -> dict[str, torch.Tensor]:
+        return {**super().inputs(draw), "controlnet_cond": draw.normal(1, self.sizes["tokens"], 64)}
+
+    def call(self, model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        output: torch.Tensor = model(**inputs, return_dict=False)[0][0]
+        return output
+
+
 class Wan(Model):
     """The transformer of Wan 2.1 14B, text to video. Latents of 21 x 60 x 104 are 81 frames of 480 x 832 pixels."""
 
@@ -277,6 +291,8 @@ def _large() -> Iterator[tuple[str, Model]]:
     flux |= {"num_attention_heads": 24, "attention_head_dim": 128, "axes_dims_rope": (16, 56, 56)}
     flux |= {"joint_attention_dim": 4096, "pooled_projection_dim": 768, "in_channels": 64, "guidance_embeds": False}
     yield "flux", Flux(name="flux1", config=flux, sizes={"tokens": 4096, "text_tokens": 512})
+    control = {**flux, "num_layers": 5, "num_single_layers": 10}
+    yield "flux-control", FluxControl(name="flux-control", config=control, sizes={"tokens": 4096, "text_tokens": 512})
     wan = {"num_layers": 40, "num_attention_heads": 40, "attention_head_dim": 128}
     wan |= {"ffn_dim": 13824, "text_dim": 4096, "freq_dim": 256}
     frames = {"frames": 21, "height": 60, "width": 104}
@@ -309,9 +325,12 @@ def _small(large: Mapping[str, Model]) -> Iterator[tuple[str, Model]]:
     t5 = {"num_layers": 3, "d_model": 64, "d_ff": 128, "num_heads": 4, "d_kv": 16, "vocab_size": 100, "tokens": 16}
     clip = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 128, "num_attention_heads": 2}
     channels = {"block_out_channels": (32, 32, 64, 64)}
-    flux = {"num_layers": 3, "num_single_layers": 6, "axes_dims_rope": (8, 12, 12), "tokens": 64, "text_tokens": 16}
+    flux: dict[str, Any] = {"num_layers": 3, "num_single_layers": 6, "axes_dims_rope": (8, 12, 12)}
+    flux |= {"tokens": 64, "text_tokens": 16}
+    flux |= {**width, "joint_attention_dim": 64, "pooled_projection_dim": 32}
     changes: dict[str, dict[str, Any]] = {
-        "flux": {**width, **flux, "joint_attention_dim": 64, "pooled_projection_dim": 32, "name": "small"},
+        "flux": {**flux, "name": "small"},
+        "flux-control": {**flux, "num_layers": 1, "num_single_layers": 2},
         "wan14b": {**width, **few, "num_layers": 4, "ffn_dim": 256, "text_dim": 64, "freq_dim": 32, "text_tokens": 16},
         "unet-sd15": {**channels, "cross_attention_dim": 32, "attention_head_dim": 2, "sample_size": 16},
         "vae-decode": {**channels, "size": 8},

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from . import first_image
 from . import report as reports
 from .arms import Arm, apply_function, arm_of, choose, parse_size, plan_facts
 from .machine import (
@@ -49,6 +50,15 @@ ARMS = {
 DEFAULTS: dict[str, tuple[str, ...]] = {
     "flux": tuple(ARMS),
     # The most telling ones first: a run that is cut short has them.
+    "flux-whole": ("resident", "ours block", MODEL_CPU_OFFLOAD, "diffusers block+stream"),
+    "flux-control": (
+        "resident",
+        "ours block",
+        "ours block vram=16GiB",
+        "ours block vram=40GiB",
+        "diffusers block+stream",
+        MODEL_CPU_OFFLOAD,
+    ),
     "wan": (
         "resident",
         "ours block",
@@ -166,11 +176,37 @@ def run_pipeline(
         },
         **_budgets(budgets, [setting_up.allocated, running.allocated]),
     }
+    if pipeline.decodes_tiles:
+        result["tiled"] = _decode_tiles(pipe, pipeline, handles.get("vae"), device)
     say(f"{pipeline.product}s in {', '.join(f'{image_s:.2f} s' for image_s in images_s)}")
     if not all(bool(torch.isfinite(image).all()) for image in images):
         raise RuntimeError(f"The {pipeline.product} is not finite: its hash would show nothing.")
     hashes = [sha256(image) for image in images]
     return {**result, "output_sha256": hashes[-1], "is_same_every_image": len(set(hashes)) == 1}
+
+
+def _decode_tiles(pipe: Any, pipeline: Pipeline, handle: Any, device: torch.device) -> dict[str, Any]:
+    """Decode an image of twice the size, tile by tile, twice; the second time is measured."""
+    size = 2 * pipeline.models["vae"].sizes["size"]
+    shape = (1, pipeline.models["vae"].config["latent_channels"], size, size)
+    latents = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(device, pipe.vae.dtype)
+    pipe.vae.enable_tiling()
+    pipe.vae.tile_latent_min_size, pipe.vae.tile_sample_min_size = size // 4, 8 * (size // 4)
+    for _ in range(2):
+        before = None if handle is None else handle.stats()
+        start = time.perf_counter()
+        image = pipe.vae.decode(latents, return_dict=False)[0]
+        synchronize(device)
+        took = time.perf_counter() - start
+    found: dict[str, Any] = {"s": took, "pixels": image.shape[-1], "output_sha256": sha256(image)}
+    if before is not None:
+        after = handle.stats()
+        found |= {
+            "passes": after.passes - before.passes,
+            "onloads": after.onloads - before.onloads,
+            "sent_bytes": sum(after.bytes_onloaded.values()) - sum(before.bytes_onloaded.values()),
+        }
+    return found
 
 
 def _by_denoiser(steps: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -255,6 +291,8 @@ def _place(pipe: Any, arm: Arm, options: Mapping[str, Any], device: torch.device
 
 def work(job: dict[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
     """What a child process does with its job."""
+    if job.get("from_files"):
+        return first_image.work(job, begin)
     device, pipeline = torch.device(job["device"]), PIPELINES[job["pipeline"]](small=job["small"])
     if job["component"] is not None:
         return run_alone(pipeline.models[job["component"]], device=device, begin=begin)
@@ -268,6 +306,7 @@ def preload() -> None:
 
     diffusers.utils.logging.set_verbosity_error()
     transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
 
 
 # ------------------------------------------------------------------------------------------------ the parent
@@ -275,6 +314,8 @@ def preload() -> None:
 
 def run(options: argparse.Namespace) -> Path | None:
     """Run the arms, then each model alone. Returns the file with the results, if there are any."""
+    if options.from_files:
+        return first_image.run(options)
     pipeline = PIPELINES[options.pipeline](small=options.small)
     if options.steps < pipeline.min_steps:
         raise SystemExit(f"--steps: at least {pipeline.min_steps}: each transformer's first step is not timed.")
@@ -310,7 +351,9 @@ def run(options: argparse.Namespace) -> Path | None:
 
 def render(report: Mapping[str, Any]) -> str:
     """A report as Markdown: the arms, their denoisers, then the models alone beside the pipeline."""
-    tables = [_facts(report), _arm_table(report), _denoiser_table(report)]
+    if report.get("from_files"):
+        return first_image.render(report)
+    tables = [_facts(report), _arm_table(report), _denoiser_table(report), _tiles_table(report)]
     if report["alone"]:
         tables.append(reports.markdown(list(_alone_rows(report))))
     return "\n\n".join(filter(None, tables))
@@ -379,6 +422,21 @@ def _denoiser_table(report: Mapping[str, Any]) -> str:
     return reports.table(rows, columns, "step_s") if rows else ""
 
 
+def _tiles_table(report: Mapping[str, Any]) -> str:
+    """One row for each arm that decoded an image tile by tile."""
+    tiled = {name: arm["tiled"] for name, arm in report["arms"].items() if "tiled" in arm}
+    reference = tiled.get("resident", {}).get("output_sha256")
+    columns: reports.Columns = {
+        "tiled decoding": lambda found: seconds(found["s"]),
+        "pixels": lambda found: f"{found['pixels']} x {found['pixels']}",
+        "passes": lambda found: str(found.get("passes", "")),
+        "onloads": lambda found: str(found.get("onloads", "")),
+        "sent": lambda found: gib(found.get("sent_bytes")),
+        "bit-equal": lambda found: verdict(None if reference is None else found["output_sha256"] == reference),
+    }
+    return reports.table(tiled, columns, "s") if tiled else ""
+
+
 def _alone_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     """Reserved memory has no sum: one pool serves all models."""
     yield (report["alone_arm"], "weights", "device peak", "reserved")
@@ -402,4 +460,7 @@ def _alone_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pipeline", choices=PIPELINES, default="flux", help="default flux")
     parser.add_argument("--alone", nargs="*", metavar="MODEL", help="measure only these alone (default: all of FLUX)")
-    add(parser, "device", "arms", "list", "small", "budget", steps=10, timeout=150)
+    parser.add_argument(
+        "--from-files", action="store_true", help="time to the first image, with files in the page cache and not"
+    )
+    add(parser, "device", "arms", "list", "small", "budget", "disk", "checkpoint", steps=10, timeout=150)

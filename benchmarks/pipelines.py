@@ -23,6 +23,8 @@ class Pipeline(ABC):
     """What a call makes, for people."""
     denoisers: ClassVar[tuple[str, ...]]
     """The models that run in denoising steps, in the order in which they take turns."""
+    decodes_tiles: ClassVar[bool] = False
+    """Whether the decoding of a larger image, tile by tile, is measured after the images."""
     is_measured_alone: ClassVar[bool]
     """Whether each of its models is measured in a process of its own, too."""
     models: Mapping[str, Model]
@@ -55,17 +57,19 @@ class FluxImage(Pipeline):
     denoisers = ("transformer",)
     is_measured_alone = True
 
+    is_whole: ClassVar[bool] = False
+    """Whether no block is left out."""
+
     def __init__(self, *, small: bool) -> None:
         found = SMALL if small else MODELS
         vae = {"latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False}
-        blocks = (
-            {"num_layers": 2, "num_single_layers": 3, "tokens": 16}
-            if small
-            else {"num_layers": 4, "num_single_layers": 8}
-        )
-        self.models = {
+        is_cut = not (small or self.is_whole)
+        blocks = {"num_layers": 4, "num_single_layers": 8} if is_cut else {}
+        if small:
+            blocks = {"num_layers": 2, "num_single_layers": 3, "tokens": 16}
+        self.models: dict[str, Model] = {
             "text_encoder": found["clip-l"],
-            "text_encoder_2": found["t5-xxl"] if small else found["t5-xxl"].resized(num_layers=12),
+            "text_encoder_2": found["t5-xxl"].resized(num_layers=12) if is_cut else found["t5-xxl"],
             "transformer": found["flux"].resized("flux1", **blocks),
             "vae": found["vae-decode"].resized(**vae),
         }
@@ -91,8 +95,50 @@ class FluxImage(Pipeline):
             generator=torch.Generator().manual_seed(0),
             callback_on_step_end=on_step_end,
             output_type="pt",
+            **self.arguments(size),
         ).images
         return images
+
+    def arguments(self, size: int) -> dict[str, Any]:
+        """What the pipeline is told beside."""
+        return {}
+
+
+class WholeFluxImage(FluxImage):
+    """The same with all blocks: 24 of T5-XXL, 19 + 38 of the transformer."""
+
+    is_whole = True
+
+
+class ControlledFluxImage(WholeFluxImage):
+    """diffusers' `FluxControlNetPipeline`: a ControlNet of 5 + 10 blocks runs before the transformer, 19 + 38, in each step.
+
+    T5-XXL has half of its blocks. After the images the VAE decodes one of 2048 x 2048 pixels, tile by tile.
+    """
+
+    decodes_tiles = True
+    is_measured_alone = False
+
+    def __init__(self, *, small: bool) -> None:
+        super().__init__(small=small)
+        found = SMALL if small else MODELS
+        tokens = {"tokens": self.models["transformer"].sizes["tokens"]}
+        self.models = {**self.models, "controlnet": found["flux-control"].resized(**tokens)}
+        if not small:
+            self.models["text_encoder_2"] = found["t5-xxl"].resized(num_layers=12)
+
+    def assemble(self, modules: Mapping[str, Any]) -> Any:
+        from diffusers import FlowMatchEulerDiscreteScheduler, FluxControlNetPipeline
+
+        return FluxControlNetPipeline(
+            scheduler=FlowMatchEulerDiscreteScheduler(),
+            tokenizer=_tokenizer(self.models["text_encoder"]),
+            tokenizer_2=_tokenizer(self.models["text_encoder_2"]),
+            **modules,
+        )
+
+    def arguments(self, size: int) -> dict[str, Any]:
+        return {"control_image": torch.rand(1, 3, size, size, generator=torch.Generator().manual_seed(1))}
 
 
 class WanVideo(Pipeline):
@@ -142,7 +188,12 @@ class WanVideo(Pipeline):
         return frames
 
 
-PIPELINES: dict[str, type[FluxImage] | type[WanVideo]] = {"flux": FluxImage, "wan": WanVideo}
+PIPELINES: dict[str, type[FluxImage] | type[WanVideo]] = {
+    "flux": FluxImage,
+    "flux-control": ControlledFluxImage,
+    "flux-whole": WholeFluxImage,
+    "wan": WanVideo,
+}
 
 
 def _tokenizer(model: Model) -> Any:

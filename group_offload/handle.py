@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from .config import OffloadConfig
 from .errors import StateError
 from .plan.budgets import describe_bytes
 from .plan.report import OffloadPlan
-from .runtime.engine import Engine
+from .runtime.engine import Engine, follow_one_another
 from .runtime.gates import HANDLE, Gate
 from .runtime.groups.group import Group
 from .runtime.measure.trace import WeightTrace
@@ -145,7 +145,7 @@ class OffloadHandle:
             tensors_brought_back=counters.brought_back,
             rebuilds=counters.rebuilds,
             peak_device_bytes=counters.peak_device_bytes,
-            resident_bytes=counters.resident_bytes,
+            resident_bytes=engine.resident_bytes,
             trainable_bytes=engine.trainable_bytes,
             host_bytes=sum(blob.pinned_bytes if blob.tier is Tier.FILE else blob.layout.num_bytes for blob in blobs),
             pinned_bytes=sum(blob.pinned_bytes for blob in blobs),
@@ -261,6 +261,16 @@ def _describe(group: Group) -> GroupInfo:
         way=", ".join(dict.fromkeys(blob.way for blob in blobs if isinstance(blob, FileBlob))),
         num_tensors=sum(len(part.refs) for part in group.parts),
         num_bytes=sum(blob.layout.num_bytes for blob in blobs),
+    )
+
+
+def link(handles: Mapping[str, OffloadHandle], order: Sequence[str], run_once: Collection[str]) -> None:
+    """Let the models of a pipeline foresee which of them runs next: see `follow_one_another`. Models go by their names."""
+    engines = {name: handle._live for name, handle in handles.items()}
+    follow_one_another(
+        [*dict.fromkeys(engines.values())],
+        [*dict.fromkeys(engines[name] for name in order if name in engines)],
+        [engines[name] for name in run_once],
     )
 
 

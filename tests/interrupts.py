@@ -43,6 +43,7 @@ from tqdm import tqdm
 import group_offload
 from group_offload import StateError, apply_activation_offloading, apply_group_offloading, free_slots
 from group_offload.base.saved import Kept
+from group_offload.handle import link
 
 from .support import simulated
 from .support.asserts import same_bits
@@ -219,6 +220,8 @@ SCENARIOS = [
     Scenario("simulated files leaf", {"in_files": True, "offload_type": "leaf_level"}, True),
     Scenario("simulated checkpoint", {"in_checkpoint": True}, True),
     Scenario("simulated budget", {"vram_budget": 60_000, "in_checkpoint": True}, True),
+    Scenario("simulated pipeline", {"in_checkpoint": True, "in_pipeline": True}, True),
+    Scenario("simulated pipeline, budget", {"vram_budget": 60_000, "in_pipeline": True}, True),
 ]
 
 
@@ -239,6 +242,8 @@ class Rig:
         if self.options.pop("in_files", False):
             self.options["offload_to_disk_path"] = self.folder
         self._in_checkpoint = self.options.pop("in_checkpoint", False)
+        self.in_pipeline = self.options.pop("in_pipeline", False)
+        """Whether the other model is foreseen to come after the first one."""
         if self._in_checkpoint:
             self.options["offload_to_disk_path"] = self.folder
             path = self.folder / "model.safetensors"
@@ -248,11 +253,16 @@ class Rig:
         self.handle: Any = None
         self.other_resident = Model(3)
         self.other = copy.deepcopy(self.other_resident)
-        self.other_handle = apply_group_offloading(self.other, "cpu")
+        budget = (
+            {"vram_budget": self.options["vram_budget"]} if self.in_pipeline and "vram_budget" in self.options else {}
+        )
+        self.other_handle = apply_group_offloading(self.other, "cpu", **budget)
         self._held = 0
 
     def apply(self) -> None:
         self.handle = apply_group_offloading(self.model, "cpu", **self.options)
+        if self.in_pipeline:
+            link({"model": self.handle, "other": self.other_handle}, ["model", "other"], ["model", "other"])
 
     def forward(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -310,6 +320,8 @@ class Rig:
                 raise AssertionError(f"{what}: the other model is wrong")
             if self.device is None:
                 return
+            if self.in_pipeline:
+                free_slots()  # which either model may have, as the next pass was foreseen
             gc.collect()
             self.device.synchronize()
             held = self.device.allocated_bytes
@@ -373,6 +385,8 @@ def _forward(rig: Rig, strike: Any) -> None:
     expected = rig.resident(x).detach()
     if not same_bits(actual, expected):
         raise AssertionError(f"the forward itself is off by {(actual - expected).abs().max()}")
+    if rig.in_pipeline:
+        rig.forward(rig.other, x)
 
 
 def _backward(rig: Rig, strike: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import activations, machine, models, pipeline, processes, training, weights
+from benchmarks import activations, first_image, machine, models, pipeline, processes, training, weights
 from benchmarks.__main__ import main
 from benchmarks.arms import choose
 from group_offload import apply_group_offloading
@@ -80,7 +80,8 @@ def benchmark_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         monkeypatch.setattr(processes, "Child", Here)
         if name in ("weights", "opening"):
             monkeypatch.setattr(module, "Child", Here)
-        elif name == "files":  # which has processes read the files
+        monkeypatch.setattr(first_image, "Child", Here)
+        if name == "files":  # which has processes read the files
             monkeypatch.setattr(weights, "Child", Here)
         capsys.readouterr()
         with warnings.catch_warnings():
@@ -302,6 +303,42 @@ def test_pipeline_runs(tmp_path: Path, benchmark_here: Run) -> None:
     report = result_of(tmp_path, "pipeline")
     assert all("error" not in alone for alone in report["alone"].values())
     assert set(report["alone"]) == {"vae"}
+
+
+def test_pipeline_with_a_controlnet_runs(tmp_path: Path, benchmark_here: Run) -> None:
+    tables = benchmark_here(
+        "pipeline",
+        *("--pipeline", "flux-control", "--small", "--device", "cpu", "--steps", "2", "--output", tmp_path),
+        *("--arms", "resident", "ours block"),
+    )
+    assert tables.count("| yes") == 4, tables  # the images, and what is decoded tile by tile
+    tiled = result_of(tmp_path, "pipeline")["arms"]["ours block"]["tiled"]
+    assert tiled["passes"] > 2 and tiled["pixels"] == 128
+
+
+def test_first_image_runs(tmp_path: Path, benchmark_here: Run) -> None:
+    tables = benchmark_here(
+        "pipeline",
+        *("--from-files", "--small", "--device", "cpu", "--output", tmp_path, "--disk", tmp_path),
+        *("--arms", "resident, warm, 2 steps", "ours, warm, 2 steps", "ours, cold, 2 steps"),
+    )
+    assert tables.count("| yes") == 3, tables
+    report = result_of(tmp_path, "pipeline")
+    resident, warm, cold = report["arms"].values()
+    assert [len(arm["images"]) for arm in (resident, warm, cold)] == [2, 2, 1]
+    assert all(len(image["steps"]) == 2 for arm in (resident, warm, cold) for image in arm["images"])
+    # The limit is the longer of the compute and the reads.
+    cold["images"][0] |= {"s": 4.0, "drive_bytes": 3 << 30}
+    resident["images"][1]["s"], report["drive"] = 2.0, [1 << 30]
+    assert "| 3.000 s | 1.33 " in first_image.render(report)
+    resident["images"][1]["s"] = 4.0
+    assert "| 4.000 s | 1.00 " in first_image.render(report)
+
+
+@pytest.mark.parametrize("name", ["ours", "theirs, 4 steps", "ours, 4 steps, lukewarm", "ours, 4 steps, 5 steps"])
+def test_cases_of_a_first_image_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="no case"):
+        first_image.case_of(name)
 
 
 def test_pipeline_with_two_transformers_runs(tmp_path: Path, benchmark_here: Run) -> None:

@@ -35,7 +35,7 @@ from ..partition import tables_of
 from ..runtime.gates import is_offloaded
 from ..runtime.memory import bytes_in_turn
 from .modular import is_modular
-from .sharing import shares_of
+from .sharing import put_in_order, shares_of
 
 logger = logging.getLogger("group_offload")
 
@@ -98,7 +98,8 @@ def enable_group_offload(pipeline: Any, options: PipelineOptions) -> dict[str, O
         for model in plan.excluded:
             undo.callback(move_back, devices_of(model))
             model.to(plan.device)
-        return {name: by_model[id(model)] for name, model in _models_of(pipeline).items() if id(model) in by_model}
+        put_in_order(pipeline, models_of(pipeline))
+        return {name: by_model[id(model)] for name, model in models_of(pipeline).items() if id(model) in by_model}
 
 
 @contextmanager
@@ -162,7 +163,7 @@ class PipelinePlan:
 
 def plan_pipeline(pipeline: Any, options: PipelineOptions) -> PipelinePlan:
     """Decide what `enable_group_offload` does. Nothing is touched."""
-    models = _models_of(pipeline)
+    models = models_of(pipeline)
     excluded = [options.exclude_modules] if isinstance(options.exclude_modules, str) else options.exclude_modules or ()
     special = {name: dict(given) for name, given in (options.model_options or {}).items()}
     _check_names(pipeline, models, excluded, special)
@@ -201,11 +202,11 @@ def plan_pipeline(pipeline: Any, options: PipelineOptions) -> PipelinePlan:
 
 def disable_group_offload(pipeline: Any) -> None:
     """Undo `enable_group_offload` for every model of a pipeline: its weights get separate memory again, where they were."""
-    for model in _models_of(pipeline).values():
+    for model in models_of(pipeline).values():
         remove_group_offloading(model)
 
 
-def _models_of(pipeline: Any) -> dict[str, nn.Module]:
+def models_of(pipeline: Any) -> dict[str, nn.Module]:
     components = getattr(pipeline, "components", None)
     if not isinstance(components, Mapping):
         raise ConfigError(

@@ -23,9 +23,18 @@ from ..partition import plain_tensors
 from ..plan.budgets import describe_bytes
 from ..stores.checkpoint import FileMap
 from .casts import PostponedCasts, cast_now
-from .diffusers import PipelineOptions, devices_of, move_back, plan_pipeline, refuse_unsupported, undone_on_error
+from .diffusers import (
+    PipelineOptions,
+    devices_of,
+    models_of,
+    move_back,
+    plan_pipeline,
+    refuse_unsupported,
+    undone_on_error,
+)
 from .keeping import Keeper
 from .quantising import Quantising
+from .sharing import put_in_order
 
 logger = logging.getLogger("group_offload")
 
@@ -168,6 +177,7 @@ def _offload_pipeline(
             if id(model) in kept:
                 undo.callback(move_back, devices_of(model))
             cast_now(model, casts_of[id(model)], plan.device)
+        put_in_order(pipeline, models_of(pipeline))
 
 
 # ------------------------------------------------------------------------------------------------ loading

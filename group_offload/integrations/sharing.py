@@ -1,14 +1,17 @@
-"""One RAM budget for all models of a pipeline."""
+"""What the models of a pipeline share: one RAM budget, and the order in which they run."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ..api import handle_of
 from ..base.tuning import tuning
+from ..handle import link
 from ..plan.budgets import Budget, parse_budget, total_ram
 from ..plan.ram_shares import ComponentLoad, share_ram
 from ..runtime.budget.budgeter import ram_for_weights
@@ -72,6 +75,14 @@ def shares_of(
     shares = [share - load.must_bytes for load, share in zip(loads, share_ram(loads, ram), strict=True)]
     by_model = dict(zip(distinct, shares if has_device else [rest] * len(loads), strict=True))
     return {name: by_model[id(model)] for name, model in models.items()}
+
+
+def put_in_order(pipeline: Any, models: Mapping[str, nn.Module]) -> None:
+    """Let the offloaded models of a pipeline foresee which of them runs next, at first as the pipeline's class says."""
+    handles = {name: handle for name, model in models.items() if (handle := handle_of(model)) is not None}
+    order = getattr(pipeline, "model_cpu_offload_seq", None)
+    names = order.split("->") if isinstance(order, str) else ()
+    link(handles, names, [name for name in handles if not name.startswith(DENOISERS)])
 
 
 def _bytes_of(model: nn.Module, tables: Collection[int]) -> tuple[int, int, int, int]:

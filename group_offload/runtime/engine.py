@@ -5,7 +5,7 @@ The steps of a forward stand in passes.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
@@ -28,6 +28,7 @@ from .changes import Changes
 from .copies.cached import CachedFiles
 from .copies.transfer import Transfer
 from .foresight.lookahead import LookAhead
+from .foresight.succession import Succession
 from .gates import Gate, Gates, is_offloaded
 from .groups.build import build_groups, materialise
 from .groups.group import Group
@@ -240,7 +241,12 @@ class Engine:
     @property
     def missing_bytes(self) -> int:
         """The device memory that the next pass takes for weights, beside what the module has by now."""
-        return max(0, self._placer.wanted_bytes - self.counters.device_bytes)
+        return max(0, self._placer.wanted_bytes - self._memory.held_bytes)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Device memory of the groups that stay on the device between passes."""
+        return self._memory.staying.num_bytes
 
     def tell_before_forward(self, listener: Callable[[nn.Module, Any], None]) -> None:
         """Call `listener` with the module and its inputs by name before each forward takes device memory."""
@@ -361,3 +367,18 @@ class Engine:
         self._gates.install(self.groups)
         checks_all_calls = self._gates.records_graphs or self.config.is_leaf_level
         self._changes.expect(self.root, self.groups, self._gates.groups_of, checks_all_calls=checks_all_calls)
+
+
+def follow_one_another(engines: Sequence[Engine], order: Sequence[Engine], run_once: Collection[Engine]) -> None:
+    """Let the models of a pipeline foresee which of them runs next.
+
+    Args:
+        order: Those whose order is known before they run, in this order.
+        run_once: Those that are taken to run once for an image.
+    """
+    passes = {engine: engine._passes for engine in engines}
+    succession = Succession(
+        [*passes.values()], [passes[engine] for engine in order], [passes[engine] for engine in run_once]
+    )
+    for each in passes.values():
+        each.succession = succession

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from heapq import nlargest
+from typing import Any
 
 from torch import nn
 
@@ -16,7 +17,7 @@ from ..partition import partition
 from .copies.transfer import Transfer
 from .groups.group import Group
 from .measure.counters import Counters
-from .slots.arena import Lease, Ring, arena_for
+from .slots.arena import Lease, Residents, Ring, arena_for
 from .slots.slot import Slot
 from .slots.stalls import Stalls
 
@@ -51,14 +52,18 @@ class DeviceMemory:
         self._arena = arena_for(backend)
         self._lease: Lease[Group] | None = None
         """The lease is kept between passes, unless another module's pass takes the memory."""
-        self._kept: list[Slot[Group]] = []
-        """The slots of groups that stay on the device, while the lease is exchanged for one of another size."""
+        self.staying: Residents[Group] = Residents()
+        """The slots of groups that stay on the device between passes, unless another module's pass displaces them."""
+        self.spared: Collection[Residents[Any]] = ()
+        """What other modules have there, and keep in this module's pass if the pass can do without that memory."""
         self._residents: frozenset[Group] = frozenset()
         """Groups that are to stay on the device between passes."""
         self.resident_room = 0
         """Device memory that groups may stay in between passes."""
         self.ring_sizes: dict[int, int] = {}
         """For each height, the bytes that its groups take turns in."""
+        self.holds_all = False
+        """Whether the ring has room for all groups that take turns in it in some passes."""
         self._largest: dict[int, int] = {}
         """For each height, the size of the largest group that takes turns."""
         self.bound: dict[Group, None] = {}
@@ -83,16 +88,27 @@ class DeviceMemory:
         for group in streamed:
             self._largest[group.height] = max(group.num_bytes, self._largest.get(group.height, 0))
         sizes = size_rings(streamed, config)
-        lease = self._lease
-        if lease is not None and lease.memory is not None:
-            for slot in [slot for slot in lease.pooled if slot.is_resident]:
-                if not residents.issuperset(slot.groups):
-                    self.free(slot)
-            if sizes != self.ring_sizes:
-                self._kept = [slot for slot in lease.pooled if slot.is_resident]
-                lease.pooled = [slot for slot in lease.pooled if not slot.is_resident]
-                self.release()
+        for slot in [*self.staying.slots]:
+            if not residents.issuperset(slot.groups):
+                self.free(slot)
+        if sizes != self.ring_sizes:
+            self._release_rings()
         self.ring_sizes = sizes
+        self.holds_all = False
+
+    def hold(self, groups: Iterable[Group], limit: int) -> None:
+        """Make room in the ring for all of these groups, which many passes need, if slots take no more than `limit` then."""
+        wanted = sum(group.num_bytes for group in groups if not group.height)
+        if self.is_just_in_time or not self.ring_sizes.get(0, 0) < wanted <= limit - self.outer_bytes:
+            return
+        self._release_rings()
+        self.ring_sizes = {**self.ring_sizes, 0: wanted}
+        self.holds_all = True
+
+    @property
+    def slot_bytes(self) -> int:
+        """The bytes of all rings."""
+        return sum(self.ring_sizes.values())
 
     @property
     def largest(self) -> int:
@@ -107,18 +123,41 @@ class DeviceMemory:
     @property
     def held_bytes(self) -> int:
         """Device memory that this module holds, between passes too."""
-        lease = self._lease
+        lease, stay = self._lease, self.staying.num_bytes
         if lease is None or lease.memory is None:
-            return 0
-        return lease.memory.numel() + sum(slot.memory.numel() for slot in lease.pooled)
+            return stay
+        return stay + lease.memory.numel() + sum(slot.memory.numel() for slot in lease.pooled)
 
     @property
     def others_bytes(self) -> int:
         """The bytes of other modules' slots, which give way."""
-        return self._arena.others_bytes(self._lease)
+        return self._arena.others_bytes(self._lease) + self._arena.others_resident_bytes(self.staying, self.spared)
+
+    @property
+    def all_others_bytes(self) -> int:
+        """The same, with what `spared` take."""
+        return self._arena.others_bytes(self._lease) + self.others_resident_bytes
+
+    @property
+    def others_resident_bytes(self) -> int:
+        """The bytes of other modules' groups that stay on the device."""
+        return self._arena.others_resident_bytes(self.staying)
+
+    def displace(self, room: int, *, spares: bool) -> None:
+        """Let other modules' groups stay on the device only in `room` bytes.
+
+        Args:
+            spares: Whether `spared` stay all the same.
+        """
+        self._arena.displace(self.staying, room, self.spared if spares else ())
 
     def release(self) -> None:
-        """Give the lease up."""
+        """Give all memory up."""
+        for slot in [*self.staying.slots]:
+            self.free(slot)
+        self._release_rings()
+
+    def _release_rings(self) -> None:
         if self._lease is not None:
             self._arena.release(self._lease)
             self._lease = None
@@ -127,11 +166,12 @@ class DeviceMemory:
 
     def claim(self) -> None:
         """Keep the lease from other modules' passes until `give_back` or `disclaim`."""
-        self._arena.claim(self._lease)
+        self._arena.claim(self._lease, self.staying)
 
     def disclaim(self) -> None:
         """Undo `claim`: there was no pass after all."""
-        self._arena.disclaim(self._lease)
+        self.spared = ()
+        self._arena.disclaim(self._lease, self.staying)
 
     def take(self) -> None:
         """A pass begins: the slots exist from here on. Groups in them that are out of date are given up."""
@@ -141,14 +181,17 @@ class DeviceMemory:
         lease = self._lease = self._arena.lease(before, sum(sizes.values()), stream, self._transfer.stream)
         assert lease.memory is not None
         if lease is not before:
-            lease.pooled, self._kept = self._kept, []
             start = 0
             for height, num_bytes in sizes.items():
                 memory = lease.memory[start : start + num_bytes]
-                lease.rings[height] = Ring(memory, self._backend, self._largest.get(height, 0))
+                # Groups that all have room lie one behind the other.
+                largest = 0 if self.holds_all and not height else self._largest.get(height, 0)
+                lease.rings[height] = Ring(memory, self._backend, largest)
                 start += num_bytes
-        counters.pooled_bytes = sum(slot.memory.numel() for slot in lease.pooled if not slot.is_resident)
-        counters.resident_bytes = sum(slot.memory.numel() for slot in lease.pooled if slot.is_resident)
+        for slot in [slot for slot in self.staying.slots if not slot.groups]:
+            self.staying.slots.remove(slot)  # another module's pass was interrupted as it took the slot's memory
+        counters.pooled_bytes = sum(slot.memory.numel() for slot in lease.pooled)
+        counters.resident_bytes = self.staying.num_bytes
         counters.device_bytes = counters.pooled_bytes + counters.resident_bytes
         self._bytes_ahead = sum(slot.num_bytes_ahead for slot in lease.pooled)
         self._count(sum(sizes.values()))
@@ -160,23 +203,29 @@ class DeviceMemory:
     def give_back(self) -> None:
         """The pass is over."""
         assert self._lease is not None
-        self._arena.give_back(self._lease, self._backend.current_stream())
+        self.spared = ()  # else the memory of models that are gone would stay
+        for slot in self.slots:
+            if slot.owner is not None and slot.waited_on is None:
+                self._backend.record_stream(slot.memory, self._transfer.stream)  # another module's pass may drop it
+        self._arena.give_back(self._lease, self.staying, self._backend.current_stream())
 
     def recover(self) -> None:
         """Give all memory up, in any state: a pass failed, or was interrupted. No copy is on its way."""
-        lease, kept = self._lease, self._kept
+        lease = self._lease
         self.bound.clear()
+        self.spared = ()
         self._bytes_ahead, self.next_bytes = 0, 0
         counters = self._counters
         counters.pooled_bytes = counters.resident_bytes = counters.device_bytes = 0
-        slots = [*kept, *(() if lease is None else lease.pooled)]
+        slots = [*self.staying.slots, *(() if lease is None else lease.pooled)]
         for slot in slots:
             slot.evict()
         if lease is not None:
             lease.pooled = []
             self._arena.release(lease)
             self._lease = None
-        self._kept = []
+        self.staying.slots = []
+        self.staying.is_busy = False
         for slot in slots:
             if not slot.is_aliased:
                 self._backend.free(slot.memory)
@@ -184,8 +233,12 @@ class DeviceMemory:
     @property
     def slots(self) -> list[Slot[Group]]:
         if self._lease is None:
-            return []
-        return [*self._lease.pooled, *(slot for ring in self._lease.rings.values() for slot in ring.slots)]
+            return [*self.staying.slots]
+        return [
+            *self.staying.slots,
+            *self._lease.pooled,
+            *(slot for ring in self._lease.rings.values() for slot in ring.slots),
+        ]
 
     def ring(self, height: int) -> Ring[Group] | None:
         """The ring that groups of this height take turns in; None if they come just in time."""
@@ -202,7 +255,7 @@ class DeviceMemory:
         return any(group.slot is None for group in self._residents)
 
     def resident_slot(self, group: Group) -> Slot[Group]:
-        slot = self._new_slot(group.num_bytes)
+        slot = self._new_slot(group.num_bytes, self.staying.slots)
         slot.is_resident = True
         self._counters.resident_bytes += group.num_bytes
         return slot
@@ -213,7 +266,8 @@ class DeviceMemory:
         It belongs to the stream that computes, so that it is free again, for activations too, once compute has come to
         the point where it is given back: the host does not wait, and memory is held no longer than needed.
         """
-        slot = self._new_slot(num_bytes)
+        assert self._lease is not None
+        slot = self._new_slot(num_bytes, self._lease.pooled)
         self._counters.pooled_bytes += num_bytes
         return slot
 
@@ -240,12 +294,11 @@ class DeviceMemory:
         # Where memory counts most, slots in use count too.
         return not self._is_tight or self._counters.pooled_bytes + num_bytes <= self.window_bytes * 3 // 2
 
-    def _new_slot(self, num_bytes: int) -> Slot[Group]:
-        assert self._lease is not None
+    def _new_slot(self, num_bytes: int, among: list[Slot[Group]]) -> Slot[Group]:
         stream = self._backend.current_stream()
         slot: Slot[Group] = Slot(self._backend.empty(num_bytes), self._stalls.new_event, start=0, owner=stream)
         slot.last_use().record(stream)  # the last use of that memory's contents before
-        self._lease.pooled.append(slot)
+        among.append(slot)
         self._count(num_bytes)
         return slot
 
@@ -316,15 +369,15 @@ class DeviceMemory:
     def free(self, slot: Slot[Group]) -> None:
         """Take all groups out of a slot, and give its memory up if it is of no ring."""
         self.evict(slot)
-        assert self._lease is not None
-        if slot not in self._lease.pooled:  # the slot is of a ring, or was given back when its last group was dropped
+        among = self.staying.slots if slot.is_resident else [] if self._lease is None else self._lease.pooled
+        if slot not in among:  # the slot is of a ring, or was given back when its last group was dropped
             return
         assert slot.owner is not None
         if slot.waited_on is None:  # no call used the slot: its copy may still be on its way
             slot.owner.wait_event(slot.ready)
         self._stalls.retire(slot)
         self.next_bytes = self.next_bytes or 0
-        self._lease.pooled.remove(slot)
+        among.remove(slot)
         if slot.is_resident:
             self._counters.resident_bytes -= slot.memory.numel()
         else:
@@ -336,10 +389,10 @@ class DeviceMemory:
     def give_up_residents(self, room: int) -> None:
         """Free device memory of groups that stay there, until they take no more than `room`. Groups in use stay."""
         self.resident_room = room
-        for slot in reversed(self.slots):
+        for slot in reversed([*self.staying.slots]):
             if self._counters.resident_bytes <= room:
                 break
-            if slot.is_resident and not slot.is_held:
+            if not slot.is_held:
                 self.free(slot)
 
     def _count(self, num_bytes: int) -> None:

@@ -38,12 +38,14 @@ from .changes import Changes
 from .copies.cached import CachedFiles
 from .copies.transfer import Transfer
 from .foresight.lookahead import LookAhead
+from .foresight.succession import Model, Succession
 from .groups.group import Group, Residence
 from .groups.part import Part
 from .measure.counters import Counters
 from .memory import DeviceMemory
 from .placer import Placer
 from .probe import Probe
+from .slots.arena import Residents
 from .slots.slot import Slot
 from .threads import where_it_waits
 from .turns import join
@@ -119,6 +121,12 @@ class Passes:
         self.tasks: dict[int, Any] = {}
         """The runs of autograd that make up the backward in progress. `Backward` adds and removes them."""
         self.is_removed = False
+        self.succession: Succession | None = None
+        """The models of the same pipeline, and which runs next: see [Note: Models of a pipeline]."""
+        self._stint: set[Group] = set()
+        """The groups that the passes since another model ran can need."""
+        self._heir: Model | None = None
+        """The model that should run after the pass in progress, if it is another one."""
         self.before_forward: Callable[[nn.Module, Any], None] = lambda root, kwargs: None
         """Called before a forward takes device memory."""
         self.lock: Any = threading.RLock()
@@ -131,7 +139,7 @@ class Passes:
         Args:
             needs: Function that returns the groups that a call of a module with a gate needs.
         """
-        self._groups = groups
+        self._groups, self._stint = groups, set()
         self._group_of = {part: group for group in groups for part in group.parts}
         self._needs = needs
         self._detect_edits = all(group.detects_edits for group in groups)
@@ -198,6 +206,8 @@ class Passes:
                     call.groups.append(group)
             self._placer.weigh_activations(call.module)
             self._lookahead.before_call()
+            if self.succession is not None:
+                self.succession.look(self)
         except EXPECTED:
             self._state = state
             raise
@@ -251,14 +261,22 @@ class Passes:
         self._thread = threading.get_ident()
         scope = self._prepare(top, kind)  # first: it may cut the module into other groups
         self.kind = kind
+        if self.succession is not None:
+            if not kind.with_grad:  # a backward would come next
+                self._heir = self.succession.begin(self, top)
+            self._memory.spared = self._spared
+            self._stint = scope if self.succession.is_first_of_stint else self._stint | scope
+            if self.succession.is_repeated and not self._placer.has_budget:
+                self._memory.hold(self._stint, self.succession.most_slot_bytes)
         self._placer.replan(kind)  # before slots are taken: a new plan changes their sizes
         self._files.before_pass(type(self.root).__name__)
+        self._placer.make_room(kind)
         self._memory.take()
         self._placer.keep_within_budgets(kind)  # the slots are there: what is left is for groups that stay
         self._placer.begin_pass(top)
         if self._placer.is_timed(kind):
             self._probe.begin_timing(kind, self._backend.current_stream())
-        self._lookahead.begin(top, scope)
+        self._lookahead.begin(top, scope, is_last=self._heir is not None)
 
     def begin_clean(self) -> None:
         """Clear away a pass that was interrupted. The module then owns its slots until `_end` or `stay_clean`."""
@@ -290,8 +308,6 @@ class Passes:
         for slot in self._memory.slots:
             if slot.last_stream is not None and slot.last_stream != stream:
                 stream.wait_event(slot.last_use())  # the pass ends after the work of other streams in it
-            if slot.owner is not None and slot.waited_on is None:
-                self._backend.record_stream(slot.memory, self._transfer.stream)  # another module's pass may drop it
         if not self._detect_edits:
             # Users may edit the sources of copies from now on, and the engine would not detect that.
             self._transfer.wait_for_copies()
@@ -300,7 +316,81 @@ class Passes:
                     self._memory.free(slot)
         self._memory.give_back()
         self._thread = 0
+        heir, self._heir = self._heir, None
         self._state = State.CLEAN
+        if heir is not None:
+            heir.take_over()
+
+    # ---------------------------------------------------------------- another model's turn comes
+
+    @property
+    def is_reading(self) -> bool:
+        """See `Model`, as for what follows."""
+        return self._transfer.is_reading
+
+    @property
+    def cached_bytes(self) -> int:
+        return sum(blob.layout.num_bytes for blob in self._files.read_through_cache)
+
+    def plan_cache_reads(self, beside_bytes: int) -> None:
+        self._if_at_rest(lambda: self._files.ahead.plan(self._files.read_through_cache, beside_bytes))
+
+    def read_cache(self, is_idle: Callable[[], bool]) -> bool:
+        return self._files.ahead.go_on(is_idle)
+
+    def stop_cache_reads(self) -> None:
+        self._files.ahead.stop()
+
+    def read_first(self) -> None:
+        self._if_at_rest(lambda: self._prepare_for_turn(self._lookahead.read_first))
+
+    def take_over(self) -> None:
+        self._if_at_rest(lambda: self._prepare_for_turn(self._start_first))
+
+    @property
+    def slot_bytes(self) -> int:
+        return self._memory.slot_bytes
+
+    @property
+    def staying(self) -> Residents[Group]:
+        return self._memory.staying
+
+    @property
+    def _spared(self) -> list[Residents[Group]]:
+        """What other models of the pipeline keep on the device because this one would gain less by the room."""
+        return [] if self.succession is None else [other.staying for other in self.succession.spared_by(self)]
+
+    def _start_first(self) -> None:
+        self._memory.spared = self._spared
+        if self._placer.has_room_again(self.kind):
+            self._memory.take()
+            self._lookahead.prepare()
+            self._memory.give_back()
+
+    def _prepare_for_turn(self, step: Callable[[], None]) -> None:
+        """Begin what this module's next pass needs, in another module's pass. Errors are for this module's pass to raise."""
+        if not self._lookahead.wraps:
+            return
+        self.begin_clean()
+        try:
+            step()
+        except Exception:
+            self.recover()
+        except BaseException:
+            self.recover()
+            raise
+        else:
+            self.stay_clean()
+
+    def _if_at_rest(self, step: Callable[[], None]) -> None:
+        """Do this under the lock, unless another thread has it, or a pass is in progress."""
+        was_owned = self.lock._is_owned()
+        try:
+            if (was_owned or self.lock.acquire(blocking=False)) and self._state is State.CLEAN and not self.is_removed:
+                step()
+        finally:
+            while not was_owned and self.lock._is_owned():  # Ctrl-C may have come just after the lock was acquired
+                self.lock.release()
 
     # ---------------------------------------------------------------- a group
 
@@ -415,6 +505,7 @@ class Passes:
         self._thread = threading.get_ident()
         kind = Kind((_BACKWARD, self.root), (), with_grad=True)
         self._files.before_pass(type(self.root).__name__)
+        self._placer.make_room(kind)
         self._memory.take()
         self._placer.keep_within_budgets(kind)
         self._placer.begin_pass(None)
@@ -471,6 +562,7 @@ class Passes:
         self._probe.recover()
         self._placer.recover()
         self._changes.recover()
+        self._heir = None
         self._lookahead.recover(self._groups, is_whole=is_whole)
         self._placer.reside()
         self._files.look()

@@ -24,7 +24,7 @@ from ..base.tuning import tuning
 from ..config import OffloadConfig
 from ..errors import ConfigError
 from ..plan.budgets import AUTO, describe_bytes
-from ..plan.placement import Placement, Speeds
+from ..plan.placement import Placement, Speeds, smallest_device_bytes
 from ..plan.planner import Plan
 from ..plan.speeds import ASSUMED_DRIVE, known_speeds
 from ..stores.base import Tier
@@ -144,7 +144,7 @@ class Placer:
     def slot_bytes(self) -> int:
         """The most device memory that a pass takes for weights that take turns."""
         if not self._memory.is_just_in_time:
-            return sum(self._memory.ring_sizes.values())
+            return self._memory.slot_bytes
         return self._memory.largest + self._window(None) + self._memory.outer_bytes
 
     @property
@@ -257,6 +257,41 @@ class Placer:
             if self._backend.has_streams:
                 self._share_out_files()
 
+    def make_room(self, kind: Kind) -> None:
+        """Let other modules' groups stay on the device only in the part of the budget that this module's pass leaves free.
+
+        Without a budget, and before a first pass has shown what activations take, that is none.
+        """
+        memory, plan = self._memory, self._budgeter.plan
+        room = self._budgeter.room_for_all(kind, self._bytes_of_no_weights)
+        if plan is not None:
+            memory.displace(max(0, room - plan.device_bytes), spares=True)
+            # A plan without slots needs room for its groups, or for slots.
+            room -= max(plan.slot_bytes, min(plan.device_bytes, smallest_device_bytes(plan.problem)))
+        memory.displace(max(0, room), spares=False)
+
+    def has_room_again(self, kind: Kind | None) -> bool:
+        """Make room before a pass begins that should be like the last one, which was of this kind.
+
+        The plan stays as it is, and nothing computes yet: what the model that runs now has on the device may go before.
+
+        Returns:
+            False if other modules have left too little since. Then the pass itself decides.
+        """
+        memory, plan = self._memory, self._budgeter.plan
+        room = 0 if kind is None else self._budgeter.room_for_all(kind, self._bytes_of_no_weights, computes=False)
+        if not room or plan is None:
+            memory.displace(0, spares=False)
+            return True
+        room = max(0, room - plan.device_bytes)
+        memory.displace(room, spares=True)
+        return memory.others_resident_bytes <= room
+
+    @property
+    def _bytes_of_no_weights(self) -> int:
+        memory = self._memory
+        return max(0, self._backend.bytes_in_use() - memory.held_bytes - memory.all_others_bytes)
+
     def keep_within_budgets(self, kind: Kind) -> None:
         """Leave groups on the device only in the part of the budget that slots and other memory leave free."""
         if self._budgeter.vram is None:
@@ -322,16 +357,22 @@ class Placer:
     # ---------------------------------------------------------------- too little memory
 
     def too_little(self, error: torch.OutOfMemoryError, kind: Kind | None) -> torch.OutOfMemoryError:
-        """Give up the resident groups after a forward ran out of device memory. Returns the error with advice added."""
-        given_up = self._counters.resident_bytes
+        """Give up the resident groups of all models after a forward ran out of device memory.
+
+        Returns:
+            The error with advice added.
+        """
+        of_others = self._memory.all_others_bytes
+        given_up = self._counters.resident_bytes + of_others
         self._memory.give_up_residents(0)
+        self._memory.displace(0, spares=False)
         self._backend.release_unused()
         if kind is not None:
             self._budgeter.ran_out(kind)
         if given_up:
             return torch.OutOfMemoryError(
-                f"{error} Groups of {type(self._root).__name__} that stayed on the device took {describe_bytes(given_up)}, and "
-                f"were given up: call it again. With "
+                f"{error} Groups of {type(self._root).__name__}{' and of other models' if of_others else ''} that stayed on "
+                f"the device took {describe_bytes(given_up)}, and were given up: call it again. With "
                 f"vram_budget={describe_bytes(self._budgeter.smaller_budget(given_up))!r} it would have had that room."
             )
         return torch.OutOfMemoryError(

@@ -290,6 +290,41 @@ def test_two_models_share_one_arena(model: Model, x: torch.Tensor, device: torch
         handle.remove()
 
 
+@pytest.mark.parametrize("share", [None, 0.5, 2.0])
+@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}], ids=str)
+def test_models_of_a_pipeline(
+    model: Model, x: torch.Tensor, device: torch.device, options: dict[str, Any], share: float | None
+) -> None:
+    """Each is foreseen while another one runs. A budget holds, and with room for all of them next to nothing is sent."""
+    torch.manual_seed(2)
+    models = {"encoder": Model(3), "transformer": model, "controlnet": Model(4), "vae": Model(2)}
+    models = {name: each.to(torch.bfloat16).eval() for name, each in models.items()}
+    expected = {name: run(copy.deepcopy(each).to(device), x) for name, each in models.items()}
+    num_bytes = sum(tensor.nbytes for each in models.values() for tensor in each.parameters())
+
+    class Pipe:
+        model_cpu_offload_seq = "encoder->transformer->vae"
+        components = models
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    budget = None if share is None else before + int(share * num_bytes) + (256 << 20)
+    handles = group_offload.enable_group_offload(Pipe(), onload_device=device, vram_budget=budget, **options)
+    torch.cuda.reset_peak_memory_stats(device)
+    sent = 0
+    for _ in range(5):
+        sent = sum(sum(handle.stats().bytes_onloaded.values()) for handle in handles.values())
+        for name in ("encoder", *["controlnet", "transformer"] * 3, *["vae"] * 4):
+            assert torch.equal(run(models[name], x), expected[name]), name
+    assert budget is None or torch.cuda.max_memory_allocated(device) <= budget
+    if share == 2.0:
+        sent = sum(sum(handle.stats().bytes_onloaded.values()) for handle in handles.values()) - sent
+        assert sent < num_bytes
+    for handle in handles.values():
+        handle.remove()
+
+
 def test_compute_on_another_stream(model: Model, x: torch.Tensor, device: torch.device) -> None:
     expected = run(copy.deepcopy(model).to(device), x)
     apply_group_offloading(model)

@@ -143,6 +143,21 @@ def test_tiles_and_slices_come_and_go(level: str, device: torch.device, tiled: A
     assert not torch.equal(seen[0], seen[1])
 
 
+def test_tiles_of_a_pipeline_read_each_group_once(tmp_path: Path, tiled: Any, device: torch.device) -> None:
+    """The slots of the UNet hold the decoder: no tile after the first ones reads it again."""
+    pipe = tiny.sd_pipeline()
+    handle = enable_group_offload(pipe, onload_device=device, offload_to_disk_path=tmp_path)["vae"]
+    tiled(pipe.vae)
+    onloads = []
+    for _ in range(2):
+        before = handle.stats()
+        tiny.run(pipe)
+        now = handle.stats()
+        assert now.passes - before.passes >= 18  # nine tiles, each of two parts
+        onloads.append(now.onloads - before.onloads)
+    assert onloads[0] <= 2 * len(handle.groups) and onloads[1] <= len(handle.groups)
+
+
 # ---------------------------------------------------------------- text encoders
 
 

@@ -259,6 +259,18 @@ class Budgeter:
             return 0
         return max(0, room - self.plan.slot_bytes)
 
+    def room_for_all(self, kind: Kind, others: int, *, computes: bool = True) -> int:
+        """Device memory for the weights of all models in a pass of this kind; 0 if that is not known yet.
+
+        Args:
+            computes: Whether room is kept for the pass's activations.
+        """
+        if self.vram is None or not self._is_measured:
+            return 0
+        if not computes:
+            return max(0, self.vram - others - tuning().device_margin_bytes - self.outer_bytes)
+        return self._room(kind, others) or 0
+
     def _room(self, kind: Kind, others: int) -> int | None:
         """Device memory for weights."""
         if self.vram is None:

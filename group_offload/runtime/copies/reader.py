@@ -78,6 +78,13 @@ class Reader:
         self._num_reading = 0
         self._busy_seconds = 0.0
         self._counted_at = 0.0
+        self._reads_now = False
+        """Whether the thread that computes waits in `read_now`."""
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether something is read, or will be as soon as a thread or a frame is free."""
+        return bool(self._num_workers) or self._reads_now
 
     @property
     def staging_bytes(self) -> int:
@@ -316,7 +323,11 @@ class Reader:
         """
         num_bytes = sum(read.num_bytes for read in reads)
         limit = max(MIN_BYTES_PER_THREAD, min(tuning().chunk_bytes, -(-num_bytes // num_threads())))
-        run_all(partial(self._read_straight, target, part, tracer) for part in parts_of(reads, limit))
+        self._reads_now = True
+        try:
+            run_all(partial(self._read_straight, target, part, tracer) for part in parts_of(reads, limit))
+        finally:
+            self._reads_now = False
         for read in reads:
             _prove(read, target[read.at : read.at + read.num_bytes])
 

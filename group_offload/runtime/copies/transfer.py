@@ -91,6 +91,11 @@ class Transfer:
         return self._backend.current_stream()
 
     @property
+    def is_reading(self) -> bool:
+        """Whether threads read files, or RAM that is not page-locked, or will."""
+        return self._reader.is_reading
+
+    @property
     def has_room_ahead(self) -> bool:
         """Whether more may be read ahead of slots."""
         return self._reader.has_room_ahead

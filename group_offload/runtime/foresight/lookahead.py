@@ -55,8 +55,10 @@ class LookAhead:
         self._use_stream = use_stream
         self._model = model
         self.schedule = Schedule(())
-        self._wraps = False
-        """Whether the next pass's first blobs are started in this one."""
+        self.wraps = False
+        """Whether blobs may be started before the pass that needs them."""
+        self._is_last = False
+        """Whether another model's pass should come after this one."""
         self._reads_ram = False
         """Whether threads read RAM that is not page-locked."""
         self._outer: list[Group] = []
@@ -78,7 +80,8 @@ class LookAhead:
         self.schedule = Schedule(first_guess(groups))
         self._outer = [group for group in groups if group.height and group.num_bytes]
         self._blockers = set()
-        self._wraps = wraps
+        self.wraps = wraps
+        self._is_last = False
         self._reads_ram = any(part.blob.tier is Tier.PAGEABLE for group in groups for part in group.parts)
 
     def recover(self, groups: Sequence[Group], *, is_whole: bool) -> None:
@@ -92,13 +95,31 @@ class LookAhead:
         if is_whole:
             self.schedule.end(completed=False)
         else:
-            self.reset(groups, wraps=self._wraps)
+            self.reset(groups, wraps=self.wraps)
 
-    def begin(self, key: Hashable, scope: set[Group], guess: Sequence[Group] | None = None) -> None:
-        """A pass begins: see `Schedule.begin`."""
+    def begin(
+        self, key: Hashable, scope: set[Group], guess: Sequence[Group] | None = None, *, is_last: bool = False
+    ) -> None:
+        """A pass begins: see `Schedule.begin`.
+
+        Args:
+            is_last: Whether another model's pass should come after this one: then nothing is started for the next one.
+        """
         self.schedule.begin(key, scope, guess)
+        self._is_last = is_last
         self._is_behind = True
         self._look()
+
+    def prepare(self) -> None:
+        """Start the blobs that the next pass needs first. The slots exist, and no pass is in progress."""
+        self._is_last, self._is_behind = False, True
+        self._look()
+
+    def read_first(self) -> None:
+        """Begin to read what the next pass needs first, before the slots exist. No pass is in progress."""
+        self._is_last, self._is_behind = False, True
+        if self._may_read_ahead():
+            self._look(has_slots=False)
 
     def before_call(self) -> None:
         """A call's groups are ready: start the groups that come next, if any can be started."""
@@ -125,20 +146,23 @@ class LookAhead:
             self._send([group], self._memory.resident_slot(group), [])
             return
         ring = self._memory.ring(group.height)
-        found = None if ring is None else ring.place(group.num_bytes, self._is_free, is_first=not self._use_stream)
+        is_first = not (self._use_stream or self._memory.holds_all)
+        found = None if ring is None else ring.place(group.num_bytes, self._is_free, is_first=is_first)
         if ring is not None and found is None:
             self._warn_of_aliases(ring.slots)
         self._send([group], *(found or (self._memory.pooled_slot(group.num_bytes), [])))
 
     def abandon(self) -> None:
         """Give up all reads ahead: no call waits for them."""
+        self._files.ahead.wait()
         self._ahead.clear()
         self._transfer.cancel_pending()
 
-    def _look(self) -> None:
+    def _look(self, *, has_slots: bool = True) -> None:
         """Start the blobs that come next, as far as memory is free, or holds only groups that are needed later.
 
         Groups in files, and in RAM that is not page-locked, are read further ahead, as far as the staging memory reaches.
+        Without slots they are only read.
         """
         if not self._use_stream:
             return
@@ -149,14 +173,16 @@ class LookAhead:
         self._memory.next_bytes = None
         self._blockers = set()
         walk = _Walk()
+        if not has_slots:
+            walk.full.update(self._memory.ring_sizes)
         run: list[Group] = []
         run_bytes = 0
         left = _LOOK_BEYOND
-        for group in self.schedule.upcoming(wraps=self._wraps):
+        for group in self.schedule.upcoming(wraps=self.wraps and not self._is_last):
             if group in walk.soon:
                 continue
             if group.slot is None:
-                resides = self._memory.may_reside(group)
+                resides = has_slots and self._memory.may_reside(group)
                 ahead = self._ahead.get(group)
                 fits = run and group.height == run[0].height and run_bytes + group.num_bytes <= self._run_limit(run[0])
                 if run and (ahead is not None or resides or not fits):

@@ -91,6 +91,8 @@ class Schedule:
         """The groups that should come next, soonest first, with repeats; with `wraps`, those of the next pass follow."""
         if self._analogy is not None:
             yield from self._analogy.after(self._seen[-1] if self._seen else None)
+        if self._key is None:
+            yield from self._first_guess
         order = self._order
         for position in range(self._next, len(order)):
             yield order[position]
@@ -112,6 +114,9 @@ class Schedule:
             known, order = self._routes.get(self._key, []), tuple(self._seen)
             found = next((route for route in known if route[0] == order), None) or _route(order)
             self._routes[self._key] = [found, *(route for route in known if route is not found)][:_NUM_ROUTES]
+            # `upcoming` now begins with the next pass.
+            (self._order, self._index), self._next = found, len(order)
+            self._analogy = None
         self._seen = []
 
 

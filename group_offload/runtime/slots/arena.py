@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Generic
 
 import torch
@@ -88,7 +88,7 @@ class Lease(Generic[T]):
         self.rings: dict[int, Ring[T]] = {}
         """For each height of groups, the memory that these groups take turns in."""
         self.pooled: list[Slot[T]] = []
-        """Slots in no ring, each allocated for one run of groups."""
+        """Slots in no ring, each allocated for one run of groups that takes turns."""
         self.is_busy = True
         """Whether a pass is running in the memory: then it is not taken back."""
 
@@ -114,13 +114,30 @@ class Lease(Generic[T]):
         return memory, unread
 
 
+class Residents(Generic[T]):
+    """The slots of one module's groups that stay on the device between passes. The module's engine holds it."""
+
+    def __init__(self) -> None:
+        self.slots: list[Slot[T]] = []
+        self.is_busy = False
+        """Whether a pass of the module is running: then no other module takes its slots."""
+        self.turn = 0
+        """A number that is higher the later the module has run."""
+        self.num_passes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(slot.memory.numel() for slot in self.slots)
+
+
 class Arena:
     """The slot memory of one device, shared by all offloaded modules, which run one after another.
 
     The memory stays with the module that ran last: nothing is allocated for its next pass, and copies that are on their way
     arrive. When another module runs it takes the memory over, or exchanges it for memory of another size. So modules take
     as much device memory as the running one needs, never the sum. A module that starts while another one is in the middle
-    of a pass gets separate memory. Thread-safe.
+    of a pass gets separate memory. Groups that stay on the device are apart from that: they stay there while other modules run,
+    until one of these displaces them. Thread-safe.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -129,19 +146,26 @@ class Arena:
         self._last: weakref.ref[Lease[Any]] | None = None
         self._owner: Stream | None = None
         self._idle = backend.new_event()
+        self._residents: weakref.WeakSet[Residents[Any]] = weakref.WeakSet()
+        self._turn = 0
 
-    def claim(self, mine: Lease[Any] | None) -> None:
+    def claim(self, mine: Lease[Any] | None, residents: Residents[Any]) -> None:
         """A pass begins for which `mine` was leased before: no other module takes the memory from now on, until `give_back`.
 
-        If another module took it before, nothing happens.
+        If another module took it before, only `residents` are kept.
         """
         with self._lock:
+            self._turn += 1
+            residents.turn, residents.is_busy = self._turn, True
+            residents.num_passes += 1
+            self._residents.add(residents)
             if mine is not None and mine.memory is not None:
                 mine.is_busy = True
 
-    def disclaim(self, mine: Lease[Any] | None) -> None:
+    def disclaim(self, mine: Lease[Any] | None, residents: Residents[Any]) -> None:
         """Undo `claim`. Nothing was enqueued that uses the memory."""
         with self._lock:
+            residents.is_busy = False
             if mine is not None:
                 mine.is_busy = False
 
@@ -180,9 +204,10 @@ class Arena:
             self._last = weakref.ref(lease)
             return lease
 
-    def give_back(self, lease: Lease[Any], stream: Stream) -> None:
+    def give_back(self, lease: Lease[Any], residents: Residents[Any], stream: Stream) -> None:
         """End a pass. All compute that uses the memory of its lease is enqueued on `stream`, or done."""
         with self._lock:
+            residents.is_busy = False
             assert lease.memory is not None
             if lease is not self._current():
                 self._free(lease)
@@ -207,9 +232,36 @@ class Arena:
             assert lease.memory is not None
             return lease.memory.numel() + sum(slot.memory.numel() for slot in lease.pooled)
 
+    def others_resident_bytes(self, mine: Residents[Any], spared: Collection[Residents[Any]] = ()) -> int:
+        """The bytes of other modules' groups that stay on the device, without `spared` and those of modules that run now."""
+        with self._lock:
+            return sum(each.num_bytes for each in self._displaceable(mine) if each not in spared)
+
+    def displace(self, mine: Residents[Any], room: int, spared: Collection[Residents[Any]] = ()) -> None:
+        """Free other modules' groups that stay on the device, until all of them take no more than `room`.
+
+        Those of modules with fewest passes go first. Of equal ones it is the one that ran last, which in a pipeline is the last
+        one to come again. `spared` stay, and so do those of modules that run now.
+        """
+        with self._lock:
+            others = sorted(self._displaceable(mine), key=lambda each: (each.num_passes, -each.turn))
+            over = sum(each.num_bytes for each in others) - room
+            for each in others:
+                while each.slots and each not in spared and over > 0:
+                    slot = each.slots[-1]
+                    over -= slot.memory.numel()
+                    slot.evict()
+                    each.slots.remove(slot)
+                    if not slot.is_aliased:
+                        self._backend.free(slot.memory)
+
+    def _displaceable(self, mine: Residents[Any]) -> list[Residents[Any]]:
+        return [each for each in [*self._residents] if each is not mine and each.slots and not each.is_busy]
+
     def release_idle(self) -> None:
         """Give the memory back to the device, unless a module is running in it."""
         with self._lock:
+            self.displace(Residents(), 0)
             lease = self._current()
             if lease is not None and not lease.is_busy:
                 self._free(lease)

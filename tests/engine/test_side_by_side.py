@@ -1,0 +1,343 @@
+"""Several models within one budget: what stays on the device while another model runs, and what gives way."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from group_offload import apply_group_offloading, free_slots, remove_group_offloading
+from group_offload.runtime.slots import arena
+
+from ..support.inside import engine_of
+from ..support.models import WIDTH, Model, make
+from ..support.on_device import forward
+from ..support.pretend import IMAGE, WITH_CONTROLNET, Passed, PretendPipeline
+from ..support.rigs import run
+from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.tuning import tune
+
+WITH_EXPERTS = ("encoder", *["transformer"] * 4, *["transformer_2"] * 4, "vae")
+EVERYTHING = 1 << 30
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
+    gc.collect()
+    tune(monkeypatch, device_margin_bytes=0)
+    with use_simulated_device(SimulatedDevice(0, "random")) as device:
+        yield device
+
+
+def settled(pipe: PretendPipeline, names: tuple[str, ...]) -> list[Passed]:
+    """An image once all is learnt."""
+    for _ in range(3):
+        pipe.image(names)
+    return pipe.image(names)
+
+
+def outer_bytes(pipe: PretendPipeline, name: str) -> int:
+    """The bytes of the group that is needed around the blocks. It takes turns."""
+    return sum(group.num_bytes for group in pipe.handles[name].groups if "blocks" not in group.group_id)
+
+
+def block_bytes(pipe: PretendPipeline, name: str) -> int:
+    return sum(group.num_bytes for group in pipe.handles[name].groups) - outer_bytes(pipe, name)
+
+
+@pytest.mark.parametrize("names", [IMAGE, WITH_CONTROLNET], ids=["alone", "controlnet"])
+def test_with_room_for_all_models_their_groups_are_sent_once(names: tuple[str, ...], device: SimulatedDevice) -> None:
+    pipe = PretendPipeline(device).offload(vram_budget=EVERYTHING)
+    for passed in settled(pipe, names):
+        assert passed.resident_bytes == block_bytes(pipe, passed.name)
+        assert passed.num_bytes <= 2 * outer_bytes(pipe, passed.name), passed
+    pipe.remove()
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+def test_models_that_alternate_share_the_room(share: float, device: SimulatedDevice) -> None:
+    """They keep what they have there side by side, and a step sends no more than what has no room."""
+    pipe = PretendPipeline(device)
+    total = sum(tensor.nbytes for name in ("controlnet", "transformer") for tensor in pipe.resident[name].parameters())
+    budget = _peak_without_budget(device) + int(share * total)
+    pipe.offload(vram_budget=budget)
+    pipe.image(WITH_CONTROLNET)
+    device.reset_peak()
+    steps = [passed for passed in settled(pipe, WITH_CONTROLNET) if passed.name in ("controlnet", "transformer")][2:]
+    assert device.peak_bytes_in_use() <= budget
+    groups = [group.num_bytes for name in ("controlnet", "transformer") for group in pipe.handles[name].groups]
+    for one, two in zip(steps[::2], steps[1::2], strict=True):
+        assert one.num_bytes + two.num_bytes <= sum(groups) - (share * total - max(groups))
+    pipe.remove()
+
+
+def _peak_without_budget(device: SimulatedDevice) -> int:
+    pipe = PretendPipeline(device).offload()
+    device.reset_peak()
+    for _ in range(2):
+        pipe.image(WITH_CONTROLNET)
+    peak = device.peak_bytes_in_use()
+    pipe.remove()
+    device.reset_peak()
+    return peak
+
+
+@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}], ids=str)
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+def test_a_budget_holds_for_all_models(share: float, options: dict[str, Any], device: SimulatedDevice) -> None:
+    names = (*WITH_CONTROLNET, "vae", "vae")
+    pipe = PretendPipeline(device, vae=2)
+    total = sum(tensor.nbytes for model in pipe.resident.values() for tensor in model.parameters())
+    budget = _peak_without_budget(device) + int(share * total)
+    pipe.offload(vram_budget=budget, **options)
+    device.reset_peak()
+    for _ in range(3):
+        for name in names:
+            pipe.call(name)
+            assert device.peak_bytes_in_use() <= budget, name
+    pipe.remove()
+
+
+def test_an_expert_displaces_the_one_before_it(device: SimulatedDevice) -> None:
+    """Each runs four steps in a row: with room for one of the two, the later steps of both send nothing."""
+    pipe = PretendPipeline(device, transformer_2=5)
+    one = sum(tensor.nbytes for tensor in pipe.resident["transformer"].parameters())
+    budget = _peak_without_budget(device) + one
+    pipe.offload(vram_budget=budget)
+    for at, passed in enumerate(settled(pipe, WITH_EXPERTS)):
+        if passed.name.startswith("transformer") and WITH_EXPERTS[at - 1] == passed.name:
+            assert not passed.num_bytes, passed
+    pipe.remove()
+
+
+def test_an_encoder_and_a_decoder_leave_the_denoiser_alone(device: SimulatedDevice) -> None:
+    """With room for the denoiser and their slots it is sent in the first image, and in no later one."""
+    pipe = PretendPipeline(device)
+    one = sum(tensor.nbytes for tensor in pipe.resident["transformer"].parameters())
+    pipe.offload(vram_budget=_peak_without_budget(device) + int(1.2 * one))  # tensors are aligned in groups
+    steps = [passed for passed in settled(pipe, IMAGE) if passed.name == "transformer"]
+    for passed in steps:
+        assert passed.resident_bytes == block_bytes(pipe, "transformer")
+        assert passed.num_bytes <= (outer_bytes(pipe, "transformer") if passed is steps[0] else 0)
+    pipe.remove()
+
+
+def test_activations_displace_what_other_models_left(device: SimulatedDevice) -> None:
+    pipe = PretendPipeline(device)
+    total = sum(tensor.nbytes for model in pipe.resident.values() for tensor in model.parameters())
+    budget = _peak_without_budget(device) + total
+    pipe.offload(vram_budget=budget)
+    settled(pipe, IMAGE)
+    device.synchronize()
+    device.reset_peak()
+    rows = (budget - total // 2) // (WIDTH * 4 * 8)
+    for _ in range(2):
+        pipe.call("vae", torch.randn(rows, WIDTH))
+        gc.collect()
+        device.synchronize()
+    assert pipe.handles["transformer"].stats().passes  # it still runs
+    pipe.image()
+    pipe.remove()
+
+
+def test_a_model_without_a_budget_leaves_nothing_there(device: SimulatedDevice) -> None:
+    """Nobody has said that the device has room for both."""
+    pipe = PretendPipeline(device).offload(vram_budget=EVERYTHING)
+    settled(pipe, IMAGE)
+    other, resident = make(Model), make(Model)
+    handle = apply_group_offloading(other, "cpu")
+    x = torch.randn(3, WIDTH)
+    for _ in range(2):
+        assert torch.equal(device.get(forward(device, other, x)), run(resident, x))
+    gc.collect()
+    device.synchronize()
+    assert device.memory.now <= handle.stats().peak_device_bytes
+    handle.remove()
+    pipe.image()
+    pipe.remove()
+
+
+def test_free_slots_frees_what_stays_there(device: SimulatedDevice) -> None:
+    pipe = PretendPipeline(device).offload(vram_budget=EVERYTHING)
+    settled(pipe, IMAGE)
+    free_slots()
+    gc.collect()
+    device.synchronize()
+    assert not device.memory.now
+    pipe.image()
+    pipe.remove()
+
+
+def test_a_model_that_runs_is_not_displaced(device: SimulatedDevice) -> None:
+    """One that is called inside of another one's forward takes what is left."""
+    pipe = PretendPipeline(device).offload(vram_budget=EVERYTHING)
+    settled(pipe, IMAGE)
+    other = make(Model)
+    handle = apply_group_offloading(other, "cpu")
+    x = torch.randn(3, WIDTH)
+    held: list[int] = []
+
+    def call_other(*args: Any) -> None:
+        other(device.put(x))
+        held.append(pipe.handles["transformer"].stats().resident_bytes)
+
+    hook = pipe.components["transformer"].get_submodule("blocks.1").register_forward_pre_hook(call_other)
+    pipe.call("transformer")
+    hook.remove()
+    assert held == [block_bytes(pipe, "transformer")]
+    assert engine_of(pipe.handles["vae"])._memory.staying.slots == []
+    pipe.image()
+    handle.remove()
+    pipe.remove()
+
+
+def test_memory_that_runs_out_takes_what_other_models_left(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error says so, and the next call has the room."""
+    pipe = PretendPipeline(device).offload(vram_budget=EVERYTHING)
+    settled(pipe, IMAGE)
+    vae = pipe.components["vae"]
+
+    def run_out(*args: Any) -> None:
+        raise torch.OutOfMemoryError("no room.")
+
+    hook = vae.get_submodule("blocks.1").register_forward_pre_hook(run_out)
+    with pytest.raises(torch.OutOfMemoryError, match="vram_budget"):
+        pipe.call("vae")
+    hook.remove()
+    gc.collect()
+    device.synchronize()
+    assert not device.memory.now
+    pipe.image()
+    pipe.remove()
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_an_interrupt_while_another_model_is_displaced(
+    at: int, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both models are right afterwards, and nothing is held in vain."""
+    pipe = PretendPipeline(device).offload(vram_budget=EVERYTHING)
+    settled(pipe, IMAGE)
+    other = make(Model)
+    handle = apply_group_offloading(other, "cpu")
+    evict, num_evicted = arena.Slot.evict, 0
+
+    def strike(self: Any) -> None:
+        nonlocal num_evicted
+        evict(self)
+        num_evicted += 1
+        if num_evicted == at:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(arena.Slot, "evict", strike)
+        with pytest.raises(KeyboardInterrupt):
+            forward(device, other, torch.randn(3, WIDTH))
+    settled(pipe, IMAGE)
+    handle.remove()
+    pipe.remove()
+
+
+def test_a_model_that_is_restored_leaves_nothing_there(device: SimulatedDevice) -> None:
+    pipe = PretendPipeline(device).offload(vram_budget=EVERYTHING)
+    settled(pipe, IMAGE)
+    before = device.memory.now
+    staying = pipe.handles["transformer"].stats().resident_bytes
+    remove_group_offloading(pipe.components["transformer"])
+    gc.collect()
+    device.synchronize()
+    assert device.memory.now <= before - staying
+    pipe.call("encoder")
+    for name in ("encoder", "vae"):
+        pipe.handles[name].remove()
+
+
+def test_two_threads_displace_each_other(device: SimulatedDevice) -> None:
+    """With room for one of two models, of no pipeline, each thread's outputs are right."""
+    models = [make(Model, 5, seed=seed) for seed in range(2)]
+    resident = [make(Model, 5, seed=seed) for seed in range(2)]
+    num_bytes = sum(tensor.nbytes for tensor in models[0].parameters())
+    handles = [apply_group_offloading(model, "cpu", vram_budget=num_bytes * 2) for model in models]
+    x = torch.randn(3, WIDTH)
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for _ in range(6):
+                assert torch.equal(device.get(forward(device, models[number], x)), run(resident[number], x))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and not device.errors
+    for handle in handles:
+        handle.remove()
+
+
+# ---------------------------------------------------------------- one model, called again and again
+
+
+def test_a_part_that_is_called_tile_by_tile_is_sent_once(device: SimulatedDevice) -> None:
+    """Without a budget too, where the slots of the pipeline's largest model hold all of it. The device takes no more."""
+    tiles = ("encoder", *["transformer"] * 2, *["vae"] * 4)
+    pipe = PretendPipeline(device, vae=2).offload()
+    for _ in range(2):
+        pipe.call("transformer")
+    largest = pipe.handles["transformer"].stats().peak_device_bytes
+    images = [pipe.image(tiles), pipe.image(tiles)]
+    num_groups = len(pipe.handles["vae"].groups)
+    for image, expected in zip(images, ([None, None, 0, 0], [num_groups, 0, 0, 0]), strict=True):
+        for passed, onloads in zip(image[-4:], expected, strict=True):
+            assert onloads is None or passed.onloads == onloads, (passed, onloads)
+    assert device.memory.peak <= largest
+    pipe.remove()
+
+
+def test_a_part_that_the_slots_cannot_hold_takes_turns(device: SimulatedDevice) -> None:
+    pipe = PretendPipeline(device, vae=6).offload()
+    before = engine_of(pipe.handles["vae"]).slot_bytes
+    for _ in range(4):
+        pipe.call("vae")
+    assert engine_of(pipe.handles["vae"]).slot_bytes == before
+    pipe.remove()
+
+
+def test_a_part_that_was_held_is_cut_again(device: SimulatedDevice) -> None:
+    """A module that is cut into other groups has the usual slots again, until it repeats itself."""
+    pipe = PretendPipeline(device, vae=2).offload()
+    for _ in range(3):
+        pipe.call("vae")
+    assert pipe.call("vae").onloads == 0
+    for model in (pipe.components["vae"], pipe.resident["vae"]):
+        assert isinstance(model, Model)
+        with device.running():
+            model.blocks[1].down.bias = None
+    pipe.call("transformer")
+    for _ in range(3):
+        pipe.call("vae")
+    assert pipe.call("vae").onloads == 0
+    pipe.remove()
+
+
+def test_a_model_that_is_gone_leaves_nothing_there(device: SimulatedDevice) -> None:
+    """Neither other models nor what they have learnt keep its memory."""
+    pipe = PretendPipeline(device).offload(vram_budget=EVERYTHING)
+    settled(pipe, WITH_CONTROLNET)
+    before, staying = device.memory.now, pipe.handles["controlnet"].stats().resident_bytes
+    assert staying
+    del pipe.handles["controlnet"], pipe.components["controlnet"]
+    gc.collect()
+    device.synchronize()
+    assert device.memory.now <= before - staying
+    pipe.image()
+    pipe.remove()
