@@ -19,6 +19,13 @@ def ints(high: int, *shape: int) -> torch.Tensor:
     return torch.randint(high, shape)
 
 
+def encode_and_decode(module: Any, sample: torch.Tensor) -> Any:
+    """What pipelines call of an autoencoder, which is never its forward."""
+    encoded = module.encode(sample)
+    latents = next(tensors_of(encoded)) if not hasattr(encoded, "latent_dist") else encoded.latent_dist.mode()
+    return encoded, module.decode(latents)
+
+
 @dataclass(frozen=True)
 class Case:
     """A class, what builds it, and what calls it once."""

@@ -3,9 +3,25 @@
 # fmt: off
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from ..case import Case, ints, randn
+from ..case import Case, encode_and_decode, ints, randn
+
+
+def tiled(vae: Any, sample: torch.Tensor) -> Any:
+    """It works on tiles only."""
+    vae.enable_tiling()
+    vae.kernel, vae.stride = (8, 16, 16), (8, 16, 16)
+    vae.tile_overlap_t = vae.tile_overlap_h = vae.tile_overlap_w = 0
+    return encode_and_decode(vae, sample)
+
+
+def protein(vae: Any, coords_nm: torch.Tensor, padding_mask: torch.Tensor, **given: Any) -> Any:
+    encoded = vae.encode(coords_nm, padding_mask, **given)
+    return encoded, vae.decode(encoded.latent, coords_nm[:, :, 1], padding_mask, **given)
+
 
 CASES = [
     Case("AsymmetricAutoencoderKL",
@@ -88,7 +104,7 @@ CASES = [
          "decoder_block_out_channels": (32, 32, 32, 32), "layers_per_block": (1, 1, 1, 1, 1), "scaling_factor": 1},
          lambda: {"sample": randn(2, 3, 7, 16, 16)}),
     Case("AutoencoderOobleck",
-         {"encoder_hidden_size": 12, "decoder_channels": 12, "decoder_input_channels": 6,
+         {"encoder_hidden_size": 64, "decoder_channels": 12, "decoder_input_channels": 6,
          "downsampling_ratios": [2, 4], "channel_multiples": [1, 2]},
          lambda: {"sample": randn(4, 2, 24), "sample_posterior": False}),
     Case("AutoencoderSAME",
@@ -101,8 +117,8 @@ CASES = [
          "num_encoder_blocks": [1, 1], "num_decoder_blocks": [1, 1]},
          lambda: {"sample": randn(4, 3, 32, 32)}),
     Case("AutoencoderVidTok",
-         {"is_causal": False, "ch_mult": [1, 2, 4, 4, 4], "z_channels": 6, "double_z": False, "regularizer": "fsq"},
-         lambda: {"sample": randn(4, 3, 16, 32, 32)}),
+         {"ch": 32, "ch_mult": [1, 1, 1, 1], "num_res_blocks": 1},
+         lambda: {"sample": randn(1, 3, 17, 16, 16), "sample_posterior": False}),
     Case("AutoencoderKLWan",
          {"base_dim": 3, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1},
          lambda: {"sample": randn(2, 3, 9, 16, 16)}),
@@ -116,14 +132,74 @@ CASES = [
          lambda: {"sample": randn(4, 3, 32, 32), "generator": torch.Generator().manual_seed(0)}),
     Case("LTX2VideoDiffusionDecoderModel",
          {"latent_channels": 8, "patch_size": 2, "decoder_head_dim": 16,
-         "decoder_stage_channels": (64, 32, 16, 16, 16), "decoder_stage_depths": (1, 1, 1, 1, 2),
+         "decoder_stage_channels": (64, 32, 16, 16, 16), "decoder_stage_depths": (1, 1, 1, 1, 1),
          "decoder_stage_kernels": ((3, 3, 3), (3, 3, 3), (3, 3, 3), (3, 3, 3)),
          "decoder_upsample_channel_reductions": (2, 2, 1, 1), "decoder_stage5_kernel": (3, 3, 3),
          "decoder_t_emb_dim": 32, "spatial_compression_ratio": 16},
-         lambda: {"z": randn(2, 8, 2, 3, 3), "generator": torch.Generator().manual_seed(0)}),
+         lambda: {"z": randn(1, 8, 2, 3, 3), "generator": torch.Generator().manual_seed(0)}),
     Case("VQModel",
          {"block_out_channels": [8, 16], "norm_num_groups": 8,
          "down_block_types": ["DownEncoderBlock2D", "DownEncoderBlock2D"],
          "up_block_types": ["UpDecoderBlock2D", "UpDecoderBlock2D"]},
          lambda: {"sample": randn(4, 3, 32, 32)}),
+    Case("AutoencoderKLAllegro",
+         {"block_out_channels": (8, 8, 8, 8), "layers_per_block": 1, "norm_num_groups": 2, "sample_size": 16},
+         lambda: {"sample": randn(1, 3, 8, 16, 16)}, call=tiled),
+    Case("AutoencoderKLFlux2",
+         {"block_out_channels": (4, 8), "down_block_types": ["DownEncoderBlock2D", "DownEncoderBlock2D"],
+         "up_block_types": ["UpDecoderBlock2D", "UpDecoderBlock2D"], "norm_num_groups": 2, "latent_channels": 4},
+         lambda: {"sample": randn(2, 3, 32, 32)}),
+    Case("AutoencoderKLHunyuanImage",
+         {"in_channels": 3, "out_channels": 3, "latent_channels": 4, "block_out_channels": (32, 32),
+         "layers_per_block": 1, "spatial_compression_ratio": 2, "sample_size": 16},
+         lambda: {"sample": randn(1, 3, 16, 16)}),
+    Case("AutoencoderKLHunyuanImageRefiner",
+         {"latent_channels": 4, "block_out_channels": (32, 32, 32), "layers_per_block": 1,
+         "spatial_compression_ratio": 4},
+         lambda: {"sample": randn(1, 3, 5, 16, 16)}),
+    Case("AutoencoderKLHunyuanVideo15",
+         {"latent_channels": 4, "block_out_channels": (32, 32, 32), "layers_per_block": 1,
+         "spatial_compression_ratio": 4},
+         lambda: {"sample": randn(1, 3, 5, 16, 16)}),
+    Case("AutoencoderKLKVAEAudio",
+         {"encoder_dim": 4, "encoder_rates": [2, 2], "latent_dim": 16, "codebook_dim": 4, "decoder_dim": 16,
+         "decoder_rates": [2, 2], "attn_num_heads": 2},
+         lambda: {"sample": randn(1, 1, 64)}),
+    Case("AutoencoderKLQwenImage",
+         {"base_dim": 8, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1},
+         lambda: {"sample": randn(1, 3, 1, 16, 16)}),
+    Case("AutoencoderKLQwenImage21",
+         {"base_dim": 8, "decoder_base_dim": 8, "dim_mult": [1, 1, 1, 1, 1], "num_res_blocks": 1},
+         lambda: {"sample": randn(1, 4, 1, 32, 32)}),
+    Case("AutoencoderRAE",
+         {"encoder_hidden_size": 64, "encoder_patch_size": 4, "encoder_num_hidden_layers": 2, "decoder_hidden_size": 16,
+         "decoder_num_hidden_layers": 2, "decoder_num_attention_heads": 2, "decoder_intermediate_size": 32,
+         "patch_size": 4, "encoder_input_size": 16},
+         lambda: {"sample": randn(1, 3, 16, 16)}),
+    Case("Kandinsky6SRVAE",
+         {"latent_channels": 4, "encoder_block_out_channels": (32, 32, 32, 32),
+         "decoder_block_out_channels": (32, 32, 32, 32), "layers_per_block": 1},
+         lambda: {"sample": randn(1, 3, 5, 16, 16)}),
+    Case("LongCatAudioDiTVae",
+         {"channels": 4, "c_mults": [1, 2], "strides": [2, 2], "latent_dim": 4, "encoder_latent_dim": 8},
+         lambda: {"sample": randn(1, 1, 64)}),
+    Case("MMAudioVAE",
+         {"mel_bins": 16, "latent_channels": 4, "hidden_channels": 16, "channel_multipliers": (1, 2),
+         "layers_per_block": 1, "n_fft": 64, "hop_length": 16},
+         lambda: {"sample": randn(1, 512)}),
+    Case("MMAudioVocoder",
+         {"num_mels": 8, "upsample_initial_channel": 16, "upsample_rates": (2, 2), "upsample_kernel_sizes": (4, 4)},
+         lambda: {"mel": randn(1, 8, 12)}),
+    Case("MiniMaxMusic3Vocoder",
+         {"latent_channels": 4, "decoder_input_dim": 8, "decoder_hidden_dim": 16, "upsampling_ratios": (2, 2)},
+         lambda: {"latents": randn(1, 4, 8)}),
+    Case("RFD4ProteinaAutoencoder",
+         {"atom37_mask": [[True] * 37] * 147, "allowed_residue_types": [[True] * 147] * 7, "latent_dim": 4, "nlayers": 2,
+         "token_dim": 16, "nheads": 2, "dim_cond": 8, "pair_repr_dim": 8, "token_type_emb_dim": 4},
+         lambda: {"coords_nm": randn(1, 6, 37, 3), "padding_mask": torch.ones(1, 6, dtype=torch.bool),
+         "token_type": ints(7, 1, 6), "atom37_mask": torch.ones(1, 6, 37, dtype=torch.bool),
+         "conditioning": {"is_in_context_conditioning": torch.zeros(1, 6, dtype=torch.bool),
+         "supports_local_latent": torch.ones(1, 6, dtype=torch.bool), "chain_iid": torch.zeros(1, 6, dtype=torch.long),
+         "incident_bond_type_counts": torch.ones(1, 6, 37, 10), "ground_truth_element": ints(100, 1, 6, 37),
+         "charge": torch.zeros(1, 6, 37, dtype=torch.long)}}, call=protein),
 ]

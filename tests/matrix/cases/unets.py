@@ -3,9 +3,17 @@
 # fmt: off
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..case import Case, ints, randn
+
+
+def first_motion_module(adapter: Any, **inputs: Any) -> Any:
+    """`UNetMotionModel` takes the modules over: the adapter has no forward."""
+    return adapter.down_blocks[0].motion_modules[0](**inputs)
+
 
 CASES = [
     Case("UNet1DModel",
@@ -50,4 +58,59 @@ CASES = [
          "addition_time_embed_dim": 32},
          lambda: {"sample": randn(2, 2, 4, 32, 32), "timestep": torch.tensor([10]),
          "encoder_hidden_states": randn(2, 1, 32), "added_time_ids": randn(2, 3)}),
+    Case("AudioLDM2UNet2DConditionModel",
+         {"block_out_channels": (8, 16), "norm_num_groups": 8,
+         "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+         "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"), "sample_size": 8, "layers_per_block": 1,
+         "cross_attention_dim": ((None, 8, 16), (None, 8, 16)), "attention_head_dim": 4},
+         lambda: {"sample": randn(1, 4, 8, 8), "timestep": torch.tensor(7), "encoder_hidden_states": randn(1, 4, 8),
+         "encoder_hidden_states_1": randn(1, 6, 16)}),
+    Case("DreamLiteUNetModel",
+         {"sample_size": 8, "block_out_channels": (16, 32, 32), "layers_per_block": 1, "norm_num_groups": 4,
+         "cross_attention_dim": 16, "attention_head_dim": 8, "ff_mult": 2},
+         lambda: {"sample": randn(1, 4, 8, 8), "timestep": torch.tensor([7]), "encoder_hidden_states": randn(1, 4, 16)}),
+    Case("I2VGenXLUNet",
+         {"block_out_channels": (8, 16), "norm_num_groups": 4, "sample_size": 8, "layers_per_block": 1,
+         "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"),
+         "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D"), "cross_attention_dim": 8, "attention_head_dim": 2},
+         lambda: {"sample": randn(1, 4, 2, 8, 8), "timestep": torch.tensor(7), "fps": torch.tensor([8]),
+         "image_latents": randn(1, 4, 2, 8, 8), "image_embeddings": randn(1, 8),
+         "encoder_hidden_states": randn(1, 4, 8)}),
+    Case("Kandinsky3UNet",
+         {"time_embedding_dim": 16, "groups": 4, "attention_head_dim": 4, "layers_per_block": 3,
+         "block_out_channels": (8, 8, 16, 16), "cross_attention_dim": 8, "encoder_hid_dim": 12},
+         lambda: {"sample": randn(1, 4, 8, 8), "timestep": torch.tensor(7), "encoder_hidden_states": randn(1, 4, 12),
+         "encoder_attention_mask": torch.ones(1, 4)}),
+    Case("MotionAdapter",
+         {"block_out_channels": (8, 16), "motion_layers_per_block": 1, "motion_norm_num_groups": 4,
+         "motion_num_attention_heads": 2},
+         lambda: {"hidden_states": randn(2, 8, 4, 4), "num_frames": 2}, call=first_motion_module),
+    Case("StableCascadeUNet",
+         {"timestep_ratio_embedding_dim": 8, "conditioning_dim": 16, "block_out_channels": (16, 32),
+         "num_attention_heads": (2, 4), "down_num_layers_per_block": (1, 2), "up_num_layers_per_block": (2, 1),
+         "clip_text_in_channels": 12, "clip_text_pooled_in_channels": 12, "clip_image_in_channels": 12,
+         "clip_seq": 2, "switch_level": (False,)},
+         lambda: {"sample": randn(1, 16, 8, 8), "timestep_ratio": torch.tensor([0.5]),
+         "clip_text_pooled": randn(1, 1, 12), "clip_text": randn(1, 4, 12), "clip_img": randn(1, 1, 12)}),
+    Case("UNet2DConditionModel",
+         {"block_out_channels": (4, 8), "norm_num_groups": 4, "layers_per_block": 1, "sample_size": 16,
+         "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+         "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "cross_attention_dim": 8, "attention_head_dim": 2},
+         lambda: {"sample": randn(2, 4, 16, 16), "timestep": torch.tensor([10]),
+         "encoder_hidden_states": randn(2, 4, 8)}),
+    Case("UVit2DModel",
+         {"hidden_size": 16, "cond_embed_dim": 16, "micro_cond_encode_dim": 2, "micro_cond_embed_dim": 10,
+         "encoder_hidden_size": 16, "vocab_size": 32, "codebook_size": 32, "in_channels": 16, "block_out_channels": 16,
+         "num_res_blocks": 1, "downsample": True, "upsample": True, "block_num_heads": 1, "num_hidden_layers": 1,
+         "num_attention_heads": 1, "intermediate_size": 16},
+         lambda: {"input_ids": ints(32, 1, 8, 8), "encoder_hidden_states": randn(1, 4, 16),
+         "pooled_text_emb": randn(1, 16), "micro_conds": randn(1, 5)}),
+    Case("UniDiffuserModel",
+         {"text_dim": 16, "clip_img_dim": 16, "num_text_tokens": 6, "num_attention_heads": 2, "attention_head_dim": 8,
+         "in_channels": 4, "out_channels": 4, "num_layers": 2, "sample_size": 8, "patch_size": 2,
+         "activation_fn": "gelu", "num_embeds_ada_norm": 100, "norm_type": "layer_norm", "pre_layer_norm": False,
+         "use_timestep_embedding": False, "norm_elementwise_affine": True, "use_patch_pos_embed": False,
+         "ff_final_dropout": True, "use_data_type_embedding": True, "attention_bias": False},
+         lambda: {"latent_image_embeds": randn(1, 4, 8, 8), "image_embeds": randn(1, 1, 16),
+         "prompt_embeds": randn(1, 6, 16), "timestep_img": torch.tensor([3]), "timestep_text": torch.tensor([3])}),
 ]
