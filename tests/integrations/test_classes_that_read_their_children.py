@@ -12,7 +12,7 @@ from diffusers import DiTTransformer2DModel, HunyuanDiT2DModel, VQModel
 from torch import nn
 from transformers import MambaConfig, MambaModel
 
-from group_offload import ModuleError, apply_group_offloading
+from group_offload import apply_group_offloading
 
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_same
@@ -96,8 +96,6 @@ CLASSES: dict[str, Made] = {
 @pytest.mark.parametrize("name", CLASSES)
 def test_bits(name: str, level: str) -> None:
     """Nothing is read where it rests: a device could not read it there."""
-    if (name, level) == ("DiTTransformer2DModel", "block_level"):
-        pytest.skip("calls a part of its first block from outside")
     make, inputs = CLASSES[name]
     reference = tiny.seeded(0, make).eval()
     model = copy.deepcopy(reference)
@@ -110,14 +108,8 @@ def test_bits(name: str, level: str) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", [name for name in CLASSES if name != "MambaModel"])
 def test_patched_calls(name: str, level: str, patched: None) -> None:
-    """The class says that diffusers does not support it. Where this package does, it is offloaded."""
+    """The class says that diffusers does not support it."""
     model = CLASSES[name][0]().eval()
-    if (name, level) == ("DiTTransformer2DModel", "block_level"):
-        for given in ({}, {"offload_type": level}):
-            with pytest.raises(ModuleError, match="offload_type='leaf_level', in a pipeline in model_options"):
-                model.enable_group_offload("cpu", **given)
-        model.enable_group_offload("cpu", "cpu", "leaf_level").remove()
-        return
     handle = model.enable_group_offload("cpu", offload_type=level)
     assert handle.is_active
     handle.remove()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from group_offload import apply_group_offloading, from_pretrained
+from group_offload.api import handle_of
 
 from ..support.asserts import assert_at_rest, named_tensors, same_bits
 from ..support.rigs import OnloadedOnly
@@ -56,8 +58,15 @@ class Subject:
         once, because the simulated device sees no such read.)
         """
         if self._on_device is None:
-            late, early = self._run_on_device("lazy"), self._run_on_device("eager")
-            self._on_device = early, "random" if all(map(same_bits, late, early)) else "eager"
+            try:
+                early = self._run_on_device("eager")
+            except Exception as error:
+                raise NotApplicable(f"the simulated device cannot run it resident: {_first_line(error)}") from error
+            try:
+                is_blind = not all(map(same_bits, self._run_on_device("lazy"), early))
+            except Exception:
+                is_blind = True
+            self._on_device = early, "eager" if is_blind else "random"
         return self._on_device
 
     def _run_on_device(self, laziness: Laziness) -> list[torch.Tensor]:
@@ -113,7 +122,8 @@ def in_ram(level: str) -> Callable[[Subject, Path], None]:
         assert_at_rest(model, subject.resident)
         handle.remove()
         assert_at_rest(model, subject.resident)
-        run_on_device(subject, offload_type=level)
+        with suppress(NotApplicable):
+            run_on_device(subject, offload_type=level)
 
     return run
 
@@ -137,9 +147,10 @@ def in_checkpoint(subject: Subject, folder: Path) -> None:
         subject.case.run(cls.from_pretrained(saved))
     except Exception as error:
         raise NotApplicable(f"its own `save_pretrained` or `from_pretrained` fails: {error}") from error
-    run_on_cpu(
-        subject.case, from_pretrained(cls, saved, onload_device="cpu", offload_device="disk").eval(), subject.expected
-    )
+    model = from_pretrained(cls, saved, onload_device="cpu", offload_to_disk_path=folder / "groups").eval()
+    groups = handle_of(model).groups
+    assert any("model" in group.where for group in groups), f"nothing rests in the checkpoint: {groups}"
+    run_on_cpu(subject.case, model, subject.expected)
 
 
 def with_budget(subject: Subject, folder: Path) -> None:
@@ -154,10 +165,12 @@ def with_lora(subject: Subject, folder: Path) -> None:
     if not hasattr(subject.case.cls, "add_adapter"):
         raise NotApplicable("takes no LoRA")
     case, reference = subject.case, copy.deepcopy(subject.resident)
+    if not _linear_layers(reference):
+        raise NotApplicable("no linear layer")
     _adapt(reference)
     adapted = case.run(reference)
     assert not all(map(same_bits, adapted, subject.expected)), "the LoRA changes nothing"
-    reference.delete_adapters("default")  # type: ignore[operator]
+    _delete_adapter(reference)
     unadapted = case.run(reference)
     for level in ("block_level", "leaf_level"):
         model = copy.deepcopy(subject.resident)
@@ -165,18 +178,31 @@ def with_lora(subject: Subject, folder: Path) -> None:
         run_on_cpu(case, model, subject.expected, passes=1)
         _adapt(model)
         run_on_cpu(case, model, adapted)
-        model.delete_adapters("default")  # type: ignore[operator]
+        _delete_adapter(model)
         run_on_cpu(case, model, unadapted, passes=1)
         handle.remove()
 
 
-def _adapt(model: nn.Module) -> nn.Module:
+def _linear_layers(model: nn.Module) -> list[str]:
+    """The linear layers of attentions, which a LoRA usually adapts; all of them where there are none."""
+    layers = [name for name, part in model.named_modules() if type(part) is nn.Linear]
+    return [name for name in layers if "to_q" in name or "q_proj" in name or "to_v" in name] or layers
+
+
+def _adapt(model: nn.Module) -> None:
     from peft import LoraConfig
 
-    layers = [name for name, part in model.named_modules() if type(part) is nn.Linear]
     torch.manual_seed(3)
-    model.add_adapter(LoraConfig(r=2, target_modules=layers, init_lora_weights=False))  # type: ignore[operator]
-    return model.eval()
+    model.add_adapter(LoraConfig(r=2, target_modules=_linear_layers(model), init_lora_weights=False))  # type: ignore[operator]
+    model.eval()
+
+
+def _delete_adapter(model: Any) -> None:
+    (model.delete_adapters if hasattr(model, "delete_adapters") else model.delete_adapter)("default")
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}"
 
 
 ARMS: Mapping[str, Callable[[Subject, Path], None]] = {

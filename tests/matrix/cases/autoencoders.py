@@ -3,11 +3,23 @@
 # fmt: off
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..case import Case, encode_and_decode, ints, randn
+
+
+def forward_and_parts(vae: Any, **inputs: Any) -> Any:
+    """What pipelines call of an autoencoder is not its forward."""
+    whole = vae(**inputs)
+    return (whole, encode_and_decode(vae, inputs["sample"])) if hasattr(vae, "encode") and "sample" in inputs else whole
+
+
+def frames(vae: Any, sample: torch.Tensor, num_frames: int) -> Any:
+    encoded = vae.encode(sample)
+    return encoded, vae.decode(encoded.latent_dist.mode(), num_frames)
 
 
 def tiled(vae: Any, sample: torch.Tensor) -> Any:
@@ -23,7 +35,7 @@ def protein(vae: Any, coords_nm: torch.Tensor, padding_mask: torch.Tensor, **giv
     return encoded, vae.decode(encoded.latent, coords_nm[:, :, 1], padding_mask, **given)
 
 
-CASES = [
+RUN = [
     Case("AsymmetricAutoencoderKL",
          {"down_block_types": ["DownEncoderBlock2D", "DownEncoderBlock2D"], "down_block_out_channels": [2, 4],
          "up_block_types": ["UpDecoderBlock2D", "UpDecoderBlock2D"], "up_block_out_channels": [2, 4],
@@ -84,7 +96,7 @@ CASES = [
     Case("AutoencoderKLTemporalDecoder",
          {"block_out_channels": [32, 64], "down_block_types": ["DownEncoderBlock2D", "DownEncoderBlock2D"],
          "layers_per_block": 2},
-         lambda: {"sample": randn(3, 3, 32, 32), "num_frames": 3}),
+         lambda: {"sample": randn(3, 3, 32, 32), "num_frames": 3}, call=frames),
     Case("AutoencoderKLLTX2Video",
          {"latent_channels": 8, "block_out_channels": (8, 8, 8, 8), "decoder_block_out_channels": (16, 32, 64),
          "layers_per_block": (1, 1, 1, 1, 1), "decoder_layers_per_block": (1, 1, 1, 1), "patch_size": 1,
@@ -104,7 +116,7 @@ CASES = [
          "decoder_block_out_channels": (32, 32, 32, 32), "layers_per_block": (1, 1, 1, 1, 1), "scaling_factor": 1},
          lambda: {"sample": randn(2, 3, 7, 16, 16)}),
     Case("AutoencoderOobleck",
-         {"encoder_hidden_size": 64, "decoder_channels": 12, "decoder_input_channels": 6,
+         {"encoder_hidden_size": 12, "decoder_channels": 12, "decoder_input_channels": 6,
          "downsampling_ratios": [2, 4], "channel_multiples": [1, 2]},
          lambda: {"sample": randn(4, 2, 24), "sample_posterior": False}),
     Case("AutoencoderSAME",
@@ -133,10 +145,10 @@ CASES = [
     Case("LTX2VideoDiffusionDecoderModel",
          {"latent_channels": 8, "patch_size": 2, "decoder_head_dim": 16,
          "decoder_stage_channels": (64, 32, 16, 16, 16), "decoder_stage_depths": (1, 1, 1, 1, 1),
-         "decoder_stage_kernels": ((3, 3, 3), (3, 3, 3), (3, 3, 3), (3, 3, 3)),
-         "decoder_upsample_channel_reductions": (2, 2, 1, 1), "decoder_stage5_kernel": (3, 3, 3),
+         "decoder_stage_kernels": ((1, 1, 1), (1, 1, 1), (1, 1, 1), (1, 1, 1)),
+         "decoder_upsample_channel_reductions": (2, 2, 1, 1), "decoder_stage5_kernel": (1, 1, 1),
          "decoder_t_emb_dim": 32, "spatial_compression_ratio": 16},
-         lambda: {"z": randn(1, 8, 2, 3, 3), "generator": torch.Generator().manual_seed(0)}),
+         lambda: {"z": randn(1, 8, 1, 1, 1), "generator": torch.Generator().manual_seed(0)}),
     Case("VQModel",
          {"block_out_channels": [8, 16], "norm_num_groups": 8,
          "down_block_types": ["DownEncoderBlock2D", "DownEncoderBlock2D"],
@@ -203,3 +215,5 @@ CASES = [
          "incident_bond_type_counts": torch.ones(1, 6, 37, 10), "ground_truth_element": ints(100, 1, 6, 37),
          "charge": torch.zeros(1, 6, 37, dtype=torch.long)}}, call=protein),
 ]
+
+CASES = [replace(case, call=case.call or forward_and_parts) for case in RUN]

@@ -3,10 +3,18 @@
 # fmt: off
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
 
 from ..case import Case, ints, randn
+
+
+def wan_cache() -> Any:
+    from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
+
+    return WanAnimate2KVCache(2)
+
 
 CASES = [
     Case("DiTTransformer2DModel",
@@ -376,7 +384,7 @@ CASES = [
          "num_layers": 2},
          lambda: {"hidden_states": [randn(16, 2, 4, 4)], "timestep": torch.tensor([1.0]),
          "encoder_hidden_states": [randn(8, 32)], "condition_latents": [randn(20, 2, 4, 4)],
-         "encoder_hidden_states_image": randn(1, 4, 1280), "kv_cache": WanAnimate2KVCache(2),
+         "encoder_hidden_states_image": randn(1, 4, 1280), "kv_cache": wan_cache(),
          "kv_cache_mode": "extract", "seq_len": 8, "offset_grid_sizes": torch.tensor([[2, 2, 2]])}),
     Case("WanVACETransformer3DModel",
          {"num_attention_heads": 2, "attention_head_dim": 12, "text_dim": 32, "ffn_dim": 32, "num_layers": 4,
