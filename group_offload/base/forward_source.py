@@ -14,6 +14,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -169,7 +170,7 @@ def _reached(modules: Mapping[str, nn.Module], place: _Place) -> Iterator[tuple[
         elif steps and not isinstance(steps[0], str) and isinstance(at, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
             inside = [child for child in children.values() if child is not None]
             index = steps[0]
-            if index is not None:
+            if isinstance(index, int):
                 inside = inside[index : index + 1 or None]
             pending.extend((child, steps[1:]) for child in inside)
         else:
@@ -213,8 +214,10 @@ class _Reader(ast.NodeVisitor):
             step: Step = None
             if isinstance(node, ast.Attribute):
                 step = node.attr
-            elif isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, int):
-                step = node.slice.value
+            else:
+                with suppress(ValueError):
+                    index = ast.literal_eval(node.slice)
+                    step = index if isinstance(index, (int, str)) else None
             return _Place(start.name, (*start.steps, step))
         return None
 
