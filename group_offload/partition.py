@@ -212,7 +212,7 @@ def _list_units(blocks: nn.Module, reader: nn.Module, path: str, name: str, coun
             part = run[start : start + count]
             yield _Unit(
                 f"{name}_{part[0][0]}_{part[-1][0]}",
-                modules=[reader if isinstance(module, NEVER_CALLED) else module for _, _, module in part],
+                modules=[called for _, _, module in part for called in _called_for(module, reader)],
                 subtrees=[part_path for _, part_path, _ in part],
             )
         run.clear()
@@ -260,7 +260,11 @@ def _open_for_parts_used(modules: dict[str, nn.Module], units: list[_Unit]) -> N
 
     def unit_of(module: nn.Module) -> _Unit | None:
         path = paths.get(module)
-        return None if path is None else next((by_path[part] for part in (path, *_ancestors(path)) if part in by_path), None)
+        return (
+            None
+            if path is None
+            else next((by_path[part] for part in (path, *_ancestors(path)) if part in by_path), None)
+        )
 
     for path, module in modules.items():
         above = {modules[part] for part in (path, *_ancestors(path))}
@@ -458,12 +462,21 @@ def _nearest_called(path: str, modules: dict[str, nn.Module]) -> str:
 
 
 def _callable_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """`module`, or if it is a container, the modules in it that are called."""
-    if isinstance(module, NEVER_CALLED):
+    """`module`, or if it is a container or has no forward, the modules in it that are called."""
+    if isinstance(module, NEVER_CALLED) or not _has_forward(module):
         for child in module.children():
             yield from _callable_parts(child)
     else:
         yield module
+
+
+def _called_for(block: nn.Module, reader: nn.Module) -> list[nn.Module]:
+    """The modules whose calls need a block: the block; the parts of one without forward; what reads a list of parameters."""
+    return [reader] if isinstance(block, NEVER_CALLED) else [*_callable_parts(block)] or [reader]
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return getattr(type(module), "forward", None) is not nn.Module.forward or "forward" in vars(module)
 
 
 def _lists_lie_deeper(module: nn.Module, path: str) -> bool:

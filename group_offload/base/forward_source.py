@@ -4,8 +4,8 @@
   and `self.processor(self, x)`, if the processor reads `attn.embed.weight` of the `attn` that it is given.
 - `self.blocks[0].norm.emb(x)` calls a part of a block, and not the block.
 
-diffusers' `VectorQuantizer`, `SoftNormBottleneck` and `DiTTransformer2DModel` do such things, and transformers' Mamba. A forward
-without source, or one that reaches a module in yet another way, seems to use nothing.
+diffusers' `VectorQuantizer` and `DiTTransformer2DModel` do such things, and transformers' Mamba. A forward without
+source, or one that reaches a module in yet another way, seems to use nothing.
 """
 
 from __future__ import annotations
@@ -136,7 +136,9 @@ def _follow(
                 if use.is_call and at is not root:
                     found.called[at] = None
                     if arguments:
-                        _follow(inspect.getattr_static(type(at), "forward"), [at, *first[1:]], root, found, known, by_name)
+                        _follow(
+                            inspect.getattr_static(type(at), "forward"), [at, *first[1:]], root, found, known, by_name
+                        )
                 continue
             name = rest[0]
             if any(_found(table, name) is not None for table in (at._parameters, at._buffers)):
@@ -233,7 +235,11 @@ class _Reader(ast.NodeVisitor):
     def visit_For(self, node: ast.For) -> None:
         """`for block in self.blocks`, also `enumerate(self.blocks)` and `zip(self.blocks, others)`."""
         sources, targets = [node.iter], [node.target]
-        if isinstance(node.iter, ast.Call) and isinstance(node.iter.func, ast.Name) and isinstance(node.target, ast.Tuple):
+        if (
+            isinstance(node.iter, ast.Call)
+            and isinstance(node.iter.func, ast.Name)
+            and isinstance(node.target, ast.Tuple)
+        ):
             sources, targets = node.iter.args, node.target.elts[node.iter.func.id == "enumerate" :]
         for source, target in zip(sources, targets, strict=False):
             place = self._place(source)

@@ -16,7 +16,7 @@ from group_offload import apply_group_offloading
 
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_same
-from ..support.rigs import LEVELS, run, run_onloaded
+from ..support.rigs import LEVELS, check, pair, run, run_onloaded
 
 
 def vq() -> nn.Module:
@@ -112,4 +112,35 @@ def test_patched_calls(name: str, level: str, patched: None) -> None:
     model = CLASSES[name][0]().eval()
     handle = model.enable_group_offload("cpu", offload_type=level)
     assert handle.is_active
+    handle.remove()
+
+
+class Holder(nn.Module):
+    """A block without a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.mlp = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+
+class OfHolders(nn.Module):
+    """Calls parts of its blocks, and of one block in the middle of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Holder() for _ in range(3))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block, layer in zip(self.blocks, self.layers, strict=True):
+            x = layer[1](block.mlp(block.attn(x)))
+        return self.layers[0](x)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_parts_of_blocks_that_are_called_from_outside(level: str) -> None:
+    model, reference = pair(OfHolders)
+    handle = apply_group_offloading(model, "cpu", offload_type=level)
+    check(model, reference, torch.randn(2, 4))
+    run_onloaded(model, torch.randn(2, 4), call=model.blocks[1].mlp)
     handle.remove()

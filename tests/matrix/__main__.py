@@ -1,6 +1,6 @@
 """Runs the support matrix: `python -m tests.matrix [CLASS ...]`, and with `--write` the page of docs that has its table.
 
-It takes 15 minutes on 2 cores. It ends with 1 if a class that runs resident gives other bits, or raises what no user should see.
+It takes 15 minutes on 2 cores. It ends with 1 if a class gives other bits than resident, or raises what no user should see.
 """
 
 from __future__ import annotations

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
+import re
 from pathlib import Path
 
 import diffusers
 import transformers
 from torch import nn
+
+_IMPORTS = re.compile(r"^\s*from transformers import (\([^)]*\)|[^(\n]*)$", re.MULTILINE)
 
 
 def of_diffusers() -> list[str]:
@@ -24,9 +26,8 @@ def of_transformers() -> list[str]:
     names: set[str] = set()
     for folder in ("pipelines", "modular_pipelines"):
         for path in (Path(diffusers.__file__).parent / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module == "transformers":
-                    names.update(alias.name for alias in node.names)
+            for imported in _IMPORTS.findall(path.read_text()):
+                names.update(re.findall(r"\w+", imported))
     return [
         name
         for name in sorted(names)

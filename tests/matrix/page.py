@@ -22,25 +22,25 @@ PATH = Path(__file__).parents[2] / "docs" / "support-matrix.md"
 INTRODUCTION = """\
 # Support matrix
 
-This table was measured, not written: `python -m tests.matrix --write` runs every model class that diffusers exports, and every
-model of transformers that a pipeline of diffusers imports. It wrote this page on {date}, with diffusers {diffusers}, transformers
-{transformers}, peft {peft}, torch {torch} and Python {python}. `tests/matrix/test_matrix.py` fails if the page leaves out a
-class.
+This table was measured: `make matrix` runs every model class that diffusers exports, and every model of transformers that a
+pipeline of diffusers imports, and writes this page. It did so on {date}, with diffusers {diffusers}, transformers
+{transformers}, peft {peft}, torch {torch} and Python {python}. `test_matrix.py` fails if a class is left out.
 
 Each class is built with a tiny configuration and random weights, and called as a pipeline calls it: an autoencoder by `encode`
-and `decode` too. **yes** means that every output of every call has the bits of the resident module's.
+and `decode` too. **yes** means that all outputs of all calls have the resident module's bits.
 
 | column | the weights |
 |---|---|
-| RAM, blocks | rest in RAM, and move block by block |
-| RAM, layers | rest in RAM, and move layer by layer (`offload_type="leaf_level"`) |
+| RAM, blocks | rest in RAM and move block by block |
+| RAM, layers | rest in RAM and move layer by layer (`offload_type="leaf_level"`) |
 | group files | rest in group files, at both levels |
-| checkpoint | stay in the file that `save_pretrained` wrote; `group_offload.from_pretrained` opened it |
-| budget | rest in RAM, and half of them may stay on the device (`vram_budget`) |
-| LoRA | rest in RAM, at both levels; an adapter is added while they are offloaded, and deleted again |
+| checkpoint | stay in the file of `save_pretrained`; `group_offload.from_pretrained` opened it |
+| budget | rest in RAM, and some of them stay on the device (`vram_budget`) |
+| LoRA | rest in RAM, at both levels; an adapter is added while they do, and deleted. **no**: the class takes none |
 
-In the runs on the CPU no kernel may read a weight where it rests, so a weight that nobody onloaded is an error. In the runs on the
-simulated device copies and kernels run late, and every wait that is missing is an error. Both columns of RAM have both.
+On the CPU no kernel may read a weight where it rests, so a weight that was not onloaded is an error. On a simulated device
+copies and kernels run late, so a missing wait is an error. The columns of RAM had both, and budget the device alone. A class
+with a note about the simulated device ran on the CPU alone.
 
 {summary}
 """
@@ -59,8 +59,8 @@ def write(rows: Mapping[str, Row]) -> None:
     outcomes = [cell.outcome for row in rows.values() for cell in row.cells.values()]
     num_same = sum(all(row.cells[arm].outcome == "yes" for arm in list(ARMS)[:3]) for row in rows.values())
     summary = (
-        f"{num_same} of {len(rows)} classes run bit-equal in RAM at both levels and in files. {outcomes.count('FAILS')} cells "
-        f"fail, {outcomes.count('refused')} are refused, and {outcomes.count('no')} have nothing to run: the notes say why."
+        f"{num_same} of {len(rows)} classes run bit-equal in RAM, at both levels, and in group files.\n"
+        f"{outcomes.count('FAILS')} cells fail, and {outcomes.count('refused')} are refused."
     )
     introduction = INTRODUCTION.format(
         date=datetime.datetime.now(datetime.timezone.utc).date(),
@@ -77,12 +77,12 @@ def write(rows: Mapping[str, Row]) -> None:
 
 
 def _show(row: Row, arm: str, notes: dict[str, int]) -> str:
-    cell = row.cells.get(arm) or row.cells["resident"]
+    cell = row.cells[arm]
     if not cell.reason:
         return cell.outcome
     reason = re.sub(r"\s+", " ", re.sub(r"/tmp/\S+", "FOLDER", cell.reason)).strip().rstrip(".")
     if arm == "LoRA" and cell.outcome == "no" and "takes no" in reason:
-        return "–"
+        return "no"
     return f"{cell.outcome} [{notes.setdefault(f'{reason}.', len(notes) + 1)}](#notes)"
 
 

@@ -15,6 +15,7 @@ import transformers
 from torch.nn.attention import flex_attention
 
 from group_offload import GroupOffloadError
+from group_offload.integrations.diffusers import refuse_unsupported
 
 from .arms import ARMS, NotApplicable, Subject
 from .cases import FAMILIES
@@ -65,7 +66,11 @@ def run(name: str) -> Row:
     try:
         subject = Subject.of(case)
     except Exception as error:
-        return Row(name, time.perf_counter() - start, {"resident": Cell("FAILS", _describe(error))})
+        return Row(name, time.perf_counter() - start, dict.fromkeys(ARMS, Cell("FAILS", _describe(error))))
+    try:
+        refuse_unsupported(subject.resident)
+    except GroupOffloadError as error:
+        return Row(name, time.perf_counter() - start, dict.fromkeys(ARMS, Cell("refused", str(error))))
     for arm, run_arm in ARMS.items():
         with tempfile.TemporaryDirectory() as folder:
             try:

@@ -233,7 +233,7 @@ class CallsAllFromOutside(Deep):
 
 class CallsInZip(Deep):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for i, layer in zip(range(2), self.last):
+        for i, layer in zip(range(2), self.last, strict=True):
             x = layer(x) + i
         return x
 

@@ -108,9 +108,10 @@ CASES = [
     Case("FluxControlNetModel", FLUX,
          lambda: {**FLUX_INPUTS(), "controlnet_cond": randn(1, 16, 4)}),
     Case("FluxMultiControlNetModel", {},
-         lambda: {**FLUX_INPUTS(), "controlnet_cond": [randn(1, 16, 4)] * 2, "controlnet_mode": [torch.tensor([0]), torch.tensor([1])],
-         "conditioning_scale": [1.0, 0.5]},
-         build=lambda: diffusers.FluxMultiControlNetModel([diffusers.FluxControlNetModel(**FLUX, num_mode=2) for _ in range(2)])),
+         lambda: {**FLUX_INPUTS(), "controlnet_cond": [randn(1, 16, 4)] * 2, "conditioning_scale": [1.0, 0.5],
+         "controlnet_mode": [torch.tensor([0]), torch.tensor([1])]},
+         build=lambda: diffusers.FluxMultiControlNetModel(
+             [diffusers.FluxControlNetModel(**FLUX, num_mode=2) for _ in range(2)])),
     Case("HunyuanDiT2DControlNetModel", HUNYUAN,
          lambda: {**HUNYUAN_INPUTS(), "controlnet_cond": randn(1, 4, 16, 16)}),
     Case("HunyuanDiT2DMultiControlNetModel", {},
