@@ -247,7 +247,6 @@ _RUN_HERE = frozenset(
         "AutoencoderKLKVAEAudio",
         "AutoencoderKLMiniMaxH3Audio",
         "AutoencoderOobleck",
-        "ConsistencyDecoderVAE",
         "Cosmos3AVAEAudioTokenizer",
         "DiTTransformer2DModel",
         "HunyuanDiT2DModel",
