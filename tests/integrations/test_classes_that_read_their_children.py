@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DiTTransformer2DModel, HunyuanDiT2DModel, VQModel
+from diffusers import DiTTransformer2DModel, HunyuanDiT2DModel, ModelMixin, VQModel
 from torch import nn
 from transformers import MambaConfig, MambaModel
 
-from group_offload import apply_group_offloading
+from group_offload import ModuleError, apply_group_offloading
 
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_same
@@ -144,3 +144,11 @@ def test_parts_of_blocks_that_are_called_from_outside(level: str) -> None:
     check(model, reference, torch.randn(2, 4))
     run_onloaded(model, torch.randn(2, 4), call=model.blocks[1].mlp)
     handle.remove()
+
+
+@pytest.mark.parametrize("name", ["AutoencoderSAME", "ConsistencyDecoderVAE", "MMAudioVAE"])
+def test_classes_whose_methods_compute_with_weights_that_no_call_onloads(name: str, patched: None) -> None:
+    with pytest.raises(ModuleError, match=r"Leave it out with exclude_modules"):
+        ModelMixin.enable_group_offload(
+            type(name, (nn.Linear,), {"_supports_group_offloading": name == "MMAudioVAE"})(2, 2)
+        )

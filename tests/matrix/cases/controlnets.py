@@ -109,7 +109,7 @@ CASES = [
          lambda: {**FLUX_INPUTS(), "controlnet_cond": randn(1, 16, 4)}),
     Case("FluxMultiControlNetModel", {},
          lambda: {**FLUX_INPUTS(), "controlnet_cond": [randn(1, 16, 4)] * 2, "conditioning_scale": [1.0, 0.5],
-         "controlnet_mode": [torch.tensor([0]), torch.tensor([1])]},
+         "controlnet_mode": [torch.tensor([0]), torch.tensor([1])], "return_dict": False},
          build=lambda: diffusers.FluxMultiControlNetModel(
              [diffusers.FluxControlNetModel(**FLUX, num_mode=2) for _ in range(2)])),
     Case("HunyuanDiT2DControlNetModel", HUNYUAN,
