@@ -60,7 +60,7 @@ def write(rows: Mapping[str, Row]) -> None:
     num_same = sum(all(row.cells[arm].outcome == "yes" for arm in list(ARMS)[:3]) for row in rows.values())
     summary = (
         f"{num_same} of {len(rows)} classes run bit-equal in RAM, at both levels, and in group files.\n"
-        f"{outcomes.count('FAILS')} cells fail, and {outcomes.count('refused')} are refused."
+        f"{outcomes.count('FAILS')} cells fail, and {sum(row.is_refused for row in rows.values())} classes are refused."
     )
     introduction = INTRODUCTION.format(
         date=datetime.datetime.now(datetime.timezone.utc).date(),
@@ -80,7 +80,8 @@ def _show(row: Row, arm: str, notes: dict[str, int]) -> str:
     cell = row.cells[arm]
     if not cell.reason:
         return cell.outcome
-    reason = re.sub(r"\s+", " ", re.sub(r"/tmp/\S+", "FOLDER", cell.reason)).strip().rstrip(".")
+    reason = re.sub(r"(: \[|: block \d).*", "", re.sub(r"\s+", " ", cell.reason)).strip().rstrip(".")
+    reason = reason[:1].upper() + reason[1:]
     if arm == "LoRA" and cell.outcome == "no" and "takes no" in reason:
         return "no"
     return f"{cell.outcome} [{notes.setdefault(f'{reason}.', len(notes) + 1)}](#notes)"

@@ -41,6 +41,10 @@ class Row:
     def has_failed(self) -> bool:
         return any(cell.outcome == "FAILS" for cell in self.cells.values())
 
+    @property
+    def is_refused(self) -> bool:
+        return any(cell.outcome == "refused" for cell in self.cells.values())
+
     def __str__(self) -> str:
         reasons = [f"\n    {arm}: {cell.outcome}: {cell.reason}" for arm, cell in self.cells.items() if cell.reason]
         outcomes = " ".join(cell.outcome for cell in self.cells.values())
