@@ -22,6 +22,9 @@ from ..support.simulated import Laziness, SimulatedDevice, use_simulated_device
 from .case import Case
 
 
+NO_LORA = "takes no LoRA"
+
+
 class Differs(AssertionError):
     """An output is not the resident module's."""
 
@@ -169,7 +172,7 @@ def with_budget(subject: Subject, folder: Path) -> None:
 def with_lora(subject: Subject, folder: Path) -> None:
     """An adapter that comes while the model is offloaded, is switched off, and is deleted."""
     if not hasattr(subject.case.cls, "add_adapter"):
-        raise NotApplicable("takes no LoRA")
+        raise NotApplicable(NO_LORA)
     case, reference = subject.case, copy.deepcopy(subject.resident)
     if not _linear_layers(reference):
         raise NotApplicable("no linear layer")

@@ -13,7 +13,7 @@ import peft
 import torch
 import transformers
 
-from .arms import ARMS
+from .arms import ARMS, NO_LORA
 from .cases import FAMILIES, NOT_RUN
 from .row import Row
 
@@ -82,8 +82,8 @@ def _show(row: Row, arm: str, notes: dict[str, int]) -> str:
         return cell.outcome
     reason = re.sub(r"(: \[|: block \d).*", "", re.sub(r"\s+", " ", cell.reason)).strip().rstrip(".")
     reason = reason[:1].upper() + reason[1:]
-    if arm == "LoRA" and cell.outcome == "no" and "takes no" in reason:
-        return "no"
+    if cell.reason == NO_LORA:
+        return cell.outcome
     return f"{cell.outcome} [{notes.setdefault(f'{reason}.', len(notes) + 1)}](#notes)"
 
 
