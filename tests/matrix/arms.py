@@ -21,7 +21,6 @@ from ..support.rigs import OnloadedOnly
 from ..support.simulated import Laziness, SimulatedDevice, use_simulated_device
 from .case import Case
 
-
 NO_LORA = "takes no LoRA"
 
 
