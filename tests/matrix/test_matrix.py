@@ -59,11 +59,11 @@ def test_class(name: str, tmp_path: Path) -> None:
             run(subject, tmp_path / arm)
 
 
-def test_an_arm_sees_other_bits() -> None:
+def test_an_arm_sees_other_bits(tmp_path: Path) -> None:
     subject = Subject.of(CASES["T2IAdapter"])
     with torch.no_grad():
         next(subject.resident.parameters()).mul_(1.5)
     for arm, run in ARMS.items():
         if arm in ("RAM, blocks", "RAM, layers", "group files"):
             with pytest.raises(AssertionError, match="differs"):
-                run(subject, Path())
+                run(subject, tmp_path)
