@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/bytecode
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick portable versions lint type bench docs
+.PHONY: help setup demo test quick portable matrix versions lint type bench docs
 
 help:
 	@echo "make setup   the environment, in $(VENV)"
@@ -22,6 +22,7 @@ help:
 	@echo "make test    all tests; those that need a GPU are skipped where there is none"
 	@echo "make quick   the tests that take no time, for while you work: two and a half minutes on 2 cores"
 	@echo "make portable the weights' tests, with what Linux, macOS and Windows all have: two minutes on 2 cores"
+	@echo "make matrix  every model class of diffusers on every tier, and the table in docs/support-matrix.md: fifteen minutes on 2 cores"
 	@echo "make versions other versions of Python, torch and diffusers, one after the other: it fetches 25 GB (ARGS: see tests/versions.py)"
 	@echo "make lint    ruff: rules and format"
 	@echo "make type    mypy, strict, on the package"
@@ -64,6 +65,9 @@ bench: $(READY)
 
 docs: $(READY)
 	$(BIN)/python -m pytest tests/test_docs.py $(ARGS)
+
+matrix: $(READY)
+	$(BIN)/python -m tests.matrix --write $(ARGS)
 
 versions:
 	$(PYTHON) -m tests.versions $(ARGS)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from .base.forward_source import children_read
+from .base.forward_source import children_read, parts_used
 from .base.layout import overlapping, span_bytes
 from .base.torch_internals import TENSOR_PARALLEL, is_traceable_wrapper_subclass
 from .base.tuning import tuning
@@ -157,6 +158,7 @@ def partition(
         units = list(_block_units(root, config))
     else:
         units = list(_leaf_units(root, config, modules, is_compiled))
+    _open_for_parts_used(modules, units)
     for weight, holders in _tables(config, modules, is_compiled, without):
         first = next(path for path, module in modules.items() if module is holders[0])
         units.append(_Unit(f"{config.group_prefix}{first}.weight", modules=holders, table=id(weight)))
@@ -224,7 +226,7 @@ def _list_units(blocks: nn.Module, reader: nn.Module, path: str, name: str, coun
             part = run[start : start + count]
             yield _Unit(
                 f"{name}_{part[0][0]}_{part[-1][0]}",
-                modules=[reader if isinstance(module, NEVER_CALLED) else module for _, _, module in part],
+                modules=[called for _, _, module in part for called in _called_for(module, reader)],
                 subtrees=[part_path for _, part_path, _ in part],
             )
         run.clear()
@@ -260,18 +262,31 @@ def _leaf_units(
                 modules[holder], _Unit(f"{config.group_prefix}{holder}", modules=[modules[holder]])
             )
             owner.owners.append(path)
-    units = owners | leaves
-    paths = {module: path for path, module in modules.items()}
-    for path, module in modules.items():
-        if any(part in taken for part in (path, *_ancestors(path))):
-            continue
-        for child in children_read(module):  # it is not called: the gate of `module` has to open for its weights
-            above = (modules[part] for part in (paths[child], *_ancestors(paths[child])))
-            unit = next(units[each] for each in above if each in units)
-            if module not in unit.modules:
-                unit.modules.append(module)
     yield from leaves.values()
     yield from owners.values()
+
+
+def _open_for_parts_used(modules: dict[str, nn.Module], units: list[_Unit]) -> None:
+    """Let gates open for weights of units that no call of the units' own modules leads to."""
+    by_path = {path: unit for unit in units for path in (*unit.owners, *unit.subtrees)}
+    paths = {module: path for path, module in modules.items()}
+    opening = {unit: frozenset(unit.modules) for unit in units}
+
+    def unit_of(module: nn.Module) -> _Unit | None:
+        path = paths.get(module)
+        return (
+            None
+            if path is None
+            else next((by_path[part] for part in (path, *_ancestors(path)) if part in by_path), None)
+        )
+
+    for path, module in modules.items():
+        above = {modules[part] for part in (path, *_ancestors(path))}
+        used = parts_used(module)
+        for part, gated in (*((part, module) for part in used.read), *((part, part) for part in used.called)):
+            unit = unit_of(part)
+            if unit is not None and above.isdisjoint(opening[unit]) and gated not in unit.modules:
+                unit.modules.append(gated)
 
 
 def tables_of(root: nn.Module, config: OffloadConfig, is_compiled: Callable[[nn.Module], bool]) -> set[int]:
@@ -293,7 +308,7 @@ def _tables(
     if not config.embeddings_on_cpu or config.verify_files:  # a hash is that of a whole table
         return
     reads_inside = (*READS_ITS_CHILDREN, *adapter_layers())
-    read = {child for module in modules.values() for child in children_read(module)}
+    read = cache(lambda: {child for module in modules.values() for child in children_read(module)})
     holders: dict[nn.Parameter, dict[nn.Module, list[str]]] = {}
     for path, module in modules.items():
         for parameter in module._parameters.values():
@@ -312,7 +327,6 @@ def _tables(
                 isinstance(module, nn.Embedding)
                 and module._parameters.get("weight") is weight
                 and module.max_norm is None
-                and module not in read
                 for module in mine
             )
             and not any(
@@ -322,6 +336,7 @@ def _tables(
                 for part in (path, *_ancestors(path))
                 if part
             )
+            and read().isdisjoint(mine)
         ):
             yield weight, [*mine]
 
@@ -532,12 +547,21 @@ def _nearest_called(path: str, modules: dict[str, nn.Module]) -> str:
 
 
 def _callable_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """`module`, or if it is a container, the modules in it that are called."""
-    if isinstance(module, NEVER_CALLED):
+    """`module`, or if it is a container or has no forward, the modules in it that are called."""
+    if isinstance(module, NEVER_CALLED) or not _has_forward(module):
         for child in module.children():
             yield from _callable_parts(child)
     else:
         yield module
+
+
+def _called_for(block: nn.Module, reader: nn.Module) -> list[nn.Module]:
+    """The modules whose calls need a block: the block; the parts of one without forward; what reads a list of parameters."""
+    return [reader] if isinstance(block, NEVER_CALLED) else [*_callable_parts(block)] or [reader]
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return getattr(type(module), "forward", None) is not nn.Module.forward or "forward" in vars(module)
 
 
 def _lists_lie_deeper(module: nn.Module, path: str) -> bool:

@@ -1,8 +1,11 @@
-"""Finds out from its source which weights of its children a module's forward reads without calling them.
+"""Finds out from its source which modules below it a forward uses without calling the modules in between.
 
-`F.linear(x, self.embed.weight)` computes with a weight of `embed`, and calls only the module around it. diffusers'
-`VectorQuantizer` and transformers' Mamba do that. A forward without source, or one that reaches the child in another way than
-`self.child.weight`, seems to read nothing.
+- `F.linear(x, self.embed.weight)` reads a weight of `embed`. So do `self.embed.look_up(x)`, if that method reads `self.weight`,
+  and `self.processor(self, x)`, if the processor reads `attn.embed.weight` of the `attn` that it is given.
+- `self.blocks[0].norm.emb(x)` calls a part of a block, and not the block.
+
+diffusers' `VectorQuantizer` and `DiTTransformer2DModel` do such things, and transformers' Mamba. A forward without
+source, or one that reaches a module in yet another way, seems to use nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -36,87 +41,230 @@ _LOOKS_ONLY = frozenset(["hasattr", "id", "isinstance", "type"])
 """Functions that read no value of their argument."""
 
 _MOST_KNOWN = 4096
-"""The number of classes and methods that are remembered."""
+"""The number of functions that are remembered."""
 
-Chain = tuple[str, ...]
-"""The names in `self.a.b.c`, without `self`."""
+Step = str | int | None
+"""An attribute, an index, or None for any index."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """`name.a[0].b` in the source of a function: a variable, and the way from there."""
+
+    name: str
+    steps: tuple[Step, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """A place that a function reads or calls; for a call of another function, no place and that function's name.
+
+    `given` has the arguments that are places themselves: by position, or by name.
+    """
+
+    place: _Place | None
+    function: str = ""
+    given: tuple[tuple[int | str, _Place], ...] = ()
+    is_call: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class UsedParts:
+    """What a forward uses of the modules below its own, without a call of the modules in between."""
+
+    read: dict[nn.Module, None] = field(default_factory=dict)
+    """Modules whose parameters or buffers it reads."""
+    called: dict[nn.Module, None] = field(default_factory=dict)
+    """Modules that it calls."""
+
+
+def parts_used(module: nn.Module) -> UsedParts:
+    """What the forward of `module` uses of the modules below it."""
+    found = UsedParts()
+    forward = inspect.getattr_static(type(module), "forward")  # TorchScript's has no value on the class
+    _follow(forward, [module], module, found, set())
+    for method in _overridden(type(module), "forward"):
+        _follow(method, [module], module, found, set())
+    return found
 
 
 def children_read(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules below `module` whose parameters or buffers its forward reads without calling them. Some may come twice."""
-    cls: Any = type(module)
-    for chain in _chains_of(cls, inspect.getattr_static(cls, "forward")):  # TorchScript's has no value on the class
-        at = module
-        for name in chain:
-            child = _found(at._modules, name)
-            if child is None:
-                break
-            at = child
-        if at is not module and any(_found(table, name) is not None for table in (at._parameters, at._buffers)):
+    """The modules below `module` whose parameters or buffers its forward reads without calling them."""
+    yield from parts_used(module).read
+
+
+def _overridden(cls: Any, name: str) -> Iterator[Any]:
+    """The methods of that name of all base classes: `super()` may lead to each."""
+    bases = cls.__mro__[: cls.__mro__.index(nn.Module)] if nn.Module in cls.__mro__ else cls.__mro__
+    for base in bases:
+        if name in vars(base):
+            yield vars(base)[name]
+
+
+def _follow(
+    function: Any,
+    given: list[nn.Module | None],
+    root: nn.Module,
+    found: UsedParts,
+    known: set[tuple[Any, ...]],
+    named: Mapping[str, nn.Module] | None = None,
+) -> None:
+    """Note what `function` uses of the modules that it is given as its first arguments, and by name."""
+    if not inspect.isfunction(function):
+        return
+    names, uses, scope = _uses_in(function)
+    modules = {name: module for name, module in zip(names, given, strict=False) if module is not None}
+    modules.update({name: module for name, module in (named or {}).items() if name in names})
+    key = (function, *((name, id(module)) for name, module in sorted(modules.items())))
+    if key in known or not modules:
+        return
+    known.add(key)
+    for use in uses:
+        arguments = [(at, module) for at, place in use.given for module in _whole(modules, place)]
+        first: list[nn.Module | None] = [None] * 8
+        by_name: dict[str, nn.Module] = {}
+        for position, module in arguments:
+            if isinstance(position, str):
+                by_name[position] = module
+            elif position < 7:
+                first[position + 1] = module
+        if use.place is None:
+            _follow(scope.get(use.function), first[1:], root, found, known, by_name)
+            continue
+        for at, rest in _reached(modules, use.place):
+            if not rest:
+                if use.is_call and at is not root:
+                    found.called[at] = None
+                    if arguments:
+                        _follow(
+                            inspect.getattr_static(type(at), "forward"), [at, *first[1:]], root, found, known, by_name
+                        )
+                continue
+            name = rest[0]
+            if any(_found(table, name) is not None for table in (at._parameters, at._buffers)):
+                if at is not root:
+                    found.read[at] = None
+            elif len(rest) == 1 and isinstance(name, str):
+                for method in _overridden(type(at), name):
+                    _follow(method, [at, *first[1:]], root, found, known, by_name)
+                held = vars(at).get(name)
+                if use.is_call and inspect.isfunction(held):
+                    _follow(held, first[1:], root, found, known, by_name)
+                elif use.is_call and held is not None:
+                    _follow(getattr(type(held), "__call__", None), first, root, found, known, by_name)  # noqa: B004
+
+
+def _whole(modules: Mapping[str, nn.Module], place: _Place) -> Iterator[nn.Module]:
+    for at, rest in _reached(modules, place):
+        if not rest:
             yield at
 
 
-def _found(table: Any, name: str) -> Any:
+def _reached(modules: Mapping[str, nn.Module], place: _Place) -> Iterator[tuple[nn.Module, tuple[Step, ...]]]:
+    """The last module on the way to a place, and the steps that lead on from there. An open index leads to several."""
+    start = modules.get(place.name)
+    pending = [] if start is None else [(start, place.steps)]
+    while pending:
+        at, steps = pending.pop()
+        children = at._modules
+        if steps and isinstance(steps[0], str) and _found(children, steps[0]) is not None:
+            pending.append((_found(children, steps[0]), steps[1:]))
+        elif steps and not isinstance(steps[0], str) and isinstance(at, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+            inside = [child for child in children.values() if child is not None]
+            index = steps[0]
+            if isinstance(index, int):
+                inside = inside[index : index + 1 or None]
+            pending.extend((child, steps[1:]) for child in inside)
+        else:
+            yield at, steps
+
+
+def _found(table: Any, name: Any) -> Any:
     """The value under `name`; None if there is none. (The tables of scripted modules have no method `get`.)"""
     return table[name] if name in table else None  # noqa: SIM401
 
 
 @lru_cache(_MOST_KNOWN)
-def _chains_of(cls: Any, forward: object) -> tuple[Chain, ...]:
-    """The attributes of children that `forward` reads, and the methods that it calls, those of base classes too.
-
-    Args:
-        forward: The present forward of the class, which somebody may have exchanged.
-    """
-    found: dict[Chain, None] = {}
-    pending, known = ["forward"], {"forward"}
-    bases = cls.__mro__[: cls.__mro__.index(nn.Module)]
-    while pending:
-        name = pending.pop()
-        for method in [vars(base)[name] for base in bases if name in vars(base)]:
-            for chain in _chains_in(method) if inspect.isfunction(method) else ():
-                if len(chain) > 1:
-                    found[chain] = None
-                elif chain[0] not in known and hasattr(cls, chain[0]):
-                    known.add(chain[0])
-                    pending.append(chain[0])
-    return tuple(found)
-
-
-@lru_cache(_MOST_KNOWN)
-def _chains_in(method: Callable[..., Any]) -> tuple[Chain, ...]:
+def _uses_in(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[_Use, ...], Mapping[str, Any]]:
+    """The names of a function's arguments, what it uses of them, and its globals."""
     try:
-        method = inspect.unwrap(method)
-        self_name = method.__code__.co_varnames[0]
-        tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
-    except (OSError, TypeError, ValueError, SyntaxError, AttributeError, IndexError):
-        return ()  # there is no source, or it is a part of an expression (a lambda)
-    reader = _Reader(self_name)
+        function = inspect.unwrap(function)
+        code = function.__code__
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, ValueError, SyntaxError, AttributeError):
+        return (), (), {}  # there is no source, or it is a part of an expression (a lambda)
+    reader = _Reader(names)
     reader.visit(tree)
-    return tuple(reader.chains)
+    return names, tuple(reader.uses), function.__globals__
 
 
 class _Reader(ast.NodeVisitor):
-    """Collects the attributes of `self` in one function."""
+    """Collects what one function does with the modules that it is given, and with variables that stand for parts of them."""
 
-    def __init__(self, self_name: str) -> None:
-        self._self_name = self_name
-        self.chains: dict[Chain, None] = {}
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._places = {name: _Place(name) for name in names}
+        self.uses: dict[_Use, None] = {}
+
+    def _place(self, node: ast.expr) -> _Place | None:
+        if isinstance(node, ast.Name):
+            return self._places.get(node.id)
+        if isinstance(node, (ast.Attribute, ast.Subscript)):
+            start = self._place(node.value)
+            if start is None:
+                return None
+            step: Step = None
+            if isinstance(node, ast.Attribute):
+                step = node.attr
+            else:
+                with suppress(ValueError):
+                    index = ast.literal_eval(node.slice)
+                    step = index if isinstance(index, (int, str)) else None
+            return _Place(start.name, (*start.steps, step))
+        return None
+
+    def _bind(self, target: ast.expr, place: _Place | None) -> None:
+        if isinstance(target, ast.Name) and place is not None and place.steps:
+            self._places.setdefault(target.id, place)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.generic_visit(node)
+        for target in node.targets:
+            self._bind(target, self._place(node.value))
+
+    def visit_For(self, node: ast.For) -> None:
+        """`for block in self.blocks`, also `enumerate(self.blocks)` and `zip(self.blocks, others)`."""
+        sources, targets = [node.iter], [node.target]
+        if (
+            isinstance(node.iter, ast.Call)
+            and isinstance(node.iter.func, ast.Name)
+            and isinstance(node.target, ast.Tuple)
+        ):
+            sources, targets = node.iter.args, node.target.elts[node.iter.func.id == "enumerate" :]
+        for source, target in zip(sources, targets, strict=False):
+            place = self._place(source)
+            self._bind(target, place and _Place(place.name, (*place.steps, None)))
+        self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        names: list[str] = []
-        at: ast.expr = node
-        while isinstance(at, ast.Attribute):
-            names.append(at.attr)
-            at = at.value
-        if not (isinstance(at, ast.Name) and at.id == self._self_name):
-            self.visit(at)
-        elif isinstance(node.ctx, ast.Load) and not (len(names) > 1 and names[0] in _NEEDS_NO_VALUES):
-            self.chains[tuple(reversed(names))] = None
+        place = self._place(node)
+        if place is None:
+            self.visit(node.value)
+        elif isinstance(node.ctx, ast.Load) and not (len(place.steps) > 1 and node.attr in _NEEDS_NO_VALUES):
+            self.uses[_Use(place)] = None
 
     def visit_Call(self, node: ast.Call) -> None:
-        if not (isinstance(node.func, ast.Name) and node.func.id in _LOOKS_ONLY):
-            self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and node.func.id in _LOOKS_ONLY:
+            return
+        arguments: list[tuple[int | str, ast.expr]] = [*enumerate(node.args)]
+        arguments += [(keyword.arg, keyword.value) for keyword in node.keywords if keyword.arg is not None]
+        given = tuple((at, place) for at, value in arguments if (place := self._place(value)) is not None)
+        place = self._place(node.func)
+        if place is not None and not (len(place.steps) > 1 and place.steps[-1] in _NEEDS_NO_VALUES):
+            self.uses[_Use(place, given=given, is_call=True)] = None
+        elif isinstance(node.func, ast.Name) and given:
+            self.uses[_Use(None, node.func.id, given)] = None
+        self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
         if not all(isinstance(each, (ast.Is, ast.IsNot)) for each in node.ops):

@@ -172,7 +172,7 @@ def plan_pipeline(pipeline: Any, options: PipelineOptions) -> PipelinePlan:
         has_weights = next(model.parameters(), None) is not None or next(model.buffers(), None) is not None
         if name not in excluded and has_weights:
             model_options = _options_for(options, special.get(name, {}))
-            refuse_unsupported(model, model_options.offload_type)
+            refuse_unsupported(model)
             # The name is in the prefix, so two models of one class have different files in one folder.
             offloaded[name] = PlannedModel(model=model, options=model_options, group_prefix=f"{name}.")
     common = OffloadConfig.from_options(ModelOptions(onload_device=options.onload_device))
@@ -244,24 +244,37 @@ def _options_for(common: PipelineOptions, special: Mapping[str, Any]) -> ModelOp
     return ModelOptions(**{**options, **special})
 
 
-_WORKS_AT: Mapping[str, str] = {"DiTTransformer2DModel": "leaf_level", "HunyuanDiT2DModel": "", "VQModel": ""}
-"""Classes that diffusers' own offloading cannot run, and the only level at which this one can ("" for all levels)."""
+_RUN_HERE = frozenset(
+    [
+        "AutoencoderKLKVAEAudio",
+        "AutoencoderKLMiniMaxH3Audio",
+        "AutoencoderOobleck",
+        "Cosmos3AVAEAudioTokenizer",
+        "DiTTransformer2DModel",
+        "HunyuanDiT2DModel",
+        "LongCatAudioDiTVae",
+        "VQModel",
+    ]
+)
+"""Classes that say they do not support group offloading, and run bit-equal at both levels: docs/support-matrix.md."""
 
 
-def refuse_unsupported(model: nn.Module, offload_type: Any) -> None:
-    if getattr(model, "_supports_group_offloading", True) is False:
-        name = type(model).__name__
-        level = _WORKS_AT.get(name)
-        if level is None:
-            raise ModuleError(
-                f"{name} does not support group offloading: its class says so (_supports_group_offloading is False). Leave it "
-                f"out with exclude_modules."
-            )
-        if level and offload_type != level:
-            raise ModuleError(
-                f"{name} calls parts of its blocks from outside of them, and supports group offloading by layers only. Pass "
-                f"offload_type={level!r}, in a pipeline in model_options, or leave it out with exclude_modules."
-            )
+_READS_IN_METHODS = frozenset(["MMAudioVAE"])
+"""Classes that say nothing of the kind, and whose `encode`, called by itself, computes with weights that no call onloads."""
+
+
+def refuse_unsupported(model: nn.Module) -> None:
+    name = type(model).__name__
+    if getattr(model, "_supports_group_offloading", True) is False and name not in _RUN_HERE:
+        raise ModuleError(
+            f"{name} does not support group offloading: its class says so (_supports_group_offloading is False). Leave it "
+            f"out with exclude_modules."
+        )
+    if name in _READS_IN_METHODS:
+        raise ModuleError(
+            f"{name} does not support group offloading: its encode and decode compute with weights of modules that nobody "
+            f"calls. Leave it out with exclude_modules."
+        )
 
 
 # ------------------------------------------------------------------------------------------------ markers
@@ -485,7 +498,7 @@ def _apply_trampoline(*args, **kwargs):  # type: ignore[no-untyped-def]
 
 @wraps(apply_group_offloading)
 def _enable_on_model(model: nn.Module, *args: Any, **kwargs: Any) -> OffloadHandle:
-    refuse_unsupported(model, kwargs.get("offload_type", args[2] if len(args) > 2 else None))
+    refuse_unsupported(model)
     return apply_group_offloading(model, *args, **kwargs)
 
 

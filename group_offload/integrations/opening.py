@@ -123,7 +123,7 @@ def from_pretrained(model_class: Any, pretrained_model_name_or_path: str | os.Pa
     found = loaded[0] if isinstance(loaded, tuple) else loaded
     if isinstance(found, nn.Module):
         _refuse(for_pipelines, model_class, _IS_A_MODEL)
-        refuse_unsupported(found, model_options.offload_type)
+        refuse_unsupported(found)
         offload(found, model_options, casts=casts.casts_of(found))
     elif isinstance(getattr(found, "components", None), Mapping):
         _refuse(for_models, model_class, "is a pipeline: give options of one model in model_options")

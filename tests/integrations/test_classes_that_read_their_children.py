@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DiTTransformer2DModel, HunyuanDiT2DModel, VQModel
+from diffusers import DiTTransformer2DModel, HunyuanDiT2DModel, ModelMixin, VQModel
 from torch import nn
 from transformers import MambaConfig, MambaModel
 
@@ -16,7 +16,7 @@ from group_offload import ModuleError, apply_group_offloading
 
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_same
-from ..support.rigs import LEVELS, run, run_onloaded
+from ..support.rigs import LEVELS, check, pair, run, run_onloaded
 
 
 def vq() -> nn.Module:
@@ -96,8 +96,6 @@ CLASSES: dict[str, Made] = {
 @pytest.mark.parametrize("name", CLASSES)
 def test_bits(name: str, level: str) -> None:
     """Nothing is read where it rests: a device could not read it there."""
-    if (name, level) == ("DiTTransformer2DModel", "block_level"):
-        pytest.skip("calls a part of its first block from outside")
     make, inputs = CLASSES[name]
     reference = tiny.seeded(0, make).eval()
     model = copy.deepcopy(reference)
@@ -110,14 +108,47 @@ def test_bits(name: str, level: str) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", [name for name in CLASSES if name != "MambaModel"])
 def test_patched_calls(name: str, level: str, patched: None) -> None:
-    """The class says that diffusers does not support it. Where this package does, it is offloaded."""
+    """The class says that diffusers does not support it."""
     model = CLASSES[name][0]().eval()
-    if (name, level) == ("DiTTransformer2DModel", "block_level"):
-        for given in ({}, {"offload_type": level}):
-            with pytest.raises(ModuleError, match="offload_type='leaf_level', in a pipeline in model_options"):
-                model.enable_group_offload("cpu", **given)
-        model.enable_group_offload("cpu", "cpu", "leaf_level").remove()
-        return
     handle = model.enable_group_offload("cpu", offload_type=level)
     assert handle.is_active
     handle.remove()
+
+
+class Holder(nn.Module):
+    """A block without a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.mlp = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+
+class OfHolders(nn.Module):
+    """Calls parts of its blocks, and of one block in the middle of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Holder() for _ in range(3))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block, layer in zip(self.blocks, self.layers, strict=True):
+            x = layer[1](block.mlp(block.attn(x)))
+        return self.layers[0](x)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_parts_of_blocks_that_are_called_from_outside(level: str) -> None:
+    model, reference = pair(OfHolders)
+    handle = apply_group_offloading(model, "cpu", offload_type=level)
+    check(model, reference, torch.randn(2, 4))
+    run_onloaded(model, torch.randn(2, 4), call=model.blocks[1].mlp)
+    handle.remove()
+
+
+@pytest.mark.parametrize("name", ["AutoencoderSAME", "ConsistencyDecoderVAE", "MMAudioVAE"])
+def test_classes_whose_methods_compute_with_weights_that_no_call_onloads(name: str, patched: None) -> None:
+    with pytest.raises(ModuleError, match=r"Leave it out with exclude_modules"):
+        ModelMixin.enable_group_offload(
+            type(name, (nn.Linear,), {"_supports_group_offloading": name == "MMAudioVAE"})(2, 2)
+        )

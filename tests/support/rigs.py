@@ -41,6 +41,8 @@ class OnloadedOnly(TorchDispatchMode):
     On the CPU such a read would give the right value; on an accelerator it would be a crash or a wrong result.
     """
 
+    supports_higher_order_operators = True  # flex attention
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         tensors = [(name, tensor) for name, tensor in plain_tensors(module) if tensor.numel()]
@@ -48,8 +50,9 @@ class OnloadedOnly(TorchDispatchMode):
         self._held = [tensor.untyped_storage() for _, tensor in tensors]  # so that no address is used again
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-        if not is_view and func.overloadpacket not in _KEEPING:
+        returns = func._schema.returns if isinstance(func, torch._ops.OpOverload) else ()
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+        if not is_view and getattr(func, "overloadpacket", None) not in _KEEPING:
             for value in tree_leaves((args, kwargs)):
                 if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value) and value.numel():
                     name = self._at_rest.get(value.untyped_storage().data_ptr())

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from group_offload.base.forward_source import children_read
+from group_offload.base.forward_source import children_read, parts_used
 
 Forward = Callable[..., Any]
 
@@ -118,9 +118,75 @@ class ReadsNone(Parent):
         return F.linear(x, torch.eye(4), self.inner.missing.bias)
 
 
+class Method(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.inner = nn.Linear(4, 4)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scale
+
+
+def project(x: torch.Tensor, parent: nn.Module) -> torch.Tensor:
+    return F.linear(x, parent.child.weight)
+
+
+class Processor:
+    def __call__(self, attn: Parent, x: torch.Tensor) -> torch.Tensor:
+        return project(x, parent=attn) + attn.inner[0].bias
+
+
+class CallsMethodOfChild(Parent):
+    """Which computes with the child's own weight, and calls a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.method = Method()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.method.encode(x)
+
+
+class GivesItself(Parent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.processor = Processor()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.processor(self, x)
+
+
+class GivesItselfToAFunction(Parent):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return project(x, self)
+
+
+class GivesItselfToItsFunction(Parent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.function = project
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x, self)
+
+
+class ReadsInALoop(Parent):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.inner:
+            weight = layer.weight
+            x = x @ weight
+        return x
+
+
 @pytest.mark.parametrize(
     ("cls", "names"),
     [
+        (CallsMethodOfChild, ["method"]),
+        (GivesItself, ["child", "inner.0"]),
+        (GivesItselfToAFunction, ["child"]),
+        (GivesItselfToItsFunction, ["child"]),
+        (ReadsInALoop, ["inner.0", "inner.named", "inner.missing"]),
         (Reads, ["child"]),
         (ReadsInMethod, ["child"]),
         (ReadsInBase, ["child"]),
@@ -138,6 +204,52 @@ class ReadsNone(Parent):
 def test_children(cls: type[Parent], names: list[str]) -> None:
     module = cls()
     assert {*children_read(module)} == {module.get_submodule(name) for name in names}
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleDict({"norm": Method(), "attn": nn.Linear(4, 4)}) for _ in range(3))
+        self.last = nn.Sequential(Method(), nn.Linear(4, 4))
+
+
+class CallsOneFromOutside(Deep):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0].norm.inner(x)
+
+
+class CallsTheLastFromOutside(Deep):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        block = self.blocks[-1]
+        return block.attn(x)
+
+
+class CallsAllFromOutside(Deep):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _, block in enumerate(self.blocks):
+            x = block.attn(x)
+        return x
+
+
+class CallsInZip(Deep):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in zip(range(2), self.last, strict=True):
+            x = layer(x) + i
+        return x
+
+
+@pytest.mark.parametrize(
+    ("cls", "names"),
+    [
+        (CallsOneFromOutside, ["blocks.0.norm.inner"]),
+        (CallsTheLastFromOutside, ["blocks.2.attn"]),
+        (CallsAllFromOutside, ["blocks.0.attn", "blocks.1.attn", "blocks.2.attn"]),
+        (CallsInZip, ["last.0", "last.1"]),
+    ],
+)
+def test_calls(cls: type[Deep], names: list[str]) -> None:
+    module = cls()
+    assert {*parts_used(module).called} == {module.get_submodule(name) for name in names}
 
 
 def test_a_child_that_is_not_there() -> None:

@@ -1,0 +1,224 @@
+"""Autoencoders."""
+
+# fmt: off
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..case import Case, encode_and_decode, ints, randn
+
+
+def whole(vae: Any, sample: torch.Tensor) -> Any:
+    """Its `encode` moves a buffer to the device of the sample itself, which looks like a read at rest on the CPU."""
+    return vae(sample)
+
+
+def forward_and_parts(vae: Any, **inputs: Any) -> Any:
+    """What pipelines call of an autoencoder is not its forward."""
+    whole = vae(**inputs)
+    return (whole, encode_and_decode(vae, inputs["sample"])) if hasattr(vae, "encode") and "sample" in inputs else whole
+
+
+def frames(vae: Any, sample: torch.Tensor, num_frames: int) -> Any:
+    encoded = vae.encode(sample)
+    return encoded, vae.decode(encoded.latent_dist.mode(), num_frames)
+
+
+def tiled(vae: Any, sample: torch.Tensor) -> Any:
+    """It works on tiles only."""
+    vae.enable_tiling()
+    vae.kernel, vae.stride = (8, 16, 16), (8, 16, 16)
+    vae.tile_overlap_t = vae.tile_overlap_h = vae.tile_overlap_w = 0
+    return encode_and_decode(vae, sample)
+
+
+def protein(vae: Any, coords_nm: torch.Tensor, padding_mask: torch.Tensor, **given: Any) -> Any:
+    encoded = vae.encode(coords_nm, padding_mask, **given)
+    return encoded, vae.decode(encoded.latent, coords_nm[:, :, 1], padding_mask, **given)
+
+
+RUN = [
+    Case("AsymmetricAutoencoderKL",
+         {"down_block_types": ["DownEncoderBlock2D", "DownEncoderBlock2D"], "down_block_out_channels": [2, 4],
+         "up_block_types": ["UpDecoderBlock2D", "UpDecoderBlock2D"], "up_block_out_channels": [2, 4],
+         "norm_num_groups": 2},
+         lambda: {"sample": randn(4, 3, 32, 32), "mask": torch.ones(4, 1, 32, 32)}),
+    Case("AutoencoderKLCosmos",
+         {"latent_channels": 4, "encoder_block_out_channels": (8, 8, 8, 8),
+         "decode_block_out_channels": (8, 8, 8, 8), "attention_resolutions": (8,), "resolution": 64,
+         "spatial_compression_ratio": 4, "temporal_compression_ratio": 4},
+         lambda: {"sample": randn(2, 3, 9, 32, 32)}),
+    Case("Cosmos3AVAEAudioTokenizer",
+         {"sampling_rate": 16, "hop_size": 4, "enc_dim": 4, "enc_num_blocks": 1, "enc_n_fft": 8,
+         "enc_hop_length": 2, "enc_latent_dim": 8, "enc_c_mults": (1,), "enc_strides": (2,), "vocoder_input_dim": 4,
+         "dec_dim": 4, "dec_c_mults": (1, 2), "dec_strides": (2, 2)},
+         lambda: {"sample": randn(2, 2, 16)}),
+    Case("AutoencoderDC",
+         {"latent_channels": 4, "attention_head_dim": 2, "encoder_block_types": ("ResBlock", "EfficientViTBlock"),
+         "decoder_block_types": ("ResBlock", "EfficientViTBlock"), "encoder_block_out_channels": (8, 8),
+         "decoder_block_out_channels": (8, 8), "encoder_qkv_multiscales": ((), (5,)),
+         "decoder_qkv_multiscales": ((), (5,)), "encoder_layers_per_block": (1, 1),
+         "decoder_layers_per_block": [1, 1], "downsample_block_type": "conv", "upsample_block_type": "interpolate",
+         "scaling_factor": 0.41407},
+         lambda: {"sample": randn(4, 3, 32, 32)}),
+    Case("AutoencoderKLHunyuanVideo",
+         {"latent_channels": 4, "block_out_channels": (8, 8, 8, 8), "layers_per_block": 1, "norm_num_groups": 4},
+         lambda: {"sample": randn(2, 3, 9, 16, 16)}),
+    Case("AutoencoderKL",
+         {"block_out_channels": [2, 4], "down_block_types": ["DownEncoderBlock2D", "DownEncoderBlock2D"],
+         "up_block_types": ["UpDecoderBlock2D", "UpDecoderBlock2D"], "norm_num_groups": 2},
+         lambda: {"sample": randn(4, 3, 32, 32)}),
+    Case("AutoencoderKLCogVideoX",
+         {"block_out_channels": (8, 8, 8, 8), "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 2},
+         lambda: {"sample": randn(4, 3, 8, 16, 16)}),
+    Case("AutoencoderKLKVAE",
+         {"channels": 32, "num_enc_blocks": 1, "num_dec_blocks": 1, "z_channels": 4, "ch_mult": (1, 2),
+         "sample_size": 32},
+         lambda: {"sample": randn(2, 3, 32, 32)}),
+    Case("AutoencoderKLKVAEVideo",
+         {"ch": 32, "ch_mult": (1, 2), "num_res_blocks": 1, "z_channels": 4, "temporal_compress_times": 2},
+         lambda: {"sample": randn(2, 3, 3, 16, 16)}),
+    Case("AutoencoderKLLTX2Audio",
+         {"latent_channels": 4, "base_channels": 16, "resolution": 16, "mel_bins": 16},
+         lambda: {"sample": randn(2, 2, 8, 16)}),
+    Case("AutoencoderKLMiniMaxH3",
+         {"latent_channels": 4, "block_out_channels": (8, 16), "layers_per_block": 1,
+         "spatial_downsample_factors": (2, 2), "temporal_downsample_factors": (2, 2), "norm_num_groups": 8,
+         "decoder_num_layers": 2, "decoder_num_attention_heads": 2, "decoder_attention_head_dim": 8,
+         "decoder_num_register_tokens": 2, "decoder_ffn_mult": 2, "latents_mean": (0.0, 0.0, 0.0, 0.0),
+         "latents_std": (1.0, 1.0, 1.0, 1.0)},
+         lambda: {"sample": randn(2, 3, 22, 8, 8)}),
+    Case("AutoencoderKLMiniMaxH3Audio",
+         {"encoder_dim": 4, "encoder_rates": (2, 2), "latent_dim": 32, "latent_channels": 8,
+         "num_attention_heads": 2, "decoder_dim": 16, "decoder_rates": (2, 2), "decoder_kernel_sizes": (4, 4),
+         "resblock_kernel_sizes": (3, 7), "resblock_dilation_sizes": ((1, 3), (1, 3)),
+         "latents_mean": [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
+         "latents_std": [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]},
+         lambda: {"sample": randn(2, 1, 32)}),
+    Case("AutoencoderKLTemporalDecoder",
+         {"block_out_channels": [32, 64], "down_block_types": ["DownEncoderBlock2D", "DownEncoderBlock2D"],
+         "layers_per_block": 2},
+         lambda: {"sample": randn(3, 3, 32, 32), "num_frames": 3}, call=frames),
+    Case("AutoencoderKLLTX2Video",
+         {"latent_channels": 8, "block_out_channels": (8, 8, 8, 8), "decoder_block_out_channels": (16, 32, 64),
+         "layers_per_block": (1, 1, 1, 1, 1), "decoder_layers_per_block": (1, 1, 1, 1), "patch_size": 1,
+         "decoder_causal": False, "decoder_spatial_padding_mode": "zeros"},
+         lambda: {"sample": randn(2, 3, 9, 16, 16)}),
+    Case("AutoencoderKLLTXVideo",
+         {"latent_channels": 8, "block_out_channels": (8, 8, 8, 8), "decoder_block_out_channels": (8, 8, 8, 8),
+         "layers_per_block": (1, 1, 1, 1, 1), "decoder_layers_per_block": (1, 1, 1, 1, 1),
+         "spatio_temporal_scaling": (True, True, False, False),
+         "decoder_spatio_temporal_scaling": (True, True, False, False), "patch_size": 1},
+         lambda: {"sample": randn(2, 3, 9, 16, 16)}),
+    Case("AutoencoderKLMagvit",
+         {"latent_channels": 4, "block_out_channels": [8, 8, 8, 8], "layers_per_block": 1, "norm_num_groups": 8},
+         lambda: {"sample": randn(2, 3, 9, 16, 16)}),
+    Case("AutoencoderKLMochi",
+         {"latent_channels": 4, "encoder_block_out_channels": (32, 32, 32, 32),
+         "decoder_block_out_channels": (32, 32, 32, 32), "layers_per_block": (1, 1, 1, 1, 1), "scaling_factor": 1},
+         lambda: {"sample": randn(2, 3, 7, 16, 16)}),
+    Case("AutoencoderOobleck",
+         {"encoder_hidden_size": 12, "decoder_channels": 12, "decoder_input_channels": 6,
+         "downsampling_ratios": [2, 4], "channel_multiples": [1, 2]},
+         lambda: {"sample": randn(4, 2, 24), "sample_posterior": False}),
+    Case("AutoencoderSAME",
+         {"patch_size": 4, "encoder_channels": 16, "encoder_c_mults": [1, 2], "encoder_strides": [2, 2],
+         "encoder_transformer_depths": [1, 1], "latent_dim": 8, "use_differential_attention": False, "dim_heads": 8,
+         "ff_mult": 2},
+         lambda: {"sample": randn(2, 2, 128)}),
+    Case("AutoencoderTiny",
+         {"encoder_block_out_channels": [32, 32], "decoder_block_out_channels": [32, 32],
+         "num_encoder_blocks": [1, 1], "num_decoder_blocks": [1, 1]},
+         lambda: {"sample": randn(4, 3, 32, 32)}),
+    Case("AutoencoderVidTok",
+         {"ch": 32, "ch_mult": [1, 1, 1, 1], "num_res_blocks": 1},
+         lambda: {"sample": randn(1, 3, 17, 16, 16), "sample_posterior": False}),
+    Case("AutoencoderKLWan",
+         {"base_dim": 3, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1},
+         lambda: {"sample": randn(2, 3, 9, 16, 16)}),
+    Case("ConsistencyDecoderVAE",
+         {"encoder_block_out_channels": [2, 4],
+         "encoder_down_block_types": ["DownEncoderBlock2D", "DownEncoderBlock2D"],
+         "decoder_block_out_channels": [2, 4],
+         "decoder_down_block_types": ["ResnetDownsampleBlock2D", "ResnetDownsampleBlock2D"],
+         "decoder_layers_per_block": 1, "decoder_norm_num_groups": 2, "encoder_norm_num_groups": 2,
+         "decoder_up_block_types": ["ResnetUpsampleBlock2D", "ResnetUpsampleBlock2D"], "scaling_factor": 1},
+         lambda: {"sample": randn(4, 3, 32, 32), "generator": torch.Generator().manual_seed(0)}),
+    Case("LTX2VideoDiffusionDecoderModel",
+         {"latent_channels": 8, "patch_size": 2, "decoder_head_dim": 16,
+         "decoder_stage_channels": (64, 32, 16, 16, 16), "decoder_stage_depths": (1, 1, 1, 1, 1),
+         "decoder_stage_kernels": ((1, 1, 1), (1, 1, 1), (1, 1, 1), (1, 1, 1)),
+         "decoder_upsample_channel_reductions": (2, 2, 1, 1), "decoder_stage5_kernel": (1, 1, 1),
+         "decoder_t_emb_dim": 32, "spatial_compression_ratio": 16},
+         lambda: {"z": randn(1, 8, 1, 1, 1), "generator": torch.Generator().manual_seed(0)}),
+    Case("VQModel",
+         {"block_out_channels": [8, 16], "norm_num_groups": 8,
+         "down_block_types": ["DownEncoderBlock2D", "DownEncoderBlock2D"],
+         "up_block_types": ["UpDecoderBlock2D", "UpDecoderBlock2D"]},
+         lambda: {"sample": randn(4, 3, 32, 32)}),
+    Case("AutoencoderKLAllegro",
+         {"block_out_channels": (8, 8, 8, 8), "layers_per_block": 1, "norm_num_groups": 2, "sample_size": 16},
+         lambda: {"sample": randn(1, 3, 8, 16, 16)}, call=tiled),
+    Case("AutoencoderKLFlux2",
+         {"block_out_channels": (4, 8), "down_block_types": ["DownEncoderBlock2D", "DownEncoderBlock2D"],
+         "up_block_types": ["UpDecoderBlock2D", "UpDecoderBlock2D"], "norm_num_groups": 2, "latent_channels": 4},
+         lambda: {"sample": randn(2, 3, 32, 32)}),
+    Case("AutoencoderKLHunyuanImage",
+         {"in_channels": 3, "out_channels": 3, "latent_channels": 4, "block_out_channels": (32, 32),
+         "layers_per_block": 1, "spatial_compression_ratio": 2, "sample_size": 16},
+         lambda: {"sample": randn(1, 3, 16, 16)}),
+    Case("AutoencoderKLHunyuanImageRefiner",
+         {"latent_channels": 4, "block_out_channels": (32, 32, 32), "layers_per_block": 1,
+         "spatial_compression_ratio": 4},
+         lambda: {"sample": randn(1, 3, 5, 16, 16)}),
+    Case("AutoencoderKLHunyuanVideo15",
+         {"latent_channels": 4, "block_out_channels": (32, 32, 32), "layers_per_block": 1,
+         "spatial_compression_ratio": 4},
+         lambda: {"sample": randn(1, 3, 5, 16, 16)}),
+    Case("AutoencoderKLKVAEAudio",
+         {"encoder_dim": 4, "encoder_rates": [2, 2], "latent_dim": 16, "codebook_dim": 4, "decoder_dim": 16,
+         "decoder_rates": [2, 2], "attn_num_heads": 2},
+         lambda: {"sample": randn(1, 1, 64)}),
+    Case("AutoencoderKLQwenImage",
+         {"base_dim": 8, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1},
+         lambda: {"sample": randn(1, 3, 1, 16, 16)}),
+    Case("AutoencoderKLQwenImage21",
+         {"base_dim": 8, "decoder_base_dim": 8, "dim_mult": [1, 1, 1, 1, 1], "num_res_blocks": 1},
+         lambda: {"sample": randn(1, 4, 1, 32, 32)}),
+    Case("AutoencoderRAE",
+         {"encoder_hidden_size": 64, "encoder_patch_size": 4, "encoder_num_hidden_layers": 2, "decoder_hidden_size": 16,
+         "decoder_num_hidden_layers": 2, "decoder_num_attention_heads": 2, "decoder_intermediate_size": 32,
+         "patch_size": 4, "encoder_input_size": 16},
+         lambda: {"sample": randn(1, 3, 16, 16)}, call=whole),
+    Case("Kandinsky6SRVAE",
+         {"latent_channels": 4, "encoder_block_out_channels": (32, 32, 32, 32),
+         "decoder_block_out_channels": (32, 32, 32, 32), "layers_per_block": 1},
+         lambda: {"sample": randn(1, 3, 5, 16, 16)}),
+    Case("LongCatAudioDiTVae",
+         {"channels": 4, "c_mults": [1, 2], "strides": [2, 2], "latent_dim": 4, "encoder_latent_dim": 8},
+         lambda: {"sample": randn(1, 1, 64)}),
+    Case("MMAudioVAE",
+         {"mel_bins": 16, "latent_channels": 4, "hidden_channels": 16, "channel_multipliers": (1, 2),
+         "layers_per_block": 1, "n_fft": 64, "hop_length": 16},
+         lambda: {"sample": randn(1, 512)}),
+    Case("MMAudioVocoder",
+         {"num_mels": 8, "upsample_initial_channel": 16, "upsample_rates": (2, 2), "upsample_kernel_sizes": (4, 4)},
+         lambda: {"mel": randn(1, 8, 12)}),
+    Case("MiniMaxMusic3Vocoder",
+         {"latent_channels": 4, "decoder_input_dim": 8, "decoder_hidden_dim": 16, "upsampling_ratios": (2, 2)},
+         lambda: {"latents": randn(1, 4, 8)}),
+    Case("RFD4ProteinaAutoencoder",
+         {"atom37_mask": [[True] * 37] * 147, "allowed_residue_types": [[True] * 147] * 7, "latent_dim": 4, "nlayers": 2,
+         "token_dim": 16, "nheads": 2, "dim_cond": 8, "pair_repr_dim": 8, "token_type_emb_dim": 4},
+         lambda: {"coords_nm": randn(1, 6, 37, 3), "padding_mask": torch.ones(1, 6, dtype=torch.bool),
+         "token_type": ints(7, 1, 6), "atom37_mask": torch.ones(1, 6, 37, dtype=torch.bool),
+         "conditioning": {"is_in_context_conditioning": torch.zeros(1, 6, dtype=torch.bool),
+         "supports_local_latent": torch.ones(1, 6, dtype=torch.bool), "chain_iid": torch.zeros(1, 6, dtype=torch.long),
+         "incident_bond_type_counts": torch.ones(1, 6, 37, 10), "ground_truth_element": ints(100, 1, 6, 37),
+         "charge": torch.zeros(1, 6, 37, dtype=torch.long)}}, call=protein),
+]
+
+CASES = [replace(case, call=case.call or forward_and_parts) for case in RUN]

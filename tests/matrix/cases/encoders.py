@@ -1,0 +1,61 @@
+"""What turns prompts, images and sounds into conditions: diffusers' own, and those of transformers."""
+
+# fmt: off
+from __future__ import annotations
+
+import torch
+
+from ..case import Case, ints, randn
+
+ACE = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+
+CASES = [
+    Case("AceStepAudioTokenDetokenizer",
+         {**ACE, "audio_acoustic_hidden_dim": 8, "num_attention_pooler_hidden_layers": 2},
+         lambda: {"hidden_states": randn(1, 4, 32)}),
+    Case("AceStepAudioTokenizer",
+         {**ACE, "audio_acoustic_hidden_dim": 8, "fsq_dim": 32, "num_attention_pooler_hidden_layers": 2},
+         lambda: {"hidden_states": randn(1, 10, 8)}, call=lambda module, hidden_states: module.tokenize(hidden_states)),
+    Case("AceStepConditionEncoder",
+         {**ACE, "text_hidden_dim": 16, "timbre_hidden_dim": 8, "num_lyric_encoder_hidden_layers": 2,
+         "num_timbre_encoder_hidden_layers": 2},
+         lambda: {"text_hidden_states": randn(1, 6, 16), "text_attention_mask": torch.ones(1, 6),
+         "lyric_hidden_states": randn(1, 5, 16), "lyric_attention_mask": torch.ones(1, 5),
+         "refer_audio_acoustic_hidden_states_packed": randn(1, 4, 8),
+         "refer_audio_order_mask": torch.zeros(1, dtype=torch.long)}),
+    Case("AnimaTextConditioner",
+         {"source_dim": 16, "target_dim": 16, "model_dim": 16, "num_layers": 2, "num_attention_heads": 2,
+         "target_vocab_size": 64, "min_sequence_length": 8},
+         lambda: {"source_hidden_states": randn(1, 6, 16), "target_input_ids": ints(64, 1, 8)}),
+    Case("AudioLDM2ProjectionModel",
+         {"text_encoder_dim": 8, "text_encoder_1_dim": 12, "langauge_model_dim": 16},
+         lambda: {"hidden_states": randn(1, 1, 8), "hidden_states_1": randn(1, 4, 12),
+         "attention_mask": torch.ones(1, 1), "attention_mask_1": torch.ones(1, 4)}),
+    Case("CLIPImageProjection", {"hidden_size": 16},
+         lambda: {"x": randn(2, 16)}),
+    Case("Ideogram4PromptEnhancerHead", {"hidden_size": 16, "vocab_size": 64},
+         lambda: {"hidden_states": randn(1, 4, 16)}),
+    Case("Kandinsky6SRLatentUpscalerBank",
+         {"in_channels": 4, "stage_channels": (32, 32, 32), "num_pre_blocks": 1, "num_mid_blocks": 1,
+         "num_post_blocks": 1, "num_x2_adapter_blocks": 1},
+         lambda: {"latents": randn(1, 4, 1, 8, 8), "scale": 2}),
+    Case("MiniMaxMusic3ConditionEncoder",
+         {"condition_hidden_dim": 16, "num_condition_layers": 2, "out_dim": 12},
+         lambda: {"hidden_states": randn(1, 8, 32)}),
+    Case("MiniMaxMusic3RVQDepthDecoder",
+         {"hidden_size": 16, "num_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
+         "audio_vocab_size": 32, "num_codebooks": 3},
+         lambda: {"inputs_embeds": randn(1, 3, 16)}),
+    Case("ReduxImageEncoder", {"redux_dim": 16, "txt_in_features": 12},
+         lambda: {"x": randn(1, 4, 16)}),
+    Case("StableAudio3DurationEmbedder", {"output_dim": 16, "fourier_dim": 8},
+         lambda: {"seconds": torch.tensor([30.0])}),
+    Case("StableAudioProjectionModel",
+         {"text_encoder_dim": 12, "conditioning_dim": 16, "min_value": 0, "max_value": 512},
+         lambda: {"text_hidden_states": randn(1, 4, 12), "start_seconds": torch.tensor([0.0]),
+         "end_seconds": torch.tensor([30.0])}),
+    Case("UniDiffuserTextDecoder",
+         {"prefix_length": 4, "prefix_inner_dim": 16, "prefix_hidden_dim": 16, "vocab_size": 64, "n_positions": 32,
+         "n_embd": 16, "n_layer": 2, "n_head": 2},
+         lambda: {"input_ids": ints(64, 1, 5), "prefix_embeds": randn(1, 4, 16)}),
+]

@@ -1,0 +1,69 @@
+"""The page of the support matrix is about what is installed, and some classes of the matrix run each time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+
+from . import page
+from .arms import ARMS, NotApplicable, Subject
+from .cases import FAMILIES, NOT_RUN
+from .installed import of_diffusers, of_transformers
+
+CASES = {case.name: case for cases in FAMILIES.values() for case in cases}
+QUICK = [
+    "DiTTransformer2DModel",  # calls a part of a block
+    "AutoencoderKLMiniMaxH3Audio",  # a processor reads the weight of a layer
+    "T2IAdapter",
+    "UNet2DConditionModel",
+    "WanTransformer3DModel",
+    "CLIPTextModel",
+]
+
+of_that_version = pytest.mark.skipif(
+    diffusers.__version__ != page.version(), reason="the page is about another version"
+)
+
+
+@of_that_version
+def test_no_class_is_forgotten() -> None:
+    installed = {*of_diffusers(), *of_transformers()}
+    assert CASES.keys() | NOT_RUN.keys() == installed
+    assert page.classes() == installed
+
+
+@of_that_version
+def test_nothing_on_the_page_fails() -> None:
+    assert "FAILS" not in page.PATH.read_text().partition("## ")[2]
+
+
+def test_classes_have_one_case() -> None:
+    assert len(CASES) == sum(map(len, FAMILIES.values()))
+    assert not CASES.keys() & NOT_RUN.keys()
+
+
+@of_that_version
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("name", QUICK)
+def test_class(name: str, tmp_path: Path) -> None:
+    subject = Subject.of(CASES[name])
+    for arm, run in ARMS.items():
+        (tmp_path / arm).mkdir()
+        if arm == "LoRA" and not hasattr(subject.resident, "add_adapter"):
+            with pytest.raises(NotApplicable, match="takes no LoRA"):
+                run(subject, tmp_path / arm)
+        else:
+            run(subject, tmp_path / arm)
+
+
+def test_an_arm_sees_other_bits(tmp_path: Path) -> None:
+    subject = Subject.of(CASES["T2IAdapter"])
+    with torch.no_grad():
+        next(subject.resident.parameters()).mul_(1.5)
+    for arm, run in ARMS.items():
+        if arm in ("RAM, blocks", "RAM, layers", "group files"):
+            with pytest.raises(AssertionError, match="differs"):
+                run(subject, tmp_path)
