@@ -267,7 +267,11 @@ def _leaf_units(
 
 
 def _open_for_parts_used(modules: dict[str, nn.Module], units: list[_Unit]) -> None:
-    """Let gates open for weights of units that no call of the units' own modules leads to."""
+    """Let gates open for weights of units that no call of the units' own modules leads to.
+
+    A forward that reaches into most of the module is left alone: all of that would be on the device for the length of its call.
+    It mostly looks at weights, or edits them, where they rest. (Where it computes with them on a device, torch raises.)
+    """
     by_path = {path: unit for unit in units for path in (*unit.owners, *unit.subtrees)}
     paths = {module: path for path, module in modules.items()}
     opening = {unit: frozenset(unit.modules) for unit in units}
@@ -280,13 +284,30 @@ def _open_for_parts_used(modules: dict[str, nn.Module], units: list[_Unit]) -> N
             else next((by_path[part] for part in (path, *_ancestors(path)) if part in by_path), None)
         )
 
+    sizes = cache(lambda: {unit: _bytes_in(unit, modules) for unit in units})
     for path, module in modules.items():
         above = {modules[part] for part in (path, *_ancestors(path))}
         used = parts_used(module)
-        for part, gated in (*((part, module) for part in used.read), *((part, part) for part in used.called)):
-            unit = unit_of(part)
-            if unit is not None and above.isdisjoint(opening[unit]) and gated not in unit.modules:
+
+        def closed(parts: Iterable[nn.Module], above: set[nn.Module] = above) -> dict[nn.Module, _Unit]:
+            found = {part: unit for part in parts if (unit := unit_of(part)) is not None}
+            return {part: unit for part, unit in found.items() if above.isdisjoint(opening[unit])}
+
+        read, called = closed(used.read), closed(used.called)
+        if len({*read.values()}) > 1 and sum(sizes()[unit] for unit in {*read.values()}) * 2 > sum(sizes().values()):
+            read = {}
+        for unit, gated in (
+            *((unit, module) for unit in read.values()),
+            *((unit, part) for part, unit in called.items()),
+        ):
+            if gated not in unit.modules:
                 unit.modules.append(gated)
+
+
+def _bytes_in(unit: _Unit, modules: Mapping[str, nn.Module]) -> int:
+    weights = [weight for path in unit.subtrees for weight in modules[path].parameters()]
+    weights += [weight for path in unit.owners for weight in modules[path].parameters(recurse=False)]
+    return sum(weight.nbytes for weight in weights if not is_lazy(weight))
 
 
 def tables_of(root: nn.Module, config: OffloadConfig, is_compiled: Callable[[nn.Module], bool]) -> set[int]:

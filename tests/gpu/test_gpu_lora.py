@@ -41,6 +41,7 @@ def forward(model: nn.Module, dtype: torch.dtype) -> torch.Tensor:
     return tiny.call(model, arguments)
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32")  # torch's compiler has a wish
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 @pytest.mark.parametrize("tier", ["ram", "files"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

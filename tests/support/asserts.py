@@ -37,6 +37,8 @@ def plain_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield from take_apart(name, tensor)
         if not is_traceable_wrapper_subclass(tensor):
             yield from beside(name, tensor)
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
         state = module.get_submodule(name.rpartition(".")[0]).__dict__.get("state")  # of bitsandbytes' int8
         yield from ((f"{name}.state.{key}", value) for key, value in beside("", state) if key in (".CB", ".SCB"))
 
