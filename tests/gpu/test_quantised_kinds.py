@@ -10,7 +10,7 @@ import torch
 
 from group_offload import apply_group_offloading
 
-from ..support.asserts import assert_same
+from ..support.asserts import assert_same, plain_tensors
 from ..support.quantised import KINDS, ON_ACCELERATORS, inputs, is_there, quantised
 from ..support.rigs import run
 
@@ -44,12 +44,13 @@ def test_on_every_tier(kind: str, starts: str, arm: str, tmp_path: Path) -> None
     try:
         reference, model = quantised(kind, device=home).to(device), quantised(kind, device=home)
         expected = [run(reference, inputs(seed).to(device)) for seed in range(3)]
-    except (AssertionError, ImportError, NotImplementedError, RuntimeError) as error:
+    except (AssertionError, ImportError, NotImplementedError, RuntimeError, ValueError) as error:
         pytest.skip(f"the library does not run it here: {error!s:.80}")
     handle = apply_group_offloading(model, **options)
     for _ in range(2):
         for seed in range(3):
             assert_same(run(model, inputs(seed).to(device)), expected[seed])
-    assert all(weight.device.type == "cpu" for weight in model.parameters())
+    # (A wrapper that was made on the device goes on to name it.)
+    assert all(part.device.type == "cpu" for _, part in plain_tensors(model))
     handle.remove()
     assert_same(run(model.to(device), inputs(0).to(device)), expected[0])
