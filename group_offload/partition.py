@@ -269,8 +269,8 @@ def _leaf_units(
 def _open_for_parts_used(modules: dict[str, nn.Module], units: list[_Unit]) -> None:
     """Let gates open for weights of units that no call of the units' own modules leads to.
 
-    A forward that reaches into most of the module is left alone: all of that would be on the device for the length of its call.
-    It mostly looks at weights, or edits them, where they rest. (Where it computes with them on a device, torch raises.)
+    A forward that reads in a loop what is most of the module is left alone: all of that would be on the device for the length
+    of its call. It mostly looks at weights, or edits them, where they rest. (Where it computes with them, torch raises.)
     """
     by_path = {path: unit for unit in units for path in (*unit.owners, *unit.subtrees)}
     paths = {module: path for path, module in modules.items()}
@@ -294,8 +294,9 @@ def _open_for_parts_used(modules: dict[str, nn.Module], units: list[_Unit]) -> N
             return {part: unit for part, unit in found.items() if above.isdisjoint(opening[unit])}
 
         read, called = closed(used.read), closed(used.called)
-        if len({*read.values()}) > 1 and sum(sizes()[unit] for unit in {*read.values()}) * 2 > sum(sizes().values()):
-            read = {}
+        in_loops = {unit for part, unit in read.items() if used.read[part]}
+        if len(in_loops) > 1 and sum(sizes()[unit] for unit in in_loops) * 2 > sum(sizes().values()):
+            read = {part: unit for part, unit in read.items() if not used.read[part]}
         for unit, gated in (
             *((unit, module) for unit in read.values()),
             *((unit, part) for part, unit in called.items()),

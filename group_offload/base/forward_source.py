@@ -72,8 +72,8 @@ class _Use:
 class UsedParts:
     """What a forward uses of the modules below its own, without a call of the modules in between."""
 
-    read: dict[nn.Module, None] = field(default_factory=dict)
-    """Modules whose parameters or buffers it reads."""
+    read: dict[nn.Module, bool] = field(default_factory=dict)
+    """Modules whose parameters or buffers it reads, and whether only in a loop over modules."""
     called: dict[nn.Module, None] = field(default_factory=dict)
     """Modules that it calls."""
 
@@ -143,7 +143,7 @@ def _follow(
             name = rest[0]
             if any(_found(table, name) is not None for table in (at._parameters, at._buffers)):
                 if at is not root:
-                    found.read[at] = None
+                    found.read[at] = found.read.get(at, True) and None in use.place.steps
             elif len(rest) == 1 and isinstance(name, str):
                 for method in _overridden(type(at), name):
                     _follow(method, [at, *first[1:]], root, found, known, by_name)
