@@ -69,7 +69,7 @@ def publish(
         opened.let_name()
         is_named = _name_exclusively(temporary, path)
         if is_named:
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
     try:
         if not is_named:
             return None
@@ -105,7 +105,7 @@ def publish_anew(path: Path, content: bytes) -> int:
             mark_in_use(opened.fd)
         opened.let_name()
         os.replace(temporary, path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     opened.reopen(path)
     return opened.detach()
 
@@ -368,7 +368,7 @@ def _name_exclusively(temporary: Path, path: Path) -> bool:
     return True
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make names durable, where the file system can. Elsewhere a loss of power can take a whole file away."""
     with suppress(OSError, NotImplementedError):
         fd = system.open_folder(folder)

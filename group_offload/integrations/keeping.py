@@ -34,7 +34,7 @@ from torch import nn
 
 from ..base.layout import as_bytes
 from ..base.mapping import expect_single_pages
-from ..base.publish import folder_lock, publish_anew, temporary_name
+from ..base.publish import folder_lock, publish_anew, sync_folder, temporary_name
 from ..base.system import open_to_read, user
 from ..errors import GroupFileError
 from ..partition import plain_tensors
@@ -410,13 +410,13 @@ def _settle(place: Path) -> None:
     mode = place.stat().st_mode & 0o666
     for path in place.iterdir():
         path.chmod(mode)
-    for path in (*place.iterdir(), place):
-        fd = os.open(path, os.O_RDONLY)
+    for path in place.iterdir():
+        fd = os.open(path, os.O_RDWR)
         try:
-            with suppress(OSError):  # a file system that cannot sync folders
-                os.fsync(fd)
+            os.fsync(fd)
         finally:
             os.close(fd)
+    sync_folder(place)
 
 
 def _encode(record: Mapping[str, Any]) -> bytes:

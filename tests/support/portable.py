@@ -73,6 +73,7 @@ ABOUT_LINUX = {
     "files/reading/test_reader_processes.py": "processes that fork",
     "engine/test_processes.py": "processes that fork",
     "integrations/test_opening.py": "casts that are postponed, because the page map tells which weights are views of files",
+    "integrations/test_keeping.py": "models that are opened in place, where the page map tells which weights are views of files",
     "files/test_changing_folder.py": "locks of files, and processes of their own",
     "files/test_file_identity.py::test_the_disk_is_a_promise": "weights that rest in their checkpoint",
     "engine/test_changes.py::test_a_swap_an_edit_and_a_new_module": "weights that rest in their checkpoint, as one case",
@@ -88,6 +89,9 @@ ABOUT_LINUX = {
     "engine/test_streams.py::test_removed_after_an_edit_in_the_middle_of_a_forward": "edits in the middle of a forward",
     "engine/test_streams.py::test_what_rests_in_ram_does_not_overtake_what_is_read": "weights that rest in their checkpoint",
     "cli/test_cli.py::test_folders_that_are_none": "descriptors of folders, of which one is refused",
+    "engine/weights/test_quantised.py::test_copies_never_wait_on_the_host": "copies across passes",
+    "engine/weights/test_tensor_subclasses.py::test_attributes_of_a_weight_land_in_slots": "copies across passes",
+    "integrations/test_lora_life.py::test_fusions_in_one_process_after_another": "processes that fork",
     "units/test_reading.py::test_a_forked_child_reads_with_threads_of_its_own": "processes that fork",
 }
 """The tests that are about what Linux alone has, and what that is. They are skipped.
