@@ -23,20 +23,12 @@ from group_offload.stores.source import SourceFile
 
 from ..support.inside import engine_of
 from ..support.models import WIDTH, Model, make
-from ..support.on_device import forward, from_file
+from ..support.on_device import any_mode, forward, from_file
 from ..support.pretend import IMAGE, WITH_CONTROLNET, PretendPipeline
 from ..support.reads import watch_file_reads
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.tuning import tune
-
-MODES: list[dict[str, Any]] = [
-    {},
-    {"record_stream": True},
-    {"offload_type": "leaf_level"},
-    {"offload_type": "leaf_level", "record_stream": True},
-]
-any_mode = pytest.mark.parametrize("options", MODES, ids=str)
 
 
 @pytest.fixture

@@ -32,19 +32,11 @@ from group_offload.stores.pinned import RamBlob, Segment
 
 from ..support.inside import engine_of
 from ..support.models import DIM, EditsItsBlocks, NormedModel, RoutedBlock, RoutedModel
-from ..support.on_device import assert_same_state, forward, offload, on_their_way
+from ..support.on_device import MODES, any_mode, assert_same_state, forward, offload, on_their_way
 from ..support.page_map import PageMap
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.tuning import tune
-
-MODES: list[dict[str, Any]] = [
-    {},
-    {"record_stream": True},
-    {"offload_type": "leaf_level"},
-    {"offload_type": "leaf_level", "record_stream": True},
-]
-any_mode = pytest.mark.parametrize("options", MODES, ids=str)
 
 
 @pytest.fixture

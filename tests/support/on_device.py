@@ -24,6 +24,14 @@ from .reads import late_reads, watch_file_reads
 from .rigs import run
 from .simulated import SimulatedDevice, use_simulated_device
 
+MODES: list[dict[str, Any]] = [
+    {},
+    {"record_stream": True},
+    {"offload_type": "leaf_level"},
+    {"offload_type": "leaf_level", "record_stream": True},
+]
+any_mode = pytest.mark.parametrize("options", MODES, ids=str)
+
 
 def from_file(model: nn.Module, path: Path) -> nn.Module:
     """The model as a loader that copies nothing leaves it: its weights are views of the file."""
