@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import random
 import sys
 import threading
@@ -289,6 +290,7 @@ class SimulatedDevice:
         self._freed: list[tuple[_Block, list[_Work]]] = []  # not reusable before that work is done
         self._in_flight: list[_InFlight] = []  # from pinned memory
         self._released: deque[_Block] = deque()  # filled by the garbage collector, at any moment
+        _devices.add(self)
 
     def bytes_in_use(self) -> int:
         return self.total.now
@@ -909,6 +911,27 @@ def _place(
 ) -> torch.Tensor:
     view = torch.empty(0, dtype=dtype, device="cpu")
     return view.set_(storage, offset_bytes // dtype.itemsize, shape, stride)
+
+
+_devices: weakref.WeakSet[SimulatedDevice] = weakref.WeakSet()
+_held: list[Any] = []  # locks
+
+
+def _hold() -> None:
+    """Let no thread be in the middle of a call as the process forks: its lock would stay taken in the child."""
+    locks: list[Any] = [*(device._lock for device in list(_devices)), _foreseeing]
+    for lock in locks:
+        lock.acquire()
+        _held.append(lock)
+
+
+def _let_go() -> None:
+    while _held:
+        _held.pop().release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_let_go)
 
 
 @contextlib.contextmanager
