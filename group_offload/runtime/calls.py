@@ -32,7 +32,7 @@ EXPECTED = (GroupOffloadError, torch.OutOfMemoryError)
 class Call:
     """One call of a gate."""
 
-    __slots__ = ("_frame", "groups", "is_complete", "module")
+    __slots__ = ("_frame", "groups", "is_complete", "is_deferred", "module")
 
     def __init__(self, module: nn.Module, frame: FrameType) -> None:
         """
@@ -42,6 +42,8 @@ class Call:
         self.module = module
         self.groups: list[Group] = []
         """The groups that the call holds."""
+        self.is_deferred = False
+        """Whether the call may do without its groups: they are onloaded once its module's own forward is called."""
         self.is_complete = False
         """Whether the call returned and raised no exception."""
         self._frame = id(frame)  # the frame itself would keep the call's arguments alive

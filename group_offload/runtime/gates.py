@@ -50,6 +50,7 @@ from .calls import Call
 from .groups.group import Group
 from .passes import Passes
 from .placer import Placer
+from .skips import OwnForward, own_forward
 from .tables import GatheredRows
 
 HANDLE = "_group_offload_handle"
@@ -139,6 +140,8 @@ class Gate(Around):
         try:
             if self.bypassing is not None:  # it is this thread's, and was interrupted
                 self.leave_bypassed()
+            own = None if compiler or modes or torch.is_grad_enabled() else self._own_forward()
+            this.is_deferred = own is not None
             backward.begin_call(self.groups)
             passes.begin_call(this, args, kwargs)
             args, kwargs = self._inputs(args, kwargs)
@@ -150,7 +153,8 @@ class Gate(Around):
                 compiler, call = None, GatheredRows(self.module, gates.backend).call
             elif self.groups and is_profiler_enabled():
                 call = partial(_call_in_range, call, self.groups[-1].group_id)
-            with backward.hooks() or nullcontext():
+            late = nullcontext() if own is None else own.preceded_by(partial(passes.bring, this))
+            with backward.hooks() or nullcontext(), late:
                 selective.show(modes)
                 set_eval_frame(compiler)
                 try:
@@ -170,6 +174,14 @@ class Gate(Around):
 
     def _inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return self._gates.move_inputs(args, kwargs)
+
+    def _own_forward(self) -> OwnForward | None:
+        """Where to onload the groups if hooks of diffusers may skip the module. Users' hooks may need the weights at once."""
+        module = self.module
+        if self.compiled is not None or not self.groups or "_diffusers_hook" not in module.__dict__:
+            return None
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        return own_forward(module) if all(hook in _OURS for hook in hooks) else None
 
     def __bool__(self) -> bool:
         """Whether the module is compiled: other libraries (peft) test the attribute that holds the gate for that."""

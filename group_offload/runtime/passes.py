@@ -191,27 +191,49 @@ class Passes:
         self.forget_interrupted_calls()
         is_first = not self.is_running
         self._calls.append(call)
-        if not is_first and self._state is State.UNKNOWN:
-            raise StateError(
-                f"A forward of {type(self.root).__name__} goes on after it was interrupted. Let it end, and call it again."
-            )
+        if not is_first:
+            self._refuse_interrupted()
         state = State.OPEN if is_first else self._state
         try:
             if is_first:
                 self._begin(call.module, Kind.of(call.module, args, kwargs), kwargs)
             self._state = State.UNKNOWN
-            for group in self._needs(call.module):
-                if group.num_bytes:
-                    self.acquire(group)
-                    call.groups.append(group)
-            self._placer.weigh_activations(call.module)
-            self._lookahead.before_call()
-            if self.succession is not None:
-                self.succession.look(self)
+            if not call.is_deferred:
+                self._acquire_groups_of(call)
         except EXPECTED:
             self._state = state
             raise
         self._state = state
+
+    def bring(self, call: Call) -> None:
+        """Make the weights ready of a call that might have done without them, now that it needs them."""
+        if not call.is_deferred or (call not in self._calls and not call.is_on_stack()):
+            return  # it calls the forward once more, or was interrupted and left this behind
+        self._refuse_interrupted()
+        call.is_deferred = False
+        state, self._state = self._state, State.UNKNOWN
+        try:
+            self._acquire_groups_of(call)
+        except EXPECTED:
+            self._state = state
+            raise
+        self._state = state
+
+    def _acquire_groups_of(self, call: Call) -> None:
+        for group in self._needs(call.module):
+            if group.num_bytes:
+                self.acquire(group)
+                call.groups.append(group)
+        self._placer.weigh_activations(call.module)
+        self._lookahead.before_call()
+        if self.succession is not None:
+            self.succession.look(self)
+
+    def _refuse_interrupted(self) -> None:
+        if self._state is State.UNKNOWN:
+            raise StateError(
+                f"A forward of {type(self.root).__name__} goes on after it was interrupted. Let it end, and call it again."
+            )
 
     def end_call(self, call: Call) -> None:
         """End a call: release the groups that `begin_call` acquired, and end the pass with the outermost call."""

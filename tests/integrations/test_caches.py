@@ -16,7 +16,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from diffusers.hooks import apply_first_block_cache
+from diffusers.hooks import LayerSkipConfig, apply_first_block_cache, apply_layer_skip
 from torch.utils._pytree import tree_leaves
 
 from group_offload import StateError, apply_group_offloading, enable_group_offload
@@ -187,18 +187,17 @@ def test_prompts_that_are_told_apart_by_their_addresses() -> None:
     assert_same(counted.steps(), dict(expected("text-kv-nucleus"))["with a new cache"])
 
 
-@needs("mag-flux")
-def test_a_cached_step_sends_what_it_calls() -> None:
-    """At leaf level; a full step after cached ones foresees all but the first layer that was skipped."""
+def _sent_by_steps(
+    model: Any, level: str, num_steps: int, hook: Callable[..., None] | None = None
+) -> tuple[list[float], int]:
+    """The share of all bytes that each forward of a model of FLUX onloads, and the stalls after the first forwards."""
     with use_simulated_device(SimulatedDevice(0, "lazy")) as device:
-        model = tiny.flux_transformer(num_single_layers=8)
-        handle = apply_group_offloading(model, "cpu", offload_type="leaf_level")
+        handle = apply_group_offloading(model, "cpu", offload_type=level)
+        if hook is not None:
+            model.single_transformer_blocks[3].register_forward_pre_hook(hook)
         num_bytes = sum(group.num_bytes for group in handle.groups)
-        model.enable_cache(
-            diffusers.MagCacheConfig(threshold=1e9, retention_ratio=0.0, num_inference_steps=4, mag_ratios=[1.0] * 4)
-        )
         sent, stalls = [0], [0]
-        for step in range(12):
+        for step in range(num_steps):
             inputs = {
                 name: device.put(value) if isinstance(value, torch.Tensor) else value
                 for name, value in flux_inputs(step % 4).items()
@@ -209,10 +208,81 @@ def test_a_cached_step_sends_what_it_calls() -> None:
             sent.append(sum(stats.bytes_onloaded.values()))
             stalls.append(stats.stalls)
         handle.remove()
-    of_steps = [(b - a) / num_bytes for a, b in itertools.pairwise(sent)]
-    assert all(of_steps[step] > 0.9 for step in (4, 8)), of_steps  # every fourth step is a whole one
-    assert all(of_steps[step] < 0.3 for step in (6, 7, 10, 11)), of_steps
-    assert stalls[-1] - stalls[4] <= 4, stalls
+    return [(b - a) / num_bytes for a, b in itertools.pairwise(sent)], stalls[-1] - stalls[4]
+
+
+def _mag_cache() -> Any:
+    """Every fourth step is a whole one."""
+    return diffusers.MagCacheConfig(threshold=1e9, retention_ratio=0.0, num_inference_steps=4, mag_ratios=[1.0] * 4)
+
+
+@needs("mag-flux")
+@pytest.mark.parametrize(("level", "most"), [("block_level", 0.01), ("leaf_level", 0.3)])
+def test_a_cached_step_sends_what_it_calls(level: str, most: float) -> None:
+    """A full step after cached ones foresees all but the first block that was skipped."""
+    model = tiny.flux_transformer(num_single_layers=8)
+    model.enable_cache(_mag_cache())
+    of_steps, stalls = _sent_by_steps(model, level, 12)
+    assert all(of_steps[step] > 0.8 for step in (4, 8)), of_steps
+    assert all(of_steps[step] < most for step in (6, 7, 10, 11)), of_steps
+    assert stalls <= 4, stalls
+
+
+@pytest.mark.parametrize("name", [name for name in ("first-block-flux", "mag-wan", "sea-wan") if name in CACHES])
+def test_a_skipped_block_is_not_sent(name: str) -> None:
+    counted = Counted(CACHES[name])
+    handle = apply_group_offloading(counted.model, tiny.device())
+
+    def sent() -> int:
+        before = sum(handle.stats().bytes_onloaded.values())
+        counted.steps()
+        return sum(handle.stats().bytes_onloaded.values()) - before
+
+    sent()
+    whole = sent()
+    counted.enable()
+    assert sent() < 0.9 * whole
+    handle.remove()
+
+
+def test_a_skipped_layer_is_not_sent() -> None:
+    """With the hook that guiders register for one forward."""
+    model = tiny.flux_transformer(num_single_layers=8)
+    skips = LayerSkipConfig(indices=[*range(1, 8)], fqn="single_transformer_blocks", dropout=1.0)
+    apply_layer_skip(model, skips)
+    of_steps, _ = _sent_by_steps(model, "block_level", 6)
+    assert all(share < 0.6 for share in of_steps[2:]), of_steps
+
+
+@needs("mag-flux")
+def test_a_hook_of_a_user_gets_the_weights_of_a_skipped_block() -> None:
+    model = tiny.flux_transformer(num_single_layers=8)
+    model.enable_cache(_mag_cache())
+    weight = model.single_transformer_blocks[3].proj_out.weight
+    at_rest, seen = weight.detach().clone(), []
+    of_steps, _ = _sent_by_steps(model, "block_level", 6, lambda *_: seen.append(weight.detach() + 0))
+    assert of_steps[2] > 0.05, of_steps
+    assert len(seen) == 6 and all(torch.equal(each, at_rest) for each in seen)
+
+
+@needs("mag-flux")
+def test_a_block_that_raises_beside_a_cache() -> None:
+    """What stepped in between the hook and the forward is gone, and the next forward is right."""
+    counted, reference = Counted(CACHES["mag-flux"]), Counted(CACHES["mag-flux"])
+    handle = apply_group_offloading(counted.model, tiny.device())
+    for each in (counted, reference):
+        each.enable()
+    block = counted.model.single_transformer_blocks[1]
+    kept = [vars(reference) for reference in block._diffusers_hook._fn_refs]
+    before = [dict(each) for each in kept]
+    raises = block.proj_out.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(ValueError("in the block")))
+    with pytest.raises(ValueError, match="in the block"):
+        counted.steps(0, 1)
+    raises.remove()
+    assert [dict(each) for each in kept] == before
+    counted.model._reset_stateful_cache()
+    assert_same(counted.steps()[0], reference.steps()[0])
+    handle.remove()
 
 
 @needs("mag-flux")
