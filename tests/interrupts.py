@@ -176,6 +176,16 @@ class Block(nn.Module):
         return x + self.scale * self.down(torch.relu(self.up(x))) + 0.1 * self.lora(x)
 
 
+def _let_be_skipped(block: nn.Module) -> None:
+    """Put a hook of diffusers around a block's forward that could skip it, and does not."""
+    from diffusers.hooks import HookRegistry  # takes seconds
+    from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry
+    from diffusers.hooks.layer_skip import TransformerBlockSkipHook
+
+    TransformerBlockRegistry.register(type(block), TransformerBlockMetadata(return_hidden_states_index=0))
+    HookRegistry.check_if_exists_or_initialize(block).register_hook(TransformerBlockSkipHook(dropout=0.0), "skip")
+
+
 class Model(nn.Module):
     def __init__(self, num_blocks: int = 5) -> None:
         super().__init__()
@@ -220,6 +230,7 @@ SCENARIOS = [
     Scenario("simulated files leaf", {"in_files": True, "offload_type": "leaf_level"}, True),
     Scenario("simulated checkpoint", {"in_checkpoint": True}, True),
     Scenario("simulated budget", {"vram_budget": 60_000, "in_checkpoint": True}, True),
+    Scenario("simulated, blocks that a hook may skip", {"has_skips": True}, True),
     Scenario("simulated pipeline", {"in_checkpoint": True, "in_pipeline": True}, True),
     Scenario("simulated pipeline, budget", {"vram_budget": 60_000, "in_pipeline": True}, True),
 ]
@@ -239,6 +250,9 @@ class Rig:
         self.options = dict(scenario.options)
         self.resident = Model()
         self.model = copy.deepcopy(self.resident)
+        if self.options.pop("has_skips", False):
+            for block in (*self.resident.blocks, *self.model.blocks):
+                _let_be_skipped(block)
         if self.options.pop("in_files", False):
             self.options["offload_to_disk_path"] = self.folder
         self._in_checkpoint = self.options.pop("in_checkpoint", False)
