@@ -41,6 +41,8 @@ PUBLIC_NAMES = {
     "enable_progress_bar",
     "free_slots",
     "from_pretrained",
+    "handle_of",
+    "handles_of",
     "no_activation_offloading",
     "patch_diffusers",
     "remove_group_offloading",
