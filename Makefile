@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/bytecode
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick portable matrix versions lint type bench docs
+.PHONY: help setup demo test quick portable matrix versions lint type bench docs dist wheel
 
 help:
 	@echo "make setup   the environment, in $(VENV)"
@@ -27,6 +27,8 @@ help:
 	@echo "make lint    ruff: rules and format"
 	@echo "make type    mypy, strict, on the package and the examples"
 	@echo "make docs    check links and run the examples in README.md and docs/"
+	@echo "make dist    the sdist and the wheel, checked (into dist/)"
+	@echo "make wheel   install the wheel into empty environments and run the README there (ARGS=--full downloads everything: 20 GB)"
 	@echo "make bench   python -m benchmarks weights (needs a GPU); options in ARGS"
 
 setup: $(READY)
@@ -65,6 +67,14 @@ bench: $(READY)
 
 docs: $(READY)
 	$(BIN)/python -m pytest tests/test_docs.py $(ARGS)
+
+dist: $(READY)
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+
+wheel: $(READY)
+	$(BIN)/python -m tests.wheel $(ARGS)
 
 matrix: $(READY)
 	$(BIN)/python -m tests.matrix --write $(ARGS)

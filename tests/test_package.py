@@ -61,6 +61,7 @@ LAYERS = (
     {"api"},
     {"integrations"},
     {"cli"},
+    {"__main__"},
 )
 """A module may import from its own layer and from those before it."""
 
