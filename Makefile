@@ -28,7 +28,7 @@ help:
 	@echo "make type    mypy, strict, on the package and the examples"
 	@echo "make docs    check links and run the examples in README.md and docs/"
 	@echo "make dist    the sdist and the wheel, checked (into dist/)"
-	@echo "make wheel   install the wheel into empty environments and run the README there (ARGS=--full downloads everything: 20 GB)"
+	@echo "make wheel   install the wheel into empty environments and run the README there (ARGS=--full downloads everything)"
 	@echo "make bench   python -m benchmarks weights (needs a GPU); options in ARGS"
 
 setup: $(READY)

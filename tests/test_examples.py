@@ -19,11 +19,19 @@ from safetensors.torch import load_file
 
 from examples import demo
 
+from .support.simulated import SimulatedDevice, use_simulated_device
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in ("demo", "tiny"))
+HERE = [script for script in SCRIPTS if script != "quantised"]
+"""Importing torchao prints warnings, so the other one runs in a process of its own."""
 OURS = ("tiny-", "offload")
 """How the names of what is no output begin: tiny checkpoints, and folders of group files."""
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*FluxPosEmbed:FutureWarning"
+)  # diffusers' ControlNet of FLUX imports it
 
 
 @pytest.fixture(autouse=True)
@@ -58,29 +66,43 @@ def check(said: str) -> None:
             assert low < high, "all pixels are the same"
 
 
-@pytest.mark.filterwarnings("ignore:.*FluxPosEmbed:FutureWarning")  # diffusers' ControlNet of FLUX imports it
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", HERE)
 def test_tiny(script: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if script == "quantised" and importlib.util.find_spec("torchao") is not None:  # importing it here prints warnings
-        command = [sys.executable, str(EXAMPLES / f"{script}.py"), "--tiny"]
+    run(script, "--tiny")
+    check(capsys.readouterr().out)
+
+
+def test_tiny_quantised(capsys: pytest.CaptureFixture[str]) -> None:
+    if importlib.util.find_spec("torchao") is None:
+        for arguments, status in (["--tiny"], 0), ([], 1):
+            with pytest.raises(SystemExit) as end:
+                run("quantised", *arguments)
+            assert end.value.code == status
+            assert "needs torchao, which is not installed. Install it with: pip" in capsys.readouterr().out
+    else:
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        environment = {**os.environ, "PYTHONPATH": path}
-        check(subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout)
-        return
-    if script != "quantised":
+        command = [sys.executable, str(EXAMPLES / "quantised.py"), "--tiny"]
+        check(subprocess.check_output(command, env={**os.environ, "PYTHONPATH": path}, text=True))
+
+
+@pytest.mark.parametrize("script", [script for script in HERE if script != "train_lora"])
+def test_options_of_a_real_run(
+    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU has no memory for a `vram_budget`, and the simulated device has. (Training gives no options.)"""
+    import tiny
+
+    text = (EXAMPLES / f"{script}.py").read_text()
+    [options] = re.findall(r"^options\b.* = (\{.*?\})", text, re.MULTILINE)
+    monkeypatch.setattr(tiny, "ON_CPU", ast.literal_eval(options))
+    device = SimulatedDevice(0, "eager")
+    with use_simulated_device(device), device.use_stream(device.current_stream()), device.running():
         run(script, "--tiny")
-        check(capsys.readouterr().out)
-        return
-    for arguments, status in (["--tiny"], 0), ([], 1):
-        with pytest.raises(SystemExit) as end:
-            run(script, *arguments)
-        assert end.value.code == status
-        assert "needs torchao, which is not installed. Install it with: pip" in capsys.readouterr().out
+    check(capsys.readouterr().out)
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:.*FluxPosEmbed:FutureWarning")
-@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "quantised"])
+@pytest.mark.parametrize("script", HERE)
 def test_as_on_a_card(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     """With the budgets, sizes and steps of a real run; only the checkpoint is tiny."""
     import tiny
