@@ -32,6 +32,8 @@ FOLDERS = ["docs", "examples", "group_offload"]
 MODEL = "black-forest-labs/FLUX.1-dev"
 """What the README opens: here it is a folder of that name, with a tiny checkpoint."""
 
+_CLEAN = {"PYTHONPATH": "", "PYTHONNOUSERSITE": "1"}
+"""For what is to see an environment alone."""
 _BLOCK = re.compile(r"^```python *([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _HIDDEN = """
 import sys
@@ -137,7 +139,7 @@ def make(environment: Path, wheel: Path, extra: str, *, is_full: bool, pip_optio
     venv.create(environment, with_pip=is_full, symlinks=True)
     if is_full:
         install = [python, "-m", "pip", "install", "--quiet", "--no-compile", "-c", ROOT / "constraints.txt"]
-        call(*install, *pip_options, f"{wheel}[{extra}]" if extra else wheel)
+        call(*install, *pip_options, f"{wheel}[{extra}]" if extra else wheel, **_CLEAN)
         return python
     call(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-compile", "--no-deps", wheel)
     [site] = environment.glob("lib/python*/site-packages")
@@ -213,7 +215,6 @@ def use(python: Path, environment: Path, extra: str) -> list[str]:
     return said
 
 
-_CLEAN = {"PYTHONPATH": "", "PYTHONNOUSERSITE": "1"}
 _ASK = "import torch; print('' if torch.accelerator.is_available() else 'no accelerator')"
 
 
