@@ -14,19 +14,21 @@ export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/bytecode
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick portable matrix versions lint type bench docs
+.PHONY: help setup demo test quick portable matrix versions lint type bench docs dist wheel
 
 help:
 	@echo "make setup   the environment, in $(VENV)"
-	@echo "make demo    a diffusers pipeline, resident and with its weights in files (into demo-output/)"
+	@echo "make demo    a diffusers pipeline, resident and with its weights in files, by diffusers and by this package (into demo-output/)"
 	@echo "make test    all tests; those that need a GPU are skipped where there is none"
 	@echo "make quick   the tests that take no time, for while you work: two and a half minutes on 2 cores"
 	@echo "make portable the weights' tests, with what Linux, macOS and Windows all have: two minutes on 2 cores"
 	@echo "make matrix  every model class of diffusers on every tier, and the table in docs/support-matrix.md: fifteen minutes on 2 cores"
 	@echo "make versions other versions of Python, torch and diffusers, one after the other: it fetches 25 GB (ARGS: see tests/versions.py)"
 	@echo "make lint    ruff: rules and format"
-	@echo "make type    mypy, strict, on the package"
+	@echo "make type    mypy, strict, on the package and the examples"
 	@echo "make docs    check links and run the examples in README.md and docs/"
+	@echo "make dist    the sdist and the wheel, checked (into dist/)"
+	@echo "make wheel   install the wheel into empty environments and run the README there (ARGS=--full downloads everything)"
 	@echo "make bench   python -m benchmarks weights (needs a GPU); options in ARGS"
 
 setup: $(READY)
@@ -65,6 +67,14 @@ bench: $(READY)
 
 docs: $(READY)
 	$(BIN)/python -m pytest tests/test_docs.py $(ARGS)
+
+dist: $(READY)
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+
+wheel: $(READY)
+	$(BIN)/python -m tests.wheel $(ARGS)
 
 matrix: $(READY)
 	$(BIN)/python -m tests.matrix --write $(ARGS)

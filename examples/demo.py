@@ -1,4 +1,4 @@
-"""One FLUX-class pipeline, resident and with its weights in files: peak memory, time a step, and whether the bits agree.
+"""One FLUX-class pipeline, resident and with its weights in files, by diffusers and by this package: memory, time, same bits?
 
 Builds a real diffusers `FluxPipeline` (random weights, about 1 GiB in bfloat16), saves it, and runs it once in a process
 of its own for each arm, so that the peak of one arm is not the peak of another. Run from the repository:
@@ -24,8 +24,8 @@ from typing import Any
 
 ARMS = {
     "resident": "resident",
-    "offloaded": "group_offload, files",
     "diffusers": "diffusers, files",
+    "offloaded": "group_offload, files",
 }
 TEXT_TOKENS = 64
 NO_TEXT_ENCODERS: dict[str, Any] = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
@@ -35,17 +35,20 @@ MIB = 1 << 20
 # ------------------------------------------------------------------------------------------------ the pipeline
 
 
-def build(folder: Path) -> None:
+def build(folder: Path, **config: Any) -> None:
     """A FLUX pipeline with fewer and narrower blocks than the real one. Text embeddings are passed in, so it has no text
-    encoders."""
+    encoders.
+
+    Args:
+        config: what differs in the transformer's config.
+    """
     import torch
     from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
-    transformer = FluxTransformer2DModel(
-        num_layers=6, num_single_layers=20, num_attention_heads=8, joint_attention_dim=512, guidance_embeds=True
-    )
+    sizes = {"num_layers": 6, "num_single_layers": 20, "num_attention_heads": 8, "joint_attention_dim": 512}
+    transformer = FluxTransformer2DModel(guidance_embeds=True, **{**sizes, **config})
     vae = AutoencoderKL(
         block_out_channels=(32, 64, 64, 64),
         down_block_types=("DownEncoderBlock2D",) * 4,
@@ -207,7 +210,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("demo-output"), help="where everything is written")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--size", type=int, default=256, help="width and height of the image, in pixels")
-    parser.add_argument("--arms", default="resident,offloaded", help=f"of {', '.join(ARMS)}")
+    parser.add_argument("--arms", default=",".join(ARMS), help=f"of {', '.join(ARMS)}")
     parser.add_argument("--trace", type=Path, help="write the memory of each arm over time to this file (CPU only)")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -314,6 +317,7 @@ def table(results: list[dict[str, Any]]) -> str:
         lines += [
             f"Memory is the process's peak in RAM while it makes the image; {baseline / MIB:,.0f} MiB of it are Python, torch",
             "and diffusers. Setting up is the peak before that: pages of the checkpoint count until they are let go.",
+            "No accelerator was used, so the times say nothing about one: docs/benchmarks.md has those.",
         ]
     lines.append("Bit-equal: the final latents and the image, compared by SHA-256.")
     if not all(result["is_finite"] for result in results):

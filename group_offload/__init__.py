@@ -7,12 +7,18 @@ from .activations import (
     apply_activation_offloading,
     no_activation_offloading,
 )
-from .api import apply_group_offloading, free_slots, remove_group_offloading
+from .api import apply_group_offloading, free_slots, handle_of, remove_group_offloading
 from .base.progress import disable_progress_bar, enable_progress_bar
 from .config import OffloadConfig, OffloadType
 from .errors import ConfigError, DeviceError, GroupFileError, GroupOffloadError, ModuleError, StateError
 from .handle import GroupInfo, OffloadHandle, OffloadStats
-from .integrations.diffusers import disable_group_offload, enable_group_offload, patch_diffusers, unpatch_diffusers
+from .integrations.diffusers import (
+    disable_group_offload,
+    enable_group_offload,
+    handles_of,
+    patch_diffusers,
+    unpatch_diffusers,
+)
 from .integrations.opening import from_pretrained
 from .integrations.training import ActivationOffloadCallback
 from .plan.report import OffloadPlan
@@ -42,6 +48,8 @@ __all__ = [
     "enable_progress_bar",
     "free_slots",
     "from_pretrained",
+    "handle_of",
+    "handles_of",
     "no_activation_offloading",
     "patch_diffusers",
     "remove_group_offloading",

@@ -149,7 +149,17 @@ def free_slots() -> None:
 
 
 def handle_of(module: nn.Module) -> OffloadHandle | None:
-    """The handle of a module that group offloading was applied to."""
+    """The handle of a module that group offloading was applied to, by any call. None for any other module.
+
+    Raises:
+        ConfigError: `module` is no torch module.
+
+    Example:
+        >>> transformer = from_pretrained(FluxTransformer2DModel, "FLUX.1-dev", subfolder="transformer")
+        >>> print(handle_of(transformer))
+    """
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"Expected a torch.nn.Module, got {type(module).__name__}. For a pipeline: handles_of.")
     handle: OffloadHandle | None = getattr(module, "_orig_mod", module).__dict__.get(HANDLE)
     return handle
 

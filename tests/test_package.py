@@ -41,6 +41,8 @@ PUBLIC_NAMES = {
     "enable_progress_bar",
     "free_slots",
     "from_pretrained",
+    "handle_of",
+    "handles_of",
     "no_activation_offloading",
     "patch_diffusers",
     "remove_group_offloading",
@@ -59,6 +61,7 @@ LAYERS = (
     {"api"},
     {"integrations"},
     {"cli"},
+    {"__main__"},
 )
 """A module may import from its own layer and from those before it."""
 

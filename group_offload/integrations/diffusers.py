@@ -206,12 +206,27 @@ def disable_group_offload(pipeline: Any) -> None:
         remove_group_offloading(model)
 
 
+def handles_of(pipeline: Any) -> dict[str, OffloadHandle]:
+    """The handles of a pipeline's offloaded models, by their names in the pipeline.
+
+    These are the ones that `enable_group_offload` returned; `from_pretrained` returns the pipeline instead.
+
+    Raises:
+        ConfigError: `pipeline` has no components. `handle_of` is for a single model.
+
+    Example:
+        >>> pipe = from_pretrained(FluxPipeline, "black-forest-labs/FLUX.1-dev", dtype=torch.bfloat16)
+        >>> print(handles_of(pipe)["transformer"].stats())
+    """
+    return {name: handle for name, model in models_of(pipeline).items() if (handle := handle_of(model)) is not None}
+
+
 def models_of(pipeline: Any) -> dict[str, nn.Module]:
     components = getattr(pipeline, "components", None)
     if not isinstance(components, Mapping):
         raise ConfigError(
             f"Expected a diffusers pipeline, got {type(pipeline).__name__}, which has no components. For a single model "
-            f"call apply_group_offloading."
+            f"call apply_group_offloading, remove_group_offloading or handle_of."
         )
     return {name: part for name, part in components.items() if isinstance(part, nn.Module)}
 

@@ -311,7 +311,7 @@ def test_prune_removes_damaged_files_of_ours(folder: Path, run: Terminal) -> Non
 
 def test_prune_waits_for_a_set_up(folder: Path) -> None:
     unneeded(folder)
-    command = [sys.executable, "-m", "group_offload.cli", "prune", str(folder), "--yes"]
+    command = [sys.executable, "-m", "group_offload", "prune", str(folder), "--yes"]
     with folder_lock(folder):
         before = names(folder)
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -369,7 +369,7 @@ def test_interrupt(folder: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_as_a_program(folder: Path) -> None:
-    command = [sys.executable, "-m", "group_offload.cli", "verify", str(folder)]
+    command = [sys.executable, "-m", "group_offload", "verify", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and "2 group files are whole" in done.stdout
     scripts = pytest.importorskip("tomllib", reason="came with Python 3.11").loads(
@@ -404,7 +404,7 @@ def test_whoever_reads_the_output_may_stop(tmp_path: Path) -> None:
 
 def test_output_that_cannot_be_written(folder: Path) -> None:
     """The drive is full; there is none at all; the terminal has no letters for a name. No traceback."""
-    command = f"{sys.executable} -m group_offload.cli"
+    command = f"{sys.executable} -m group_offload"
     (folder / "mödel").touch()
     for more, status in (("> /dev/full", 2), ("--json >&-", 0), ("", 0)):
         done = subprocess.run(

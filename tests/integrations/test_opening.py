@@ -25,8 +25,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CLIPTextModel, MixtralConfig, MixtralModel, PreTrainedTokenizerFast, T5EncoderModel
 
-from group_offload import ConfigError, GroupFileError, ModuleError, apply_group_offloading
-from group_offload.api import handle_of
+from group_offload import (
+    ConfigError,
+    GroupFileError,
+    ModuleError,
+    apply_group_offloading,
+    disable_group_offload,
+    handle_of,
+    handles_of,
+)
 from group_offload.integrations.casts import PostponedCasts
 from group_offload.integrations.opening import from_pretrained
 
@@ -336,6 +343,21 @@ def test_pipeline_classes(pipelines: dict[str, Path], tmp_path: Path) -> None:
     for pipeline_class in (FluxPipeline, AutoPipelineForText2Image):
         opened = open_(pipeline_class, pipelines["flux"], tmp_path, dtype=BF16)
         assert_same_pipeline(opened, load(FluxPipeline, pipelines["flux"], dtype=BF16))
+
+
+def test_handles_of_what_was_opened(pipelines: dict[str, Path], flux: Path) -> None:
+    pipe = from_pretrained(FluxPipeline, pipelines["flux"], offload_device="disk", exclude_modules="vae")
+    handles = handles_of(pipe)
+    assert set(handles) == {"transformer", "text_encoder", "text_encoder_2"}
+    assert all(handle is handle_of(getattr(pipe, name)) for name, handle in handles.items())
+    assert all(handle.module is getattr(pipe, name) for name, handle in handles.items())
+    assert handle_of(pipe.vae) is None
+    disable_group_offload(pipe)
+    assert handles_of(pipe) == {}
+    with pytest.raises(ConfigError, match=r"got FluxPipeline\. For a pipeline: handles_of"):
+        handle_of(pipe)
+    with pytest.raises(ConfigError, match=r"has no components. For a single model call .* or handle_of"):
+        handles_of(pipe.vae)
 
 
 def test_a_dtype_for_each_part(pipelines: dict[str, Path], tmp_path: Path) -> None:

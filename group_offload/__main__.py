@@ -1,0 +1,9 @@
+"""`python -m group_offload` is the command `group-offload`."""
+
+from __future__ import annotations
+
+import sys
+
+from .cli.main import main
+
+sys.exit(main())

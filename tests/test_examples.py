@@ -1,0 +1,145 @@
+"""The scripts of examples/: each runs with `--tiny`, says where weights rest, and saves what it made."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from examples import demo
+
+from .support.simulated import SimulatedDevice, use_simulated_device
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in ("demo", "tiny"))
+HERE = [script for script in SCRIPTS if script != "quantised"]
+"""Importing torchao prints warnings, so the other one runs in a process of its own."""
+OURS = ("tiny-", "offload")
+"""How the names of what is no output begin: tiny checkpoints, and folders of group files."""
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*FluxPosEmbed:FutureWarning"
+)  # diffusers' ControlNet of FLUX imports it
+
+
+@pytest.fixture(autouse=True)
+def _as_in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(EXAMPLES)  # as Python does for a script
+    yield
+    sys.modules.pop("tiny", None)
+
+
+def run(script: str, *arguments: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [f"{script}.py", *arguments])
+        runpy.run_path(str(EXAMPLES / f"{script}.py"), run_name="__main__")
+
+
+def check(said: str) -> None:
+    """It said where weights rest and what it wrote, and wrote that."""
+    assert "rests on" in said
+    outputs = [path for path in Path().iterdir() if not path.name.startswith(OURS)]
+    assert outputs
+    for path in outputs:
+        assert f"to {path}." in said
+        if path.is_dir():
+            [weights] = path.glob("*.safetensors")
+            tensors = load_file(weights)
+            assert tensors and all(tensor.isfinite().all() for tensor in tensors.values())
+            assert any(tensor.any() for name, tensor in tensors.items() if "lora_B" in name), "nothing was trained"
+        else:
+            with Image.open(path) as image:
+                low, high = image.convert("L").getextrema()
+            assert low < high, "all pixels are the same"
+
+
+@pytest.mark.parametrize("script", HERE)
+def test_tiny(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(script, "--tiny")
+    check(capsys.readouterr().out)
+
+
+def test_tiny_quantised(capsys: pytest.CaptureFixture[str]) -> None:
+    if importlib.util.find_spec("torchao") is None:
+        for arguments, status in (["--tiny"], 0), ([], 1):
+            with pytest.raises(SystemExit) as end:
+                run("quantised", *arguments)
+            assert end.value.code == status
+            assert "needs torchao, which is not installed. Install it with: pip" in capsys.readouterr().out
+    else:
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        command = [sys.executable, str(EXAMPLES / "quantised.py"), "--tiny"]
+        check(subprocess.check_output(command, env={**os.environ, "PYTHONPATH": path}, text=True))
+
+
+@pytest.mark.parametrize("script", [script for script in HERE if script != "train_lora"])
+def test_options_of_a_real_run(
+    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU has no memory for a `vram_budget`, and the simulated device has. (Training gives no options.)"""
+    import tiny
+
+    text = (EXAMPLES / f"{script}.py").read_text()
+    [options] = re.findall(r"^options\b.* = (\{.*?\})", text, re.MULTILINE)
+    monkeypatch.setattr(tiny, "ON_CPU", ast.literal_eval(options))
+    device = SimulatedDevice(0, "eager")
+    with use_simulated_device(device), device.use_stream(device.current_stream()), device.running():
+        run(script, "--tiny")
+    check(capsys.readouterr().out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("script", HERE)
+def test_as_on_a_card(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the budgets, sizes and steps of a real run; only the checkpoint is tiny."""
+    import tiny
+
+    arguments = ["--steps", "4"] if script == "train_lora" else []
+    for builder in re.findall(r"tiny\.(\w+)\(\)", (EXAMPLES / f"{script}.py").read_text()):
+        option = {"flux_controlnet": ["--controlnet"], "pictures": []}.get(builder, ["--model"])
+        arguments += [*option, getattr(tiny, builder)()]
+    run(script, *arguments)
+    check(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_needs_no_other_file_for_a_real_run(script: str) -> None:
+    """Users copy one file: the builders of tiny checkpoints are imported only for `--tiny`."""
+    tree = ast.parse((EXAMPLES / f"{script}.py").read_text())
+    imported = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)}
+    assert "tiny" not in imported
+    assert not {name for name in imported if name.startswith(("tests", "examples", "benchmarks"))}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_is_on_the_page(script: str) -> None:
+    assert f"../examples/{script}.py" in (ROOT / "docs" / "examples.md").read_text()
+
+
+def test_demo_compares_with_diffusers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All arms of `make demo`, with a smaller model and in one process."""
+    monkeypatch.setattr(demo, "quiet", lambda: None)
+    try:
+        demo.build(tmp_path / "pipeline", num_layers=1, num_single_layers=1, num_attention_heads=1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert list(demo.ARMS) == ["resident", "diffusers", "offloaded"]
+    results = [demo.run_arm(arm, tmp_path, steps=2, size=32) for arm in demo.ARMS]
+    table = demo.table(results)
+    rows = dict(zip(demo.ARMS, table.splitlines()[2:5], strict=True))
+    assert rows["resident"].endswith("-") and all(rows[arm].endswith("yes") for arm in ("diffusers", "offloaded"))
+    assert torch.accelerator.is_available() or "No accelerator was used" in table

@@ -1,0 +1,41 @@
+"""The release: what its archives contain, and that the wheel works where it is all that was installed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import group_offload
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_wheel_in_empty_environments(capsys: pytest.CaptureFixture[str]) -> None:
+    """`python -m tests.wheel --full` is the same with everything downloaded anew."""
+    pytest.importorskip("build", reason="needs the packages of the extra dev")
+    pytest.importorskip("twine", reason="needs the packages of the extra dev")
+    from . import wheel
+
+    wheel.main([])
+    said = capsys.readouterr().out
+    assert "built and checked" in said
+    assert re.search(
+        r"without extras: \d+ of the README's \d+ blocks, group-offload doctor, python -m group_offload", said
+    )
+    [ran, shown] = re.search(r"with \[diffusers\]: (\d+) of the README's (\d+) blocks", said).groups()  # type: ignore[union-attr]
+    assert ran == shown != "0"
+
+
+@pytest.mark.parametrize("file", ["CITATION.cff", "CHANGELOG.md"])
+def test_files_name_this_version(file: str) -> None:
+    assert re.search(
+        rf"^(version: |## ){re.escape(group_offload.__version__)}\b", (ROOT / file).read_text(), re.MULTILINE
+    )
+
+
+def test_issues_begin_with_the_doctor() -> None:
+    text = (ROOT / ".github" / "ISSUE_TEMPLATE" / "problem.yml").read_text()
+    first = text.partition("  - type: ")[2].partition("  - type: ")[0]
+    assert "`group-offload doctor DIR`" in first and "required: true" in first
