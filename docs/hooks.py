@@ -16,6 +16,7 @@ DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 FROM_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
+ISSUES = re.compile(r"diffusers(?: #\d+,?)+")
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*$", re.MULTILINE)
 
 
@@ -55,7 +56,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links lead to where files stand here, and a code block says its language only (not whether a test runs it)."""
+    """Links lead to where files stand here, and a code block says its language only."""
     folder = source_of(page.file).parent
     here = Path(place_of(source_of(page.file))).parent
 
@@ -65,4 +66,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return link[0]
         return f"{link[1]}{Path(os.path.relpath(place_of(target), here)).as_posix()}{link[3] or ''}{link[4]}"
 
-    return FENCE.sub(r"\1```\2", LINK.sub(moved, markdown))
+    def linked(issues: re.Match[str]) -> str:
+        return re.sub(r"#(\d+)", r"[#\1](https://github.com/huggingface/diffusers/issues/\1)", issues[0])
+
+    return FENCE.sub(r"\1```\2", ISSUES.sub(linked, LINK.sub(moved, markdown)))
