@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/bytecode
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick portable matrix versions lint type bench docs
+.PHONY: help setup demo test quick portable matrix versions lint type bench site docs
 
 help:
 	@echo "make setup   the environment, in $(VENV)"
@@ -26,7 +26,7 @@ help:
 	@echo "make versions other versions of Python, torch and diffusers, one after the other: it fetches 25 GB (ARGS: see tests/versions.py)"
 	@echo "make lint    ruff: rules and format"
 	@echo "make type    mypy, strict, on the package"
-	@echo "make docs    check links and run the examples in README.md and docs/"
+	@echo "make docs    build the site from docs/ (into site/), and run every code block in it"
 	@echo "make bench   python -m benchmarks weights (needs a GPU); options in ARGS"
 
 setup: $(READY)
@@ -63,7 +63,10 @@ type: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks weights $(ARGS)
 
-docs: $(READY)
+site: $(READY)
+	PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
+docs: site
 	$(BIN)/python -m pytest tests/test_docs.py $(ARGS)
 
 matrix: $(READY)

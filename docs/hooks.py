@@ -27,7 +27,7 @@ def slug(heading: str, separator: str) -> str:
 
 def place_of(path: Path) -> str:
     """Where a file stands on the site: pages of docs/ where they are, and files that they link to in folders of their own."""
-    if path.is_relative_to(DOCS):
+    if path.is_relative_to(DOCS) and path.suffix != ".py":
         return path.relative_to(DOCS).as_posix()
     inside = path.relative_to(ROOT).as_posix()
     return FROM_ROOT.get(inside, f"source/{inside}")
