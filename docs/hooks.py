@@ -57,6 +57,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links lead to where files stand here, and a code block says its language only."""
+    if page.file.src_uri in ("index.md", "quickstart.md"):
+        page.meta["hide"] = ["navigation"]  # each is alone in its part
     folder = source_of(page.file).parent
     here = Path(place_of(source_of(page.file))).parent
 
@@ -70,3 +72,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return re.sub(r"#(\d+)", r"[#\1](https://github.com/huggingface/diffusers/issues/\1)", issues[0])
 
     return FENCE.sub(r"\1```\2", ISSUES.sub(linked, LINK.sub(moved, markdown)))
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Calls and names of tests in tables may break behind a dot, an underscore or a bracket."""
+    return re.sub(r"<td.*?</td>", lambda cell: re.sub(r"<code>[^<]+", _breakable, cell[0]), html, flags=re.DOTALL)
+
+
+def _breakable(code: re.Match[str]) -> str:
+    return re.sub(r"(::|[(._=])(?=\w)", r"\1<wbr>", code[0])

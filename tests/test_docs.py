@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ import group_offload
 from group_offload.cli.main import _parser
 
 from .support.pages import Block, World, blocks, on_a_device, without_blocks
+from .support.simulated import SimulatedDevice, use_simulated_device
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -145,12 +147,26 @@ def test_calls_that_replace_others(file: Path, tmp_path: Path, monkeypatch: pyte
     """Each row has their call, ours, what changes, and a test. Ours runs, all rows with one pipeline."""
     world = World(tmp_path, monkeypatch)
     world.run("from group_offload import *", str(file))
-    with on_a_device() if "vram_budget" in file.read_text() else nullcontext():
+    with use_simulated_device(SimulatedDevice(0, "eager")):  # nothing is computed there
         for theirs, ours, *_ in rows(file):
             for code in re.findall(r"`([^`]+)`", theirs):
                 ast.parse(code)
             world.run("\n".join(re.findall(r"`([^`]+)`", ours)), str(file))
             world.run("unpatch_diffusers(); disable_group_offload(pipe)", str(file))
+
+
+def test_figures_of_the_summary_are_those_of_the_results() -> None:
+    """Each time and peak of docs/benchmarks.md is one of an arm in the file that its row names."""
+    table = re.findall(
+        r"^\| (.+) \| \[file\]\(\.\./(\S+/weights/\S+)\) \|$", (DOCS / "benchmarks.md").read_text(), re.M
+    )
+    assert len(table) > 8
+    for row, file in table:
+        arms = [arm for arm in json.loads((ROOT / file).read_text())["arms"].values() if "step_s" in arm]
+        for seconds, gib in re.findall(r"([\d.]+) s, ([\d.]+) GiB", row):
+            digits = len(seconds.partition(".")[2])
+            found = [(f"{arm['step_s']:.{digits}f}", f"{arm['device_peak_bytes'] / 2**30:.2f}") for arm in arms]
+            assert (seconds, gib) in found, (row, file)
 
 
 # ------------------------------------------------------------------------------------------------ the site
