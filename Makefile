@@ -64,7 +64,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks weights $(ARGS)
 
 site: $(READY)
-	PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 docs: site
 	$(BIN)/python -m pytest tests/test_docs.py $(ARGS)

@@ -5,12 +5,15 @@ MkDocs calls the functions `on_...` (`hooks` in mkdocs.yml).
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File
+
+logger = logging.getLogger("mkdocs.plugins.hooks")  # a warning is an error where the build is strict
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -79,5 +82,17 @@ def on_page_content(html: str, **_: Any) -> str:
     return re.sub(r"<td.*?</td>", lambda cell: re.sub(r"<code>[^<]+", _breakable, cell[0]), html, flags=re.DOTALL)
 
 
+def on_post_build(config: Any) -> None:
+    """The index of the search as a script, too: pages that were opened as files cannot fetch it."""
+    index = Path(config.site_dir) / "search" / "search_index"
+    index.with_suffix(".js").write_text(f"var __index = {index.with_suffix('.json').read_text()}")
+
+
 def _breakable(code: re.Match[str]) -> str:
     return re.sub(r"(::|[(._=])(?=\w)", r"\1<wbr>", code[0])
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> None:
+    """A page that would fetch something fails the strict build."""
+    for fetched in re.findall(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"((?:https?:)?//[^\"]+)", output):
+        logger.warning(f"{page.file.src_uri} fetches {fetched}")
