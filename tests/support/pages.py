@@ -18,18 +18,24 @@ from warnings import catch_warnings, simplefilter
 
 import pytest
 import torch
-from diffusers import FluxControlNetModel, FluxPipeline, WanPipeline
+from diffusers import FluxPipeline, WanPipeline
 from safetensors.torch import save_file
 
 from . import tiny_models as tiny
 from .simulated import SimulatedDevice, use_simulated_device
 
+
+def _controlnet() -> Any:
+    from diffusers import FluxControlNetModel  # diffusers 0.36 warns as it is imported
+
+    sizes = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2}
+    return FluxControlNetModel.from_transformer(tiny.flux_transformer(), **sizes)
+
+
 CHECKPOINTS: dict[str, Callable[[], Any]] = {
     "black-forest-labs/FLUX.1-dev": tiny.flux_pipeline,
     "FLUX.1-dev": tiny.flux_pipeline,
-    "InstantX/FLUX.1-dev-Controlnet-Canny": lambda: FluxControlNetModel.from_transformer(
-        tiny.flux_transformer(), num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2
-    ),
+    "InstantX/FLUX.1-dev-Controlnet-Canny": _controlnet,
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": tiny.wan_pipeline,
 }
 LORAS = ("style.safetensors", "face.safetensors")
