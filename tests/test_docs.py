@@ -1,6 +1,6 @@
 """README and docs: links lead somewhere, tests that are named exist, code blocks run, and the site has every page and name.
 
-A block of Python runs, with what `support/pages.py` says that it finds; the blocks of one file run in one namespace, in
+A block of Python runs, with what `support/blocks.py` says that it finds; the blocks of one file run in one namespace, in
 order. `python run` promises readers that the block runs as it is, without models of the hub. `python not run: REASON` says
 why no test runs it. Commands are read by the parsers of the programs that they call.
 """
@@ -26,7 +26,7 @@ import yaml
 import group_offload
 from group_offload.cli.main import _parser
 
-from .support.pages import Block, World, blocks, on_a_device, without_blocks
+from .support.blocks import Block, World, blocks, on_a_device, without_blocks
 from .support.simulated import SimulatedDevice, use_simulated_device
 
 ROOT = Path(__file__).resolve().parent.parent
