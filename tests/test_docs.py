@@ -102,7 +102,7 @@ def test_marks_of_blocks(file: Path) -> None:
 def test_commands(file: Path) -> None:
     """A command that a block shows is one that the program takes."""
     for block in blocks(file.read_text()):
-        for command in _COMMAND.findall(block.code) if not block.language else ():
+        for command in _COMMAND.findall(block.code.replace("\\\n", " ")) if not block.language else ():
             check_command(re.split(r"\s{2,}", command)[0].rstrip(" "))
 
 
