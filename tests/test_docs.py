@@ -224,6 +224,22 @@ def test_public_names_have_docstrings(name: str) -> None:
         assert re.search(rf'^    {field.name}: [^\n]+\n    """', source, re.MULTILINE), f"{name}.{field.name}"
 
 
+def test_the_reference_shows_the_signatures_of_the_calls() -> None:
+    """griffe reads the source; docs/griffe_options.py tells it what `@takes_options` does."""
+    griffe = pytest.importorskip("griffe")
+    found = griffe.load(
+        "group_offload",
+        search_paths=[ROOT],
+        extensions=griffe.load_extensions("dataclasses", str(DOCS / "griffe_options.py")),
+    )
+    for name in described_names():
+        thing = getattr(group_offload, name)
+        if inspect.isfunction(thing) and name != "from_pretrained":  # its `**options` are those of another call
+            shown = {each.name: each.kind.value for each in found[name].final_target.parameters}
+            real = {each.name: each.kind.description for each in inspect.signature(thing).parameters.values()}
+            assert shown == real, name
+
+
 def test_names_in_the_docs_are_in_the_reference() -> None:
     """What a page calls `group_offload.name`, or imports from it, is public; what it calls of a handle, a handle has."""
     described = set(described_names())
