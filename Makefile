@@ -64,7 +64,9 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks weights $(ARGS)
 
 site: $(READY)
-	PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; \
+	then PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build; \
+	else echo "The site is not built: mkdocs-material needs Python 3.11 or newer."; fi
 
 docs: site
 	$(BIN)/python -m pytest tests/test_docs.py $(ARGS)
