@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/bytecode
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick portable matrix versions lint type bench docs dist wheel
+.PHONY: help setup demo test quick portable matrix versions lint type bench site docs dist wheel
 
 help:
 	@echo "make setup   the environment, in $(VENV)"
@@ -26,7 +26,7 @@ help:
 	@echo "make versions other versions of Python, torch and diffusers, one after the other: it fetches 25 GB (ARGS: see tests/versions.py)"
 	@echo "make lint    ruff: rules and format"
 	@echo "make type    mypy, strict, on the package and the examples"
-	@echo "make docs    check links and run the examples in README.md and docs/"
+	@echo "make docs    build the site from docs/ (into site/), and run every code block in it"
 	@echo "make dist    the sdist and the wheel, checked (into dist/)"
 	@echo "make wheel   install the wheel into empty environments and run the README there (ARGS=--full downloads everything)"
 	@echo "make bench   python -m benchmarks weights (needs a GPU); options in ARGS"
@@ -65,7 +65,12 @@ type: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks weights $(ARGS)
 
-docs: $(READY)
+site: $(READY)
+	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; \
+	then PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build; \
+	else echo "The site is not built: mkdocs-material needs Python 3.11 or newer."; fi
+
+docs: site
 	$(BIN)/python -m pytest tests/test_docs.py $(ARGS)
 
 dist: $(READY)

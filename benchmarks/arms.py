@@ -1,4 +1,4 @@
-"""The ways to run a model: resident, under diffusers' group offloading, under accelerate, under this package."""
+"""The ways to run a model: resident, under diffusers' group offloading, accelerate, cache-dit, this package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Arm:
 
     name: str
     engine: str
-    """"resident", "diffusers", "accelerate" or "ours"."""
+    """"resident", "diffusers", "accelerate", "cache-dit" or "ours"."""
     options: Mapping[str, Any] = field(default_factory=dict)
     on_disk: bool = False
     is_from_checkpoint: bool = False
@@ -42,7 +42,7 @@ class Arm:
 
     @property
     def needs_streams(self) -> bool:
-        return bool(self.options.get("use_stream"))
+        return bool(self.options.get("use_stream")) or self.engine == "cache-dit"
 
     @property
     def reads_files(self) -> bool:
@@ -95,7 +95,8 @@ class Arm:
 
     def missing(self) -> str | None:
         """The package that this arm needs and that is not here."""
-        needed = {"diffusers": ("diffusers",), "accelerate": ("accelerate",)}.get(self.engine, ())
+        peers = {"diffusers": ("diffusers",), "accelerate": ("accelerate",), "cache-dit": ("cache_dit",)}
+        needed = peers.get(self.engine, ())
         # Without accelerate, from_pretrained copies the weights into a model that it has made before.
         needed += ("diffusers", "accelerate") if self.is_from_checkpoint else ()
         return next((name for name in needed if importlib.util.find_spec(name) is None), None)
@@ -112,9 +113,18 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     ", not locked": {"low_cpu_mem_usage": True},
     ", checkpoint": {"offload_device": "disk"},
     ", tables move": {"embeddings_on_cpu": False},
+    " layers, ahead": {"async_transfer": True},
+    " 4 ahead": {"async_transfer": True, "transfer_buckets": 4},
 }
 """What the parts of a name stand for. This package copies ahead by itself where there are streams; diffusers has to be told."""
-_SLOW = ("no stream", "diffusers block+stream, low", "diffusers leaf+stream, low", "resident, from", "accelerate")
+_SLOW = (
+    "no stream",
+    "diffusers block+stream, low",
+    "diffusers leaf+stream, low",
+    "resident, from",
+    "accelerate",
+    "one by one",
+)
 
 
 def arm_of(name: str) -> Arm:
@@ -155,6 +165,7 @@ ARMS = {
         *(f"{engine} {cut}, no stream" for engine in ("ours", "diffusers") for cut in CUTS),
         "resident, from_pretrained",
         "accelerate cpu_offload",
+        *(f"cache-dit layers, {far}" for far in ("ahead", "4 ahead", "one by one")),
     )
 }
 
@@ -217,6 +228,13 @@ def apply_function(engine: str) -> Callable[[nn.Module, torch.device, dict[str, 
             cpu_offload(model, execution_device=device, **options)
 
         return offload
+    if engine == "cache-dit":
+        from cache_dit import layerwise_offload
+
+        def offload_layers(model: nn.Module, device: torch.device, options: dict[str, Any]) -> None:
+            layerwise_offload(model, onload_device=device, **options)
+
+        return offload_layers
     from group_offload import apply_group_offloading as ours
 
     return lambda model, device, options: ours(model, onload_device=device, **options)

@@ -143,14 +143,17 @@ class OffloadConfig:
 
     @property
     def backend(self) -> Backend:
+        """The calls of the device that computes. For the engine."""
         return backend_for(self.onload_device)
 
     @property
     def is_leaf_level(self) -> bool:
+        """Whether single layers move."""
         return self.offload_type is OffloadType.LEAF_LEVEL
 
     @property
     def has_budgets(self) -> bool:
+        """Whether a plan decides what rests where."""
         return self.vram_budget is not None or self.ram_budget is not None
 
     @property

@@ -74,6 +74,7 @@ class GroupInfo:
     """One group of an offloaded module."""
 
     group_id: str
+    """The name of the group, made of the names of its modules."""
     tier: str
     """The tier that the group rests on: "ram", "pageable ram" or "file"."""
     where: str
@@ -82,7 +83,9 @@ class GroupInfo:
     """How the file is read: "locked" (page-locked in the page cache), "page cache" (read through it), or "direct" (from the
     drive, where RAM is scarce; pages that are in the page cache are still read from there). Empty for RAM."""
     num_tensors: int
+    """Parameters and buffers of the group."""
     num_bytes: int
+    """Bytes of the group at rest, with what aligns its tensors."""
 
 
 class OffloadHandle:
@@ -118,6 +121,7 @@ class OffloadHandle:
 
     @property
     def root_gate(self) -> Gate:
+        """What stands around the call of the module itself. For integrations."""
         return self._live.root_gate
 
     @property

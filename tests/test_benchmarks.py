@@ -434,6 +434,12 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.iterdir()} == {"step-and-peak.svg", "rss.svg"}
 
 
+@pytest.mark.parametrize("name", ["front", "pass"])
+def test_pictures_are_those_of_the_results(name: str, tmp_path: Path) -> None:
+    run(f"docs/images/draw_{name}.py", "--output", tmp_path)
+    assert (tmp_path / f"{name}.svg").read_text() == Path(f"docs/images/{name}.svg").read_text()
+
+
 def test_quantised_kinds_are_compared(tmp_path: Path, benchmark_here: Run) -> None:
     options = ("--small", "--kinds", "layerwise", "--steps", "1", "--device", "cpu")
     table = benchmark_here("quantised", *options, "--output", tmp_path)

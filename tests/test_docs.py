@@ -1,39 +1,64 @@
-"""README and docs: links lead somewhere, tests that are named exist, Python blocks are Python, and those marked `run` run.
+"""README and docs: links lead somewhere, tests that are named exist, code blocks run, and the site has every page and name.
 
-A block that starts with ```python run is executed. The blocks of one file run in one namespace, in order.
+A block of Python runs, with what `support/blocks.py` says that it finds; the blocks of one file run in one namespace, in
+order. `python run` promises readers that the block runs as it is, without models of the hub. `python not run: REASON` says
+why no test runs it. Commands are read by the parsers of the programs that they call.
 """
 
 from __future__ import annotations
 
 import ast
+import dataclasses
+import inspect
+import json
 import re
+import shlex
+from collections.abc import Iterator
+from contextlib import nullcontext
+from importlib.metadata import metadata, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+
+import group_offload
+from group_offload.cli.main import _parser
+
+from .support.blocks import Block, World, blocks, on_a_device, without_blocks
+from .support.simulated import SimulatedDevice, use_simulated_device
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = ROOT / "docs"
+FILES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 names = [str(file.relative_to(ROOT)) for file in FILES]
+COMING_FROM = sorted((DOCS / "coming-from").glob("*.md"))
 
-_BLOCK = re.compile(r"^```(\w*)[ ]*([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 _HTML_LINK = re.compile(r"(?:src|href|srcset)=\"([^\"]+)\"")
+_COMMAND = re.compile(
+    r"^(?:\$ )?((?:group-offload|make|pip|python|\.venv/bin/\w+|[A-Z_]+=\S+ make) .+|\.ci/run.*)$", re.M
+)
+
+needs_today = pytest.mark.skipif(
+    tuple(map(int, version("diffusers").split(".")[:2])) < (0, 42), reason="the docs are written for diffusers 0.42"
+)
+any_page = pytest.mark.parametrize("file", FILES, ids=names)
 
 
 def anchors(file: Path) -> set[str]:
     """The anchors of a file's headings, as GitHub makes them."""
-    text = _BLOCK.sub("", file.read_text())
     found = set()
-    for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
+    for heading in re.findall(r"^#+ (.+)$", without_blocks(file.read_text()), re.MULTILINE):
         plain = re.sub(r"[^\w\- ]", "", heading.lower())
         found.add(plain.strip().replace(" ", "-"))
     return found
 
 
-@pytest.mark.parametrize("file", FILES, ids=names)
+@any_page
 def test_links(file: Path) -> None:
-    text = _BLOCK.sub("", file.read_text())
+    text = without_blocks(file.read_text())
     broken = []
     for link in (*_LINK.findall(text), *_HTML_LINK.findall(text)):
         if re.match(r"[a-z]+:", link):
@@ -45,37 +70,184 @@ def test_links(file: Path) -> None:
     assert not broken
 
 
-@pytest.mark.parametrize("file", FILES, ids=names)
+# ------------------------------------------------------------------------------------------------ code
+
+
+def python_blocks(file: Path) -> list[Block]:
+    return [block for block in blocks(file.read_text()) if block.language == "python"]
+
+
+@needs_today
+@pytest.mark.parametrize("file", [file for file in FILES if python_blocks(file)], ids=lambda file: file.stem)
 def test_python_blocks(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    namespace: dict[str, Any] = {"__name__": "__main__"}
-    for block in _BLOCK.finditer(file.read_text()):
-        language, mark, code = block.groups()
-        if language != "python":
-            continue
-        line = file.read_text()[: block.start()].count("\n") + 1
-        tree = ast.parse("\n" * line + code, str(file))
-        if mark == "run":
-            exec(compile(tree, str(file), "exec"), namespace)
+    found = [block for block in python_blocks(file) if block.why_not is None]
+    world = World(tmp_path, monkeypatch)
+    with on_a_device() if any("vram_budget" in block.code for block in found) else nullcontext():
+        for block in found:
+            world.run(block.code, str(file), block.line)
+    group_offload.unpatch_diffusers()
 
 
-@pytest.mark.parametrize("page", ["answers.md", "hazards.md"])
-def test_named_tests_exist(page: str) -> None:
-    """Each row of a table names one, or says that there is none."""
-    text = (ROOT / "docs" / page).read_text()
-    named = re.findall(r"`(test_\w+\.py)::(\w+)`", text)
-    assert named
-    for row in re.findall(r"^\| (.+) \|$", text, re.MULTILINE):
-        last = row.split(" | ")[-1]
-        assert last in ("test", "not run", "not solved") or "`test_" in last, row
-    for file, name in named:
-        [path] = (ROOT / "tests").rglob(file)
-        assert f"def {name}(" in path.read_text(), f"{file}::{name}"
+@any_page
+def test_marks_of_blocks(file: Path) -> None:
+    """A fence without a language holds commands, or what people read."""
+    for block in blocks(file.read_text()):
+        assert block.language in ("", "python") and (block.language or not block.mark), f"line {block.line}"
+        assert block.mark in ("", "run") or block.why_not, f"line {block.line}: say `not run: REASON`"
+        if block.language:
+            ast.parse(block.code)
 
 
-def test_every_page_is_reachable() -> None:
+@any_page
+def test_commands(file: Path) -> None:
+    """A command that a block shows is one that the program takes."""
+    for block in blocks(file.read_text()):
+        for command in _COMMAND.findall(block.code.replace("\\\n", " ")) if not block.language else ():
+            check_command(re.split(r"\s{2,}", command)[0].rstrip(" "))
+
+
+def check_command(command: str) -> None:
+    program, *arguments = [word for word in shlex.split(command, comments=True) if not re.match(r"[A-Z_]+=", word)]
+    if program == "group-offload":
+        given = [word.strip("[]") for word in arguments]
+        _parser().parse_args(given)
+    elif program == "make":
+        targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert {word for word in arguments if "=" not in word} <= set(targets), command
+    elif "-m" in arguments:
+        assert find_spec(arguments[arguments.index("-m") + 1]) is not None, command
+    elif program.endswith("pip"):
+        for found in re.findall(r"\[([\w,]+)\]", command):
+            assert set(found.split(",")) <= set(metadata("group-offload").get_all("Provides-Extra") or ()), command
+    else:
+        assert (ROOT / next(word for word in (program, *arguments) if "/" in word and "bin/" not in word)).exists(), (
+            command
+        )
+
+
+# ------------------------------------------------------------------------------------------------ tables
+
+
+def rows(file: Path) -> Iterator[list[str]]:
+    """The rows of the tables that name tests."""
+    for table in re.findall(r"^\|.*\| test \|\n\|[-| ]+\|\n((?:\|.*\|\n)+)", file.read_text(), re.MULTILINE):
+        for row in table.splitlines():
+            yield row.removeprefix("| ").removesuffix(" |").split(" | ")
+
+
+@pytest.mark.parametrize("file", [DOCS / "answers.md", DOCS / "hazards.md", *COMING_FROM], ids=lambda file: file.stem)
+def test_every_row_names_a_test(file: Path) -> None:
+    found = list(rows(file))
+    assert found
+    for row in found:
+        assert re.findall(r"`(test_\w+\.py)::(\w+)`", row[-1]), row
+    for name, function in re.findall(r"`(test_\w+\.py)::(\w+)`", file.read_text()):
+        [path] = (ROOT / "tests").rglob(name)
+        assert f"def {function}(" in path.read_text(), f"{name}::{function}"
+
+
+@needs_today
+@pytest.mark.parametrize("file", COMING_FROM, ids=lambda file: file.stem)
+def test_calls_that_replace_others(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row has their call, ours, what changes, and a test. Ours runs, all rows with one pipeline."""
+    world = World(tmp_path, monkeypatch)
+    world.run("from group_offload import *", str(file))
+    with use_simulated_device(SimulatedDevice(0, "eager")):  # nothing is computed there
+        for theirs, ours, *_ in rows(file):
+            for code in re.findall(r"`([^`]+)`", theirs):
+                ast.parse(code)
+            world.run("\n".join(re.findall(r"`([^`]+)`", ours)), str(file))
+            world.run("unpatch_diffusers(); disable_group_offload(pipe)", str(file))
+
+
+def test_figures_of_the_summary_are_those_of_the_results() -> None:
+    """Each time and peak of docs/benchmarks.md is one of an arm in the file that its row names."""
+    table = re.findall(
+        r"^\| (.+) \| \[file\]\(\.\./(\S+/weights/\S+)\) \|$", (DOCS / "benchmarks.md").read_text(), re.M
+    )
+    assert len(table) > 8
+    for row, file in table:
+        arms = [arm for arm in json.loads((ROOT / file).read_text())["arms"].values() if "step_s" in arm]
+        for seconds, gib in re.findall(r"([\d.]+) s, ([\d.]+) GiB", row):
+            digits = len(seconds.partition(".")[2])
+            found = [(f"{arm['step_s']:.{digits}f}", f"{arm['device_peak_bytes'] / 2**30:.2f}") for arm in arms]
+            assert (seconds, gib) in found, (row, file)
+
+
+# ------------------------------------------------------------------------------------------------ the site
+
+
+def pages_of(nav: Any) -> list[str]:
+    if isinstance(nav, str):
+        return [nav]
+    return [page for part in (nav.values() if isinstance(nav, dict) else nav) for page in pages_of(part)]
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """Once. Three pages are made of files of the root: docs/hooks.py."""
+    found = pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    pages = {file.relative_to(DOCS).as_posix() for file in DOCS.rglob("*.md")}
+    assert sorted(found) == sorted(pages | {"index.md", "contributing.md", "changelog.md"}), "nav of mkdocs.yml"
+
+
+def test_every_page_is_linked_to() -> None:
+    """On GitHub there is no navigation."""
     linked = set()
     for file in FILES:
         for link in _LINK.findall(file.read_text()):
             linked.add((file.parent / link.partition("#")[0]).resolve())
-    assert set((ROOT / "docs").rglob("*.md")) <= linked
+    assert set(DOCS.rglob("*.md")) <= linked
+
+
+def described_names() -> list[str]:
+    return re.findall(r"^::: group_offload\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
+
+
+def test_the_reference_has_every_public_name() -> None:
+    assert sorted(described_names()) == sorted(group_offload.__all__)
+
+
+@pytest.mark.parametrize("name", group_offload.__all__)
+def test_public_names_have_docstrings(name: str) -> None:
+    """So have the methods, properties and fields of the classes, but for options that are explained once."""
+    thing = getattr(group_offload, name)
+    assert thing.__doc__
+    if not inspect.isclass(thing):
+        return
+    source = inspect.getsource(thing)
+    for key, value in vars(thing).items():
+        if not key.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
+            assert value.__doc__, f"{name}.{key}"
+    for field in dataclasses.fields(thing) if dataclasses.is_dataclass(thing) else ():
+        if name == "OffloadConfig" and f" {field.name}: " in str(group_offload.apply_group_offloading.__doc__):
+            continue
+        assert re.search(rf'^    {field.name}: [^\n]+\n    """', source, re.MULTILINE), f"{name}.{field.name}"
+
+
+def test_the_reference_shows_the_signatures_of_the_calls() -> None:
+    """griffe reads the source; docs/griffe_options.py tells it what `@takes_options` does."""
+    griffe = pytest.importorskip("griffe")
+    found = griffe.load(
+        "group_offload",
+        search_paths=[ROOT],
+        extensions=griffe.load_extensions("dataclasses", str(DOCS / "griffe_options.py")),
+    )
+    for name in described_names():
+        thing = getattr(group_offload, name)
+        if inspect.isfunction(thing) and name != "from_pretrained":  # its `**options` are those of another call
+            shown = {each.name: each.kind.value for each in found[name].final_target.parameters}
+            real = {each.name: each.kind.description for each in inspect.signature(thing).parameters.values()}
+            assert shown == real, name
+
+
+def test_names_in_the_docs_are_in_the_reference() -> None:
+    """What a page calls `group_offload.name`, or imports from it, is public; what it calls of a handle, a handle has."""
+    described = set(described_names())
+    of_handles = {*dir(group_offload.OffloadHandle), *dir(group_offload.ActivationOffloadHandle)}
+    for file in FILES:
+        text = file.read_text()
+        imported = re.findall(r"from group_offload import ([\w, ]+)", text)
+        named = {name.strip() for line in imported for name in line.split(",")}
+        named |= set(re.findall(r"`group_offload\.(\w+)\(", text))
+        assert named <= described, file
+        assert set(re.findall(r"\bhandle\.([a-z]\w*)", text)) <= of_handles, file

@@ -33,6 +33,7 @@ class ActivationStats:
     offloads: int
     """Copies to RAM that were started."""
     offloaded_bytes: int
+    """Bytes that these copies moved."""
     kept_bytes: int
     """Bytes that stayed on the device because one of the last groups of a forward saved them."""
     refused_bytes: int
@@ -40,6 +41,7 @@ class ActivationStats:
     reloads: int
     """Copies back to the device that were started."""
     reloaded_bytes: int
+    """Bytes that these copies moved."""
     stalls: int
     """Tensors whose copy back was started only when backward had come to their group, not ahead of it."""
     written_bytes: int
@@ -49,6 +51,7 @@ class ActivationStats:
     inflight_bytes: int
     """Device memory that copies to RAM hold now."""
     peak_inflight_bytes: int
+    """The most that `inflight_bytes` has been."""
     host_bytes: int
     """RAM that was taken."""
     pinned_bytes: int
@@ -56,6 +59,7 @@ class ActivationStats:
     used_host_bytes: int
     """The part of `host_bytes` that holds activations now."""
     peak_used_host_bytes: int
+    """The most that `used_host_bytes` has been."""
     file_bytes: int
     """Bytes that the file holds now."""
 

@@ -70,8 +70,8 @@ def enable_group_offload(pipeline: Any, options: PipelineOptions) -> dict[str, O
         exclude_modules: Names of models that are moved to the device as a whole instead.
         model_options: Options of single models that differ: `{"vae": {"offload_type": "leaf_level"}}`. All options of
             `apply_group_offloading` are possible.
-        vram_budget, ram_budget: Budgets for the whole process. Models run one after another: each may fill the device, and
-            RAM is shared out by how often a model runs for an image.
+        vram_budget: Device memory for the whole process. Models run one after another, so each may fill it.
+        ram_budget: RAM for the whole process. It is shared out by how often a model runs for an image.
 
     Returns:
         The handle of each offloaded model, by its name in the pipeline.

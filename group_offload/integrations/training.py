@@ -34,6 +34,7 @@ class ActivationOffloadCallback:
         self._reported: ActivationStats | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **kwargs: Any) -> None:
+        """Offload the activations of the model, as the trainer wrapped it."""
         for left in [*_applied]:
             if left.is_active and not set(left.module.modules()).isdisjoint(model.modules()):
                 left.remove()
@@ -42,6 +43,7 @@ class ActivationOffloadCallback:
         self._reported = None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Undo the offloading."""
         if self.handle is not None:
             self.handle.remove()
 

@@ -19,6 +19,7 @@ class OffloadPlan:
     """The plan for a module's budgets. `print` shows it as a table, with one sentence about what bounds a forward."""
 
     model: str
+    """The class of the module."""
     details: Plan | None
     """The plan itself: placements, predicted times, stalls and bytes. None if no weights take turns."""
     device_has_memory: bool = True
