@@ -20,7 +20,6 @@ from .plan.report import OffloadPlan
 from .runtime.engine import Engine, follow_one_another
 from .runtime.gates import HANDLE, Gate
 from .runtime.groups.group import Group
-from .runtime.measure.trace import WeightTrace
 from .stores.base import Tier
 from .stores.files import FileBlob
 
@@ -186,16 +185,14 @@ class OffloadHandle:
         """
         engine = self._live
         with engine.lock:
-            if engine.tracer is not None:
-                raise StateError("A trace of this module is being recorded already. End that one first.")
-            tracer = engine.tracer = WeightTrace(engine.config.backend, type(self.module).__name__)
+            engine.recorder.begin_all()
         try:
             yield
         finally:
             with engine.lock:
                 engine.transfer.wait_until_enqueued()
-                engine.tracer = None
-        timeline.write(Path(path), tracer)
+                trace = engine.recorder.end_all()
+        timeline.write(Path(path), trace)
 
     def refresh(self) -> None:
         """Take up changed, added or removed weights now instead of in the next forward."""

@@ -36,7 +36,7 @@ from .groups.part import Part
 from .groups.trained import Trained
 from .groups.versions import share_counters
 from .measure.counters import Counters
-from .measure.trace import WeightTrace
+from .measure.recorder import Recorder
 from .memory import DeviceMemory
 from .passes import Passes
 from .placer import Placer
@@ -66,13 +66,15 @@ class Engine:
         path = config.offload_to_disk_path
         self._folder = None if path is None else Folder(path, type(root).__name__, is_verified=config.verify_files)
         self._trained = Trained(backend)
+        self.recorder = Recorder(backend, type(root).__name__)
         self.transfer = Transfer(
             backend,
+            self.recorder,
             use_stream=config.use_stream,
             # Without a stream, `non_blocking` decides whether copies block the host.
             blocking=not config.use_stream and not config.non_blocking,
         )
-        self._probe = Probe(backend)
+        self._probe = Probe(backend, self.recorder)
         # Leaf level is for least memory, and torch's allocator finds room for its small layers anywhere.
         is_just_in_time = config.record_stream or (config.is_leaf_level and config.use_stream)
         is_tight = is_just_in_time and not config.record_stream
@@ -183,6 +185,7 @@ class Engine:
             self._gates.clear()
             self._changes.clear()
             self._probe.stopwatch.clear()
+            self.recorder.clear()
             # Mapped files are dropped now, and not by Python's collector later: until then they count as RAM in use.
             self.groups, self._refs = (), ()
             self._passes.set_groups((), self._gates.needs)
@@ -218,15 +221,6 @@ class Engine:
     @property
     def gated_modules(self) -> tuple[nn.Module, ...]:
         return self._gates.modules
-
-    @property
-    def tracer(self) -> WeightTrace | None:
-        """The trace that is being recorded."""
-        return self._probe.tracer
-
-    @tracer.setter
-    def tracer(self, tracer: WeightTrace | None) -> None:
-        self._probe.tracer = self.transfer.tracer = tracer
 
     @property
     def seconds_stalled(self) -> dict[str, float]:
