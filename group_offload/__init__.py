@@ -14,6 +14,7 @@ from .errors import ConfigError, DeviceError, GroupFileError, GroupOffloadError,
 from .handle import GroupInfo, OffloadHandle, OffloadStats
 from .integrations.diffusers import disable_group_offload, enable_group_offload, patch_diffusers, unpatch_diffusers
 from .integrations.opening import from_pretrained
+from .integrations.reporting import write_report
 from .integrations.training import ActivationOffloadCallback
 from .plan.report import OffloadPlan
 
@@ -46,6 +47,7 @@ __all__ = [
     "patch_diffusers",
     "remove_group_offloading",
     "unpatch_diffusers",
+    "write_report",
 ]
 
 __version__ = "0.1.0"

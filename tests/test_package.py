@@ -45,6 +45,7 @@ PUBLIC_NAMES = {
     "patch_diffusers",
     "remove_group_offloading",
     "unpatch_diffusers",
+    "write_report",
 }
 
 LAYERS = (
@@ -52,9 +53,11 @@ LAYERS = (
     {"base"},
     {"stores"},
     {"plan"},
+    {"report"},
     {"config"},
     {"partition"},
     {"runtime", "activations"},
+    {"run_report"},
     {"handle"},
     {"api"},
     {"integrations"},

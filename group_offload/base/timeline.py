@@ -14,6 +14,8 @@ from pathlib import Path
 
 from .device import Backend, Event, Stream
 
+READS, COPIES, COMPUTE = "file reads", "H2D", "compute"
+"""The lanes of weights on their way, and of the work that needs them."""
 STALLS = "stalls"
 """In this lane slices that take no time are left out: they are waits for events that had been reached."""
 DECODE = "decode"

@@ -242,6 +242,16 @@ class Engine:
         """Device memory of the groups that stay on the device between passes."""
         return self._memory.staying.num_bytes
 
+    @property
+    def groups_staying(self) -> frozenset[Group]:
+        """The groups that stay on the device between passes, and are there now."""
+        return frozenset(group for slot in self._memory.staying.slots for group in slot.groups)
+
+    @property
+    def vram_budget(self) -> int | None:
+        """Device memory for the whole process, as far as the device has it for this process; None for no budget."""
+        return self._placer.vram_budget
+
     def tell_before_forward(self, listener: Callable[[nn.Module, Any], None]) -> None:
         """Call `listener` with the module and its inputs by name before each forward takes device memory."""
         self._passes.before_forward = listener

@@ -279,6 +279,7 @@ class Passes:
             type(top).__name__,
             kind,
             self._backend.current_stream(),
+            self._transfer.stream,
             is_timed=self._placer.is_timed(kind),
         )
         self._lookahead.begin(top, scope, is_last=self._heir is not None)
@@ -514,7 +515,8 @@ class Passes:
         self._memory.take()
         self._placer.keep_within_budgets(kind)
         self._placer.begin_pass(None)
-        self._probe.begin_backward(self.number, type(self.root).__name__, self._backend.current_stream())
+        stream = self._backend.current_stream()
+        self._probe.begin_backward(self.number, type(self.root).__name__, stream, self._transfer.stream)
         self._lookahead.begin(kind.top, set(self._groups), guess=forward[::-1])
         self._state = State.OPEN
 

@@ -23,20 +23,22 @@ class Probe:
         self.stopwatch = Stopwatch(backend)
         self._recorder = recorder
 
-    def begin_forward(self, number: int, top: str, kind: Hashable, stream: Stream, *, is_timed: bool) -> None:
+    def begin_forward(
+        self, number: int, top: str, kind: Hashable, stream: Stream, copy_stream: Stream, *, is_timed: bool
+    ) -> None:
         """A forward begins, which is the one of this number.
 
         Args:
             is_timed: Whether to measure its compute.
         """
-        begun = self._recorder.begin(number, top, stream, is_wanted=is_timed)
+        begun = self._recorder.begin(number, top, stream, copy_stream, is_wanted=is_timed)
         if is_timed:
             assert begun is not None
             self.stopwatch.begin(kind, begun)
 
-    def begin_backward(self, number: int, top: str, stream: Stream) -> None:
+    def begin_backward(self, number: int, top: str, stream: Stream, copy_stream: Stream) -> None:
         """A backward begins, after the forward of this number."""
-        self._recorder.begin(number, top, stream, is_wanted=None)
+        self._recorder.begin(number, top, stream, copy_stream, is_wanted=None)
 
     def end_pass(self, stream: Stream) -> None:
         """The pass, forward or backward, completed."""

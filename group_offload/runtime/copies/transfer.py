@@ -38,7 +38,7 @@ class Transfer:
         self._staging: list[tuple[torch.Tensor, Event, PageLock | None]] = []
         self._staging_size = 1
         self._turn = 0
-        self._reader = Reader(backend)
+        self._reader = Reader(backend, recorder)
         self._reads_memory = False
         """Whether threads may be reading blobs in RAM that is not page-locked."""
         self.last_copies = LastCopies(backend)
@@ -110,7 +110,7 @@ class Transfer:
     def read_ahead(self, reads: Sequence[Read]) -> ReadJob:
         """Begin to read."""
         self._reads_memory |= _has_memory(reads)
-        job = self._reader.job_for(reads, self._recorder.trace)
+        job = self._reader.job_for(reads)
         self._reader.announce(job)
         return job
 
@@ -170,12 +170,12 @@ class Transfer:
         if not reads:
             return None
         if isinstance(self._backend, HostBackend):
-            self._reader.read_now(landing.memory, reads, trace)
+            self._reader.read_now(landing.memory, reads)
             self._num_copies += len(reads)
             _record(trace, blobs, begun, stream)
             return None
         self._reads_memory |= _has_memory(reads)
-        job = job or self._reader.job_for(reads, trace)
+        job = job or self._reader.job_for(reads)
         self._reader.submit(job, landing)
         if self._copy_stream is not None:
             return job

@@ -3,7 +3,7 @@
 [Note: What recording costs]
 A pass is recorded if its compute is measured anyway (`Budgeter.is_timed`: the first three of each kind, the 4th, 8th, 16th and
 32nd, then every 32nd), or while `OffloadHandle.trace` is open. The events around each group's compute are made for the
-stopwatch already. What is added in such a pass: two events for each copy or chunk of a file, three for the pass, and two calls
+stopwatch already. What is added in such a pass: two events for each copy or chunk of a file, two for the pass, and two calls
 of `time.perf_counter` for each read. In all other passes nothing is added. The host never waits for the device, and events
 are read when somebody asks.
 """
@@ -20,6 +20,8 @@ from .trace import WeightTrace
 
 NUM_RECORDED = 4
 """The number of last recorded passes that are kept. A forward and its backward are two."""
+SENT_AHEAD = "what was sent ahead"
+"""The name of copies that a pass that is not recorded has begun for the next one."""
 
 
 @dataclass(slots=True)
@@ -53,7 +55,9 @@ class Recorder:
         self._all: list[WeightTrace] | None = None
         """All traces since `begin_all`."""
 
-    def begin(self, number: int, top: str, stream: Stream, *, is_wanted: bool | None) -> Event | None:
+    def begin(
+        self, number: int, top: str, stream: Stream, copy_stream: Stream, *, is_wanted: bool | None
+    ) -> Event | None:
         """A pass begins.
 
         Args:
@@ -68,8 +72,11 @@ class Recorder:
         if self._all is None and not self._was_wanted:
             self.trace = None
             return None
-        trace = self.trace = self._new_trace()
+        is_first, trace = self.trace is None, self._new_trace()
         begun = trace.now(stream)
+        if is_first and copy_stream != stream:  # what is on its way by now was sent when nothing was recorded
+            trace.copied([SENT_AHEAD], begun, copy_stream, 0)
+        self.trace = trace
         self._now = RecordedPass(what, number, top, trace, begun, begun)
         return begun
 

@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...base.device import Backend, Event, Stream
-from ...base.timeline import DECODE, STALLS, Timeline
-
-READS, COPIES, COMPUTE = "file reads", "H2D", "compute"
+from ...base.timeline import COMPUTE, COPIES, DECODE, READS, STALLS, Timeline
 
 
 class WeightTrace(Timeline):
     """Lanes for file reads, copies to the device, compute, and stalls. Threads that read files may call `copied` and `read`."""
 
     def __init__(self, backend: Backend, title: str, idle: Stream) -> None:
-        super().__init__(
-            backend, title, host_lanes=(READS,), device_lanes=(COPIES, DECODE, COMPUTE, STALLS), idle=idle
-        )
+        super().__init__(backend, title, host_lanes=(READS,), device_lanes=(COPIES, DECODE, COMPUTE, STALLS), idle=idle)
         self._open: dict[str, tuple[Event, Event]] = {}
         """For each group in use, the events at which compute came to wait for it, and went on."""
 
