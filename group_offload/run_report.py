@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .base.ram import ram_in_use
-from .base.timeline import COMPUTE, COPIES, READS, STALLS
+from .base.timeline import COMPUTE, COPIES, READS, STALLS, Slice
 from .plan.budgets import total_ram
 from .plan.report import OffloadPlan
 from .report.facts import (
@@ -15,6 +15,7 @@ from .report.facts import (
     GroupFacts,
     MemoryFacts,
     ModelFacts,
+    PartFacts,
     PassFacts,
     Place,
     gains_of,
@@ -46,22 +47,26 @@ def facts_of(run: Run) -> ModelFacts:
     groups = tuple(_group(group, is_staying=group in staying) for group in engine.groups)
     outer = frozenset(group.name for group in groups if group.is_outer)
     passes = _recorded(engine)
-    has_link = plan is not None and run.plan.device_has_memory
+    has_link = run.plan.device_has_memory
     sentences = [plan.headline(), plan.verdict()] if plan is not None and has_link else [run.plan.verdict]
     gains: list[GainFacts] = []
     if plan is not None and has_link:
         gains = gains_of(plan, device="VRAM", ram="RAM")
     if passes:
-        sentences.append(_what_was_busy(passes[-1], outer))
+        forward = next((one for one in reversed(passes) if one.is_forward), passes[-1])
+        sentences.insert(2 if has_link else 0, _what_was_busy(forward, outer, has_link=has_link))
     else:
         sentences.append("No pass has run yet." if not run.stats["passes"] else "No pass was recorded that completed.")
         if plan is not None and plan.prediction.step_seconds:
-            sentences.append("The timeline is what the plan foresees.")
+            sentences[-1] += " The timeline is what the plan foresees."
+            if not plan.prediction.compute_seconds and has_link:
+                sentences[-1] += " How long compute takes is not known, so these are the times of moving the weights."
             passes = [predicted_pass(plan)]
     return ModelFacts(
         name=run.name,
         model_class=type(engine.root).__name__,
         device=str(engine.config.onload_device),
+        device_has_memory=has_link,
         groups=groups,
         passes=passes,
         sentences=sentences,
@@ -110,20 +115,42 @@ def _group(group: Group, *, is_staying: bool) -> GroupFacts:
 
 def _recorded(engine: Engine) -> list[PassFacts]:
     found = []
+    in_files = {group.group_id for group in engine.groups if group.is_in_file}
     for index, each in enumerate(engine.recorder.passes):
         part = "" if each.top == type(engine.root).__name__ else f" ({each.top})"
         took, slices = engine.recorder.slices(index)
-        found.append(PassFacts(title=f"{each.what} {each.number}{part}", seconds=took, slices=slices))
+        if not engine.config.backend.has_streams:
+            slices = [*_on_cpu(slices, in_files)]
+        found.append(
+            PassFacts(
+                title=f"{each.what} {each.number}{part}",
+                seconds=took,
+                slices=slices,
+                how="recorded",
+                is_forward=each.what == "forward",
+            )
+        )
     return found
 
 
-def _what_was_busy(one: PassFacts, outer: frozenset[str]) -> str:
+def _on_cpu(slices: Iterable[Slice], in_files: Collection[str]) -> Iterator[Slice]:
+    """There is no link: compute waits while a group is read, and other weights are computed with where they are."""
+    for each in slices:
+        if each.lane == COPIES and each.name.partition(" and ")[0] in in_files:
+            yield replace(each, lane=STALLS)
+        elif each.lane not in (COPIES, STALLS):
+            yield each
+
+
+def _what_was_busy(one: PassFacts, outer: frozenset[str], *, has_link: bool) -> str:
     drive, link, compute, waited = (one.busy_seconds(lane, outer) for lane in (READS, COPIES, COMPUTE, STALLS))
-    share = f" ({waited / one.seconds:.0%} of it)" if one.seconds else ""
+    part = waited / one.seconds if one.seconds else 0.0
+    if not has_link:
+        return f"Reading files took {part:.0%} of {one.title}: {seconds(waited)} of {seconds(one.seconds)}."
     read = f"the drive or the page cache {seconds(drive)}, " if drive else ""
     return (
         f"In {one.title}, which took {seconds(one.seconds)}, {read}the link was busy for {seconds(link)} and compute for "
-        f"{seconds(compute)}; compute waited for weights {seconds(waited)}{share}."
+        f"{seconds(compute)}; compute waited for weights {seconds(waited)} ({part:.0%} of it)."
     )
 
 
@@ -132,14 +159,14 @@ def _device(name: str, runs: Sequence[Run]) -> MemoryFacts:
     budgets = [run.engine.vram_budget for run in runs]
     given = [budget for budget in budgets if budget is not None]
     parts = [
-        ("weights that stay", sum(run.stats["resident_bytes"] for run in runs)),
+        PartFacts("weights that stay", sum(run.stats["resident_bytes"] for run in runs), "device"),
         # The models of a process run one after another, in the same slots.
-        ("weights that take turns", max(run.engine.slot_bytes for run in runs)),
-        ("parameters that are trained", sum(run.stats["trainable_bytes"] for run in runs)),
+        PartFacts("weights that take turns", max(run.engine.slot_bytes for run in runs), "locked"),
+        PartFacts("parameters that are trained", sum(run.stats["trainable_bytes"] for run in runs), "decode"),
     ]
     peak = backend.peak_bytes_in_use()
-    others = max(0, peak - sum(num_bytes for _, num_bytes in parts))
-    parts.append(("activations and everything else", others))
+    others = max(0, peak - sum(part.num_bytes for part in parts))
+    parts.append(PartFacts("activations and everything else", others, "pass"))
     sentences = ["The last part is what torch had allocated at its peak, beyond the others."] if others else []
     if not given:
         sentences.append("No vram_budget was given: no weights stay on the device between passes.")
@@ -156,7 +183,8 @@ def _ram(runs: Sequence[Run]) -> MemoryFacts:
     locked = sum(run.stats["pinned_bytes"] for run in runs)
     other = sum(run.stats["host_bytes"] for run in runs) - locked
     staging = sum(run.stats["staging_bytes"] for run in runs)
-    turns = max((run.engine.slot_bytes for run in runs if not run.engine.config.backend.has_streams), default=0)
+    reads = [run for run in runs if run.stats["file_bytes"] and not run.engine.config.backend.has_streams]
+    turns = max((run.engine.slot_bytes for run in reads), default=0)
     in_page_cache = sum(
         part.blob.pinned_bytes
         for run in runs
@@ -175,11 +203,11 @@ def _ram(runs: Sequence[Run]) -> MemoryFacts:
     return MemoryFacts(
         name="RAM of this process",
         parts=[
-            ("weights, page-locked", locked),
-            ("weights, not page-locked", other),
-            ("buffers for files", staging),
-            ("weights that take turns", turns),
-            ("Python, torch and everything else", rest),
+            PartFacts("weights, page-locked", locked, "locked"),
+            PartFacts("weights, not page-locked", other, "ram"),
+            PartFacts("buffers for files", staging, "file"),
+            PartFacts("weights that take turns", turns, "device"),
+            PartFacts("Python, torch and everything else", rest, "pass"),
         ],
         budget_bytes=max(given, default=None),
         total_bytes=total_ram(),

@@ -35,6 +35,7 @@ from ..report.facts import (
     GroupFacts,
     MemoryFacts,
     ModelFacts,
+    PartFacts,
     Place,
     ReportFacts,
     plan_as_dict,
@@ -491,7 +492,7 @@ def _model_facts(component: _Component, asked: _Asked) -> ModelFacts:
     return ModelFacts(
         name=component.name,
         model_class=model.model_class,
-        device="the device",
+        device="",
         groups=[
             GroupFacts(
                 name=group.name,
@@ -515,20 +516,21 @@ def _memories(asked: _Asked, components: Sequence[_Component]) -> Iterator[Memor
         yield MemoryFacts(
             name=f"Device{beside}",
             parts=[
-                ("weights that stay", component.plan.device_bytes - component.plan.slot_bytes),
-                ("weights that take turns", component.plan.slot_bytes),
-                ("weights around the blocks", component.outer_bytes),
-                ("activations, as given", asked.activations),
+                PartFacts("weights that stay", component.plan.device_bytes - component.plan.slot_bytes, "device"),
+                PartFacts("weights that take turns", component.plan.slot_bytes, "locked"),
+                PartFacts("weights around the blocks", component.outer_bytes, "ram"),
+                PartFacts("activations, as given", asked.activations, "pass"),
             ],
             budget_bytes=asked.vram,
             total_bytes=None,
         )
+    in_ram = sum(_bytes_by_place(component.plan)[Placement.RAM] for component in components)
     yield MemoryFacts(
         name="RAM",
         parts=[
-            ("weights, page-locked", sum(_bytes_by_place(component.plan)[Placement.RAM] for component in components)),
-            ("buffers for files", len(components) * tuning().reading_bytes),
-            ("Python, torch and everything else, as given", asked.process_ram),
+            PartFacts("weights, page-locked", in_ram, "locked"),
+            PartFacts("buffers for files", len(components) * tuning().reading_bytes, "file"),
+            PartFacts("Python, torch and everything else, as given", asked.process_ram, "pass"),
         ],
         budget_bytes=asked.ram,
         total_bytes=None,

@@ -48,6 +48,9 @@ class PassFacts:
     seconds: float
     slices: Sequence[Slice]
     """Times count from the beginning of the pass. Some begin before it, or end after it."""
+    how: str
+    """"recorded" or "predicted"."""
+    is_forward: bool = True
 
     def busy_seconds(self, lane: str, outer: Iterable[str] = ()) -> float:
         """How long at least one slice of the lane was under way, within the pass. Groups in `outer` do not count."""
@@ -79,12 +82,21 @@ class GainFacts:
         return f"would save {self.seconds:.3g} s of {self.step_seconds:.3g} s a pass ({self.seconds / self.step_seconds:.0%})"
 
 
+@dataclass(frozen=True, slots=True)
+class PartFacts:
+    """A part of a memory. Its colour is that of a place or of a lane."""
+
+    label: str
+    num_bytes: int
+    colour: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFacts:
     """One memory: what is in it, and what it may take."""
 
     name: str
-    parts: Sequence[tuple[str, int]]
+    parts: Sequence[PartFacts]
     budget_bytes: int | None
     total_bytes: int | None
     sentences: Sequence[str] = ()
@@ -96,6 +108,8 @@ class ModelFacts:
     """The name in its pipeline. Empty for a model by itself."""
     model_class: str
     device: str
+    device_has_memory: bool = True
+    """Whether bytes are sent to the device. If not, it is the CPU, which computes with weights in RAM where they are."""
     groups: Sequence[GroupFacts]
     passes: Sequence[PassFacts]
     """The last ones, the latest last."""
@@ -109,6 +123,14 @@ class ModelFacts:
     @property
     def title(self) -> str:
         return " ".join(part for part in (self.name, self.model_class) if part) or "model"
+
+    @property
+    def step(self) -> tuple[float, str] | None:
+        """The seconds of a pass, and whether these were measured, recorded or predicted. None if nothing is known."""
+        measured = (self.plan or {}).get("measured_seconds")
+        if measured is not None:
+            return measured, "measured"
+        return next(((one.seconds, one.how) for one in reversed(self.passes) if one.is_forward), None)
 
     @property
     def outer(self) -> frozenset[str]:
@@ -127,7 +149,10 @@ class ReportFacts:
 def predicted_pass(plan: Plan) -> PassFacts:
     """A pass as the plan foresees it."""
     return PassFacts(
-        title="predicted", seconds=plan.prediction.step_seconds, slices=foresee(plan.problem, plan.placements)
+        title="predicted",
+        seconds=plan.prediction.step_seconds,
+        slices=foresee(plan.problem, plan.placements),
+        how="predicted",
     )
 
 

@@ -121,7 +121,7 @@
           pen.globalAlpha = hovered === null || isSame ? 1 : 0.45;
           pen.fillRect(x, top + (row > 8 ? 1 : 0), wide > 3 ? wide - 0.7 : wide, row > 8 ? row - 2 : row - 1);
           pen.globalAlpha = 1;
-          if (wide > 60 && row > 12) {
+          if (wide > 60 && row > 16) {
             pen.save(); pen.beginPath(); pen.rect(x, top, wide - 4, row); pen.clip();
             pen.fillStyle = colour("card"); pen.textAlign = "left"; pen.fillText(model.names[name[index]], x + 5, top + row / 2 + 1);
             pen.restore();

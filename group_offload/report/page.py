@@ -34,7 +34,6 @@ _MAX_ROWS = 40
 _MAX_READ_ROWS = 8
 _UNITS = 1_000_000
 """Times in pictures are whole numbers of this share of the pass."""
-_PART_COLOURS = ("device", "locked", "file", "decode", "pass", "ram", "stalls")
 
 
 def write_page(facts: ReportFacts, path: str | os.PathLike[str]) -> Path:
@@ -89,7 +88,7 @@ def render(facts: ReportFacts) -> str:
         *(
             part
             for index, model in enumerate(facts.models)
-            for part in _model_section(index, model, facts.memories if len(facts.models) == 1 else ())
+            for part in _model_section(index, model, facts.memories if len(facts.models) == 1 else (), facts.title)
         ),
         '</main><div id="tip" role="tooltip" hidden></div>',
         f'<script type="application/json" id="facts">{text}</script>',
@@ -122,7 +121,7 @@ def _memory_cards(memories: Sequence[MemoryFacts]) -> Iterator[str]:
     if memories:
         yield '<div class="card memory">'
     for memory in memories:
-        used = sum(num_bytes for _, num_bytes in memory.parts)
+        used = sum(part.num_bytes for part in memory.parts)
         whole = (
             max(used, memory.budget_bytes or 0, (memory.total_bytes or 0) if memory.budget_bytes is None else 0) or 1
         )
@@ -130,16 +129,13 @@ def _memory_cards(memories: Sequence[MemoryFacts]) -> Iterator[str]:
         total = "" if memory.total_bytes is None else f", of {describe_bytes(memory.total_bytes)} there are"
         yield f"<h3>{_safe(memory.name)}: {describe_bytes(used)}{budget}{total}</h3>"
         yield '<div class="bar">'
-        shown = [(colour, *part) for colour, part in zip(_PART_COLOURS, memory.parts, strict=False) if part[1]]
-        for colour, label, num_bytes in shown:
-            title = f"{_safe(label)}: {describe_bytes(num_bytes)}"
-            yield f'<i style="width:{num_bytes / whole:.3%};background:var(--{colour})" title="{title}"></i>'
+        shown = [(part, f"{part.label}: {describe_bytes(part.num_bytes)}") for part in memory.parts if part.num_bytes]
+        for part, label in shown:
+            style = f"width:{part.num_bytes / whole:.3%};background:var(--{part.colour})"
+            yield f'<i style="{style}" title="{_safe(label)}"></i>'
         if memory.budget_bytes is not None:
             yield f'<i class="budget" style="left:{memory.budget_bytes / whole:.3%}" title="{budget[2:]}"></i>'
-        yield '</div><ul class="key">'
-        for colour, label, num_bytes in shown:
-            yield f'<li><i style="background:var(--{colour})"></i>{_safe(label)}: {describe_bytes(num_bytes)}</li>'
-        yield "</ul>"
+        yield f'</div><ul class="key">{"".join(_key(part.colour, label) for part, label in shown)}</ul>'
         yield from (f'<p class="soft">{_safe(sentence)}</p>' for sentence in memory.sentences)
     if memories:
         yield "</div>"
@@ -148,7 +144,7 @@ def _memory_cards(memories: Sequence[MemoryFacts]) -> Iterator[str]:
 def _memory_as_dict(memory: MemoryFacts) -> dict[str, Any]:
     return {
         "name": memory.name,
-        "parts": dict(memory.parts),
+        "parts": {part.label: part.num_bytes for part in memory.parts},
         "budget_bytes": memory.budget_bytes,
         "total_bytes": memory.total_bytes,
     }
@@ -161,28 +157,32 @@ def _overview(models: Sequence[ModelFacts]) -> Iterator[str]:
     yield '<div class="card scroll"><table><tr><th>model</th><th class="number">weights</th><th class="number">a pass</th>'
     yield "<th>what bounds it</th></tr>"
     for index, model in enumerate(models):
-        step = (model.plan or {}).get("step_seconds")
+        step = "" if model.step is None else seconds(model.step[0])
         yield f'<tr><td class="name"><a href="#model-{index}">{_safe(model.title)}</a></td>'
         yield f'<td class="number">{describe_bytes(sum(group.num_bytes for group in model.groups))}</td>'
-        yield f'<td class="number">{seconds(step) if step else ""}</td><td>{_safe(model.sentences[0])}</td></tr>'
+        yield f'<td class="number">{step}</td><td class="words">{_safe(model.sentences[0])}</td></tr>'
     yield "</table></div>"
 
 
-def _model_section(index: int, model: ModelFacts, memories: Sequence[MemoryFacts]) -> Iterator[str]:
+def _model_section(index: int, model: ModelFacts, memories: Sequence[MemoryFacts], title: str) -> Iterator[str]:
     total = sum(group.num_bytes for group in model.groups)
-    yield f'<section id="model-{index}"><h2>{_safe(model.title)}</h2>'
-    yield f'<p class="soft">{describe_bytes(total)} in {len(model.groups)} groups, computed on {_safe(model.device)}</p>'
+    where = f", computed on {_safe(model.device)}" if model.device else ""
+    yield f'<section id="model-{index}">'
+    if not memories or model.title != title:
+        yield f"<h2>{_safe(model.title)}</h2>"
+    yield f'<p class="soft">{describe_bytes(total)} in {len(model.groups)} groups{where}</p>'
     yield '<div class="card">'
     for number, sentence in enumerate(model.sentences):
         yield f"<p{'' if number else ' class=headline'}>{_safe(sentence)}</p>"
     yield from (f"<p>One GiB more of {_safe(gain.memory)} {_safe(gain.sentence)}.</p>" for gain in model.gains)
-    yield f'<div class="tiles">{"".join(_tiles(model))}</div></div>'
+    tiles = "".join(_tiles(model))
+    yield f'<div class="tiles">{tiles}</div></div>' if tiles else "</div>"
     yield from _memory_cards(memories)
     yield '<div class="card"><h3>Where each group rests</h3>'
     yield '<canvas class="map" role="img" aria-label="Each group, as wide as its bytes, in the colour of its place"></canvas>'
     used = {group.place for group in model.groups}
     yield f'<ul class="key">{"".join(_key(place.name.lower(), place.value) for place in Place if place in used)}</ul>'
-    yield from _groups_table(model.groups)
+    yield from _groups_table(model.groups, f"{model.name}.")
     yield "</div>"
     if model.passes:
         yield from _timeline(model)
@@ -202,15 +202,15 @@ def _model_section(index: int, model: ModelFacts, memories: Sequence[MemoryFacts
 
 def _tiles(model: ModelFacts) -> Iterator[str]:
     plan, stats = model.plan or {}, model.stats or {}
-    if plan.get("step_seconds"):
-        how = "measured" if plan.get("measured_seconds") is not None else "predicted"
-        yield f"<div class=tile><b>{seconds(plan['step_seconds'])}</b><span>a pass, {how}</span></div>"
+    if model.step is not None:
+        yield f"<div class=tile><b>{seconds(model.step[0])}</b><span>a pass, {model.step[1]}</span></div>"
     for key, label in (("h2d_bytes", "sent in each pass"), ("drive_bytes", "read from the drive in each pass")):
-        if plan.get(key):
+        if plan.get(key) and (key == "drive_bytes" or model.device_has_memory):
             yield f"<div class=tile><b>{describe_bytes(plan[key])}</b><span>{label}</span></div>"
     if stats:
         yield f"<div class=tile><b>{stats['passes'] + stats['backward_passes']}</b><span>passes so far</span></div>"
-        yield f"<div class=tile><b>{seconds(stats['stalled_seconds'])}</b><span>compute waited, in all</span></div>"
+        if model.device_has_memory:
+            yield f"<div class=tile><b>{seconds(stats['stalled_seconds'])}</b><span>compute waited, in all</span></div>"
 
 
 def _key(colour: str, label: str) -> str:
@@ -231,11 +231,11 @@ def _value(name: str, value: Any) -> str:
     return seconds(value) if name.endswith("_seconds") else str(value)
 
 
-def _groups_table(groups: Sequence[GroupFacts]) -> Iterator[str]:
+def _groups_table(groups: Sequence[GroupFacts], prefix: str) -> Iterator[str]:
     """One row for the groups of one list, by the part of their names before the first number."""
     rows: dict[str, list[GroupFacts]] = {}
     for group in groups:
-        rows.setdefault(_stem(group.name), []).append(group)
+        rows.setdefault(_stem(group.name.removeprefix(prefix)), []).append(group)
     places = [place for place in Place if any(group.place is place for group in groups)]
     yield '<details open><summary>By list</summary><div class="scroll"><table><tr><th>groups</th><th class="number">number</th>'
     yield "".join(f'<th class="number">{_safe(place.value)}</th>' for place in places) + "</tr>"
@@ -280,7 +280,7 @@ def _timeline(model: ModelFacts) -> Iterator[str]:
     )
     yield '<details><summary>Seconds in each pass</summary><div class="scroll"><table>'
     yield '<tr><th>pass</th><th class="number">took</th>'
-    lanes = [lane for lane in LANES if any(each.lane == lane for one in model.passes for each in one.slices)]
+    lanes = [lane for lane in LANES if any(one.busy_seconds(lane, model.outer) for one in model.passes)]
     yield "".join(f'<th class="number">{LANES[lane]}</th>' for lane in lanes) + "</tr>"
     for one in model.passes:
         yield f'<tr><td>{_safe(one.title)}</td><td class="number">{seconds(one.seconds)}</td>'
@@ -293,11 +293,9 @@ def _timeline(model: ModelFacts) -> Iterator[str]:
 
 def _caption(one: PassFacts, model: ModelFacts) -> str:
     busy = [
-        f"{LANES[lane]} {seconds(one.busy_seconds(lane, model.outer))}"
-        for lane in LANES
-        if any(each.lane == lane for each in one.slices)
+        f"{label} {seconds(took)}" for lane, label in LANES.items() if (took := one.busy_seconds(lane, model.outer))
     ]
-    return f"{one.title}, {seconds(one.seconds)}: {', '.join(busy) or 'nothing was recorded'}."
+    return f"{one.title}, {seconds(one.seconds)}: {', '.join(busy) or 'nothing moved'}."
 
 
 def _model_as_dict(model: ModelFacts, limit: int) -> dict[str, Any]:
