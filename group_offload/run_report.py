@@ -116,9 +116,9 @@ def _group(group: Group, *, is_staying: bool) -> GroupFacts:
 def _recorded(engine: Engine) -> list[PassFacts]:
     found = []
     in_files = {group.group_id for group in engine.groups if group.is_in_file}
-    for index, each in enumerate(engine.recorder.passes):
+    for each in engine.recorder.passes:
         part = "" if each.top == type(engine.root).__name__ else f" ({each.top})"
-        took, slices = engine.recorder.slices(index)
+        took, slices = each.slices()
         if not engine.config.backend.has_streams:
             slices = [*_on_cpu(slices, in_files)]
         found.append(

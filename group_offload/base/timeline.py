@@ -9,10 +9,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from .device import Backend, Event, Stream
+
+T = TypeVar("T", bound="Timeline")
 
 READS, COPIES, COMPUTE = "file reads", "H2D", "compute"
 """The lanes of weights on their way, and of the work that needs them."""
@@ -108,11 +112,12 @@ class Timeline:
         """A thread was busy between two values of `time.perf_counter`."""
         self._on_host[lane].append(_OnHost(name, started, ended, num_bytes))
 
-    def absorb(self, other: Timeline) -> None:
-        """Add the slices of another timeline of the same device and lanes."""
-        self._on_device += other._on_device
-        for lane, mine in other._on_host.items():
-            self._on_host[lane] += mine
+    def joined(self: T, others: Sequence[T]) -> T:
+        """A timeline that begins as this one does, with the slices of others of the same device and lanes too."""
+        found, timelines = copy(self), (self, *others)
+        found._on_device = [each for timeline in timelines for each in timeline._on_device]
+        found._on_host = {lane: [each for one in timelines for each in one._on_host[lane]] for lane in self._on_host}
+        return found
 
     def host_seconds(self, point: Event) -> float:
         """The value of `time.perf_counter` when the device came to `point`. Waits for it."""

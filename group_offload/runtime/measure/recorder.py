@@ -34,9 +34,19 @@ class RecordedPass:
     """The number of the forward, or of the last one before the backward, since the module was offloaded."""
     top: str
     """The class of the module that was called."""
+    before: WeightTrace | None
+    """What was recorded just before: copies that were sent ahead."""
     trace: WeightTrace
     begun: Event
     ended: Event
+
+    def slices(self) -> tuple[float, list[Slice]]:
+        """The seconds that the pass took, and its slices from its beginning on. Waits for the device."""
+        zero_seconds = self.trace.host_seconds(self.begun)
+        seconds = self.trace.host_seconds(self.ended) - zero_seconds
+        traces = [self.trace] if self.before is None else [self.before, self.trace]
+        found = [each for trace in traces for each in trace.slices(self.begun, zero_seconds)]
+        return seconds, [each for each in found if each.end > 0 and each.start < seconds]
 
 
 class Recorder:
@@ -72,12 +82,12 @@ class Recorder:
         if self._all is None and not self._was_wanted:
             self.trace = None
             return None
-        is_first, trace = self.trace is None, self._new_trace()
+        before, trace = self.trace, self._new_trace()
         begun = trace.now(stream)
-        if is_first and copy_stream != stream:  # what is on its way by now was sent when nothing was recorded
+        if before is None and copy_stream != stream:  # what is on its way by now was sent when nothing was recorded
             trace.copied([SENT_AHEAD], begun, copy_stream, 0)
         self.trace = trace
-        self._now = RecordedPass(what, number, top, trace, begun, begun)
+        self._now = RecordedPass(what, number, top, before, trace, begun, begun)
         return begun
 
     def end(self, stream: Stream) -> Event | None:
@@ -115,25 +125,7 @@ class Recorder:
         """All that was recorded since `begin_all`, as one trace."""
         assert self._all is not None
         traces, self._all, self.trace = self._all, None, None
-        for trace in traces[1:]:
-            traces[0].absorb(trace)
-        return traces[0]
-
-    def slices(self, index: int) -> tuple[float, list[Slice]]:
-        """The seconds that a pass of `passes` took, and its slices from its beginning on. Waits for the device.
-
-        What an earlier pass has started for this one is among them, if that pass was recorded.
-        """
-        which = self.passes[index]
-        zero_seconds = which.trace.host_seconds(which.begun)
-        seconds = which.trace.host_seconds(which.ended) - zero_seconds
-        found = [
-            each
-            for other in [*self.passes][max(0, index - 1) : index + 1]
-            for each in other.trace.slices(which.begun, zero_seconds)
-            if each.end > 0 and each.start < seconds
-        ]
-        return seconds, found
+        return traces[0].joined(traces[1:])
 
     def _new_trace(self) -> WeightTrace:
         if self._idle is None:
