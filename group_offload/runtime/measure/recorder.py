@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from ...base.device import Backend, Event, Stream
-from ...base.timeline import Slice
+from ...base.timeline import COPIES, Slice
 from ...errors import StateError
 from .trace import WeightTrace
 
@@ -36,6 +36,8 @@ class RecordedPass:
     """The class of the module that was called."""
     before: WeightTrace | None
     """What was recorded just before: copies that were sent ahead."""
+    ahead: Event | None
+    """Behind the copies that were sent ahead, if they were not recorded."""
     trace: WeightTrace
     begun: Event
     ended: Event
@@ -46,6 +48,8 @@ class RecordedPass:
         seconds = self.trace.host_seconds(self.ended) - zero_seconds
         traces = [self.trace] if self.before is None else [self.before, self.trace]
         found = [each for trace in traces for each in trace.slices(self.begun, zero_seconds)]
+        if self.ahead is not None:
+            found.append(Slice(COPIES, SENT_AHEAD, 0.0, self.trace.host_seconds(self.ahead) - zero_seconds, 0))
         return seconds, [each for each in found if each.end > 0 and each.start < seconds]
 
 
@@ -82,12 +86,12 @@ class Recorder:
         if self._all is None and not self._was_wanted:
             self.trace = None
             return None
+        was_recorded = bool(self.passes) and self.passes[-1].trace is self.trace
         before, trace = self.trace, self._new_trace()
         begun = trace.now(stream)
-        if before is None and copy_stream != stream:  # what is on its way by now was sent when nothing was recorded
-            trace.copied([SENT_AHEAD], begun, copy_stream, 0)
+        ahead = None if was_recorded or copy_stream == stream else trace.now(copy_stream)
         self.trace = trace
-        self._now = RecordedPass(what, number, top, before, trace, begun, begun)
+        self._now = RecordedPass(what, number, top, before, ahead, trace, begun, begun)
         return begun
 
     def end(self, stream: Stream) -> Event | None:
