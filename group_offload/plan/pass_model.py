@@ -97,7 +97,7 @@ def foresee(problem: Problem, placements: Sequence[Placement]) -> list[Slice]:
     clocks = _Clocks(sent)
     for _ in range(_MIN_PASSES):
         clocks.run_pass()
-    moves: list[tuple[float, float, float]] = []
+    moves: list[tuple[float, float, float, float]] = []
     stalls = clocks.run_pass(moves)
     num_uses = len(stalls)
     clocks.run_pass(moves)
@@ -107,21 +107,14 @@ def foresee(problem: Problem, placements: Sequence[Placement]) -> list[Slice]:
         each.start for each in found if each.name == model.groups[sent.groups[0]].name and each.lane == COMPUTE
     )
     zero, end = moves[0][2] - first, found[-1].end
-    for turn, (start, arrived, _) in enumerate(moves):
+    for turn, (start, arrived, _, is_read) in enumerate(moves):
         group, read = model.groups[sent.groups[turn % num_uses]], sent.reads[turn % num_uses]
-        start, arrived = start - zero, arrived - zero
-        if start >= end:
-            break
         if read is not None:
-            read_end = arrived - read.last_chunk_seconds
-            found.append(Slice(READS, group.name, read_end - read.seconds, read_end, group.num_bytes))
-        # A copy that waits for the drive is not busy all the time; only its last chunk comes after the read.
-        found.append(
-            Slice(
-                COPIES, group.name, max(start, arrived - group.num_bytes / problem.speeds.h2d), arrived, group.num_bytes
-            )
-        )
-    return [each for each in found if each.end > 0]
+            found.append(Slice(READS, group.name, is_read - zero - read.seconds, is_read - zero, group.num_bytes))
+        # A copy that waits for the drive is not busy all the time: what counts is its end.
+        start = max(start, arrived - group.num_bytes / problem.speeds.h2d)
+        found.append(Slice(COPIES, group.name, start - zero, arrived - zero, group.num_bytes))
+    return [each for each in found if each.end > 0 and each.start < end]
 
 
 def _computes(model: PassModel, stalls: Mapping[int, float]) -> Iterator[Slice]:
@@ -308,11 +301,11 @@ class _Clocks:
         self._starts = [0.0] * (sum(read is not None for read in sent.reads) + 1)
         """When the copy of each use that is read from a file began."""
 
-    def run_pass(self, moves: list[tuple[float, float, float]] | None = None) -> list[float]:
+    def run_pass(self, moves: list[tuple[float, float, float, float]] | None = None) -> list[float]:
         """Simulate a pass. Returns the seconds that compute waits for each use.
 
         Args:
-            moves: Gets, for each use, when its copy begins and ends, and when its compute begins.
+            moves: Gets, for each use, when its copy begins and ends, when its compute begins, and when the drive is done.
         """
         ends, link, compute = self._ends, self._link, self._compute
         stalls, sent = [], self._sent
@@ -330,7 +323,7 @@ class _Clocks:
             compute += stall + seconds
             ends.append(compute)
             if moves is not None:
-                moves.append((start, link, compute - seconds))
+                moves.append((start, link, compute - seconds, self._drive))
         self._link, self._compute = link, compute
         return stalls
 

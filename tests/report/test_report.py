@@ -432,6 +432,7 @@ def test_a_foreseen_pass_is_the_predicted_one(seed: int) -> None:
     assert one.busy_seconds(STALLS) == pytest.approx(prediction.stall_seconds, rel=5e-3, abs=1e-6)
     assert one.busy_seconds(COPIES) == pytest.approx(prediction.h2d_seconds, rel=0.02, abs=1e-6)
     computes = {each.name: each for each in slices if each.lane == COMPUTE}
+    assert one.busy_seconds(READS) == pytest.approx(prediction.drive_seconds, rel=0.05, abs=1e-6)
     for each in slices:  # nothing computes before it is there; what comes later is for the next pass
         if each.lane == COPIES:
             assert each.end <= computes[each.name].start + 1e-9 or each.start >= computes[each.name].end - 1e-9
