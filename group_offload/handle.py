@@ -19,7 +19,7 @@ from .plan.budgets import describe_bytes
 from .plan.report import OffloadPlan
 from .report.facts import ReportFacts
 from .report.page import check_path, write_page
-from .run_report import Run, facts_of, memory_of
+from .run_report import Run, facts_of, memory_of, wait_for_work
 from .runtime.engine import Engine, follow_one_another
 from .runtime.gates import HANDLE, Gate
 from .runtime.groups.group import Group
@@ -290,6 +290,7 @@ def write_report_of(
     runs, models = [], []
     for name, handle in handles.items():
         with handle._live.lock:  # one at a time: a forward of one model may call another one
+            wait_for_work(handle._live)
             run = Run(name=name, engine=handle._live, plan=handle.plan, stats=asdict(handle.stats()))
             models.append(facts_of(run))
         runs.append(run)

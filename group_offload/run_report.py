@@ -39,10 +39,18 @@ class Run:
     stats: Mapping[str, Any]
 
 
-def facts_of(run: Run) -> ModelFacts:
-    """What a report says of one model. Waits for the device, and for reads that are under way. The caller has the lock."""
-    engine, plan = run.engine, run.plan.details
+def wait_for_work(engine: Engine) -> None:
+    """Wait for reads that are under way, and for the device: then statistics and timelines are complete."""
     engine.transfer.wait_until_enqueued()
+    backend = engine.config.backend
+    reached = backend.new_event()
+    reached.record(backend.current_stream())
+    reached.synchronize()
+
+
+def facts_of(run: Run) -> ModelFacts:
+    """What a report says of one model, after `wait_for_work`. The caller has the engine's lock."""
+    engine, plan = run.engine, run.plan.details
     staying = engine.groups_staying
     groups = tuple(_group(group, is_staying=group in staying) for group in engine.groups)
     outer = frozenset(group.name for group in groups if group.is_outer)

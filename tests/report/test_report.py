@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -36,7 +37,7 @@ from group_offload.runtime.measure.recorder import NUM_RECORDED, SENT_AHEAD
 from ..support import tiny_models as tiny
 from ..support.inside import engine_of
 from ..support.models import DIM, RoutedModel, Stop, inputs, make
-from ..support.on_device import forward, offload
+from ..support.on_device import forward, offload, options_for
 from ..support.pages import Page
 from ..support.pipelines import models_of
 from ..support.rigs import run
@@ -203,6 +204,27 @@ def test_what_recording_costs(device: CountingDevice) -> None:
     # The stopwatch: the pass, and three for each group. The trace: its beginning, what was sent ahead, two for each copy.
     assert events[7] == (2 + 3 * 8 + 2 + 2 * 8, 8)
     handle.remove()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"offload_type": "leaf_level"}, {"in_files": True}, {"use_stream": False}], ids=str
+)
+def test_while_work_is_on_its_way(options: dict[str, Any], tmp_path: Path) -> None:
+    """The page is right, and changes nothing, when kernels and copies have not run yet."""
+    with use_simulated_device(SimulatedDevice(0, "random")) as device, options_for(options) as given:
+        model = RoutedModel([16, 24, 16, 16])
+        resident = copy.deepcopy(model)
+        handle = offload(model, **given)
+        x = torch.randn(2, DIM)
+        for _ in range(3):
+            output = forward(device, model, x)
+            page = Page(handle.report(tmp_path / "run.html"))
+            assert page.facts["models"][0]["stats"] == as_json(asdict(handle.stats()))
+            assert torch.equal(device.get(output), run(resident, x))
+        kinds = {lane["kind"] for lane in page.facts["models"][0]["passes"][-1]["lanes"]}
+        assert {"link", "compute"} <= kinds  # reads are told by the host's clock, which this device knows nothing of
+        model.alive.clear()
+        handle.remove()
 
 
 def test_a_forward_that_raises_is_not_shown(tmp_path: Path) -> None:
