@@ -116,7 +116,7 @@
           const start = lane.starts[index] / 1e6, end = start + lane.lengths[index] / 1e6;
           if (end < view[0] || start > view[1]) continue;
           const x = Math.max(LEFT, toX(start)), right = Math.min(LEFT + inside, toX(end)), top = y + row * (lane.row[index] || 0);
-          const wide = Math.max(right - x, 0.6), isSame = hovered !== null && name[index] === hovered;
+          const wide = Math.max(right - x, 0.1), isSame = hovered !== null && name[index] === hovered;
           pen.fillStyle = fill;
           pen.globalAlpha = hovered === null || isSame ? 1 : 0.45;
           pen.fillRect(x, top + (row > 8 ? 1 : 0), wide > 3 ? wide - 0.7 : wide, row > 8 ? row - 2 : row - 1);
