@@ -45,7 +45,7 @@ class RecordedPass:
     def slices(self) -> tuple[float, list[Slice]]:
         """The seconds that the pass took, and its slices from its beginning on. Waits for the device."""
         zero_seconds = self.trace.host_seconds(self.begun)
-        seconds = self.trace.host_seconds(self.ended) - zero_seconds
+        seconds = max(0.0, self.trace.host_seconds(self.ended) - zero_seconds)
         traces = [self.trace] if self.before is None else [self.before, self.trace]
         found = [each for trace in traces for each in trace.slices(self.begun, zero_seconds)]
         if self.ahead is not None:
