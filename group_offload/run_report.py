@@ -59,7 +59,7 @@ def facts_of(run: Run) -> ModelFacts:
     sentences = [plan.headline(), plan.verdict()] if plan is not None and has_link else [run.plan.verdict]
     gains: list[GainFacts] = []
     if plan is not None and has_link:
-        gains = gains_of(plan, device="VRAM", ram="RAM")
+        gains = gains_of(plan)
     if passes:
         forward = next((one for one in reversed(passes) if one.is_forward), passes[-1])
         sentences.insert(2 if has_link else 0, _what_was_busy(forward, outer, has_link=has_link))

@@ -156,19 +156,11 @@ def predicted_pass(plan: Plan) -> PassFacts:
     )
 
 
-def gains_of(plan: Plan, *, device: str | None, ram: str | None) -> list[GainFacts]:
-    """What one GiB more would save.
-
-    Args:
-        device, ram: The names of the memories; None for one that cannot be had more of.
-    """
+def gains_of(plan: Plan) -> list[GainFacts]:
+    """What one GiB more would save. Nothing is said if a pass takes no time that is known."""
     step = plan.prediction.step_seconds
-    found = []
-    if device is not None:
-        found.append(GainFacts(memory=device, seconds=plan.gain_from(device_bytes=GIB), step_seconds=step))
-    if ram is not None:
-        found.append(GainFacts(memory=ram, seconds=plan.gain_from(ram_bytes=GIB), step_seconds=step))
-    return found if step else []
+    gains = {"VRAM": plan.gain_from(device_bytes=GIB), "RAM": plan.gain_from(ram_bytes=GIB)}
+    return [GainFacts(memory=name, seconds=gain, step_seconds=step) for name, gain in gains.items()] if step else []
 
 
 def plan_as_dict(plan: Plan) -> dict[str, Any]:
