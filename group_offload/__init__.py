@@ -20,6 +20,7 @@ from .integrations.diffusers import (
     unpatch_diffusers,
 )
 from .integrations.opening import from_pretrained
+from .integrations.reporting import write_report
 from .integrations.training import ActivationOffloadCallback
 from .plan.report import OffloadPlan
 
@@ -54,6 +55,7 @@ __all__ = [
     "patch_diffusers",
     "remove_group_offloading",
     "unpatch_diffusers",
+    "write_report",
 ]
 
 __version__ = "0.1.0"

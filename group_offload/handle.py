@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,12 @@ from .config import OffloadConfig
 from .errors import StateError
 from .plan.budgets import describe_bytes
 from .plan.report import OffloadPlan
+from .report.facts import ReportFacts
+from .report.page import check_path, write_page
+from .run_report import Run, facts_of, memory_of, wait_for_work
 from .runtime.engine import Engine, follow_one_another
 from .runtime.gates import HANDLE, Gate
 from .runtime.groups.group import Group
-from .runtime.measure.trace import WeightTrace
 from .stores.base import Tier
 from .stores.files import FileBlob
 
@@ -190,16 +192,32 @@ class OffloadHandle:
         """
         engine = self._live
         with engine.lock:
-            if engine.tracer is not None:
-                raise StateError("A trace of this module is being recorded already. End that one first.")
-            tracer = engine.tracer = WeightTrace(engine.config.backend, type(self.module).__name__)
+            engine.recorder.begin_all()
         try:
             yield
         finally:
             with engine.lock:
                 engine.transfer.wait_until_enqueued()
-                engine.tracer = None
-        timeline.write(Path(path), tracer)
+                trace = engine.recorder.end_all()
+        timeline.write(Path(path), trace)
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write one HTML page of this run, and return its path. The page needs no network and no other file.
+
+        The page shows where each group rests, the last passes that were recorded as a timeline, memory against the budgets,
+        what bounds a pass, and what one GiB more would save. Nothing has to be switched on before: passes whose compute is
+        measured are recorded (the first three, then fewer and fewer). Inside of `with handle.trace(...)` all are. For the
+        models of a pipeline on one page see `write_report`. The file is written whole or not at all; a file of that name is
+        replaced. The call waits for the device.
+
+        Raises:
+            GroupFileError: the file cannot be written.
+            StateError: the module is no longer offloaded.
+
+        Example:
+            >>> handle.report("run.html")
+        """
+        return write_report_of({"": self}, path)
 
     def refresh(self) -> None:
         """Take up changed, added or removed weights now instead of in the next forward."""
@@ -266,6 +284,22 @@ def _describe(group: Group) -> GroupInfo:
         num_tensors=sum(len(part.refs) for part in group.parts),
         num_bytes=sum(blob.layout.num_bytes for blob in blobs),
     )
+
+
+def write_report_of(
+    handles: Mapping[str, OffloadHandle], path: str | os.PathLike[str], title: str = "", sentences: Sequence[str] = ()
+) -> Path:
+    """Write one page for several models, which go by their names. See `OffloadHandle.report`."""
+    check_path(Path(path))
+    runs, models = [], []
+    for name, handle in handles.items():
+        with handle._live.lock:  # one at a time: a forward of one model may call another one
+            wait_for_work(handle._live)
+            run = Run(name=name, engine=handle._live, plan=handle.plan, stats=asdict(handle.stats()))
+            models.append(facts_of(run))
+        runs.append(run)
+    title = title or " and ".join(model.title for model in models)
+    return write_page(ReportFacts(title=title, models=models, memories=memory_of(runs), sentences=sentences), path)
 
 
 def link(handles: Mapping[str, OffloadHandle], order: Sequence[str], run_once: Collection[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -47,6 +48,7 @@ PUBLIC_NAMES = {
     "patch_diffusers",
     "remove_group_offloading",
     "unpatch_diffusers",
+    "write_report",
 }
 
 LAYERS = (
@@ -54,9 +56,11 @@ LAYERS = (
     {"base"},
     {"stores"},
     {"plan"},
+    {"report"},
     {"config"},
     {"partition"},
     {"runtime", "activations"},
+    {"run_report"},
     {"handle"},
     {"api"},
     {"integrations"},
@@ -89,6 +93,17 @@ def test_version_is_that_of_the_distribution() -> None:
 
 def test_type_hints_ship() -> None:
     assert (PACKAGE / "py.typed").exists()
+
+
+def test_what_is_no_python_ships() -> None:
+    """A page is made of files beside its code, which a wheel has only if they are listed."""
+    listed = re.search(
+        r"package-data = \{ group_offload = (\[.*?\]) \}", (PACKAGE.parent / "pyproject.toml").read_text()
+    )
+    assert listed is not None
+    found = (path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    others = {path.relative_to(PACKAGE).as_posix() for path in found if path.suffix != ".py"}
+    assert others == set(json.loads(listed[1]))
 
 
 def test_errors_are_one_tree() -> None:

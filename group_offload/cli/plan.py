@@ -29,6 +29,19 @@ from ..plan.speeds import (
     filesystem_of,
     recorded,
 )
+from ..report.facts import (
+    PLACES,
+    GainFacts,
+    GroupFacts,
+    MemoryFacts,
+    ModelFacts,
+    PartFacts,
+    Place,
+    ReportFacts,
+    plan_as_dict,
+    predicted_pass,
+)
+from ..report.page import check_path, write_page
 from . import bench
 from .outline import Outline, find_checkpoint, outline
 
@@ -80,6 +93,12 @@ def add_commands(commands: Any) -> None:
     )
     plan.add_argument(
         "--chart", metavar="FILE.svg", type=Path, help="draw the time of a pass against VRAM, for several sizes of RAM"
+    )
+    plan.add_argument(
+        "--html",
+        metavar="FILE.html",
+        type=Path,
+        help="write a page: each group, a pass over time, memory, what bounds it",
     )
     plan.add_argument("--json", action="store_true", help="for programs")
     plan.set_defaults(run=_plan)
@@ -153,14 +172,17 @@ class _Component:
 
 def _plan(arguments: argparse.Namespace) -> int:
     asked = _Asked.of(arguments)
-    if arguments.chart is not None and not arguments.chart.parent.is_dir():
-        raise GroupFileError(f"Cannot write {arguments.chart}: {arguments.chart.parent} is not a folder.")
+    for asked_for in (arguments.chart, arguments.html):
+        if asked_for is not None:
+            check_path(asked_for)
     path = find_checkpoint(arguments.model)
     source = _source(arguments, path)
     models = outline(path, _dtype(arguments.dtype))
     components = _components(models, asked, source.speeds)
     if arguments.chart is not None:
         _write_chart(arguments.chart, components, asked)
+    if arguments.html is not None:
+        write_page(_facts(arguments, asked, source, components), arguments.html)
     if arguments.json:
         print(json.dumps(_as_json(arguments, asked, source, components), indent=2))
         return 0
@@ -170,8 +192,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     if len(components) > 1:
         seconds = sum(each.uses * each.plan.prediction.step_seconds for each in components)
         say(console, f"One image or video, all passes of all models: {seconds:.4g} s.")
-    for sentence in _notes(asked, source, components):
+    for sentence in (_LEGEND, *_notes(asked, source, components)):
         say(console, sentence)
+    if arguments.html is not None:
+        say(console, f"Wrote {arguments.html}.")
     return 0
 
 
@@ -368,7 +392,6 @@ def _bytes_by_place(plan: Plan) -> dict[Placement, int]:
 
 def _notes(asked: _Asked, source: _Source, components: Sequence[_Component]) -> Iterator[str]:
     """Sentences about what the numbers stand on."""
-    yield _LEGEND
     if asked.vram is None:
         yield "Without --vram nothing stays on the device."
     if asked.ram is None:
@@ -441,6 +464,77 @@ def _component_as_json(component: _Component) -> dict[str, Any]:
             for group in component.outline.groups
         ],
     }
+
+
+# ------------------------------------------------------------------------------------------------ the page
+
+
+def _facts(
+    arguments: argparse.Namespace, asked: _Asked, source: _Source, components: Sequence[_Component]
+) -> ReportFacts:
+    return ReportFacts(
+        title=f"Plan of {arguments.model}",
+        models=[_model_facts(component, asked) for component in components],
+        memories=[*_memories(asked, components)],
+        sentences=["Nothing has run: all times are predicted.", *_notes(asked, source, components)],
+    )
+
+
+def _model_facts(component: _Component, asked: _Asked) -> ModelFacts:
+    plan, model = component.plan, component.outline
+    step = plan.prediction.step_seconds
+    placed = {group.name: PLACES[at] for group, at in zip(plan.problem.groups, plan.placements, strict=True)}
+    vram = plan.gain_from(device_bytes=_GIB) if component.gain_from_vram is None else component.gain_from_vram
+    gains = {"VRAM": vram, "RAM": component.gain_from_ram or 0.0}
+    sentences = [plan.headline(), plan.verdict()]
+    if component.uses > 1:
+        sentences.append(f"{component.uses} passes of it make one image or video.")
+    return ModelFacts(
+        name=component.name,
+        model_class=model.model_class,
+        device="",
+        groups=[
+            GroupFacts(
+                name=group.name,
+                num_bytes=group.num_bytes,
+                place=Place.PASS if group.is_outer else placed[group.name],
+                is_outer=group.is_outer,
+            )
+            for group in model.groups
+        ],
+        passes=[predicted_pass(plan)] if step else [],
+        sentences=sentences,
+        gains=[GainFacts(memory=name, seconds=gain, step_seconds=step) for name, gain in gains.items()] if step else [],
+        plan=plan_as_dict(plan),
+        stats=None,
+    )
+
+
+def _memories(asked: _Asked, components: Sequence[_Component]) -> Iterator[MemoryFacts]:
+    for component in components:
+        beside = f" while {component.name} runs" if component.name else ""
+        yield MemoryFacts(
+            name=f"Device{beside}",
+            parts=[
+                PartFacts("weights that stay", component.plan.device_bytes - component.plan.slot_bytes, "device"),
+                PartFacts("weights that take turns", component.plan.slot_bytes, "locked"),
+                PartFacts("weights around the blocks", component.outer_bytes, "ram"),
+                PartFacts("activations, as given", asked.activations, "pass"),
+            ],
+            budget_bytes=asked.vram,
+            total_bytes=None,
+        )
+    in_ram = sum(_bytes_by_place(component.plan)[Placement.RAM] for component in components)
+    yield MemoryFacts(
+        name="RAM",
+        parts=[
+            PartFacts("weights, page-locked", in_ram, "locked"),
+            PartFacts("buffers for files", len(components) * tuning().reading_bytes, "file"),
+            PartFacts("Python, torch and everything else, as given", asked.process_ram, "pass"),
+        ],
+        budget_bytes=asked.ram,
+        total_bytes=None,
+    )
 
 
 # ------------------------------------------------------------------------------------------------ the chart

@@ -22,11 +22,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import accumulate, groupby
 
+from ..base.timeline import COMPUTE, COPIES, READS, STALLS, Slice
 from .placement import Placement, Problem, smallest_ram_bytes
 from .ring import Geometry
 
@@ -81,6 +82,50 @@ def simulate(problem: Problem, placements: Sequence[Placement]) -> Prediction:
     model = PassModel(problem)
     footprint = model.footprint(placements)
     return model.predict(footprint, model.run(placements, footprint))
+
+
+def foresee(problem: Problem, placements: Sequence[Placement]) -> list[Slice]:
+    """What the drive, the link and compute do in one pass in steady state, in seconds from its beginning.
+
+    What is begun before the pass, or is for the next one, is a part of it: such slices begin before 0, or end after the pass.
+    """
+    model = PassModel(problem)
+    footprint = model.footprint(placements)
+    if not footprint.h2d_bytes:
+        return [*_computes(model, {})]
+    sent = _sent_uses(model, placements, footprint.slot_bytes)
+    clocks = _Clocks(sent)
+    for _ in range(_MIN_PASSES):
+        clocks.run_pass()
+    moves: list[tuple[float, float, float, float]] = []
+    stalls = clocks.run_pass(moves)
+    num_uses = len(stalls)
+    clocks.run_pass(moves)
+    sent_turns = [turn for turn, (index, _) in enumerate(model.uses) if placements[index] is not Placement.DEVICE]
+    found = [*_computes(model, dict(zip(sent_turns, stalls, strict=True)))]
+    first = next(
+        each.start for each in found if each.name == model.groups[sent.groups[0]].name and each.lane == COMPUTE
+    )
+    zero, end = moves[0][2] - first, found[-1].end
+    for turn, (start, arrived, _, is_read) in enumerate(moves):
+        group, read = model.groups[sent.groups[turn % num_uses]], sent.reads[turn % num_uses]
+        if read is not None:
+            found.append(Slice(READS, group.name, is_read - zero - read.seconds, is_read - zero, group.num_bytes))
+        # A copy that waits for the drive is not busy all the time: what counts is its end.
+        start = max(start, arrived - group.num_bytes / problem.speeds.h2d)
+        found.append(Slice(COPIES, group.name, start - zero, arrived - zero, group.num_bytes))
+    return [each for each in found if each.end > 0 and each.start < end]
+
+
+def _computes(model: PassModel, stalls: Mapping[int, float]) -> Iterator[Slice]:
+    """Compute of each use, and the stall before it, by the turn of the use."""
+    now = 0.0
+    for turn, (index, seconds) in enumerate(model.uses):
+        group, stall = model.groups[index], stalls.get(turn, 0.0)
+        if stall > 0:
+            yield Slice(STALLS, group.name, now, now + stall, 0)
+        yield Slice(COMPUTE, group.name, now + stall, now + stall + seconds, group.num_bytes)
+        now += stall + seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +301,12 @@ class _Clocks:
         self._starts = [0.0] * (sum(read is not None for read in sent.reads) + 1)
         """When the copy of each use that is read from a file began."""
 
-    def run_pass(self) -> list[float]:
-        """Simulate a pass. Returns the seconds that compute waits for each use."""
+    def run_pass(self, moves: list[tuple[float, float, float, float]] | None = None) -> list[float]:
+        """Simulate a pass. Returns the seconds that compute waits for each use.
+
+        Args:
+            moves: Gets, for each use, when its copy begins and ends, when its compute begins, and when the drive is done.
+        """
         ends, link, compute = self._ends, self._link, self._compute
         stalls, sent = [], self._sent
         for gap, seconds, copy, back, read in zip(
@@ -273,6 +322,8 @@ class _Clocks:
             stalls.append(stall)
             compute += stall + seconds
             ends.append(compute)
+            if moves is not None:
+                moves.append((start, link, compute - seconds, self._drive))
         self._link, self._compute = link, compute
         return stalls
 

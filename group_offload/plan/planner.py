@@ -61,16 +61,31 @@ class Plan:
             return f"{self.prediction.bound} bounds a pass. {took}: the limit is {limit:.4g} s; {self._busy()}."
         return f"{self.prediction.bound} bounds a pass: it takes {step:.4g} s, {distance}; {self._busy()}."
 
+    def headline(self) -> str:
+        """What bounds a pass, in a few words. `verdict` has the numbers."""
+        prediction, took = self.prediction, self.measured_seconds
+        limit = prediction.limit_seconds
+        if not limit:
+            return "Nothing is sent to the device."
+        part = {"compute": "compute", "PCIe": "the link to the device", "drive": "the drive"}[prediction.bound]
+        if took is not None and took > limit * (1 + _NEAR):
+            return f"A pass takes {took / limit - 1:.0%} more than {part} alone."
+        if took is not None and took < limit * (1 - _NEAR):
+            return f"A pass takes {1 - took / limit:.0%} less than {part} was expected to take."
+        return f"{part[0].upper()}{part[1:]} bounds a pass."
+
     def gain_from(self, *, device_bytes: int = 0, ram_bytes: int = 0) -> float:
         """Seconds by which a pass would be faster if the budgets were larger by so much.
 
         If there is no device budget, the bytes are added to what this plan takes on the device. If there is no RAM budget,
-        all groups may rest in RAM already, and `ram_bytes` gains nothing.
+        they are added to what rests in RAM; where that is all groups, they gain nothing.
         """
         given = self.problem.budgets
         device, ram = given.device_bytes, given.ram_bytes
         if device_bytes:
             device = (self.device_bytes if device is None else device) + device_bytes
+        if ram is None and Placement.FILE in self.placements:
+            ram = smallest_ram_bytes(self.problem) + PassModel(self.problem).footprint(self.placements).ram_bytes
         if ram is not None:
             ram += ram_bytes
         more = replace(self.problem, budgets=Budgets(device_bytes=device, ram_bytes=ram))

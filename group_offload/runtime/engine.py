@@ -36,7 +36,7 @@ from .groups.part import Part
 from .groups.trained import Trained
 from .groups.versions import share_counters
 from .measure.counters import Counters
-from .measure.trace import WeightTrace
+from .measure.recorder import Recorder
 from .memory import DeviceMemory
 from .passes import Passes
 from .placer import Placer
@@ -66,13 +66,15 @@ class Engine:
         path = config.offload_to_disk_path
         self._folder = None if path is None else Folder(path, type(root).__name__, is_verified=config.verify_files)
         self._trained = Trained(backend)
+        self.recorder = Recorder(backend, type(root).__name__)
         self.transfer = Transfer(
             backend,
+            self.recorder,
             use_stream=config.use_stream,
             # Without a stream, `non_blocking` decides whether copies block the host.
             blocking=not config.use_stream and not config.non_blocking,
         )
-        self._probe = Probe(backend)
+        self._probe = Probe(backend, self.recorder)
         # Leaf level is for least memory, and torch's allocator finds room for its small layers anywhere.
         is_just_in_time = config.record_stream or (config.is_leaf_level and config.use_stream)
         is_tight = is_just_in_time and not config.record_stream
@@ -183,6 +185,7 @@ class Engine:
             self._gates.clear()
             self._changes.clear()
             self._probe.stopwatch.clear()
+            self.recorder.clear()
             # Mapped files are dropped now, and not by Python's collector later: until then they count as RAM in use.
             self.groups, self._refs = (), ()
             self._passes.set_groups((), self._gates.needs)
@@ -220,15 +223,6 @@ class Engine:
         return self._gates.modules
 
     @property
-    def tracer(self) -> WeightTrace | None:
-        """The trace that is being recorded."""
-        return self._probe.tracer
-
-    @tracer.setter
-    def tracer(self, tracer: WeightTrace | None) -> None:
-        self._probe.tracer = self.transfer.tracer = tracer
-
-    @property
     def seconds_stalled(self) -> dict[str, float]:
         """Seconds that compute waited, by the group that it waited for."""
         return self._probe.stalls.by_group()
@@ -247,6 +241,16 @@ class Engine:
     def resident_bytes(self) -> int:
         """Device memory of the groups that stay on the device between passes."""
         return self._memory.staying.num_bytes
+
+    @property
+    def groups_staying(self) -> frozenset[Group]:
+        """The groups that stay on the device between passes, and are there now."""
+        return frozenset(group for slot in self._memory.staying.slots for group in slot.groups)
+
+    @property
+    def vram_budget(self) -> int | None:
+        """Device memory for the whole process, as far as the device has it for this process; None for no budget."""
+        return self._placer.vram_budget
 
     def tell_before_forward(self, listener: Callable[[nn.Module, Any], None]) -> None:
         """Call `listener` with the module and its inputs by name before each forward takes device memory."""

@@ -296,8 +296,14 @@ class Passes:
         self._memory.take()
         self._placer.keep_within_budgets(kind)  # the slots are there: what is left is for groups that stay
         self._placer.begin_pass(top)
-        if self._placer.is_timed(kind):
-            self._probe.begin_timing(kind, self._backend.current_stream())
+        self._probe.begin_forward(
+            self.number,
+            type(top).__name__,
+            kind,
+            self._backend.current_stream(),
+            self._transfer.stream,
+            is_timed=self._placer.is_timed(kind),
+        )
         self._lookahead.begin(top, scope, is_last=self._heir is not None)
 
     def begin_clean(self) -> None:
@@ -325,7 +331,7 @@ class Passes:
         self._lookahead.schedule.end(completed=True)
         self._changes.end_pass()
         stream = self._backend.current_stream()
-        self._probe.end_timing(stream)
+        self._probe.end_pass(stream)
         self._placer.end_pass()
         for slot in self._memory.slots:
             if slot.last_stream is not None and slot.last_stream != stream:
@@ -531,6 +537,8 @@ class Passes:
         self._memory.take()
         self._placer.keep_within_budgets(kind)
         self._placer.begin_pass(None)
+        stream = self._backend.current_stream()
+        self._probe.begin_backward(self.number, type(self.root).__name__, stream, self._transfer.stream)
         self._lookahead.begin(kind.top, set(self._groups), guess=forward[::-1])
         self._state = State.OPEN
 

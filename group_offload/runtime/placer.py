@@ -153,6 +153,11 @@ class Placer:
         return self.slot_bytes + sum(group.num_bytes for group in self._budgeter.at(Placement.DEVICE))
 
     @property
+    def vram_budget(self) -> int | None:
+        """The budget of device memory, for the whole process."""
+        return self._budgeter.vram if self._backend.has_streams else None
+
+    @property
     def has_budget(self) -> bool:
         """Whether there is a budget of device memory."""
         return self._budgeter.vram is not None

@@ -37,6 +37,7 @@ from group_offload.cli.outline import entries_of, find_checkpoint, outline
 from group_offload.plan import speeds
 
 from ..support import tiny_models
+from ..support.pages import Page
 from ..support.speeds import SIZES, SPEEDS
 from ..support.terminal import Terminal
 
@@ -662,6 +663,8 @@ ERRORS: dict[str, tuple[list[str], str]] = {
     "speed": (["--h2d", "fast"], "--h2d"),
     "no speed": (["--drive", "0GB"], "--drive"),
     "a chart": (["--chart", "/nowhere/x.svg"], "/nowhere/x.svg"),
+    "a page": (["--html", "/nowhere/x.html"], "/nowhere/x.html: /nowhere is not a folder"),
+    "a page that is a folder": (["--html", "/"], "it is a folder"),
 }
 
 
@@ -713,6 +716,34 @@ def test_chart(model: Path, tmp_path: Path, run: Terminal) -> None:
         assert all(later >= earlier - 0.5 for earlier, later in pairwise(heights))  # down: faster
     run("plan", model, "--chart", path)  # without budgets
     ElementTree.parse(path)
+
+
+def test_page(pipeline: Path, tmp_path: Path, run: Terminal) -> None:
+    """The page has the numbers of the JSON, needs nothing else, and draws a pass of each model as it is predicted."""
+    path = tmp_path / "plan.html"
+    budgets = ["--vram", "4GiB", "--ram", "12GiB", "--activations", "256MiB", "--step-seconds", "0.2"]
+    plain = json.loads(run("plan", pipeline, *budgets, "--json", "--html", path))
+    page = Page(path)
+    assert "Nothing has run: all times are predicted." in page.words and "(assumed)" in page.words
+    for found, component in zip(page.facts["models"], plain["components"], strict=True):
+        assert (found["name"], found["model_class"]) == (component["name"], component["model_class"])
+        places, expected = found["bytes_by_place"], component["bytes_by_place"]
+        assert [places[name] for name in ("device", "locked", "file")] == [
+            expected[n] for n in ("device", "ram", "file")
+        ]
+        assert places["pass"] == component["outer_bytes"] and sum(places.values()) == component["num_bytes"]
+        assert found["plan"]["predicted_seconds"] == component["step_seconds"] and found["stats"] is None
+        gains = [component["gain_from_gib_of_vram"], component["gain_from_gib_of_ram"]]
+        assert [found["gains"]["VRAM"], found["gains"]["RAM"]] == gains
+        assert component["verdict"] in page.words
+        [one] = found["passes"]
+        assert one["title"] == "predicted" and one["seconds"] == component["step_seconds"]
+    denoiser, _, ram = page.facts["memories"]
+    assert denoiser["budget_bytes"] == 4 * GIB and ram["budget_bytes"] == 12 * GIB
+    assert sum(denoiser["parts"].values()) <= 4 * GIB and sum(ram["parts"].values()) <= 12 * GIB
+    assert "Wrote" in run("plan", pipeline / "transformer", "--html", path)  # without budgets
+    [found] = Page(path).facts["models"]
+    assert found["gains"]["VRAM"] > 0 and found["gains"]["RAM"] == 0
 
 
 def test_speeds_that_were_measured(model: Path, run: Terminal) -> None:

@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import group_offload
 from group_offload import ModuleError, OffloadHandle, StateError, apply_group_offloading
 from group_offload.base.device import AcceleratorBackend
 
+from ..support.pages import Page
 from ..support.tuning import tune
 
 pytestmark = [
@@ -564,6 +566,32 @@ def test_stalls_and_trace(model: Model, x: torch.Tensor, device: torch.device, t
     stats = handle.stats()
     assert stats.stalled_seconds > before + 0.01
     assert stats.worst_stall is not None and stats.worst_stall[0] in {g.group_id for g in handle.groups}
+
+
+@pytest.mark.parametrize("in_files", [False, True], ids=["ram", "files"])
+def test_the_page_of_a_run(model: Model, x: torch.Tensor, device: torch.device, in_files: bool, tmp_path: Path) -> None:
+    """The clocks of the device and of the host agree: nothing is sent before it was read, and all is inside of the pass."""
+    folder = tmp_path / "groups" if in_files else None
+    handle = apply_group_offloading(model, offload_to_disk_path=folder, low_cpu_mem_usage=in_files)
+    for _ in range(4):
+        run(model, x)
+    page = Page(handle.report(tmp_path / "run.html"))
+    [facts] = page.facts["models"]
+    assert facts["stats"] == json.loads(json.dumps(asdict(handle.stats())))
+    last = facts["passes"][-1]
+    assert last["title"] == "forward 4" and last["seconds"] > 0
+    lanes = {lane["kind"]: lane for lane in last["lanes"]}
+    assert lanes.keys() >= ({"drive", "link", "compute"} if in_files else {"link", "compute"})
+    spans = {kind: [*zip(lane["starts"], lane["lengths"], lane["names"], strict=True)] for kind, lane in lanes.items()}
+    assert all(start >= 0 and start + length <= 1_000_000 for start, length, _ in spans["compute"])
+    copies = sorted((start, start + length) for start, length, _ in spans["link"])
+    assert all(one[1] <= two[0] + 100 for one, two in itertools.pairwise(copies))
+    slack = 2e-4 / last["seconds"] * 1e6
+    for start, length, name in spans.get("drive", ()):
+        later = [
+            at + took for at, took, other in spans["link"] if other == name and at + took >= start + length - slack
+        ]
+        assert later or start + length > 900_000  # or it is for the next pass
 
 
 @pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)

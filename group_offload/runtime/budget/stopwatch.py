@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
-from ...base.device import Backend, Event, Stream
+from ...base.device import Backend, Event
 
 if TYPE_CHECKING:
     from ..groups.group import Group
@@ -43,36 +43,35 @@ class Stopwatch:
         self._open.clear()
         self._done.clear()
 
-    def begin(self, kind: Hashable, stream: Stream) -> None:
+    def begin(self, kind: Hashable, at: Event) -> None:
         """A pass of this kind is to be measured."""
         self._open.clear()
-        self._now = _Times(kind, self._event(stream))
+        self._now = _Times(kind, at)
 
-    def arrive(self, stream: Stream) -> None:
+    def arrive(self, at: Event) -> None:
         """Compute comes to wait for weights."""
-        self._arrived = None if self._now is None else self._event(stream)
+        self._arrived = None if self._now is None else at
 
-    def start(self, group: Group, stream: Stream) -> None:
+    def start(self, group: Group, at: Event) -> None:
         """Compute has waited for the group's weights since `arrive`, and is enqueued next."""
         if self._now is None:
             return
-        begun = self._event(stream)
         if self._arrived is not None:
-            self._now.waits.append((self._arrived, begun))
+            self._now.waits.append((self._arrived, at))
             self._arrived = None
         if not group.height and group not in self._open:
-            self._open[group] = begun
+            self._open[group] = at
 
-    def stop(self, group: Group, stream: Stream) -> None:
+    def stop(self, group: Group, at: Event) -> None:
         started = self._open.pop(group, None)
         if self._now is not None and started is not None:
-            self._now.uses.append((group, started, self._event(stream)))
+            self._now.uses.append((group, started, at))
 
-    def end(self, stream: Stream) -> None:
+    def end(self, at: Event) -> None:
         """The pass completed."""
         now, self._now = self._now, None
         if now is not None:
-            now.ended = self._event(stream)
+            now.ended = at
             self._done.append(now)
 
     def results(self) -> list[tuple[Hashable, dict[Group, float], float, float]]:
@@ -94,8 +93,3 @@ class Stopwatch:
             waited = sum(max(0.0, self._backend.seconds_between(*wait) or 0.0) for wait in times.waits)
             found.append((times.kind, by_group, max(0.0, total - waited - sum(by_group.values())), total))
         return found
-
-    def _event(self, stream: Stream) -> Event:
-        event = self._backend.new_event()
-        event.record(stream)
-        return event

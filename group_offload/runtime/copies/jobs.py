@@ -14,7 +14,6 @@ from ...base.device import Event, Stream
 from ...base.reading import BLOCK, blocks_around
 from ...stores.moves import Read
 from ...stores.source import SourceFile
-from ..measure.trace import WeightTrace
 
 _MAX_READS_PER_CHUNK = 64
 """How many small pieces one thread reads one after another, at most."""
@@ -53,7 +52,6 @@ class ReadJob:
         self,
         reads: Sequence[Read],
         chunk_bytes: int,
-        tracer: WeightTrace | None,
         cancel: Callable[[ReadJob], None],
     ) -> None:
         """
@@ -61,7 +59,6 @@ class ReadJob:
             chunk_bytes: The size of a chunk, at most.
             cancel: A method of the job's reader. The job does not keep the reader alive.
         """
-        self.tracer = tracer
         self.chunks = deque(Chunk(part) for part in parts_of(_in_order_of_files(reads), chunk_bytes))
         """Chunks that no thread has begun to read."""
         self.begun: deque[Chunk] = deque()

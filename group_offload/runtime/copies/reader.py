@@ -37,7 +37,7 @@ from ...base.tuning import tuning
 from ...errors import GroupFileError
 from ...stores.moves import Read
 from ...stores.source import SourceFile
-from ..measure.trace import WeightTrace
+from ..measure.recorder import Recorder
 from .jobs import Chunk, Landing, ReadJob, parts_of
 from .staging import Staging
 
@@ -55,9 +55,10 @@ def _reset_all() -> None:
 class Reader:
     """Brings bytes of files to slots of one device. Jobs come from one thread at a time."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, recorder: Recorder) -> None:
         _readers.add(self)
         self._backend = backend
+        self._recorder = recorder
         self._lock = threading.RLock()
         """Guards everything below and all jobs. A lock that is written in C: Ctrl-C does not leave it taken."""
         self._is_retired = False
@@ -113,9 +114,9 @@ class Reader:
         assert not self._num_workers
         self._staging.resize(min(num_frames, 1 + -(-read_bytes // chunk_bytes)), chunk_bytes)
 
-    def job_for(self, reads: Sequence[Read], tracer: WeightTrace | None) -> ReadJob:
+    def job_for(self, reads: Sequence[Read]) -> ReadJob:
         """A job for `submit`, or for `announce`."""
-        return ReadJob(reads, self._staging.frame_bytes, tracer, self.cancel)
+        return ReadJob(reads, self._staging.frame_bytes, self.cancel)
 
     def announce(self, job: ReadJob) -> None:
         """Begin to read what will be needed. Nothing is sent to the device before the job is submitted."""
@@ -180,7 +181,7 @@ class Reader:
                 job.end()
             self._submitted.clear()
             self._announced.clear()
-        other = Reader(self._backend)
+        other = Reader(self._backend, self._recorder)
         other._staging.resize(self._staging.num_frames, self._staging.frame_bytes)
         other.num_copies, other.bytes_read, other._busy_seconds = self.num_copies, self.bytes_read, self._busy_seconds
         return other
@@ -304,8 +305,7 @@ class Reader:
                     is_direct = span.source.read(area, span.position, span.num_bytes, direct=span.is_direct)
                 if isinstance(span.source, SourceFile):
                     self._count(is_direct, span.num_bytes)
-                    if job.tracer is not None:
-                        job.tracer.read(span.label, started, time.perf_counter(), span.num_bytes)
+                    self._note_read(span, started)
         except BaseException as error:
             chunk.error = error
         finally:
@@ -315,7 +315,12 @@ class Reader:
                 if job.is_over:
                     self._staging.give_back(chunk.start)
 
-    def read_now(self, target: torch.Tensor, reads: Sequence[Read], tracer: WeightTrace | None) -> None:
+    def _note_read(self, read: Read, started: float) -> None:
+        trace = self._recorder.trace
+        if trace is not None:
+            trace.read(read.label, started, time.perf_counter(), read.num_bytes)
+
+    def read_now(self, target: torch.Tensor, reads: Sequence[Read]) -> None:
         """Read into memory that the CPU computes from, with several threads, and return when the bytes are there.
 
         Raises:
@@ -325,13 +330,13 @@ class Reader:
         limit = max(MIN_BYTES_PER_THREAD, min(tuning().chunk_bytes, -(-num_bytes // num_threads())))
         self._reads_now = True
         try:
-            run_all(partial(self._read_straight, target, part, tracer) for part in parts_of(reads, limit))
+            run_all(partial(self._read_straight, target, part) for part in parts_of(reads, limit))
         finally:
             self._reads_now = False
         for read in reads:
             _prove(read, target[read.at : read.at + read.num_bytes])
 
-    def _read_straight(self, target: torch.Tensor, reads: Sequence[Read], tracer: WeightTrace | None) -> None:
+    def _read_straight(self, target: torch.Tensor, reads: Sequence[Read]) -> None:
         for read in reads:
             assert isinstance(read.source, SourceFile)  # the CPU computes from RAM itself
             part = target[read.at : read.at + read.num_bytes]
@@ -346,8 +351,7 @@ class Reader:
                 else:
                     read.source.read_straight(memory_of(part), read.position)
             self._count(is_direct, read.num_bytes)
-            if tracer is not None:
-                tracer.read(read.label, started, time.perf_counter(), read.num_bytes)
+            self._note_read(read, started)
 
     def _count_reading(self, num_more: int) -> None:
         """From now on `num_more` more workers read."""
@@ -384,7 +388,8 @@ class Reader:
             self._end(job, error)
             return
         landing.wait_for_room()
-        begun = None if job.tracer is None else job.tracer.now(landing.stream)
+        trace = self._recorder.trace
+        begun = None if trace is None else trace.now(landing.stream)
         job.begun.popleft()
         try:
             for read, start in chunk.pieces():
@@ -393,8 +398,8 @@ class Reader:
                 self.num_copies += 1
         finally:
             self._staging.give_back_after(chunk.start, landing.stream)
-        if job.tracer is not None and begun is not None:
-            job.tracer.copied([read.label for read, _ in chunk.pieces()], begun, landing.stream, chunk.num_bytes)
+        if trace is not None and begun is not None:
+            trace.copied([read.label for read, _ in chunk.pieces()], begun, landing.stream, chunk.num_bytes)
         job.num_left -= 1
         if not job.num_left:
             self._end(job, None)

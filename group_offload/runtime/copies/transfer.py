@@ -15,6 +15,7 @@ from ...base.tuning import tuning
 from ...stores.base import PlacedBlob, Tier
 from ...stores.moves import Copy, Move, PageableMemory, Read, Stage, joined
 from ..measure.drive import DriveMeter
+from ..measure.recorder import Recorder
 from ..measure.trace import WeightTrace
 from .jobs import Landing, ReadJob
 from .last import LastCopies
@@ -29,7 +30,7 @@ class Transfer:
     Bytes in files are left to a reader: their copies are enqueued later, by other threads, on the same stream.
     """
 
-    def __init__(self, backend: Backend, *, use_stream: bool, blocking: bool) -> None:
+    def __init__(self, backend: Backend, recorder: Recorder, *, use_stream: bool, blocking: bool) -> None:
         self._backend = backend
         # Copies have a stream of their own, so that they overlap with compute.
         self._copy_stream = backend.new_stream() if use_stream else None
@@ -37,11 +38,11 @@ class Transfer:
         self._staging: list[tuple[torch.Tensor, Event, PageLock | None]] = []
         self._staging_size = 1
         self._turn = 0
-        self._reader = Reader(backend)
+        self._reader = Reader(backend, recorder)
         self._reads_memory = False
         """Whether threads may be reading blobs in RAM that is not page-locked."""
         self.last_copies = LastCopies(backend)
-        self.tracer: WeightTrace | None = None
+        self._recorder = recorder
         self._num_copies = 0
         self._bytes_locked = 0
         self.bytes_sent = dict.fromkeys(Tier, 0)
@@ -109,7 +110,7 @@ class Transfer:
     def read_ahead(self, reads: Sequence[Read]) -> ReadJob:
         """Begin to read."""
         self._reads_memory |= _has_memory(reads)
-        job = self._reader.job_for(reads, self.tracer)
+        job = self._reader.job_for(reads)
         self._reader.announce(job)
         return job
 
@@ -143,10 +144,11 @@ class Transfer:
         self.last_copies.expect(stream)
         moves = _moves_of(blobs)
         reads = [move for move in moves if isinstance(move, Read)]
-        begun = None
-        if self.tracer is not None:
+        begun, trace = None, self._recorder.trace
+        # Threads record the copies of what they read, when they enqueue them.
+        if trace is not None and (len(reads) < len(moves) or not reads or isinstance(self._backend, HostBackend)):
             self._wait_for_room(landing)
-            begun = self.tracer.now(stream)
+            begun = trace.now(stream)
         has_failed = True
         try:
             for move in moves:
@@ -158,7 +160,7 @@ class Transfer:
             has_failed = False
         finally:  # what was enqueued reads blobs, and writes to the slot, also if the rest cannot be enqueued
             if has_failed or not reads:
-                self._trace_copies(blobs, begun, stream)
+                _record(trace, blobs, begun, stream)
                 landing.ready.record(stream)
             self.last_copies.record(stream)
         for placed in blobs:
@@ -168,22 +170,17 @@ class Transfer:
         if not reads:
             return None
         if isinstance(self._backend, HostBackend):
-            self._reader.read_now(landing.memory, reads, self.tracer)
+            self._reader.read_now(landing.memory, reads)
             self._num_copies += len(reads)
-            self._trace_copies(blobs, begun, stream)
+            _record(trace, blobs, begun, stream)
             return None
         self._reads_memory |= _has_memory(reads)
-        job = job or self._reader.job_for(reads, self.tracer)
+        job = job or self._reader.job_for(reads)
         self._reader.submit(job, landing)
         if self._copy_stream is not None:
             return job
         job.wait()  # copies run on the stream that computes: no kernel may come in between
         return None
-
-    def _trace_copies(self, blobs: Sequence[PlacedBlob], begun: Event | None, stream: Stream) -> None:
-        if self.tracer is not None and begun is not None:
-            num_bytes = sum(placed.blob.layout.num_bytes for placed in blobs)
-            self.tracer.copied([placed.label for placed in blobs], begun, stream, num_bytes)
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
         """Copy device bytes that compute changes before `after` back to the host, and wait for them."""
@@ -265,6 +262,12 @@ class Transfer:
             return self._staging[-1][:2]
         self._turn = (self._turn + 1) % NUM_STAGING_BUFFERS
         return self._staging[self._turn][:2]
+
+
+def _record(trace: WeightTrace | None, blobs: Sequence[PlacedBlob], begun: Event | None, stream: Stream) -> None:
+    if trace is not None and begun is not None:
+        num_bytes = sum(placed.blob.layout.num_bytes for placed in blobs)
+        trace.copied([placed.label for placed in blobs], begun, stream, num_bytes)
 
 
 def _has_memory(reads: Sequence[Read]) -> bool:

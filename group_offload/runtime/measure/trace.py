@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...base.device import Backend, Event, Stream
-from ...base.timeline import STALLS, Timeline
-
-_READS, _COPIES, _COMPUTE = "file reads", "H2D", "compute"
+from ...base.timeline import COMPUTE, COPIES, DECODE, READS, STALLS, Timeline
 
 
 class WeightTrace(Timeline):
     """Lanes for file reads, copies to the device, compute, and stalls. Threads that read files may call `copied` and `read`."""
 
-    def __init__(self, backend: Backend, title: str) -> None:
-        super().__init__(backend, title, host_lanes=(_READS,), device_lanes=(_COPIES, _COMPUTE, STALLS))
+    def __init__(self, backend: Backend, title: str, idle: Stream) -> None:
+        super().__init__(backend, title, host_lanes=(READS,), device_lanes=(COPIES, DECODE, COMPUTE, STALLS), idle=idle)
         self._open: dict[str, tuple[Event, Event]] = {}
         """For each group in use, the events at which compute came to wait for it, and went on."""
 
@@ -22,28 +20,26 @@ class WeightTrace(Timeline):
         """Copies of these groups were enqueued on `stream` behind `begun`, which `now` gave."""
         names = [*dict.fromkeys(names)]
         name = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-        self.add(_COPIES, name, begun, self.now(stream), num_bytes)
+        self.add(COPIES, name, begun, self.now(stream), num_bytes)
 
-    def compute_arrives(self, name: str, stream: Stream) -> None:
-        """Compute on `stream` is about to wait for the group of this name."""
-        event = self.now(stream)
-        self._open[name] = event, event
+    def compute_arrives(self, name: str, at: Event) -> None:
+        """Compute is about to wait for the group of this name."""
+        self._open[name] = at, at
 
-    def compute_begins(self, name: str, stream: Stream) -> None:
-        """Compute on `stream` has the group that it waited for."""
-        begun = self.now(stream)
-        arrived = self._open.get(name, (begun, begun))[0]
-        self._open[name] = arrived, begun
+    def compute_begins(self, name: str, at: Event) -> None:
+        """Compute has the group that it waited for."""
+        arrived = self._open.get(name, (at, at))[0]
+        self._open[name] = arrived, at
 
-    def compute_ends(self, name: str, num_bytes: int, stream: Stream) -> None:
-        """Compute on `stream` is done with the group, which has `num_bytes`."""
+    def compute_ends(self, name: str, num_bytes: int, at: Event) -> None:
+        """Compute is done with the group, which has `num_bytes`."""
         found = self._open.pop(name, None)
         if found is not None:
             arrived, begun = found
             if arrived is not begun:
                 self.add(STALLS, name, arrived, begun)
-            self.add(_COMPUTE, name, begun, self.now(stream), num_bytes)
+            self.add(COMPUTE, name, begun, at, num_bytes)
 
     def read(self, name: str, started: float, ended: float, num_bytes: int) -> None:
         """A file was read, between two values of `time.perf_counter`."""
-        self.add_on_host(_READS, name, started, ended, num_bytes)
+        self.add_on_host(READS, name, started, ended, num_bytes)

@@ -1,0 +1,223 @@
+"""The facts of a report, from engines that run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .base.ram import ram_in_use
+from .base.timeline import COMPUTE, COPIES, READS, STALLS, Slice
+from .plan.budgets import total_ram
+from .plan.report import OffloadPlan
+from .report.facts import (
+    GainFacts,
+    GroupFacts,
+    MemoryFacts,
+    ModelFacts,
+    PartFacts,
+    PassFacts,
+    Place,
+    gains_of,
+    plan_as_dict,
+    predicted_pass,
+)
+from .report.page import seconds
+from .runtime.engine import Engine
+from .runtime.groups.group import Group
+from .stores.base import Tier
+from .stores.files import FileBlob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One offloaded model, as far as its handle knows it."""
+
+    name: str
+    engine: Engine
+    plan: OffloadPlan
+    stats: Mapping[str, Any]
+
+
+def wait_for_work(engine: Engine) -> None:
+    """Wait for reads that are under way, and for the device: then statistics and timelines are complete."""
+    engine.transfer.wait_until_enqueued()
+    backend = engine.config.backend
+    reached = backend.new_event()
+    reached.record(backend.current_stream())
+    reached.synchronize()
+
+
+def facts_of(run: Run) -> ModelFacts:
+    """What a report says of one model, after `wait_for_work`. The caller has the engine's lock."""
+    engine, plan = run.engine, run.plan.details
+    staying = engine.groups_staying
+    groups = tuple(_group(group, is_staying=group in staying) for group in engine.groups)
+    outer = frozenset(group.name for group in groups if group.is_outer)
+    passes = _recorded(engine)
+    has_link = run.plan.device_has_memory
+    sentences = [plan.headline(), plan.verdict()] if plan is not None and has_link else [run.plan.verdict]
+    gains: list[GainFacts] = []
+    if plan is not None and has_link:
+        gains = gains_of(plan)
+    if passes:
+        forward = next((one for one in reversed(passes) if one.is_forward), passes[-1])
+        sentences.insert(2 if has_link else 0, _what_was_busy(forward, outer, has_link=has_link))
+    else:
+        sentences.append("No pass has run yet." if not run.stats["passes"] else "No pass was recorded that completed.")
+        if plan is not None and plan.prediction.step_seconds:
+            sentences[-1] += " The timeline is what the plan foresees."
+            if not plan.prediction.compute_seconds and has_link:
+                sentences[-1] += " How long compute takes is not known, so these are the times of moving the weights."
+            passes = [predicted_pass(plan)]
+    return ModelFacts(
+        name=run.name,
+        model_class=type(engine.root).__name__,
+        device=str(engine.config.onload_device),
+        device_has_memory=has_link,
+        groups=groups,
+        passes=passes,
+        sentences=sentences,
+        gains=gains,
+        plan=None if plan is None else plan_as_dict(plan),
+        stats=run.stats,
+    )
+
+
+def memory_of(runs: Sequence[Run]) -> list[MemoryFacts]:
+    """The memory of each device that the models compute on, and RAM."""
+    by_device: dict[str, list[Run]] = {}
+    for run in runs:
+        by_device.setdefault(str(run.engine.config.onload_device), []).append(run)
+    found = [
+        _device(f"Device {name}", mine) for name, mine in by_device.items() if mine[0].engine.config.backend.has_streams
+    ]
+    return [*found, _ram(runs)]
+
+
+def _group(group: Group, *, is_staying: bool) -> GroupFacts:
+    blobs = [part.blob for part in group.parts]
+    if is_staying:
+        place = Place.DEVICE
+    elif any(isinstance(blob, FileBlob) and not blob.is_locked for blob in blobs):
+        place = Place.FILE
+    else:
+        is_locked = blobs and all(blob.pinned_bytes for blob in blobs if blob.layout.num_bytes)
+        place = Place.LOCKED if is_locked else Place.RAM
+    details = [*dict.fromkeys(blob.where for blob in blobs)]
+    details += dict.fromkeys(
+        f"read: {blob.way}" for blob in blobs if isinstance(blob, FileBlob) and blob.way != "locked"
+    )
+    if group.is_table:
+        details.append("rows are gathered there")
+    if group.height:
+        details.append("on the device while the groups inside of it compute")
+    return GroupFacts(
+        name=group.group_id,
+        num_bytes=sum(blob.layout.num_bytes for blob in blobs),
+        place=place,
+        detail=", ".join(details),
+        is_outer=bool(group.height),
+    )
+
+
+def _recorded(engine: Engine) -> list[PassFacts]:
+    found = []
+    in_files = {group.group_id for group in engine.groups if group.is_in_file}
+    for each in engine.recorder.passes:
+        part = "" if each.top == type(engine.root).__name__ else f" ({each.top})"
+        took, slices = each.slices()
+        if not engine.config.backend.has_streams:
+            slices = [*_on_cpu(slices, in_files)]
+        found.append(
+            PassFacts(
+                title=f"{each.what} {each.number}{part}",
+                seconds=took,
+                slices=slices,
+                how="recorded",
+                is_forward=each.what == "forward",
+            )
+        )
+    return found
+
+
+def _on_cpu(slices: Iterable[Slice], in_files: Collection[str]) -> Iterator[Slice]:
+    """There is no link: compute waits while a group is read, and other weights are computed with where they are."""
+    for each in slices:
+        if each.lane == COPIES and each.name.partition(" and ")[0] in in_files:
+            yield replace(each, lane=STALLS)
+        elif each.lane not in (COPIES, STALLS):
+            yield each
+
+
+def _what_was_busy(one: PassFacts, outer: frozenset[str], *, has_link: bool) -> str:
+    drive, link, compute, waited = (one.busy_seconds(lane, outer) for lane in (READS, COPIES, COMPUTE, STALLS))
+    part = waited / one.seconds if one.seconds else 0.0
+    if not has_link:
+        return f"Reading files took {part:.0%} of {one.title}: {seconds(waited)} of {seconds(one.seconds)}."
+    read = f"the drive or the page cache {seconds(drive)}, " if drive else ""
+    return (
+        f"In {one.title}, which took {seconds(one.seconds)}, {read}the link was busy for {seconds(link)} and compute for "
+        f"{seconds(compute)}; compute waited for weights {seconds(waited)} ({part:.0%} of it)."
+    )
+
+
+def _device(name: str, runs: Sequence[Run]) -> MemoryFacts:
+    backend = runs[0].engine.config.backend
+    budgets = [run.engine.vram_budget for run in runs]
+    given = [budget for budget in budgets if budget is not None]
+    parts = [
+        PartFacts("weights that stay", sum(run.stats["resident_bytes"] for run in runs), "device"),
+        # The models of a process run one after another, in the same slots.
+        PartFacts("weights that take turns", max(run.engine.slot_bytes for run in runs), "locked"),
+        PartFacts("parameters that are trained", sum(run.stats["trainable_bytes"] for run in runs), "decode"),
+    ]
+    peak = backend.peak_bytes_in_use()
+    others = max(0, peak - sum(part.num_bytes for part in parts))
+    parts.append(PartFacts("activations and everything else", others, "pass"))
+    sentences = ["The last part is what torch had allocated at its peak, beyond the others."] if others else []
+    if not given:
+        sentences.append("No vram_budget was given: no weights stay on the device between passes.")
+    return MemoryFacts(
+        name=name,
+        parts=parts,
+        budget_bytes=max(given, default=None),
+        total_bytes=backend.total_bytes(),
+        sentences=sentences,
+    )
+
+
+def _ram(runs: Sequence[Run]) -> MemoryFacts:
+    locked = sum(run.stats["pinned_bytes"] for run in runs)
+    other = sum(run.stats["host_bytes"] for run in runs) - locked
+    staging = sum(run.stats["staging_bytes"] for run in runs)
+    reads = [run for run in runs if run.stats["file_bytes"] and not run.engine.config.backend.has_streams]
+    turns = max((run.engine.slot_bytes for run in reads), default=0)
+    in_page_cache = sum(
+        part.blob.pinned_bytes
+        for run in runs
+        for group in run.engine.groups
+        for part in group.parts
+        if part.blob.tier is Tier.FILE
+    )
+    rest = max(0, ram_in_use() - (locked + other - in_page_cache) - staging - turns)
+    given = [budget for run in runs if isinstance(budget := run.engine.config.ram_budget, int)]
+    in_files = sum(run.stats["file_bytes"] for run in runs)
+    sentences = []
+    if in_files:
+        sentences.append("Weights in files take RAM here only as far as they are page-locked.")
+    if not given:
+        sentences.append("No ram_budget in bytes was given.")
+    return MemoryFacts(
+        name="RAM of this process",
+        parts=[
+            PartFacts("weights, page-locked", locked, "locked"),
+            PartFacts("weights, not page-locked", other, "ram"),
+            PartFacts("buffers for files", staging, "file"),
+            PartFacts("weights that take turns", turns, "device"),
+            PartFacts("Python, torch and everything else", rest, "pass"),
+        ],
+        budget_bytes=max(given, default=None),
+        total_bytes=total_ram(),
+        sentences=sentences,
+    )

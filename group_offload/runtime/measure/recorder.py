@@ -1,0 +1,140 @@
+"""The recorder keeps timelines of the last passes that were measured, for reports and traces.
+
+[Note: What recording costs]
+A pass is recorded if its compute is measured anyway (`Budgeter.is_timed`: the first three of each kind, the 4th, 8th, 16th and
+32nd, then every 32nd), or while `OffloadHandle.trace` is open. The events around each group's compute are made for the
+stopwatch already. What is added in such a pass: two events for each copy or chunk of a file, two for the pass, and two calls
+of `time.perf_counter` for each read. In all other passes nothing is added. The host never waits for the device, and events
+are read when somebody asks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from ...base.device import Backend, Event, Stream
+from ...base.timeline import COPIES, Slice
+from ...errors import StateError
+from .trace import WeightTrace
+
+NUM_RECORDED = 4
+"""The number of last recorded passes that are kept. A forward and its backward are two."""
+SENT_AHEAD = "what was sent ahead"
+"""The name of copies that a pass that is not recorded has begun for the next one."""
+
+
+@dataclass(slots=True)
+class RecordedPass:
+    """A pass that was recorded. Its times are read from the device when they are asked for."""
+
+    what: str
+    """"forward" or "backward"."""
+    number: int
+    """The number of the forward, or of the last one before the backward, since the module was offloaded."""
+    top: str
+    """The class of the module that was called."""
+    before: WeightTrace | None
+    """What was recorded just before: copies that were sent ahead."""
+    ahead: Event | None
+    """Behind the copies that were sent ahead, if they were not recorded."""
+    trace: WeightTrace
+    begun: Event
+    ended: Event
+
+    def slices(self) -> tuple[float, list[Slice]]:
+        """The seconds that the pass took, and its slices from its beginning on. Waits for the device."""
+        zero_seconds = self.trace.host_seconds(self.begun)
+        seconds = max(0.0, self.trace.host_seconds(self.ended) - zero_seconds)
+        traces = [self.trace] if self.before is None else [self.before, self.trace]
+        found = [each for trace in traces for each in trace.slices(self.begun, zero_seconds)]
+        if self.ahead is not None:
+            found.append(Slice(COPIES, SENT_AHEAD, 0.0, self.trace.host_seconds(self.ahead) - zero_seconds, 0))
+        return seconds, [each for each in found if each.end > 0 and each.start < seconds]
+
+
+class Recorder:
+    """Decides which passes get a trace. Used under the engine's lock; `trace` may be read by the thread that runs a pass."""
+
+    def __init__(self, backend: Backend, title: str) -> None:
+        self._backend = backend
+        self._title = title
+        self._idle: Stream | None = None
+        self.trace: WeightTrace | None = None
+        """The trace that all work is reported to. None: nothing is recorded."""
+        self._now: RecordedPass | None = None
+        self._was_wanted = False
+        self.passes: deque[RecordedPass] = deque(maxlen=NUM_RECORDED)
+        """The last passes that were recorded and completed."""
+        self._all: list[WeightTrace] | None = None
+        """All traces since `begin_all`."""
+
+    def begin(
+        self, number: int, top: str, stream: Stream, copy_stream: Stream, *, is_wanted: bool | None
+    ) -> Event | None:
+        """A pass begins.
+
+        Args:
+            is_wanted: Whether to record it. None: it is the backward of the last pass, and is recorded if that was.
+
+        Returns:
+            The event at which a recorded pass begins; None if the pass is not recorded.
+        """
+        what = "backward" if is_wanted is None else "forward"
+        self._was_wanted = self._was_wanted if is_wanted is None else is_wanted
+        self._now = None
+        if self._all is None and not self._was_wanted:
+            self.trace = None
+            return None
+        was_recorded = bool(self.passes) and self.passes[-1].trace is self.trace
+        before, trace = self.trace, self._new_trace()
+        begun = trace.now(stream)
+        ahead = None if was_recorded or copy_stream == stream else trace.now(copy_stream)
+        self.trace = trace
+        self._now = RecordedPass(what, number, top, before, ahead, trace, begun, begun)
+        return begun
+
+    def end(self, stream: Stream) -> Event | None:
+        """The pass completed. Its trace goes on until the next one begins: copies for that are on their way."""
+        now, self._now = self._now, None
+        if now is None:
+            return None
+        now.ended = now.trace.now(stream)
+        self.passes.append(now)
+        return now.ended
+
+    def recover(self) -> None:
+        """The pass in progress failed."""
+        self._now = None
+        if self._all is None:
+            self.trace = None
+
+    def clear(self) -> None:
+        """Forget all passes: the groups are given up."""
+        self.recover()
+        self.passes.clear()
+
+    def begin_all(self) -> None:
+        """Record everything until `end_all`.
+
+        Raises:
+            StateError: everything is being recorded already.
+        """
+        if self._all is not None:
+            raise StateError("A trace of this module is being recorded already. End that one first.")
+        self._all = []
+        self.trace = self._new_trace()
+
+    def end_all(self) -> WeightTrace:
+        """All that was recorded since `begin_all`, as one trace."""
+        assert self._all is not None
+        traces, self._all, self.trace = self._all, None, None
+        return traces[0].joined(traces[1:])
+
+    def _new_trace(self) -> WeightTrace:
+        if self._idle is None:
+            self._idle = self._backend.new_stream()
+        trace = WeightTrace(self._backend, self._title, self._idle)
+        if self._all is not None:
+            self._all.append(trace)
+        return trace
