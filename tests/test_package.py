@@ -50,6 +50,7 @@ PUBLIC_NAMES = {
 LAYERS = (
     {"errors"},
     {"base"},
+    {"packing"},
     {"stores"},
     {"plan"},
     {"config"},

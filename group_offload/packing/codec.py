@@ -1,0 +1,121 @@
+"""`pack` an image, `check` what somebody packed, `unpack` it where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import xxhash
+
+from ..base.layout import BlobLayout, memory_of
+from . import on_cpu
+from .layout import MOST_ESCAPES, TILE_WEIGHTS, PackedError, PackedLayout, packed_size
+from .spans import choose_spans
+
+MIN_SAVING = 1 / 16
+"""Of the image: what saves less stays plain. Unpacking takes time too."""
+
+
+class Packed(NamedTuple):
+    """A packed image."""
+
+    layout: PackedLayout
+    data: torch.Tensor
+    """uint8 [layout.packed_bytes], on the CPU."""
+
+
+def _new_memory(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+
+
+def pack(
+    image: torch.Tensor,
+    layout: BlobLayout,
+    device: torch.device | None = None,
+    memory: Callable[[int], torch.Tensor] = _new_memory,
+) -> Packed | None:
+    """Pack the image of a blob without loss. What was packed is unpacked again there, and compared.
+
+    Args:
+        image: uint8 [layout.num_bytes], on the CPU or on a device.
+        layout: says where bf16 weights are.
+        device: packs. None: the device of the image.
+        memory: gives memory of the CPU for the packed bytes, such as page-locked memory.
+
+    Returns:
+        None if packing saves less than `MIN_SAVING`.
+    """
+    spans = choose_spans(layout, lambda start, end: on_cpu.count_exponents(image, start, end))
+    largest = layout.num_bytes - int(layout.num_bytes * MIN_SAVING)
+    if packed_size(spans, 0) > largest:
+        return None
+    draft = PackedLayout(layout.num_bytes, packed_size(spans, 0), spans, 0, "0" * 32)
+    records = _new_memory(draft.escapes_at)
+    escapes = on_cpu.encode(image, draft, records)
+    num_escapes = sum(each.numel() for each in escapes)
+    size = packed_size(spans, num_escapes)
+    if size > largest or num_escapes > MOST_ESCAPES:
+        return None
+    found = replace(draft, packed_bytes=size, num_escapes=num_escapes, hash=hash_of(image))
+    data = memory(size)
+    data[: found.escapes_at] = records
+    end = found.escapes_at
+    for each in escapes:
+        data[end : end + each.numel()] = each
+        end += each.numel()
+    data[end:] = 0
+    again = _new_memory(layout.num_bytes)
+    on_cpu.decode(data, found, again)
+    if not torch.equal(again, image):
+        raise PackedError(
+            "Weights that were packed here do not unpack to what they were: this machine's memory is at fault"
+        )
+    return Packed(found, data)
+
+
+def hash_of(image: torch.Tensor) -> str:
+    """The hash of an image on the CPU that a `PackedLayout` has: XXH3 (128 bits, hexadecimal)."""
+    return xxhash.xxh3_128_hexdigest(memory_of(image))
+
+
+def unpack(data: torch.Tensor, layout: PackedLayout, out: torch.Tensor) -> None:
+    """Write the image to `out`: enqueued on the current stream of a device, done at return on the CPU.
+
+    Args:
+        data: uint8 [layout.packed_bytes], that `check` has passed.
+        out: uint8 [layout.plain_bytes] on the same device.
+
+    Raises:
+        PackedError: on the CPU, the codes do not fit the escapes. A device writes something, and nothing outside of `out`.
+    """
+    _check_sizes(data, layout)
+    if out.numel() != layout.plain_bytes:
+        raise ValueError(f"out has {out.numel():,} bytes, and the image has {layout.plain_bytes:,}")
+    on_cpu.decode(data, layout, out)
+
+
+def check(data: torch.Tensor, layout: PackedLayout) -> None:
+    """Compare the tables of packed bytes on the CPU with their layout. What they hold is proven by a hash, not here.
+
+    Raises:
+        PackedError: one is damaged. The message does not name the file.
+    """
+    _check_sizes(data, layout)
+    rows = layout.rows().view(torch.uint8).flatten()
+    if not torch.equal(data[: rows.numel()], rows):
+        raise PackedError("its table of spans is damaged")
+    table = on_cpu.tile_table(data, layout)
+    starts = table[:, 1].long() & 0xFFFFFFFF
+    is_right = torch.equal(table[:, 0], layout.spans_of_tiles()) and bool((starts <= layout.num_escapes).all())
+    bits = torch.tensor([span.bits for span in layout.spans], device="cpu")[layout.spans_of_tiles()]
+    mine = starts[bits > 0]
+    num_each = mine.diff(append=torch.tensor([layout.num_escapes], device="cpu"))
+    if not is_right or bool(((num_each < 0) | (num_each > TILE_WEIGHTS)).any()) or mine[:1].any():
+        raise PackedError("its table of tiles is damaged")
+
+
+def _check_sizes(data: torch.Tensor, layout: PackedLayout) -> None:
+    if data.numel() != layout.packed_bytes:
+        raise PackedError(f"it has {data.numel():,} packed bytes, and {layout.packed_bytes:,} were written")

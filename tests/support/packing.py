@@ -1,0 +1,89 @@
+"""Images of blobs to pack, of all kinds of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from hypothesis import strategies as st
+
+from group_offload.base.layout import BlobLayout, lay_out
+from group_offload.packing.codec import Packed, pack
+from group_offload.packing.layout import TILE_WEIGHTS
+
+KINDS = (
+    "normal",
+    "wide",
+    "cauchy",
+    "words",
+    "exponents",
+    "zeros",
+    "constant",
+    "nan",
+    "infinite",
+    "denormal",
+    "sparse",
+)
+"""Of weights in bf16."""
+OTHERS = (torch.float32, torch.float16, torch.float8_e4m3fn, torch.int8, torch.bool, torch.float64)
+LENGTHS = (0, 1, 2, 7, 100, 127, TILE_WEIGHTS - 1, TILE_WEIGHTS, TILE_WEIGHTS + 1, 3 * TILE_WEIGHTS, 10_007)
+
+
+def weights(kind: str, num: int, seed: int = 0) -> torch.Tensor:
+    """`num` weights in bf16."""
+    random = torch.Generator().manual_seed(seed)
+    normal = torch.randn(num, generator=random)
+    words = torch.randint(-(1 << 15), 1 << 15, (num,), generator=random, dtype=torch.int32).to(torch.int16)
+    if kind == "words":
+        return words.view(torch.bfloat16)
+    if kind == "exponents":  # all equally often, the mantissa always the same
+        return (torch.arange(num) % 256 << 7).to(torch.int16).view(torch.bfloat16)
+    if kind in ("nan", "infinite", "denormal"):
+        exponent = 0 if kind == "denormal" else 0x7F80
+        mantissa = 0 if kind == "infinite" else 0x7F
+        return ((words & (0x8000 - 0x10000)) | exponent | (words & mantissa)).view(torch.bfloat16)
+    scale = {"wide": torch.exp(4 * normal.roll(1)), "cauchy": 1 / normal.roll(1).abs(), "zeros": 0}.get(kind, 0.02)
+    found = normal * scale
+    if kind == "constant":
+        found = torch.full((num,), -1.5)
+    if kind == "sparse":
+        found[::2] = 0
+    return found.bfloat16()
+
+
+def image_of(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, BlobLayout]:
+    """The image of a blob that holds the tensors, and its layout."""
+    layout = lay_out([f"tensor_{i}" for i in range(len(tensors))], tensors)
+    image = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    for view, tensor in zip(layout.views(image), tensors, strict=True):
+        view.copy_(tensor)
+    return image, layout
+
+
+def packable() -> torch.Tensor:
+    """Enough weights that pack well for an image to be packed, whatever else is in it."""
+    return weights("normal", 150_000, seed=1)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> list[torch.Tensor]:
+    """Some tensors of a blob that is worth packing."""
+    found = [packable()]
+    for seed in range(draw(st.integers(0, 6))):
+        length = draw(st.sampled_from(LENGTHS))
+        kind = draw(st.sampled_from((*KINDS, None)))
+        dtype = torch.bfloat16 if kind else draw(st.sampled_from(OTHERS))
+        tensor = weights(kind or "words", length, seed)
+        if kind is None:
+            tensor = tensor.view(torch.uint8)[: length // 16 * 16].view(torch.uint8 if dtype == torch.bool else dtype)
+            tensor = tensor % 2 == 1 if dtype == torch.bool else tensor
+        found.insert(draw(st.integers(0, len(found))), tensor)
+    return found
+
+
+def packed_of(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Packed]:
+    """The image of a blob, and the same packed."""
+    image, layout = image_of(tensors)
+    packed = pack(image, layout)
+    assert packed is not None
+    return image, packed
