@@ -106,13 +106,12 @@ def check(data: torch.Tensor, layout: PackedLayout) -> None:
     rows = layout.rows().view(torch.uint8).flatten()
     if not torch.equal(data[: rows.numel()], rows):
         raise PackedError("its table of spans is damaged")
-    table = on_cpu.tile_table(data, layout)
-    starts = table[:, 1].long() & 0xFFFFFFFF
-    is_right = torch.equal(table[:, 0], layout.spans_of_tiles()) and bool((starts <= layout.num_escapes).all())
-    bits = torch.tensor([span.bits for span in layout.spans], device="cpu")[layout.spans_of_tiles()]
-    mine = starts[bits > 0]
-    num_each = mine.diff(append=torch.tensor([layout.num_escapes], device="cpu"))
-    if not is_right or bool(((num_each < 0) | (num_each > TILE_WEIGHTS)).any()) or mine[:1].any():
+    found, spans = on_cpu.tile_table(data, layout), layout.spans_of_tiles()
+    starts, halves = found & 0xFFFFFFFF, found >> 52 & 0xFFF
+    is_packed = torch.tensor([span.bits > 0 for span in layout.spans], device="cpu")[spans]
+    ends = torch.cat([starts[1:], torch.tensor([layout.num_escapes], device="cpu")])
+    is_right = (halves <= TILE_WEIGHTS // 2) & (halves <= ends - starts) & (ends - starts <= TILE_WEIGHTS * is_packed)
+    if not torch.equal(found, layout.entries(starts, halves)) or not bool(is_right.all()) or bool(starts[:1].any()):
         raise PackedError("its table of tiles is damaged")
 
 

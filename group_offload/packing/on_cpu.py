@@ -38,12 +38,10 @@ def encode(image: torch.Tensor, layout: PackedLayout, data: torch.Tensor) -> lis
         The escapes, in order.
     """
     escapes: list[torch.Tensor] = []
-    table = tile_table(data, layout)
-    table[:, 0] = layout.spans_of_tiles()
-    table[:, 1] = 0
+    halves = torch.zeros(2, layout.num_tiles, dtype=torch.int64, device="cpu")
     rows = layout.rows().view(torch.uint8).flatten()
     data[: rows.numel()] = rows
-    tile, num_escapes = 0, 0
+    tile = 0
     for span, place in zip(layout.spans, layout.places, strict=False):
         if not span.bits:
             data[place : place + span.num_bytes] = image[span.offset : span.offset + span.num_bytes]
@@ -53,14 +51,8 @@ def encode(image: torch.Tensor, layout: PackedLayout, data: torch.Tensor) -> lis
             exponents = _exponents(weights)
             codes = _codes_of(exponents, span.exponents)
             is_escape = codes == len(span.exponents)
-            num_each = is_escape.view(-1, TILE_WEIGHTS).sum(1)
-            starts = num_escapes + num_each.cumsum(0) - num_each
-            table[tile + first : tile + first + len(record), 1] = starts.to(
-                torch.int32
-            )  # 32 bits, the sign is one of them
-            found = exponents[is_escape]
-            escapes.append(found)
-            num_escapes += found.numel()
+            halves[:, tile + first : tile + first + len(record)] = is_escape.view(-1, 2, TILE_WEIGHTS // 2).sum(2).T
+            escapes.append(exponents[is_escape])
             split = TILE_WEIGHTS * span.bits // 8
             together = codes.view(torch.int64)
             for shift, mask in _GATHER[span.bits]:
@@ -70,6 +62,8 @@ def encode(image: torch.Tensor, layout: PackedLayout, data: torch.Tensor) -> lis
             pairs = weights.view(-1, TILE_WEIGHTS, 2)
             record[:, split:] = (pairs[:, :, 1] & 0x80) | (pairs[:, :, 0] & 0x7F)
         tile += span.num_tiles
+    num_each = halves.sum(0)
+    tile_table(data, layout).copy_(layout.entries(num_each.cumsum(0) - num_each, halves[0]))
     return escapes
 
 
@@ -80,11 +74,10 @@ def decode(data: torch.Tensor, layout: PackedLayout, out: torch.Tensor) -> None:
         PackedError: the codes do not fit the escapes.
     """
     escapes = data[layout.escapes_at : layout.escapes_at + layout.num_escapes]
-    tile, used = 0, 0
+    used = 0
     for span, place in zip(layout.spans, layout.places, strict=False):
         if not span.bits:
             out[span.offset : span.offset + span.num_bytes] = data[place : place + span.num_bytes]
-            tile += span.num_tiles
             continue
         for _, weights, record in _parts(span, place, out, data):
             split = TILE_WEIGHTS * span.bits // 8
@@ -104,15 +97,13 @@ def decode(data: torch.Tensor, layout: PackedLayout, out: torch.Tensor) -> None:
             pairs = weights.view(-1, 2)
             pairs[:, 0] = (rest & 0x7F) | exponents << 7
             pairs[:, 1] = (rest & 0x80) | exponents >> 1
-        tile += span.num_tiles
     if used != layout.num_escapes:
         raise PackedError(f"its codes ask for {used:,} escapes, and it has {layout.num_escapes:,}")
 
 
 def tile_table(data: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-    """The table of tiles, as a view: int32 [tiles, 2], the number of each tile's span and where its escapes begin."""
-    table = data[layout.tiles_at : layout.tiles_at + layout.num_tiles * ENTRY_BYTES]
-    return table.view(torch.int32).view(-1, 2)
+    """The table of tiles, as a view: int64 [tiles]."""
+    return data[layout.tiles_at : layout.tiles_at + layout.num_tiles * ENTRY_BYTES].view(torch.int64)
 
 
 def _parts(
