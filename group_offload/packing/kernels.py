@@ -1,4 +1,4 @@
-"""Kernels that unpack and pack on accelerators, in plain Triton. Import this only where triton is installed.
+"""The kernel that unpacks on accelerators, in plain Triton. Import this only where triton is installed.
 
 [Note: One tile, one program]
 A program decodes one tile, so a launch over the table of tiles decodes an image. Half a tile is 128 rows of eight weights,
@@ -19,8 +19,31 @@ Places are 64 bits wide.
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
+
+from .layout import PackedLayout
+
+
+def decode(data: torch.Tensor, layout: PackedLayout, out: torch.Tensor) -> None:
+    """Enqueue on the current stream of the device: write the image to `out`. Nothing is allocated."""
+    sizes = (layout.plain_bytes, len(layout.spans), layout.tiles_at, layout.escapes_at, layout.num_escapes)
+    if out.device.type == "cpu":  # Triton's interpreter
+        _decode[(layout.num_tiles,)](data, out, *sizes)
+        return
+    with torch.get_device_module(out.device).device(out.device):
+        _decode[(layout.num_tiles,)](data, out, *sizes, num_warps=_num_warps(out.device), enable_fp_fusion=False)
+
+
+@cache
+def _num_warps(device: torch.device) -> int:
+    """A thread for each row of half a tile: then no value moves between threads."""
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return 128 // getattr(properties, "warp_size", 32)
+
 
 ROWS = tl.constexpr(128)
 """Of eight weights, in half a tile."""
@@ -41,11 +64,10 @@ def _aligned(place):
 
 @triton.jit
 def _copy_tile(source, target, num_bytes):
-    i = tl.arange(0, TILE_BYTES)
-    if num_bytes >= TILE_BYTES:
-        tl.store(target + i, tl.load(source + i))
-    else:
-        tl.store(target + i, tl.load(source + i, mask=i < num_bytes), mask=i < num_bytes)
+    unit = tl.arange(0, TILE_BYTES // 16)[:, None]
+    i = unit * 16 + tl.arange(0, 16)[None, :]
+    is_there = unit < num_bytes // 16
+    tl.store(target + i, tl.load(source + i, mask=is_there), mask=is_there)
 
 
 @triton.jit
@@ -69,48 +91,55 @@ def _codes_of(planes, BITS: tl.constexpr):
 @triton.jit
 def _exponents(codes, before, window, low, high, shift, BITS: tl.constexpr):
     """Of one weight of each pair. What is above their 8 bits is noise."""
-    code = (codes[:, None] >> shift) & ((1 << BITS) - 1)
-    table = low if BITS == 3 else tl.where(code < 8, low, high)
-    known = table >> ((code & 7) * 8).to(tl.uint64)
+    code = ((codes[:, None] >> shift) << 3) & (((1 << BITS) - 1) << 3)  # times 8: bits of a table
+    table = low if BITS == 3 else tl.where(code < 64, low, high)
+    known = table >> (code & 56).to(tl.uint64)
     escaped = window[:, None] >> (((before[:, None] >> shift) & 7) * 8).to(tl.uint64)
-    return tl.where(code == (1 << BITS) - 1, escaped.to(tl.uint32), known.to(tl.uint32))
+    return tl.where(code == ((1 << BITS) - 1) << 3, escaped.to(tl.uint32), known.to(tl.uint32))
 
 
 @triton.jit
-def _decode_half(codes, before, num, first, rest, escapes, target, low, high, BITS: tl.constexpr):
-    row = tl.arange(0, ROWS)
-    pair = tl.arange(0, 4)
-    # The escapes of a row begin anywhere, and loads at multiples of their size: two of them, shifted together.
-    word = escapes + first // 8
-    shift = (first % 8 * 8).to(tl.uint64)
-    window = tl.load(word, mask=num > 0, other=0) >> shift
-    window |= tl.load(word + 1, mask=num > 0, other=0) << 1 << (63 - shift)
-    even = (pair * (2 * BITS)).to(tl.uint32)[None, :]
-    low_one = _exponents(codes, before, window, low, high, even, BITS)
-    high_one = _exponents(codes, before, window, low, high, even + BITS, BITS)
-    i = row[:, None] * 4 + pair[None, :]
-    signs = tl.load(rest + i).to(tl.uint32)
-    signs = (signs | signs << 8) & 0x00FF00FF
-    signs = (signs << 8) & 0x80008000 | signs & 0x007F007F
-    exponents = ((low_one & 0xFFFF) | (high_one << 16)) << 7
-    tl.store(target + i, exponents & 0x7F807F80 | signs)
+def _window(escapes, first, num):
+    """The escapes of each row, its first one lowest. They begin anywhere, and loads at multiples of their size: so two."""
+    word = escapes + (first >> 3)
+    shift = ((first & 7) * 8).to(tl.uint64)
+    low = tl.load(word, mask=num > 0, other=0)
+    high = tl.load(word + 1, mask=num > 0, other=0)
+    return low >> shift | high << 1 << (63 - shift)
+
+
+@triton.jit
+def _pairs(codes, before, window, rest, low, high, BITS: tl.constexpr):
+    """The weights of each row, two in each 32 bits."""
+    shift = (tl.arange(0, 4) * (2 * BITS)).to(tl.uint32)[None, :]
+    even = _exponents(codes, before, window, low, high, shift, BITS)
+    odd = _exponents(codes, before, window, low, high, shift + BITS, BITS)
+    exponents = ((even & 0xFFFF) | (odd << 16)) << 7
+    rest = (rest | rest << 8) & 0x00FF00FF
+    rest = (rest << 8) & 0x80008000 | rest & 0x007F007F
+    return exponents & 0x7F807F80 | rest
 
 
 @triton.jit
 def _decode_tile(record, escapes, start, half, target, low, high, BITS: tl.constexpr):
     codes_0, before_0, num_0 = _codes_of(record, BITS)
     codes_1, before_1, num_1 = _codes_of(record + ROWS, BITS)
+    i = tl.arange(0, ROWS)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    rest = (record + BITS * PLANE).to(tl.pointer_type(tl.uint16)) + i
+    rest_0 = tl.load(rest).to(tl.uint32)
+    rest_1 = tl.load(rest + _HALF // 2).to(tl.uint32)
     sums = tl.cumsum(num_0 | num_1 << 16, 0)
-    first_0 = start + (sums & 0xFFFF) - num_0
-    first_1 = start + half + (sums >> 16) - num_1
-    rest = (record + BITS * PLANE).to(tl.pointer_type(tl.uint16))
-    pairs = target.to(tl.pointer_type(tl.uint32))
-    _decode_half(codes_0, before_0, num_0, first_0, rest, escapes, pairs, low, high, BITS)
-    _decode_half(codes_1, before_1, num_1, first_1, rest + _HALF // 2, escapes, pairs + _HALF // 2, low, high, BITS)
+    window_0 = _window(escapes, start + (sums & 0xFFFF) - num_0, num_0)
+    window_1 = _window(escapes, start + half + (sums >> 16) - num_1, num_1)
+    pairs_0 = _pairs(codes_0, before_0, window_0, rest_0, low, high, BITS)
+    pairs_1 = _pairs(codes_1, before_1, window_1, rest_1, low, high, BITS)
+    pairs = target.to(tl.pointer_type(tl.uint32)) + i
+    tl.store(pairs, pairs_0)
+    tl.store(pairs + _HALF // 2, pairs_1)
 
 
 @triton.jit(do_not_specialize=["plain_bytes", "num_spans", "tiles_at", "escapes_at", "num_escapes"])
-def decode(data, out, plain_bytes, num_spans, tiles_at, escapes_at, num_escapes):
+def _decode(data, out, plain_bytes, num_spans, tiles_at, escapes_at, num_escapes):
     tile = tl.program_id(0)
     entry = tl.load((data + tiles_at).to(tl.pointer_type(tl.int64)) + tile)
     span = tl.minimum((entry >> 32) & 0xFFFFF, num_spans - 1)

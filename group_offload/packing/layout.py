@@ -97,7 +97,7 @@ class PackedLayout:
             if span.offset % SPAN_ALIGNMENT or (span.bits and span.num_bytes % TILE_BYTES):
                 raise PackedError(f"its span at byte {span.offset:,} is not cut as spans are")
             end += span.num_bytes
-        if end != self.plain_bytes:
+        if end != self.plain_bytes or end % SPAN_ALIGNMENT:
             raise PackedError(f"its spans take {end:,} bytes, and its image has {self.plain_bytes:,}")
         if len(self.spans) > _MOST_SPANS or self.num_tiles > _MOST_TILES:
             raise PackedError(f"it has {len(self.spans):,} spans and {self.num_tiles:,} tiles, which cannot be")
