@@ -132,19 +132,29 @@ def outline(path: Path, dtype: torch.dtype | None = None) -> dict[str, Outline]:
     return {name: _outline_of(*found[:2], dtype, *found[2:]) for name, found in _models_in(path).items()}
 
 
-def models_in(path: Path) -> dict[str, tuple[Path, Any]]:
-    """The folder and the class of each model of a checkpoint, by their names in the pipeline: see `outline`.
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """A model of a checkpoint."""
+
+    folder: Path
+    model_class: Any
+    dtype: torch.dtype
+    """The floating point dtype that most bytes of the files have."""
+
+
+def models_in(path: Path) -> dict[str, FoundModel]:
+    """The models of a checkpoint, by their names in the pipeline: see `outline`.
 
     Raises:
         GroupFileError, ConfigError: as `outline`.
     """
     found = {}
     for name, (folder, files, library, class_name) in _models_in(path).items():
-        _entries_of(files)
-        config = folder / "config.json"
+        entries = _entries_of(files)
         if not class_name:
             library, class_name = _class_in(_config_of(folder))
-        found[name] = folder, _find_class(library, class_name, config)
+        model_class = _find_class(library, class_name, folder / "config.json")
+        found[name] = FoundModel(folder, model_class, _usual_dtype(entries))
     return found
 
 

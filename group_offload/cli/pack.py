@@ -49,31 +49,31 @@ def _pack(arguments: argparse.Namespace) -> int:
         device = torch.device("cpu")
     models = models_in(find_checkpoint(arguments.model))
     packed: dict[str, PackedModel] = {}
-    for name, (path, model_class) in models.items():
+    for name, model in models.items():
         with ExitStack() as stack:
             packed[name] = pack_model(
-                model_class,
-                path,
+                model.model_class,
+                model.folder,
                 arguments.folder,
-                dtype=dtype,
+                dtype=dtype or model.dtype,
                 device=device,
                 on_start=lambda total, stack=stack, name=name: stack.enter_context(  # type: ignore[misc]
                     progress_bar(total, f"Packing {name}".rstrip())
                 ),
             )
     if arguments.json:
-        print(json.dumps({name: asdict(model) for name, model in packed.items()}, indent=2))
+        print(json.dumps({name: asdict(each) for name, each in packed.items()}, indent=2))
         return 0
     console = new_console()
     numbers = ("groups", "plain", "packed", "ratio", "worst")
     table = new_table("Packed", "model", *numbers, "its group", numbers=numbers)
-    for name, (_, model_class) in models.items():
+    for name, model in models.items():
         groups = packed[name].groups
         plain, small = sum(group.plain_bytes for group in groups), sum(group.packed_bytes for group in groups)
         worst = max(groups, key=lambda group: group.packed_bytes / group.plain_bytes, default=None)
         add_row(
             table,
-            f"{name} {model_class.__name__}".strip(),
+            f"{name} {model.model_class.__name__}".strip(),
             str(len(groups)),
             describe_bytes(plain),
             describe_bytes(small),
@@ -82,7 +82,7 @@ def _pack(arguments: argparse.Namespace) -> int:
             worst.group_id if worst else "",
         )
     console.print(table)
-    num_changed = sum(model.num_changed for model in packed.values())
+    num_changed = sum(each.num_changed for each in packed.values())
     if num_changed:
         say(
             console,

@@ -45,7 +45,7 @@ def pack_model(
     path: Path,
     folder: Path,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype,
     device: torch.device | None = None,
     on_start: Callable[[int], Callable[[int], None]] = lambda total: lambda num_bytes: None,
 ) -> PackedModel:
@@ -61,8 +61,7 @@ def pack_model(
         GroupFileError: files cannot be read or written, or the checkpoint changed meanwhile.
         ConfigError, ModuleError: the model cannot be opened offloaded.
     """
-    options = {} if dtype is None else {"dtype": dtype}
-    model = from_pretrained(model_class, path, onload_device="cpu", offload_to_disk_path=folder, **options)
+    model = from_pretrained(model_class, path, dtype=dtype, onload_device="cpu", offload_to_disk_path=folder)
     handle = handle_of(model)
     assert handle is not None and handle._engine is not None
     parts = [

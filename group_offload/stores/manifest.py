@@ -178,12 +178,10 @@ def publish_manifest(folder: Path, manifest: Manifest) -> PublishedManifest | No
         with opened_to_read(path) as fd:
             found = Manifest.read(fd)
             is_new = False
-            is_same = [entry.packed_from for entry in found.entries] == [
-                entry.packed_from for entry in manifest.entries
-            ]
-            if found == manifest and not found.edited_in and is_same:
+            is_same = found == manifest and _facts(found) == _facts(manifest)
+            if is_same and not found.edited_in:
                 return PublishedManifest(path, is_new)
-            if found == manifest and found.edited_in == manifest.edited_in:
+            if is_same and found.edited_in == manifest.edited_in:
                 with suppress(OSError):  # another process removes it
                     mark_in_use(fd)
                     return PublishedManifest(path, is_new, _lock_of(fd))
@@ -205,6 +203,10 @@ def publish_manifest(folder: Path, manifest: Manifest) -> PublishedManifest | No
         return PublishedManifest(path, is_new, _lock_of(fd) if manifest.edited_in else None)
     finally:
         os.close(fd)
+
+
+def _facts(manifest: Manifest) -> list[PackedFrom | None]:
+    return [entry.packed_from for entry in manifest.entries]
 
 
 def _lock_of(fd: int) -> object:
