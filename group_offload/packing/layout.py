@@ -136,8 +136,9 @@ class PackedLayout:
         rows, tile = torch.zeros(len(self.spans), ROW_BYTES // 8, dtype=torch.int64, device="cpu"), 0
         table = rows.view(torch.uint8)
         for number, (span, place) in enumerate(zip(self.spans, self.places, strict=False)):
-            rows[number, :4] = torch.tensor([span.offset, span.num_bytes, place, tile | span.bits << 32])
-            table[number, 32 : 32 + len(span.exponents)] = torch.tensor(span.exponents, dtype=torch.uint8)
+            facts = [span.offset, span.num_bytes, place, tile | span.bits << 32]
+            rows[number, :4] = torch.tensor(facts, device="cpu")
+            table[number, 32 : 32 + len(span.exponents)] = torch.tensor(span.exponents, dtype=torch.uint8, device="cpu")
             tile += span.num_tiles
         return rows
 
