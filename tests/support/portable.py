@@ -75,8 +75,6 @@ ABOUT_LINUX = {
     "integrations/test_opening.py": "casts that are postponed, because the page map tells which weights are views of files",
     "integrations/test_keeping.py": "models opened in place, as the page map tells which weights are views of files",
     "files/test_changing_folder.py": "locks of files, and processes of their own",
-    "cli/test_cli_pack.py::test_a_model_that_changed_since": "weights that rest in their checkpoint",
-    "cli/test_cli_pack.py::test_a_run_that_was_ended_goes_on": "weights that rest in their checkpoint",
     "files/test_file_identity.py::test_the_disk_is_a_promise": "weights that rest in their checkpoint",
     "engine/test_changes.py::test_a_swap_an_edit_and_a_new_module": "weights that rest in their checkpoint, as one case",
     "files/test_folder.py::test_name_is_given_to_durable_bytes": "folders that are synced",
