@@ -54,6 +54,7 @@ PUBLIC_NAMES = {
 LAYERS = (
     {"errors"},
     {"base"},
+    {"packing"},
     {"stores"},
     {"plan"},
     {"report"},

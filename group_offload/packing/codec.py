@@ -1,0 +1,142 @@
+"""`pack` an image, `check` what somebody packed, `unpack` it where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+import xxhash
+
+from ..base.layout import BlobLayout, memory_of
+from . import operators
+from .layout import MOST_ESCAPES, SPAN_ALIGNMENT, TILE_WEIGHTS, PackedError, PackedLayout, packed_size
+from .spans import choose_spans
+
+MIN_SAVING = 1 / 16
+"""Of the image: what saves less stays plain. Unpacking takes time too."""
+
+
+class Packed(NamedTuple):
+    """A packed image."""
+
+    layout: PackedLayout
+    data: torch.Tensor
+    """uint8 [layout.packed_bytes], on the CPU."""
+
+
+def _new_memory(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+
+
+def pack(
+    image: torch.Tensor,
+    layout: BlobLayout,
+    device: torch.device | None = None,
+    memory: Callable[[int], torch.Tensor] = _new_memory,
+) -> Packed | None:
+    """Pack the image of a blob without loss. What was packed is unpacked again there, and compared.
+
+    Args:
+        image: uint8 [layout.num_bytes], on the CPU or on a device.
+        layout: says where bf16 weights are.
+        device: packs. None: the device of the image.
+        memory: gives memory of the CPU for the packed bytes, such as page-locked memory.
+
+    Returns:
+        None if packing saves less than `MIN_SAVING`.
+    """
+    device = image.device if device is None else device
+    there = image.to(device)
+    spans = choose_spans(layout, lambda start, end: operators.count_exponents(there, start, end))
+    largest = layout.num_bytes - int(layout.num_bytes * MIN_SAVING)
+    if packed_size(spans, 0) > largest:
+        return None
+    draft = PackedLayout(layout.num_bytes, packed_size(spans, 0), spans, 0, "0" * 32)
+    data = torch.zeros(largest, dtype=torch.uint8, device=device)
+    escapes = operators.encode(there, draft, data)
+    num_escapes = sum(each.numel() for each in escapes)
+    size = packed_size(spans, num_escapes)
+    if size > largest or num_escapes > MOST_ESCAPES:
+        return None
+    end = draft.escapes_at
+    for each in escapes:
+        data[end : end + each.numel()] = each
+        end += each.numel()
+    data = data[:size]
+    found = replace(draft, packed_bytes=size, num_escapes=num_escapes, hash=hash_of(image.cpu()))
+    again = torch.empty_like(there)
+    if can_unpack(device):
+        unpack(data, found, again)
+    else:
+        operators.decode(data, found, again)
+    if not torch.equal(again, there):
+        raise PackedError(
+            f"Weights packed on {device} do not unpack to what they were: it is broken, or its compiler is"
+        )
+    return Packed(found, memory(size).copy_(data))
+
+
+def can_unpack(device: torch.device) -> bool:
+    """Whether `unpack` works there: on the CPU, and where Triton is installed, which comes with torch for accelerators."""
+    return device.type == "cpu" or (device.type in ("cuda", "xpu") and _has_triton())
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def hash_of(image: torch.Tensor) -> str:
+    """The hash of an image on the CPU that a `PackedLayout` has: XXH3 (128 bits, hexadecimal)."""
+    return xxhash.xxh3_128_hexdigest(memory_of(image))
+
+
+def unpack(data: torch.Tensor, layout: PackedLayout, out: torch.Tensor) -> None:
+    """Write the image to `out`: enqueued on the current stream of a device, done at return on the CPU.
+
+    Args:
+        data: uint8 [layout.packed_bytes], that `check` has passed.
+        out: uint8 [layout.plain_bytes] on the same device.
+
+    Raises:
+        PackedError: on the CPU, the codes do not fit the escapes. A device writes something, and nothing outside of `out`.
+    """
+    _check_sizes(data, layout)
+    if out.numel() != layout.plain_bytes:
+        raise ValueError(f"out has {out.numel():,} bytes, and the image has {layout.plain_bytes:,}")
+    if (data.data_ptr() | out.data_ptr()) % SPAN_ALIGNMENT:
+        raise ValueError(f"data and out have to begin at multiples of {SPAN_ALIGNMENT} bytes")
+    if out.device.type == "cpu":
+        operators.decode(data, layout, out)
+        return
+    from .kernels import decode  # here, as there is no Triton on many machines
+
+    decode(data, layout, out)
+
+
+def check(data: torch.Tensor, layout: PackedLayout) -> None:
+    """Compare the tables of packed bytes on the CPU with their layout. What they hold is proven by a hash, not here.
+
+    Raises:
+        PackedError: one is damaged. The message does not name the file.
+    """
+    _check_sizes(data, layout)
+    rows = layout.rows().view(torch.uint8).flatten()
+    if not torch.equal(data[: rows.numel()], rows):
+        raise PackedError("its table of spans is damaged")
+    found, spans = operators.tile_table(data, layout), layout.spans_of_tiles()
+    starts, halves = found & 0xFFFFFFFF, found >> 52 & 0xFFF
+    is_packed = torch.tensor([span.bits > 0 for span in layout.spans], device="cpu")[spans]
+    ends = torch.cat([starts[1:], torch.tensor([layout.num_escapes], device="cpu")])
+    is_right = (halves <= TILE_WEIGHTS // 2) & (halves <= ends - starts) & (ends - starts <= TILE_WEIGHTS * is_packed)
+    if not torch.equal(found, layout.entries(starts, halves)) or not bool(is_right.all()) or bool(starts[:1].any()):
+        raise PackedError("its table of tiles is damaged")
+
+
+def _check_sizes(data: torch.Tensor, layout: PackedLayout) -> None:
+    if data.numel() != layout.packed_bytes:
+        raise PackedError(f"it has {data.numel():,} packed bytes, and {layout.packed_bytes:,} were written")

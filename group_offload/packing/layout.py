@@ -1,0 +1,215 @@
+"""Where everything lies in a packed image. docs/group-files.md has the format, byte by byte.
+
+[Note: A packed image]
+An image is the bytes of a blob. Its *spans* follow one another: those of bf16 weights whose exponents are packed, and *plain*
+ones, which are copied. All of a span is cut into *tiles* of 4096 bytes of the image, and each tile decodes by itself, so one
+launch of one kernel decodes a group, and a table says for each tile which span it is of and where its escapes begin.
+
+A packed span holds whole tiles only, so kernels need no mask for it. What is left of a tensor is in the plain span behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ..base.layout import ALIGNMENT
+from ..base.strict_json import as_size, as_text, parse
+from ..errors import GroupFileError
+
+VERSION = 1
+TILE_WEIGHTS = 2048
+"""Larger tiles decoded slower and so did smaller ones: 512, 1,024, 2,048 and 4,096 were tried on an H100."""
+TILE_BYTES = 2 * TILE_WEIGHTS
+SPAN_ALIGNMENT = 16
+"""Spans begin at multiples of this in the image, and so do their bytes in the packed image: kernels move 16 bytes at once."""
+ROW_BYTES = 48
+"""Of a span, in the table of spans."""
+ENTRY_BYTES = 8
+"""Of a tile, in the table of tiles."""
+_NUM_EXPONENTS = {0: 0, 3: 7, 4: 15}
+"""By the bits of a code: how many exponents have one. The last code is the escape."""
+_MOST_TILES = (1 << 31) - 1
+MOST_ESCAPES = (1 << 32) - 1
+_MOST_SPANS = 1 << 20
+_BEHIND_ESCAPES = TILE_WEIGHTS + 16
+"""A tile of escapes more would fit behind the last one, so that no damage leads out of the image."""
+_HASH = re.compile("[0-9a-f]{32}")
+
+
+class PackedError(GroupFileError):
+    """Packed bytes, or what is said about them, are damaged or of another version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A run of bytes of the image, all packed in one way."""
+
+    offset: int
+    num_bytes: int
+    bits: int = 0
+    """Of the code of an exponent: 3 or 4. 0: the span is plain."""
+    exponents: tuple[int, ...] = ()
+    """The exponents with a code, by their codes."""
+
+    @property
+    def num_tiles(self) -> int:
+        return -(-self.num_bytes // TILE_BYTES)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Without escapes."""
+        return self.num_tiles * record_bytes(self.bits) if self.bits else self.num_bytes
+
+
+def record_bytes(bits: int) -> int:
+    """The size of a packed tile: its codes, then the sign and the mantissa of each weight."""
+    return TILE_WEIGHTS * bits // 8 + TILE_WEIGHTS
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """What decoding needs to know, as plain data. It is checked when it is made."""
+
+    plain_bytes: int
+    """The size of the image: `BlobLayout.num_bytes`."""
+    packed_bytes: int
+    spans: tuple[Span, ...]
+    """In order. Together they are the image."""
+    num_escapes: int
+    hash: str
+    """XXH3 (128 bits, hexadecimal) of the image."""
+
+    def __post_init__(self) -> None:
+        end = 0
+        for span in self.spans:
+            if span.bits not in _NUM_EXPONENTS or len(span.exponents) != _NUM_EXPONENTS[span.bits]:
+                raise PackedError(f"its span at byte {span.offset:,} is packed in a way that does not exist")
+            if sorted({*span.exponents} & {*range(256)}) != [*span.exponents]:
+                raise PackedError(f"its span at byte {span.offset:,} has exponents in a wrong order, or twice")
+            if span.offset != end or span.num_bytes <= 0:
+                raise PackedError(f"its spans overlap or leave a gap at byte {end:,}")
+            if span.offset % SPAN_ALIGNMENT or (span.bits and span.num_bytes % TILE_BYTES):
+                raise PackedError(f"its span at byte {span.offset:,} is not cut as spans are")
+            end += span.num_bytes
+        if end != self.plain_bytes or end % SPAN_ALIGNMENT:
+            raise PackedError(f"its spans take {end:,} bytes, and its image has {self.plain_bytes:,}")
+        if len(self.spans) > _MOST_SPANS or self.num_tiles > _MOST_TILES:
+            raise PackedError(f"it has {len(self.spans):,} spans and {self.num_tiles:,} tiles, which cannot be")
+        if not 0 <= self.num_escapes <= min(MOST_ESCAPES, self._num_packed_weights):
+            raise PackedError(f"it has {self.num_escapes:,} escapes, which cannot be")
+        if self.packed_bytes != packed_size(self.spans, self.num_escapes) or self.packed_bytes > self.plain_bytes:
+            raise PackedError(f"it says that it takes {self.packed_bytes:,} bytes, and its spans say something else")
+        if not _HASH.fullmatch(self.hash):
+            raise PackedError("its hash is none")
+
+    @cached_property
+    def num_tiles(self) -> int:
+        return sum(span.num_tiles for span in self.spans)
+
+    @cached_property
+    def _num_packed_weights(self) -> int:
+        return sum(span.num_bytes // 2 for span in self.spans if span.bits)
+
+    @property
+    def tiles_at(self) -> int:
+        """Where the table of tiles begins in the packed image."""
+        return aligned(ROW_BYTES * len(self.spans))
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Where the bytes of each span begin in the packed image, and where those of the last one end."""
+        return tuple(_places(self.spans))
+
+    @property
+    def escapes_at(self) -> int:
+        """Where the escapes begin."""
+        return self.places[-1]
+
+    def rows(self) -> torch.Tensor:
+        """The table of spans: int64 [spans, 6]."""
+        rows, tile = torch.zeros(len(self.spans), ROW_BYTES // 8, dtype=torch.int64, device="cpu"), 0
+        table = rows.view(torch.uint8)
+        for number, (span, place) in enumerate(zip(self.spans, self.places, strict=False)):
+            facts = [span.offset, span.num_bytes, place, tile | span.bits << 32]
+            rows[number, :4] = torch.tensor(facts, device="cpu")
+            table[number, 32 : 32 + len(span.exponents)] = torch.tensor(span.exponents, dtype=torch.uint8, device="cpu")
+            tile += span.num_tiles
+        return rows
+
+    def entries(self, starts: torch.Tensor, halves: torch.Tensor) -> torch.Tensor:
+        """The table of tiles: int64 [tiles].
+
+        Args:
+            starts, halves: for each tile, how many escapes come before it, and how many its first half has (int64, on the CPU).
+        """
+        return starts | self.spans_of_tiles() << 32 | halves << 52
+
+    def spans_of_tiles(self) -> torch.Tensor:
+        """The number of each tile's span: int64 [tiles]."""
+        counts = torch.tensor([span.num_tiles for span in self.spans], device="cpu")
+        return torch.repeat_interleave(torch.arange(len(self.spans), device="cpu"), counts)
+
+    def to_json(self) -> str:
+        spans = [[span.num_bytes, span.bits, bytes(span.exponents).hex()] for span in self.spans]
+        return json.dumps(
+            {
+                "version": VERSION,
+                "plain_bytes": self.plain_bytes,
+                "packed_bytes": self.packed_bytes,
+                "hash": self.hash,
+                "escapes": self.num_escapes,
+                "spans": spans,
+            },
+            separators=(",", ":"),
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> PackedLayout:
+        """
+        Raises:
+            PackedError: `text` is not what `to_json` of this version gives. The message does not name the file.
+        """
+        try:
+            found = parse(text.encode())
+            if not isinstance(found, dict):
+                raise PackedError("its layout is not an object")
+            if found.get("version") != VERSION:
+                raise PackedError(f"another version packed it: this one reads version {VERSION}")
+            items, spans, end = found.get("spans"), [], 0
+            if not isinstance(items, list):
+                raise PackedError("its layout lists no spans")
+            for item in items:
+                if not isinstance(item, list) or len(item) != 3:
+                    raise PackedError("its layout lists something else than spans")
+                exponents = tuple(bytes.fromhex(as_text(item[2])))
+                spans.append(Span(end, as_size(item[0]), as_size(item[1]), exponents))
+                end += spans[-1].num_bytes
+            sizes = [as_size(found.get(name)) for name in ("plain_bytes", "packed_bytes", "escapes")]
+            return cls(sizes[0], sizes[1], tuple(spans), sizes[2], as_text(found.get("hash")))
+        except PackedError:
+            raise
+        except (GroupFileError, ValueError) as error:
+            raise PackedError(f"its layout cannot be read: {error}") from error
+
+
+def packed_size(spans: Sequence[Span], num_escapes: int) -> int:
+    """The size of a packed image."""
+    return _places(spans)[-1] + aligned(num_escapes + _BEHIND_ESCAPES)
+
+
+def _places(spans: Sequence[Span]) -> list[int]:
+    num_tiles = sum(span.num_tiles for span in spans)
+    found = [aligned(ROW_BYTES * len(spans)) + aligned(ENTRY_BYTES * num_tiles)]
+    for span in spans:
+        found.append(aligned(found[-1] + span.packed_bytes))
+    return found
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

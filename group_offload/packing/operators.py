@@ -1,0 +1,161 @@
+"""Packing, and unpacking on the CPU, with torch's own operators: some tiles at a time, so that they stay in the caches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from .layout import ENTRY_BYTES, TILE_BYTES, TILE_WEIGHTS, PackedError, PackedLayout, Span, record_bytes
+
+_TILES_AT_ONCE = 256
+"""On the CPU. With fewer, the time goes into calls."""
+_TILES_ON_DEVICES = 8192
+"""Enough for each operator to fill a device, and few enough for its memory: what is computed takes some hundred MiB."""
+
+_GATHER = {3: ((5, 0x003F003F003F003F), (10, 0x00000FFF00000FFF), (20, 0x0000000000FFFFFF))}
+_GATHER[4] = ((4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF), (16, 0x00000000FFFFFFFF))
+"""How the codes of eight weights, a byte each, move together in 64 bits: step by step, by how many bits, and what stays."""
+_SPREAD = {3: ((20, 0x00000FFF00000FFF), (10, 0x003F003F003F003F), (5, 0x0707070707070707))}
+_SPREAD[4] = ((16, 0x0000FFFF0000FFFF), (8, 0x00FF00FF00FF00FF), (4, 0x0F0F0F0F0F0F0F0F))
+"""The way back."""
+
+
+def count_exponents(image: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """How often each exponent is there in the bf16 weights between two bytes of the image: int64 [256]."""
+    counts = torch.zeros(256, dtype=torch.int64, device=image.device)
+    step = _num_at_once(image.device) * TILE_BYTES
+    for low in range(start, end, step):
+        counts += torch.bincount(_exponents(image[low : min(low + step, end)]), minlength=256)
+    return counts.cpu()
+
+
+def encode(image: torch.Tensor, layout: PackedLayout, data: torch.Tensor) -> list[torch.Tensor]:
+    """Write the records and the tables into `data`.
+
+    Args:
+        layout: without the escapes, whose number is not known yet.
+        data: the packed image as far as the escapes, on the device of the image.
+
+    Returns:
+        The escapes, in order.
+    """
+    halves = torch.zeros(2, layout.num_tiles, dtype=torch.int64, device=data.device)
+    rows = layout.rows().view(torch.uint8).flatten()
+    data[: rows.numel()].copy_(rows)
+
+    def encode_part(part: _Part) -> torch.Tensor:
+        span, record = part.span, part.record
+        split = TILE_WEIGHTS * span.bits // 8
+        words = part.weights.view(torch.int16)
+        exponents = _exponents(part.weights)
+        codes = _codes_of(exponents, span.exponents)
+        is_escape = codes == len(span.exponents)
+        halves[:, part.tile : part.tile + len(record)] = is_escape.view(-1, 2, TILE_WEIGHTS // 2).sum(2).T
+        together = codes.view(torch.int64)
+        for shift, mask in _GATHER[span.bits]:
+            together = (together | together >> shift) & mask
+        by_byte = together.view(torch.uint8).view(-1, TILE_WEIGHTS // 8, 8)[:, :, : span.bits].transpose(1, 2)
+        record[:, :split].view(-1, span.bits, TILE_WEIGHTS // 8).copy_(by_byte)
+        record[:, split:] = (words >> 8 & 0x80).bitwise_or_(words & 0x7F).view(-1, TILE_WEIGHTS)
+        return exponents[is_escape]
+
+    for span, place in _plain_spans(layout):
+        data[place : place + span.num_bytes] = image[span.offset : span.offset + span.num_bytes]
+    escapes = [encode_part(part) for part in _parts(layout, image, data)]
+    by_tile = halves.cpu()
+    num_each = by_tile.sum(0)
+    tile_table(data, layout).copy_(layout.entries(num_each.cumsum(0) - num_each, by_tile[0]))
+    return escapes
+
+
+def decode(data: torch.Tensor, layout: PackedLayout, out: torch.Tensor) -> None:
+    """Write the image to `out`.
+
+    Raises:
+        PackedError: the codes do not fit the escapes.
+    """
+    escapes = data[layout.escapes_at : layout.escapes_at + layout.num_escapes]
+    starts = [*((tile_table(data, layout) & 0xFFFFFFFF).tolist()), layout.num_escapes]
+
+    def decode_part(part: _Part) -> None:
+        span, record = part.span, part.record
+        split = TILE_WEIGHTS * span.bits // 8
+        by_byte = torch.zeros(len(record), TILE_WEIGHTS // 8, 8, dtype=torch.uint8, device=out.device)
+        by_byte[:, :, : span.bits] = record[:, :split].view(-1, span.bits, TILE_WEIGHTS // 8).transpose(1, 2)
+        apart = by_byte.view(torch.int64)
+        for shift, mask in _SPREAD[span.bits]:
+            apart = (apart | apart << shift) & mask
+        codes = apart.view(torch.uint8).flatten()
+        is_escape = codes == len(span.exponents)
+        mine = escapes[starts[part.tile] : max(starts[part.tile + len(record)], starts[part.tile])]
+        if int(is_escape.sum()) != mine.numel():
+            raise PackedError(
+                f"its codes of the span at byte {span.offset:,} do not ask for the escapes that there are"
+            )
+        exponents = _exponents_of(codes, span.exponents).masked_scatter_(is_escape, mine)
+        rest = record[:, split:].to(torch.int16).flatten()
+        words = (rest & 0x80) << 8
+        words.bitwise_or_(rest.bitwise_and_(0x7F)).bitwise_or_(exponents.to(torch.int16) << 7)
+        part.weights.view(torch.int16).copy_(words)
+
+    for span, place in _plain_spans(layout):
+        out[span.offset : span.offset + span.num_bytes] = data[place : place + span.num_bytes]
+    for part in _parts(layout, out, data):
+        decode_part(part)
+
+
+def tile_table(data: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+    """The table of tiles, as a view: int64 [tiles]."""
+    return data[layout.tiles_at : layout.tiles_at + layout.num_tiles * ENTRY_BYTES].view(torch.int64)
+
+
+class _Part(NamedTuple):
+    """Some tiles of a packed span."""
+
+    span: Span
+    tile: int
+    """The number of the first one in the table."""
+    weights: torch.Tensor
+    """Their bytes of the image."""
+    record: torch.Tensor
+    """Their records: uint8 [tiles, record_bytes]."""
+
+
+def _parts(layout: PackedLayout, image: torch.Tensor, data: torch.Tensor) -> Iterator[_Part]:
+    tile, at_once = 0, _num_at_once(image.device)
+    for span, place in zip(layout.spans, layout.places, strict=False):
+        size = record_bytes(span.bits)
+        for first in range(0, span.num_tiles if span.bits else 0, at_once):
+            num = min(at_once, span.num_tiles - first)
+            start, there = span.offset + first * TILE_BYTES, place + first * size
+            weights = image[start : start + num * TILE_BYTES]
+            yield _Part(span, tile + first, weights, data[there : there + num * size].view(num, size))
+        tile += span.num_tiles
+
+
+def _plain_spans(layout: PackedLayout) -> list[tuple[Span, int]]:
+    return [(span, place) for span, place in zip(layout.spans, layout.places, strict=False) if not span.bits]
+
+
+def _num_at_once(device: torch.device) -> int:
+    return _TILES_AT_ONCE if device.type == "cpu" else _TILES_ON_DEVICES
+
+
+def _exponents(weights: torch.Tensor) -> torch.Tensor:
+    return (weights.view(torch.int16) >> 7).to(torch.uint8)
+
+
+def _codes_of(exponents: torch.Tensor, known: Sequence[int]) -> torch.Tensor:
+    if known[-1] - known[0] == len(known) - 1:  # one after another, as those of most weights are
+        return (exponents - known[0]).clamp_(max=len(known))
+    codes = torch.full((256,), len(known), dtype=torch.uint8, device="cpu")
+    codes[list(known)] = torch.arange(len(known), dtype=torch.uint8, device="cpu")
+    return codes.to(exponents.device).index_select(0, exponents.int())
+
+
+def _exponents_of(codes: torch.Tensor, known: Sequence[int]) -> torch.Tensor:
+    if known[-1] - known[0] == len(known) - 1:
+        return codes + known[0]
+    return torch.tensor([*known, 0], dtype=torch.uint8, device=codes.device).index_select(0, codes.int())

@@ -1,0 +1,200 @@
+"""Packed images: every byte comes back, whatever the weights are, and damage is found or stays where it is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from group_offload import GroupFileError
+from group_offload.packing.codec import MIN_SAVING, check, hash_of, pack, unpack
+from group_offload.packing.layout import TILE_BYTES, TILE_WEIGHTS, PackedError, PackedLayout, Span
+
+from ..support.packing import KINDS, LENGTHS, image_of, packable, packed_of, tensors, weights, written_by
+
+
+def unpacked(data: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+    """What `unpack` writes. Bytes before and behind it have to stay what they are."""
+    return written_by(lambda out: unpack(data, layout, out), layout.plain_bytes)
+
+
+@given(tensors())
+@settings(max_examples=60, deadline=None)
+def test_every_byte_comes_back(given: list[torch.Tensor]) -> None:
+    image, packed = packed_of(given)
+    check(packed.data, packed.layout)
+    assert torch.equal(unpacked(packed.data, packed.layout), image)
+    assert packed.layout.hash == hash_of(image)
+    assert packed.data.numel() == packed.layout.packed_bytes <= (1 - MIN_SAVING) * packed.layout.plain_bytes
+    assert PackedLayout.from_json(packed.layout.to_json()) == packed.layout
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_each_kind_of_weights_beside_others(kind: str, length: int) -> None:
+    image, packed = packed_of([weights(kind, length), packable(), torch.randn(3)])
+    assert torch.equal(unpacked(packed.data, packed.layout), image)
+
+
+def test_an_edge_of_the_image() -> None:
+    """Weights that begin at an odd place of the image, as in some checkpoints."""
+    layout = image_of([packable()])[1]
+    spec = replace(layout.specs[0], offset=6)
+    extent = replace(layout.extents[0], offset=6)
+    layout = replace(layout, specs=(spec,), extents=(extent,), num_bytes=layout.num_bytes + 512)
+    image = torch.randint(256, (layout.num_bytes,), dtype=torch.uint8)
+    spec.view(image).copy_(packable())
+    packed = pack(image, layout)
+    assert packed is not None
+    assert packed.layout.spans[0] == Span(0, 16)
+    assert torch.equal(unpacked(packed.data, packed.layout), image)
+
+
+@pytest.mark.parametrize("kind", ["words", "exponents", "wide"])
+def test_what_does_not_pack_stays_plain(kind: str) -> None:
+    assert pack(*image_of([weights(kind, 100_000)])) is None or kind == "wide"
+    image, packed = packed_of([weights(kind, 100_000), *[packable()] * 3])
+    assert torch.equal(unpacked(packed.data, packed.layout), image)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [[], [torch.empty(0)], [torch.ones(1).bfloat16()], [torch.randn(100_000)], [weights("normal", TILE_WEIGHTS - 1)]],
+)
+def test_too_little_to_pack(given: list[torch.Tensor]) -> None:
+    assert pack(*image_of(given)) is None
+
+
+def test_the_worst_case() -> None:
+    """Weights that do not pack take less than one percent more beside weights that do. Alone they are not packed."""
+    hard, easy = weights("words", 200_003), weights("normal", 1_000_000)
+    alone = packed_of([easy])[1].layout.packed_bytes
+    both = packed_of([easy, hard])[1].layout.packed_bytes
+    assert alone + hard.nbytes < both < alone + hard.nbytes * 1.01
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits", "most"),
+    [("normal", 3, 0.705), ("constant", 3, 0.695), ("sparse", 3, 0.71), ("cauchy", 3, 0.76), ("wide", 4, 0.87)],
+)
+def test_how_well_it_packs(kind: str, bits: int, most: float) -> None:
+    _, packed = packed_of([weights(kind, 200 * TILE_WEIGHTS)])
+    assert packed.layout.spans[0].bits == bits
+    assert packed.layout.packed_bytes / packed.layout.plain_bytes < most
+
+
+def test_an_image_of_several_parts() -> None:
+    tensors = [weights("cauchy", 3_000_000), weights("normal", 2_500_000)]
+    with torch.inference_mode():
+        image, packed = packed_of(tensors)
+        assert torch.equal(unpacked(packed.data, packed.layout), image)
+    image, packed = packed_of(tensors)
+    assert torch.equal(unpacked(packed.data, packed.layout), image)
+    check(packed.data, packed.layout)
+    packed.data[packed.layout.places[0] : packed.layout.places[1]] = 0xFF
+    with pytest.raises(PackedError, match="do not ask for the escapes"):
+        unpacked(packed.data, packed.layout)
+
+
+def test_neighbours_that_agree_share_a_table() -> None:
+    small = [weights("normal", 1536, seed) for seed in range(9)]
+    _, packed = packed_of([*small, packable(), weights("constant", 100_000)])
+    assert [span.bits for span in packed.layout.spans] == [3, 0, 3, 0]
+
+
+# ------------------------------------------------------------------------------------------------ damage
+
+
+IMAGE, PACKED = packed_of([packable(), torch.randn(1000), weights("wide", 30_000), weights("constant", 3)])
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_damaged_bytes_are_found_or_stay_inside(data: st.DataObject) -> None:
+    damaged = PACKED.data.clone()
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, damaged.numel() - 1) | st.integers(0, 2048))
+        damaged[place : place + data.draw(st.sampled_from([1, 8, 3000]))] = data.draw(st.integers(0, 255))
+    try:
+        check(damaged, PACKED.layout)
+        out = unpacked(damaged, PACKED.layout)
+    except PackedError:
+        return
+    used = torch.equal(damaged, PACKED.data) or hash_of(out) != PACKED.layout.hash
+    assert used or torch.equal(out, IMAGE)  # a byte between the parts
+
+
+@pytest.mark.parametrize("size", [0, 1, PACKED.data.numel() - 1, PACKED.data.numel() - TILE_BYTES])
+def test_truncated(size: int) -> None:
+    for call in (check, unpacked):
+        with pytest.raises(PackedError, match="packed bytes"):
+            call(PACKED.data[:size], PACKED.layout)
+
+
+@pytest.mark.parametrize(
+    ("place", "which"),
+    [(0, "spans"), (40, "spans"), (PACKED.layout.tiles_at, "tiles"), (PACKED.layout.tiles_at + 6, "tiles")],
+)
+def test_damaged_tables(place: int, which: str) -> None:
+    damaged = PACKED.data.clone()
+    damaged[place] ^= 0xFF
+    with pytest.raises(PackedError, match=f"table of {which}"):
+        check(damaged, PACKED.layout)
+
+
+def test_out_of_the_wrong_size_or_place() -> None:
+    with pytest.raises(ValueError, match="out has"):
+        unpack(PACKED.data, PACKED.layout, torch.empty(5, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="multiples of 16"):
+        unpack(PACKED.data, PACKED.layout, torch.empty(PACKED.layout.plain_bytes + 8, dtype=torch.uint8)[8:])
+
+
+def changed(**values: Any) -> str:
+    return json.dumps({**json.loads(PACKED.layout.to_json()), **values})
+
+
+SPANS = json.loads(PACKED.layout.to_json())["spans"]
+BAD_LAYOUTS = {
+    "nothing": "",
+    "no JSON": "{",
+    "half of a character": '{"version": "\ud800"}',
+    "a list": "[]",
+    "a fraction": changed(hash=0.5),
+    "no version": changed(version=None),
+    "no spans": changed(spans=None),
+    "spans that are numbers": changed(spans=[1, 2]),
+    "spans that are short": changed(spans=[[4096, 3]]),
+    "five bits": changed(spans=[[SPANS[0][0], 5, SPANS[0][2]], *SPANS[1:]]),
+    "exponents of another code": changed(spans=[[SPANS[0][0], 4, SPANS[0][2]], *SPANS[1:]]),
+    "exponents in another order": changed(spans=[[SPANS[0][0], 3, "74" + SPANS[0][2][2:-2] + "73"], *SPANS[1:]]),
+    "an exponent twice": changed(spans=[[SPANS[0][0], 3, SPANS[0][2][:2] + SPANS[0][2][:-2]], *SPANS[1:]]),
+    "exponents that are no bytes": changed(spans=[[SPANS[0][0], 3, "xy"], *SPANS[1:]]),
+    "a part of a tile": changed(spans=[[SPANS[0][0] - 16, *SPANS[0][1:]], [16, 0, ""], *SPANS[1:]]),
+    "an empty span": changed(spans=[[0, 0, ""], *SPANS]),
+    "a span that is missing": changed(spans=SPANS[1:]),
+    "a span too many": changed(spans=[*SPANS, SPANS[0]]),
+    "a huge span": changed(spans=[[1 << 62, 0, ""]] * 3),
+    "a negative span": changed(spans=[[-4096, 0, ""], *SPANS]),
+    "more escapes than weights": changed(escapes=1 << 40),
+    "another size": changed(packed_bytes=4096),
+    "a size that is a text": changed(plain_bytes="4096"),
+    "no hash": changed(hash=None),
+    "a hash that is none": changed(hash="x" * 32),
+}
+
+
+@pytest.mark.parametrize("text", BAD_LAYOUTS.values(), ids=BAD_LAYOUTS)
+def test_bad_layouts(text: str) -> None:
+    with pytest.raises(PackedError, match=r"^(it|its|another) ") as caught:
+        PackedLayout.from_json(text)
+    assert isinstance(caught.value, GroupFileError)
+
+
+def test_another_version() -> None:
+    with pytest.raises(PackedError, match="another version packed it: this one reads version 1"):
+        PackedLayout.from_json(changed(version=2))

@@ -1,0 +1,184 @@
+"""Images of blobs to pack, of all kinds of weights."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from hypothesis import strategies as st
+
+from group_offload.base.layout import BlobLayout, lay_out
+from group_offload.packing.codec import Packed, pack
+from group_offload.packing.layout import TILE_WEIGHTS
+
+KINDS = (
+    "normal",
+    "wide",
+    "cauchy",
+    "words",
+    "exponents",
+    "zeros",
+    "constant",
+    "nan",
+    "infinite",
+    "denormal",
+    "sparse",
+)
+"""Of weights in bf16."""
+OTHERS = (torch.float32, torch.float16, torch.float8_e4m3fn, torch.int8, torch.bool, torch.float64)
+LENGTHS = (0, 1, 2, 7, 100, 127, TILE_WEIGHTS - 1, TILE_WEIGHTS, TILE_WEIGHTS + 1, 3 * TILE_WEIGHTS, 10_007)
+
+
+def weights(kind: str, num: int, seed: int = 0) -> torch.Tensor:
+    """`num` weights in bf16."""
+    random = torch.Generator().manual_seed(seed)
+    normal = torch.randn(num, generator=random)
+    words = torch.randint(-(1 << 15), 1 << 15, (num,), generator=random, dtype=torch.int32).to(torch.int16)
+    if kind == "words":
+        return words.view(torch.bfloat16)
+    if kind == "exponents":  # all equally often, the mantissa always the same
+        return (torch.arange(num) % 256 << 7).to(torch.int16).view(torch.bfloat16)
+    if kind in ("nan", "infinite", "denormal"):
+        exponent = 0 if kind == "denormal" else 0x7F80
+        mantissa = 0 if kind == "infinite" else 0x7F
+        return ((words & (0x8000 - 0x10000)) | exponent | (words & mantissa)).view(torch.bfloat16)
+    scale = {"wide": torch.exp(4 * normal.roll(1)), "cauchy": 1 / normal.roll(1).abs(), "zeros": 0}.get(kind, 0.02)
+    found = normal * scale
+    if kind == "constant":
+        found = torch.full((num,), -1.5)
+    if kind == "sparse":
+        found[::2] = 0
+    return found.bfloat16()
+
+
+def image_of(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, BlobLayout]:
+    """The image of a blob that holds the tensors, and its layout."""
+    layout = lay_out([f"tensor_{i}" for i in range(len(tensors))], tensors)
+    image = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    for view, tensor in zip(layout.views(image), tensors, strict=True):
+        view.copy_(tensor)
+    return image, layout
+
+
+def packable() -> torch.Tensor:
+    """Enough weights that pack well for an image to be packed, whatever else is in it."""
+    return weights("normal", 150_000, seed=1)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> list[torch.Tensor]:
+    """Some tensors of a blob that is worth packing."""
+    found = [packable()]
+    for seed in range(draw(st.integers(0, 6))):
+        length = draw(st.sampled_from(LENGTHS))
+        kind = draw(st.sampled_from((*KINDS, None)))
+        dtype = torch.bfloat16 if kind else draw(st.sampled_from(OTHERS))
+        tensor = weights(kind or "words", length, seed)
+        if kind is None:
+            tensor = tensor.view(torch.uint8)[: length // 16 * 16].view(torch.uint8 if dtype == torch.bool else dtype)
+            tensor = tensor % 2 == 1 if dtype == torch.bool else tensor
+        found.insert(draw(st.integers(0, len(found))), tensor)
+    return found
+
+
+def packed_of(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Packed]:
+    """The image of a blob, and the same packed."""
+    image, layout = image_of(tensors)
+    packed = pack(image, layout)
+    assert packed is not None
+    return image, packed
+
+
+GUARD = 4096
+"""The bytes before and behind an image that have to stay as they are."""
+
+
+def written_by(
+    decode: Callable[[torch.Tensor], None], num_bytes: int, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """What `decode` writes to memory of so many bytes, none of them outside."""
+    memory = torch.full((GUARD + num_bytes + GUARD,), 0x5A, dtype=torch.uint8, device=device)
+    out = memory[GUARD : GUARD + num_bytes]
+    try:
+        decode(out)
+    finally:
+        assert bool((memory[:GUARD] == 0x5A).all()) and bool((memory[GUARD + num_bytes :] == 0x5A).all())
+    return out
+
+
+def check_kernel(device: torch.device | str, num_tiles: int, num_damages: int) -> None:
+    """Compare the kernel with the CPU, on all kinds of weights and beside other dtypes; then let it decode damaged images.
+
+    Args:
+        device: "cpu" in Triton's interpreter.
+        num_tiles: how large the images are.
+    """
+    from group_offload.packing.kernels import decode
+
+    size = num_tiles * TILE_WEIGHTS
+    many = [each for kind in KINDS for each in (weights(kind, TILE_WEIGHTS + 5), torch.randn(77))]
+    images = [[*many, weights("normal", size)], [weights("wide", size + 1), torch.randn(1500)]]
+    for given in images:
+        image, (layout, data) = packed_of(given)
+        there = data.to(device)
+        found = written_by(
+            lambda out, there=there, layout=layout: decode(there, layout, out), layout.plain_bytes, device
+        )
+        assert torch.equal(found.cpu(), image), layout
+    image, (layout, data) = packed_of([weights("normal", size // 2), torch.randn(700), weights("wide", size // 2)])
+    assert {span.bits for span in layout.spans} == {0, 3, 4}
+    random = torch.Generator().manual_seed(0)
+    tables = torch.tensor([0, 8, 16, 24, 30, 48, *range(layout.tiles_at, layout.tiles_at + 16)])
+    for number in range(num_damages):
+        damaged = data.clone()
+        bytes_ = torch.randint(256, (8,), generator=random, dtype=torch.uint8)
+        place = (
+            int(tables[number % len(tables)]) if number % 3 else int(torch.randint(len(data) - 8, (), generator=random))
+        )
+        damaged[place : place + 8] = bytes_ if number % 2 else 0xFF
+        there = damaged.to(device)
+        written_by(lambda out, there=there: decode(there, layout, out), layout.plain_bytes, device)
+    garbage = torch.randint(256, (len(data),), generator=random, dtype=torch.uint8).to(device)
+    written_by(lambda out: decode(garbage, layout, out), layout.plain_bytes, device)
+
+
+TARGETS: tuple[tuple[str, int | str, int, str], ...] = (
+    ("cuda", 80, 32, r"st.global.*v4.b32"),
+    ("cuda", 90, 32, r"st.global.*v4.b32"),
+    ("hip", "gfx942", 64, "store_dwordx4"),
+    ("hip", "gfx1100", 32, "store_b128"),
+)
+"""Devices, the threads of a warp, and how a store of 16 bytes is called there."""
+
+
+def check_compiler() -> None:
+    """Compile the kernel for devices, which do not have to be there. Each thread has to store 16 bytes at once."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from group_offload.packing.kernels import _decode
+
+    names = list(_decode.arg_names)
+    signature = {name: "*u8" if name in ("data", "out") else "i64" for name in names}
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("data", "out")}
+    for backend, arch, warp_size, wide_store in TARGETS:
+        options = {"num_warps": 128 // warp_size, "enable_fp_fusion": False}
+        source, target = ASTSource(_decode, signature, {}, aligned), GPUTarget(backend, arch, warp_size)
+        try:
+            text = triton.compile(source, target=target, options=options).asm["ptx" if backend == "cuda" else "amdgcn"]
+        except Exception as error:
+            if "ROCm" in str(error):  # Triton 3.3 has no linker of its own
+                continue
+            raise
+        assert len(re.findall(wide_store, text)) >= 4, target
+
+
+if __name__ == "__main__":  # a process of its own: importing triton changes what torch can do
+    torch.set_num_threads(1)
+    if sys.argv[1:] == ["compile"]:
+        check_compiler()
+    else:
+        check_kernel("cpu", *map(int, sys.argv[1:]))
