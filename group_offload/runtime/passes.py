@@ -32,6 +32,7 @@ from ..base.device import Backend, Stream
 from ..base.torch_internals import current_transform
 from ..base.tuning import tuning
 from ..errors import GroupFileError, StateError
+from ..partition import Method
 from .budget.budgeter import Kind
 from .calls import EXPECTED, Call
 from .changes import Changes
@@ -109,7 +110,7 @@ class Passes:
         self._prepare = prepare
         self._groups: tuple[Group, ...] = ()
         self._group_of: dict[Part, Group] = {}
-        self._needs: Callable[[nn.Module], Sequence[Group]] = lambda module: ()
+        self._needs: Callable[[nn.Module | Method], Sequence[Group]] = lambda entry: ()
         self._detect_edits = True
         self._state = State.CLEAN
         self._calls: list[Call] = []
@@ -133,11 +134,11 @@ class Passes:
         """The lock that a pass holds for its length. Models that share weights have one lock."""
         join(self)
 
-    def set_groups(self, groups: tuple[Group, ...], needs: Callable[[nn.Module], Sequence[Group]]) -> None:
+    def set_groups(self, groups: tuple[Group, ...], needs: Callable[[nn.Module | Method], Sequence[Group]]) -> None:
         """Take over the groups that the module was cut into.
 
         Args:
-            needs: Function that returns the groups that a call of a module with a gate needs.
+            needs: Function that returns the groups that a call of a module, or of a method, with a gate needs.
         """
         self._groups, self._stint = groups, set()
         self._group_of = {part: group for group in groups for part in group.parts}
@@ -198,9 +199,9 @@ class Passes:
         state = State.OPEN if is_first else self._state
         try:
             if is_first:
-                self._begin(call.module, Kind.of(call.module, args, kwargs), kwargs)
+                self._begin(call, Kind.of(call.entry, args, kwargs), kwargs)
             self._state = State.UNKNOWN
-            for group in self._needs(call.module):
+            for group in self._needs(call.entry):
                 if group.num_bytes:
                     self.acquire(group)
                     call.groups.append(group)
@@ -248,14 +249,15 @@ class Passes:
 
     # ---------------------------------------------------------------- a forward
 
-    def _begin(self, top: nn.Module, kind: Kind, inputs: Any) -> None:
+    def _begin(self, call: Call, kind: Kind, inputs: Any) -> None:
+        top, entry = call.module, call.entry
         if current_transform() is not None:
             raise StateError(
                 f"{type(self.root).__name__} is group-offloaded: its weights cannot be brought inside of a transform of "
                 f"torch.func (grad, vmap, jvp). Use torch.autograd.grad or torch.autograd.functional, which work, or call "
                 f"remove() before."
             )
-        self.before_forward(self.root, inputs if top is self.root else {})
+        self.before_forward(self.root, inputs if entry is self.root else {})
         self._counters.passes += 1
         self.begin_clean()
         self._thread = threading.get_ident()
@@ -263,7 +265,7 @@ class Passes:
         self.kind = kind
         if self.succession is not None:
             if not kind.with_grad:  # a backward would come next
-                self._heir = self.succession.begin(self, top)
+                self._heir = self.succession.begin(self, entry)
             self._memory.spared = self._spared
             self._stint = scope if self.succession.is_first_of_stint else self._stint | scope
             if self.succession.is_repeated and not self._placer.has_budget:
@@ -273,10 +275,10 @@ class Passes:
         self._placer.make_room(kind)
         self._memory.take()
         self._placer.keep_within_budgets(kind)  # the slots are there: what is left is for groups that stay
-        self._placer.begin_pass(top)
+        self._placer.begin_pass(entry)
         if self._placer.is_timed(kind):
             self._probe.begin_timing(kind, self._backend.current_stream())
-        self._lookahead.begin(top, scope, is_last=self._heir is not None)
+        self._lookahead.begin(entry, scope, is_last=self._heir is not None)
 
     def begin_clean(self) -> None:
         """Clear away a pass that was interrupted. The module then owns its slots until `_end` or `stay_clean`."""
@@ -583,6 +585,7 @@ class Passes:
         try:
             while not self.lock.acquire(timeout=tuning().turn_patience_seconds):
                 top = None if self.kind is None else self.kind.top
+                top = top.module if isinstance(top, Method) else top
                 # A call of the whole module is separate work, whose turn will come. A call of a part may belong to the pass.
                 parts = top.modules() if self.is_running and isinstance(top, nn.Module) and module is not top else ()
                 is_inside = any(module is part for part in parts)

@@ -11,7 +11,7 @@ until compute has got there. So weights that wait for their turn do not add to t
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from heapq import nlargest
@@ -95,8 +95,8 @@ class Placer:
         self._total_bytes = 0
         self._num_modules = 0
         """The number of modules whose calls need groups."""
-        self._activations: dict[nn.Module, Weighing] = {}
-        """Bytes that activations take, by the module that a pass begins at."""
+        self._activations: dict[Hashable, Weighing] = {}
+        """Bytes that activations take, by the module or method that a pass begins at."""
         self._weighed = Weighing()
 
     # ---------------------------------------------------------------- a module that was cut
@@ -301,11 +301,11 @@ class Placer:
         if self._budgeter.start(kind, others, self._counters.device_bytes):
             self._memory.resident_room = min(self._memory.resident_room, self._counters.resident_bytes)
 
-    def begin_pass(self, top: nn.Module | None) -> None:
+    def begin_pass(self, top: Hashable) -> None:
         """Decide how many bytes may be on their way just in time, before compute begins.
 
         Args:
-            top: Module that the pass begins at. None for a backward, in which no activations are weighed.
+            top: Module or method that the pass begins at. None for a backward, in which no activations are weighed.
         """
         if top is None:
             self._memory.window_bytes = self._window(self._root)
@@ -382,7 +382,7 @@ class Placer:
 
     # ---------------------------------------------------------------- how far ahead
 
-    def _window(self, top: nn.Module | None) -> int:
+    def _window(self, top: Hashable) -> int:
         """The bytes that may be on their way just in time, in passes that begin at `top`.
 
         The window is mostly the largest group. At leaf level that does not hide the copy of a large layer behind a small
@@ -395,7 +395,7 @@ class Placer:
             return least
         if not self._is_tight:
             return _DEEP_WINDOW * least
-        weighed = self._activations.get(top) if top is not None else None
+        weighed = self._activations.get(top)
         third = 0 if weighed is None else weighed.most // 3
         return max(least, min(_DEEP_WINDOW * least, third))
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -71,7 +71,7 @@ class Model(Protocol):
 
 
 Part = tuple[int, int]
-"""The number of a model, and the id of the module that its pass begins at: an autoencoder encodes, or decodes."""
+"""The number of a model, and the hash of the module or method that its pass begins at: an autoencoder encodes, or decodes."""
 
 
 class Succession:
@@ -112,9 +112,13 @@ class Succession:
         self._heir: int | None = None
         """The number of the model that should run after this pass, if its first groups are still to be read."""
 
-    def begin(self, model: Model, top: object) -> Model | None:
-        """A forward of `model` begins, at the module `top`. Returns the model that should run next, if it is another one."""
-        part, before, stint = (self._numbers[model], id(top)), self._last, self._stint
+    def begin(self, model: Model, top: Hashable) -> Model | None:
+        """A forward of `model` begins, at the module or method `top`.
+
+        Returns:
+            The model that should run next, if it is another one.
+        """
+        part, before, stint = (self._numbers[model], hash(top)), self._last, self._stint
         number = part[0]
         if before is not None and stint[before] <= _MOST_PASSES:
             self._seen.setdefault((before, stint[before]), deque(maxlen=_NUM_SEEN)).append(number)
