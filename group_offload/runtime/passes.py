@@ -128,6 +128,8 @@ class Passes:
         """The groups that the passes since another model ran can need."""
         self._heir: Model | None = None
         """The model that should run after the pass in progress, if it is another one."""
+        self._spare_bytes = 0
+        """What groups that stay on the device have given up for it in this pass, and it has not taken."""
         self.before_forward: Callable[[nn.Module, Any], None] = lambda root, kwargs: None
         """Called before a forward takes device memory."""
         self.lock: Any = threading.RLock()
@@ -278,6 +280,9 @@ class Passes:
         self._placer.begin_pass(entry)
         if self._placer.is_timed(kind):
             self._probe.begin_timing(kind, self._backend.current_stream())
+        if self._heir is not None:
+            self._memory.owed_bytes = self._heir.wanted_from(self._memory)
+        self._spare_bytes = 0
         self._lookahead.begin(entry, scope, is_last=self._heir is not None)
 
     def begin_clean(self) -> None:
@@ -345,6 +350,29 @@ class Passes:
 
     def read_first(self) -> None:
         self._if_at_rest(lambda: self._prepare_for_turn(self._lookahead.read_first))
+
+    def wanted_from(self, runs: DeviceMemory) -> int:
+        found = [0]
+
+        def look() -> None:
+            self._memory.spared = self._spared
+            found[0] = self._placer.wanted_from(runs, self.kind)
+            self._memory.spared = ()
+
+        if self._lookahead.wraps:
+            self._if_at_rest(look)
+        return found[0]
+
+    def bring(self, room: int) -> int:
+        brought = [0]
+
+        def send() -> None:
+            self._memory.begin_beside()
+            brought[0] = self._lookahead.send_residents(room)
+            self._memory.outlast_copies()
+
+        self._if_at_rest(lambda: self._prepare_for_turn(send))
+        return brought[0]
 
     def take_over(self) -> None:
         self._if_at_rest(lambda: self._prepare_for_turn(self._start_first))
@@ -470,6 +498,11 @@ class Passes:
                 self._memory.unbind(group)
             if not slot.is_fixed and not slot.is_resident and not slot.unused and not slot.is_held:
                 self._memory.free(slot)
+            elif self._memory.owed_bytes and self._heir is not None and not self._lookahead.schedule.comes_again(group):
+                num_bytes = slot.memory.numel()
+                if self._memory.give_up_early(slot):
+                    self._spare_bytes += num_bytes
+                    self._spare_bytes -= self._heir.bring(self._spare_bytes)
 
     def find_weight(self, tensor: torch.Tensor) -> tuple[Part, int, int] | None:
         """The onloaded weight that a tensor is a view of: see `Group.find`. None if there is none."""

@@ -287,6 +287,21 @@ class Placer:
         memory.displace(room, spares=True)
         return memory.others_resident_bytes <= room
 
+    def wanted_from(self, runs: DeviceMemory, kind: Kind | None) -> int:
+        """What this module's next passes take of the groups that another one, which runs now, has on the device.
+
+        See `has_room_again`. The other module's activations are not there yet, or count as if they stayed.
+        """
+        memory, plan = self._memory, self._budgeter.plan
+        if kind is None or plan is None or runs.staying in memory.spared:
+            return 0
+        others = max(0, self._bytes_of_no_weights - runs.held_bytes)
+        room = self._budgeter.room_for_all(kind, others, computes=False)
+        if not room:
+            return 0
+        beside = memory.others_resident_bytes  # which gives way first
+        return min(runs.staying.num_bytes, max(0, runs.staying.num_bytes + beside - max(0, room - plan.device_bytes)))
+
     @property
     def _bytes_of_no_weights(self) -> int:
         memory = self._memory
@@ -327,7 +342,7 @@ class Placer:
 
     def end_pass(self) -> None:
         """Learn from a pass that completed."""
-        self._budgeter.stop(self._counters.device_bytes, completed=True)
+        self._budgeter.stop(self._counters.device_bytes + self._memory.lent_bytes, completed=True)
         if self._files.are_read:
             self._transfer.note_drive(self._budgeter.drive)
 
@@ -400,7 +415,7 @@ class Placer:
         return max(least, min(_DEEP_WINDOW * least, third))
 
     def _other_bytes(self) -> int:
-        return self._backend.bytes_in_use() - self._counters.device_bytes
+        return self._backend.bytes_in_use() - self._counters.device_bytes - self._memory.lent_bytes
 
 
 def _measure_speeds(backend: Backend, files: CachedFiles) -> Speeds:

@@ -2,11 +2,13 @@
 
 [Note: Models of a pipeline]
 The models of a pipeline run one after another. Passes of one model in a row are its *stint*: an encoder's mostly has one pass,
-a denoiser's as many as there are steps. The *heir* is the model whose stint should come next. Three things are done for it:
+a denoiser's as many as there are steps. The *heir* is the model whose stint should come next. Four things are done for it:
 
 - From the beginning of a stint on, while nobody reads, the heir's files are read into the page cache (`CacheReads`).
 - A pass that should be the last one of its stint begins no copy for another pass like it. Once it has read all that it
   needs, the heir's first groups are read into the heir's staging memory.
+- In that pass, groups that stay on the device, and that the heir will displace, are given up right after their last use. The
+  heir's groups that stay there are sent into that room at once.
 - At the end of that pass the heir takes over the slots. So its first groups are on their way before it is called.
 
 What models leave on the device between passes, within a budget, is taken from them only for a model that gains by it. A
@@ -65,6 +67,12 @@ class Model(Protocol):
 
     def read_first(self) -> None:
         """Begin to read the first groups, before there are slots for them."""
+
+    def wanted_from(self, runs: Any) -> int:
+        """The bytes that the model will take of what the one whose memory is `runs` has on the device between passes."""
+
+    def bring(self, room: int) -> int:
+        """Start the copies of groups that stay on the device, in `room` bytes. Returns their bytes."""
 
     def take_over(self) -> None:
         """Take the slots, and start the copies of the first groups."""
