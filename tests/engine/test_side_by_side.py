@@ -227,8 +227,15 @@ class Repeats(Model):
         return x
 
 
-def test_a_block_that_is_needed_again_after_it_was_given_up(device: SimulatedDevice) -> None:
-    """What was sent in its place gives way."""
+def test_a_block_that_is_needed_again_after_it_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was sent in its place gives way, once it has arrived: until then nothing else could use that memory."""
+    tune(monkeypatch, device_margin_bytes=0)
+    device = SimulatedDevice(0, "lazy")
+    with use_simulated_device(device):
+        _run_blocks_again(device)
+
+
+def _run_blocks_again(device: SimulatedDevice) -> None:
     pipe = PretendPipeline(device, transformer_2=5)
     for models in (pipe.components, pipe.resident):
         models["transformer"].__class__ = Repeats
@@ -241,7 +248,11 @@ def test_a_block_that_is_needed_again_after_it_was_given_up(device: SimulatedDev
         pipe.call(name)
     for models in (pipe.components, pipe.resident):
         models["transformer"].again = 2  # type: ignore[assignment]
-    for name in ("transformer", "transformer_2", "transformer_2", "vae"):
+    x, waits = torch.randn(3, WIDTH), device.num_host_waits
+    output = forward(device, pipe.components["transformer"], x)
+    assert device.num_host_waits > waits
+    assert torch.equal(device.get(output), run(pipe.resident["transformer"], x))
+    for name in ("transformer_2", "transformer_2", "vae"):
         pipe.call(name)
         assert device.peak_bytes_in_use() <= budget
     pipe.remove()
