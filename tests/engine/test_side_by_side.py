@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 from group_offload import apply_group_offloading, free_slots, remove_group_offloading
+from group_offload.runtime.foresight.lookahead import LookAhead
 from group_offload.runtime.placer import Placer
 from group_offload.runtime.slots import arena
 
@@ -207,6 +209,35 @@ def test_an_expert_that_leaves_and_is_called_again(wrong: str, device: Simulated
         assert sent <= 2 * one
     for name in ("transformer_2", "vae", "transformer"):
         pipe.call(name)
+    assert device.peak_bytes_in_use() <= budget
+    pipe.remove()
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_what_is_raised_as_an_expert_comes(
+    error: type[BaseException], device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error is for that expert's own pass to raise, if it comes again; an interrupt ends the pass in progress."""
+    pipe, budget = with_one_expert(device)
+    settled(pipe, WITH_EXPERTS)
+    device.reset_peak()
+    for name in ("encoder", *["transformer"] * 3):
+        pipe.call(name)
+    send, num_calls = LookAhead.send_residents, 0
+
+    def strike(self: LookAhead, room: int) -> int:
+        nonlocal num_calls
+        num_calls += 1
+        send(self, room)
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LookAhead, "send_residents", strike)
+        with pytest.raises(error) if error is KeyboardInterrupt else nullcontext():
+            forward(device, pipe.components["transformer"], torch.randn(3, WIDTH))
+    assert num_calls
+    for _ in range(2):
+        pipe.image(WITH_EXPERTS)
     assert device.peak_bytes_in_use() <= budget
     pipe.remove()
 
