@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from .base.forward_source import children_read, parts_used
+from .base.forward_source import children_read, methods_of, parts_used
 from .base.layout import overlapping, span_bytes
 from .base.torch_internals import TENSOR_PARALLEL, is_traceable_wrapper_subclass
 from .base.tuning import tuning
@@ -99,6 +99,14 @@ class ParamSlot:
         return self.owner._buffers if self.is_buffer else self.owner._parameters  # type: ignore[return-value]
 
 
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A method of a module, beside its forward, that computes with weights of the module or below it."""
+
+    module: nn.Module
+    name: str
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupSpec:
     """Tensors that move together, and the modules that need them when they are called."""
@@ -106,6 +114,8 @@ class GroupSpec:
     group_id: str
     tensors: tuple[TensorRef, ...]
     modules: tuple[nn.Module, ...]
+    methods: tuple[Method, ...] = ()
+    """Methods that need them too."""
     is_table: bool = False
     """Whether this is the weight of one embedding, whose rows are gathered where the weight rests. It never moves."""
 
@@ -130,6 +140,7 @@ class _Unit:
     modules: list[nn.Module]
     subtrees: list[str] = field(default_factory=list)
     owners: list[str] = field(default_factory=list)
+    methods: dict[Method, None] = field(default_factory=dict)
     table: int = 0
     """The id of the one parameter that the unit takes, if it is an embedding's table."""
 
@@ -273,6 +284,10 @@ def _open_for_parts_used(modules: dict[str, nn.Module], units: list[_Unit]) -> N
     of its call. It mostly looks at weights, or edits them, where they rest. (Where it computes with them, torch raises.)
     """
     by_path = {path: unit for unit in units for path in (*unit.owners, *unit.subtrees)}
+    lists = [each for each in modules.values() if isinstance(each, NEVER_CALLED)]
+    blocks = {block for each in lists for block in each.children() if not isinstance(block, NEVER_CALLED)}
+    # The methods of what is inside of a block are called in the block's call.
+    outside = {*modules.values()} - {part for block in blocks for part in block.modules() if part is not block}
     paths = {module: path for path, module in modules.items()}
     opening = {unit: frozenset(unit.modules) for unit in units}
 
@@ -287,22 +302,29 @@ def _open_for_parts_used(modules: dict[str, nn.Module], units: list[_Unit]) -> N
     sizes = cache(lambda: {unit: _bytes_in(unit, modules) for unit in units})
     for path, module in modules.items():
         above = {modules[part] for part in (path, *_ancestors(path))}
-        used = parts_used(module)
-
-        def closed(parts: Iterable[nn.Module], above: set[nn.Module] = above) -> dict[nn.Module, _Unit]:
-            found = {part: unit for part in parts if (unit := unit_of(part)) is not None}
-            return {part: unit for part, unit in found.items() if above.isdisjoint(opening[unit])}
-
-        read, called = closed(used.read), closed(used.called)
-        in_loops = {unit for part, unit in read.items() if used.read[part]}
-        if len(in_loops) > 1 and sum(sizes()[unit] for unit in in_loops) * 2 > sum(sizes().values()):
-            read = {part: unit for part, unit in read.items() if not used.read[part]}
-        for unit, gated in (
-            *((unit, module) for unit in read.values()),
-            *((unit, part) for part, unit in called.items()),
-        ):
-            if gated not in unit.modules:
-                unit.modules.append(gated)
+        for name in ("forward", *(methods_of(module) if module in outside else ())):
+            used = parts_used(module, name, () if name == "forward" else outside)
+            read, called = (
+                {part: unit for part in parts if (unit := unit_of(part)) is not None}
+                for parts in (used.read, used.called)
+            )
+            # Nobody calls a module whose method is called. Around the parts of a block there are no gates, either.
+            within = {part: unit for part, unit in called.items() if module in blocks and module in opening[unit]}
+            called = {part: unit for part, unit in called.items() if above.isdisjoint(opening[unit])}
+            if name == "forward":
+                read = {part: unit for part, unit in read.items() if above.isdisjoint(opening[unit])}
+            in_loops = {unit for part, unit in read.items() if used.read[part]}
+            if len(in_loops) > 1 and sum(sizes()[unit] for unit in in_loops) * 2 > sum(sizes().values()):
+                read = {part: unit for part, unit in read.items() if not used.read[part]}
+            if name == "forward":
+                gated = [(unit, module) for unit in read.values()]
+            else:
+                gated = []
+                for unit in (*read.values(), *within.values()):
+                    unit.methods[Method(module, name)] = None
+            for unit, opener in (*gated, *((unit, part) for part, unit in called.items())):
+                if opener not in unit.modules:
+                    unit.modules.append(opener)
 
 
 def _bytes_in(unit: _Unit, modules: Mapping[str, nn.Module]) -> int:
@@ -330,7 +352,8 @@ def _tables(
     if not config.embeddings_on_cpu or config.verify_files:  # a hash is that of a whole table
         return
     reads_inside = (*READS_ITS_CHILDREN, *adapter_layers())
-    read = cache(lambda: {child for module in modules.values() for child in children_read(module)})
+    methods = ((module, name) for module in modules.values() for name in ("forward", *methods_of(module)))
+    read = cache(lambda: {child for module, name in methods for child in children_read(module, name)})
     holders: dict[nn.Parameter, dict[nn.Module, list[str]]] = {}
     for path, module in modules.items():
         for parameter in module._parameters.values():
@@ -506,21 +529,30 @@ def _gather(units: list[_Unit], refs: list[TensorRef], users: list[set[int]]) ->
         target = members[needed_by[0]] if len(needed_by) == 1 else shared.setdefault(needed_by, [])
         target.extend(cluster)
     groups = [
-        GroupSpec(unit.group_id, tuple(refs[i] for i in sorted(mine)), tuple(unit.modules), is_table=bool(unit.table))
+        GroupSpec(
+            unit.group_id,
+            tuple(refs[i] for i in sorted(mine)),
+            tuple(unit.modules),
+            tuple(unit.methods),
+            is_table=bool(unit.table),
+        )
         for unit, mine in zip(units, members, strict=True)
         if mine or not unit.table  # a table that shares memory with another weight moves with it
     ]
     for needed_by, mine in shared.items():
         modules = dict.fromkeys(module for i in needed_by for module in units[i].modules)
+        methods = dict.fromkeys(method for i in needed_by for method in units[i].methods)
         first = refs[min(mine)].fqn
-        groups.append(GroupSpec(f"shared:{first}", tuple(refs[i] for i in sorted(mine)), tuple(modules)))
+        groups.append(
+            GroupSpec(f"shared:{first}", tuple(refs[i] for i in sorted(mine)), tuple(modules), tuple(methods))
+        )
     return tuple(groups)
 
 
 def _heights(groups: tuple[GroupSpec, ...], modules: dict[str, nn.Module]) -> tuple[int, ...]:
     needs: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
-        for module in group.modules:
+        for module in dict.fromkeys((*group.modules, *(method.module for method in group.methods))):
             needs.setdefault(id(module), []).append(index)
     inside: list[set[int]] = [set() for _ in groups]
     for path, module in modules.items():

@@ -1,4 +1,4 @@
-"""Finds out from its source which modules below it a forward uses without calling the modules in between.
+"""Finds out from its source which modules below it a forward, or another method, uses without calling the modules in between.
 
 - `F.linear(x, self.embed.weight)` reads a weight of `embed`. So do `self.embed.look_up(x)`, if that method reads `self.weight`,
   and `self.processor(self, x)`, if the processor reads `attn.embed.weight` of the `attn` that it is given.
@@ -13,13 +13,16 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import nn
+
+from .compiled import Around
 
 _NEEDS_NO_VALUES = frozenset(
     [
@@ -39,6 +42,10 @@ _NEEDS_NO_VALUES = frozenset(
 """The attributes of a tensor that are the same wherever it is."""
 _LOOKS_ONLY = frozenset(["hasattr", "id", "isinstance", "type"])
 """Functions that read no value of their argument."""
+
+_EDIT_WEIGHTS = frozenset(["peft", "torch"])
+"""Packages whose modules have other methods than `forward` to change weights, or to load them."""
+_GOES_ON = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 _MOST_KNOWN = 4096
 """The number of functions that are remembered."""
@@ -73,24 +80,60 @@ class UsedParts:
     """What a forward uses of the modules below its own, without a call of the modules in between."""
 
     read: dict[nn.Module, bool] = field(default_factory=dict)
-    """Modules whose parameters or buffers it reads, and whether only in a loop over modules."""
+    """Modules whose parameters or buffers it reads, its own among them, and whether only in a loop over modules."""
     called: dict[nn.Module, None] = field(default_factory=dict)
     """Modules that it calls."""
+    apart: Container[nn.Module] = ()
 
 
-def parts_used(module: nn.Module) -> UsedParts:
-    """What the forward of `module` uses of the modules below it."""
-    found = UsedParts()
-    forward = inspect.getattr_static(type(module), "forward")  # TorchScript's has no value on the class
-    _follow(forward, [module], module, found, set())
-    for method in _overridden(type(module), "forward"):
-        _follow(method, [module], module, found, set())
+def parts_used(module: nn.Module, method: str = "forward", apart: Container[nn.Module] = ()) -> UsedParts:
+    """What a method of `module` uses of the module itself, and of the modules below it.
+
+    Args:
+        apart: Modules whose public methods are looked at by themselves: what these use does not count again.
+    """
+    found = UsedParts(apart=apart)
+    held = vars(module).get(method)
+    while isinstance(held, Around):
+        held = held.compiled
+    for function in (getattr(held, "__func__", None), *_overridden(type(module), method)):
+        _follow(function, [module], module, found, set())
     return found
 
 
-def children_read(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules below `module` whose parameters or buffers its forward reads without calling them."""
-    yield from parts_used(module).read
+def methods_of(module: nn.Module) -> tuple[str, ...]:
+    """The public methods, beside its forward, that a module's class gives it and that take arguments."""
+    cls: Any = type(module)
+    return () if isinstance(module, torch.jit.ScriptModule) else _methods_of(cls)
+
+
+@lru_cache(_MOST_KNOWN)
+def _methods_of(cls: type) -> tuple[str, ...]:
+    bases = cls.__mro__[: cls.__mro__.index(nn.Module)]
+    found = {
+        name: function
+        for base in reversed(bases)
+        if base.__module__.partition(".")[0] not in _EDIT_WEIGHTS and "save_pretrained" not in vars(base)
+        for name, function in vars(base).items()
+    }
+    return tuple(
+        name for name, function in found.items() if name[0] != "_" and name != "forward" and _computes(function)
+    )
+
+
+def _computes(function: Any) -> bool:
+    """Whether this may be a method that computes: not one that goes on after it has returned, and none without arguments."""
+    if not inspect.isfunction(function):
+        return False
+    code = inspect.unwrap(function).__code__
+    return not code.co_flags & _GOES_ON and bool(
+        code.co_argcount > 1 or code.co_kwonlyargcount or code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+    )
+
+
+def children_read(module: nn.Module, method: str = "forward") -> Iterator[nn.Module]:
+    """The modules below `module` whose parameters or buffers a method of it reads without calling them."""
+    return (read for read in parts_used(module, method).read if read is not module)
 
 
 def _overridden(cls: Any, name: str) -> Iterator[Any]:
@@ -142,9 +185,10 @@ def _follow(
                 continue
             name = rest[0]
             if any(_found(table, name) is not None for table in (at._parameters, at._buffers)):
-                if at is not root:
-                    found.read[at] = found.read.get(at, True) and None in use.place.steps
+                found.read[at] = found.read.get(at, True) and None in use.place.steps
             elif len(rest) == 1 and isinstance(name, str):
+                if at is not root and at in found.apart and name in methods_of(at):
+                    continue
                 for method in _overridden(type(at), name):
                     _follow(method, [at, *first[1:]], root, found, known, by_name)
                 held = vars(at).get(name)

@@ -264,6 +264,8 @@ _RUN_HERE = frozenset(
         "AutoencoderKLKVAEAudio",
         "AutoencoderKLMiniMaxH3Audio",
         "AutoencoderOobleck",
+        "AutoencoderSAME",
+        "ConsistencyDecoderVAE",
         "Cosmos3AVAEAudioTokenizer",
         "DiTTransformer2DModel",
         "HunyuanDiT2DModel",
@@ -274,21 +276,12 @@ _RUN_HERE = frozenset(
 """Classes that say they do not support group offloading, and run bit-equal at both levels: docs/support-matrix.md."""
 
 
-_READS_IN_METHODS = frozenset(["MMAudioVAE"])
-"""Classes that say nothing of the kind, and whose `encode`, called by itself, computes with weights that no call onloads."""
-
-
 def refuse_unsupported(model: nn.Module) -> None:
     name = type(model).__name__
     if getattr(model, "_supports_group_offloading", True) is False and name not in _RUN_HERE:
         raise ModuleError(
             f"{name} does not support group offloading: its class says so (_supports_group_offloading is False). Leave it "
             f"out with exclude_modules."
-        )
-    if name in _READS_IN_METHODS:
-        raise ModuleError(
-            f"{name} does not support group offloading: its encode and decode compute with weights of modules that nobody "
-            f"calls. Leave it out with exclude_modules."
         )
 
 

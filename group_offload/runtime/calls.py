@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from ..partition import Method
     from .groups.group import Group
 
 
@@ -32,14 +33,16 @@ EXPECTED = (GroupOffloadError, torch.OutOfMemoryError)
 class Call:
     """One call of a gate."""
 
-    __slots__ = ("_frame", "groups", "is_complete", "is_deferred", "module")
+    __slots__ = ("_frame", "entry", "groups", "is_complete", "is_deferred", "module")
 
-    def __init__(self, module: nn.Module, frame: FrameType) -> None:
+    def __init__(self, module: nn.Module, entry: nn.Module | Method, frame: FrameType) -> None:
         """
         Args:
+            entry: What is called: the module, or one of its methods.
             frame: Frame that is on the stack for as long as the call lasts.
         """
         self.module = module
+        self.entry = entry
         self.groups: list[Group] = []
         """The groups that the call holds."""
         self.is_deferred = False

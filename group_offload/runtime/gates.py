@@ -24,6 +24,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from types import MethodType
 from typing import Any
 
 import torch
@@ -44,7 +46,7 @@ from ..base.torch_internals import (
     set_eval_frame,
 )
 from ..config import OffloadConfig
-from ..partition import NEVER_CALLED, holds_tensors
+from ..partition import NEVER_CALLED, Method, holds_tensors
 from .backward import Backward
 from .calls import Call
 from .groups.group import Group
@@ -71,6 +73,8 @@ class Gate(Around):
 
     def __init__(self, gates: Gates, module: nn.Module, *, is_root: bool) -> None:
         self.module = module
+        self.entry: nn.Module | Method = module
+        """What is called: the module, or one of its methods."""
         self.is_root = is_root
         self.groups: tuple[Group, ...] = ()
         """The groups that the call needs. The group that is needed longest comes first."""
@@ -132,11 +136,16 @@ class Gate(Around):
             set_eval_frame(compiler)
         # The module was given back while this call waited for its turn.
         is_left = self.module.__dict__.get(COMPILED_CALL) is self
-        return (self.compiled or self.module._call_impl)(*args, **kwargs) if is_left else self.module(*args, **kwargs)
+        return self._enclosed(*args, **kwargs) if is_left else self.module(*args, **kwargs)
+
+    @property
+    def _enclosed(self) -> Callable[..., Any]:
+        """What the gate stands around."""
+        return self.module._call_impl if self.compiled is None else self.compiled
 
     def _run(self, compiler: Any, modes: Sequence[TorchDispatchMode], args: Any, kwargs: Any) -> Any:
         gates, backward, passes = self._gates, self._gates.backward, self._gates.passes
-        this = Call(self.module, sys._getframe())
+        this = Call(self.module, self.entry, sys._getframe())
         try:
             if self.bypassing is not None:  # it is this thread's, and was interrupted
                 self.leave_bypassed()
@@ -145,7 +154,7 @@ class Gate(Around):
             backward.begin_call(self.groups)
             passes.begin_call(this, args, kwargs)
             args, kwargs = self._inputs(args, kwargs)
-            call: Callable[..., Any] = self.module._call_impl if self.compiled is None else self.compiled
+            call = self._enclosed
             for table in self.tables:
                 table.check()
             if self.tables:
@@ -153,7 +162,7 @@ class Gate(Around):
                 compiler, call = None, GatheredRows(self.module, gates.backend).call
             elif self.groups and is_profiler_enabled():
                 call = partial(_call_in_range, call, self.groups[-1].group_id)
-            late = nullcontext() if own is None else own.preceded_by(partial(passes.bring, this))
+            late = nullcontext() if own is None else own.preceded_by(partial(passes.acquire_late, this))
             with backward.hooks() or nullcontext(), late:
                 selective.show(modes)
                 set_eval_frame(compiler)
@@ -178,7 +187,7 @@ class Gate(Around):
     def _own_forward(self) -> OwnForward | None:
         """Where to onload the groups if hooks of diffusers may skip the module. Users' hooks may need the weights at once."""
         module = self.module
-        if self.compiled is not None or not self.groups or "_diffusers_hook" not in module.__dict__:
+        if "_diffusers_hook" not in module.__dict__ or self.entry is not module or self.compiled or not self.groups:
             return None
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         return own_forward(module) if all(hook in _OURS for hook in hooks) else None
@@ -187,10 +196,10 @@ class Gate(Around):
         """Whether the module is compiled: other libraries (peft) test the attribute that holds the gate for that."""
         return bool(self.compiled)
 
-    def __deepcopy__(self, memo: object) -> None:
+    def __deepcopy__(self, memo: Any) -> Any:
         return None
 
-    def __reduce__(self) -> tuple[type, tuple[()]]:
+    def __reduce__(self) -> tuple[Any, Any]:
         return type(None), ()
 
     def enter_bypassed(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -211,7 +220,7 @@ class Gate(Around):
             passes.lock.acquire()
             backward.begin_call(self.groups)
             frame = sys._getframe(2)  # the call's, two above this one
-            self.bypassing = this = BypassingCall(Call(self.module, frame))
+            self.bypassing = this = BypassingCall(Call(self.module, self.module, frame))
             try:
                 passes.begin_call(this.call, args, kwargs)
             finally:
@@ -256,20 +265,81 @@ class InnerGate(Gate):
         self.module.__dict__[COMPILED_CALL] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self.module._call_impl
+        call = self._enclosed
         if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors()):
-            return call(*args, **kwargs)  # type: ignore[no-untyped-call]
+            return call(*args, **kwargs)
         gates = self._gates
         if gates.records_graphs and torch.is_grad_enabled():
             is_inside = gates.backward.is_ours(hooks_in_force())
         else:
             is_inside = gates.passes.runs_here
         if is_inside and all(group.is_ready for group in self.groups):
-            return call(*args, **kwargs)  # type: ignore[no-untyped-call]
+            return call(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 
     def _inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return (args, kwargs) if self._gates.passes.is_inside_a_call else super()._inputs(args, kwargs)
+
+
+class MethodGate(InnerGate):
+    """Encloses the calls of a method that computes with weights, in which nobody calls the module itself.
+
+    The gate stands in the module's `__dict__`, where Python finds it before the class's method. A call without any tensor
+    is let through, because it computes nothing: it reads weights where they rest, or changes them.
+    """
+
+    def __init__(self, gates: Gates, method: Method) -> None:
+        super().__init__(gates, method.module, is_root=False)
+        self.entry = method
+        self.name = method.name
+        self.compiled = method.module.__dict__.get(method.name)
+
+    def install(self) -> None:
+        self.module.__dict__[self.name] = self
+
+    def uninstall(self) -> None:
+        if self.module.__dict__.get(self.name) is self:
+            if self.compiled is None:
+                del self.module.__dict__[self.name]
+            else:
+                self.module.__dict__[self.name] = self.compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors()):
+            torch._dynamo.skip_frame("group_offload onloads weights between the calls in this frame")
+            return self._enclosed(*args, **kwargs)
+        values = (*args, *kwargs.values())
+        lists = (value if isinstance(value, (list, tuple)) else (value,) for value in values)
+        if self._gates.passes.is_removed or not any(isinstance(each, torch.Tensor) for each in chain(*lists)):
+            return self._enclosed(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
+    @property
+    def _enclosed(self) -> Callable[..., Any]:
+        if self.compiled is not None:
+            return self.compiled
+        method: Callable[..., Any] = MethodType(getattr(type(self.module), self.name), self.module)
+        return method
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The method, which `inspect.signature` looks at."""
+        return self._enclosed
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name not in ("__name__", "__qualname__", "__func__", "__self__"):
+            raise AttributeError(name)
+        return getattr(self._enclosed, name)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """The method of the copy of the module, which is being made."""
+        return getattr(memo[id(self.module)], self.name)
+
+    def __reduce__(self) -> tuple[Any, Any]:
+        return getattr, (self.module, self.name)
 
 
 @not_compiled
@@ -345,6 +415,7 @@ class Gates:
         """Whether a forward has recorded a graph. A checkpoint may then call modules inside of groups alone."""
         self._gates: dict[nn.Module, Gate] = {}
         self._inner: dict[nn.Module, InnerGate] = {}
+        self._methods: dict[Method, MethodGate] = {}
         self._modules: set[nn.Module] = set()
 
     @property
@@ -359,11 +430,22 @@ class Gates:
     @property
     def groups_of(self) -> dict[nn.Module, tuple[Group, ...]]:
         """For each module with a gate, the groups that its calls need."""
-        return {module: (*gate.groups, *gate.tables) for module, gate in (self._gates | self._inner).items()}
+        found: dict[nn.Module, tuple[Group, ...]] = {}
+        for gate in self._all:
+            found[gate.module] = (*found.get(gate.module, ()), *gate.groups, *gate.tables)
+        return found
 
-    def needs(self, module: nn.Module) -> tuple[Group, ...]:
-        """The groups that a call of a module needs. (The call itself may have replaced the gate.)"""
-        gate = self._gates.get(module, self._inner.get(module))
+    @property
+    def _all(self) -> tuple[Gate, ...]:
+        """All gates, the root's last."""
+        return (*self._methods.values(), *self._inner.values(), *reversed(self._gates.values()))
+
+    def needs(self, entry: nn.Module | Method) -> tuple[Group, ...]:
+        """The groups that a call of a module, or of a method, needs. (The call itself may have replaced the gate.)"""
+        if isinstance(entry, Method):
+            gate: Gate | None = self._methods.get(entry)
+        else:
+            gate = self._gates.get(entry, self._inner.get(entry))
         return () if gate is None else gate.groups
 
     def covers(self, module: nn.Module) -> bool:
@@ -378,13 +460,16 @@ class Gates:
         root_gate = self._gates.get(self._top)
         if root_gate is not None and self._top.__dict__.get(COMPILED_CALL) is not root_gate:
             root_gate = None
-        for gate in (*self._gates.values(), *self._inner.values()):
+        for gate in self._all:
             if gate is not root_gate:
                 gate.uninstall()
         needs: dict[nn.Module, list[Group]] = {self._top: []}
+        of_methods: dict[Method, list[Group]] = {}
         for group in groups:
             for module in group.modules:
                 needs.setdefault(module, []).append(group)
+            for method in group.methods:
+                of_methods.setdefault(method, []).append(group)
         for child in self._top.children():
             if not isinstance(child, NEVER_CALLED):
                 needs.setdefault(child, [])  # calls of a part of the model (`vae.decode`) are passes too
@@ -392,13 +477,12 @@ class Gates:
         for module, found in needs.items():
             gate = self._gates.get(module, Gate(self, module, is_root=module is self._top))
             gate.tables = tuple(group for group in found if group.is_table)
-            gate.groups = tuple(
-                sorted((group for group in found if not group.is_table), key=lambda group: -group.height)
-            )
+            gate.groups = _in_turn(found)
             self._gates[module] = gate
             if gate is not root_gate:
                 gate.install()
         self._install_inner_gates()
+        self._install_method_gates(of_methods)
         _offloaded.difference_update(self._modules)
         self._modules = {*self._top.modules()}
         _offloaded.update(self._modules)
@@ -422,15 +506,25 @@ class Gates:
             inner.groups = tuple(held)
             inner.install()
 
+    def _install_method_gates(self, needs: Mapping[Method, Sequence[Group]]) -> None:
+        """Graphs that a module compiles for itself call methods too, and contain no gate."""
+        inside = {*_modules_inside(self._top, {}), self._top}
+        self._methods = {}
+        for method, found in needs.items():
+            if method.module in inside:
+                gate = self._methods[method] = MethodGate(self, method)
+                gate.groups = _in_turn(found)
+                gate.install()
+
     def uninstall(self) -> None:
         """Take all gates away. The root's gate goes last: as long as it stands, the next forward repairs the others."""
-        for gate in (*self._inner.values(), *reversed(self._gates.values())):
+        for gate in self._all:
             gate.uninstall()
 
     def clear(self) -> None:
         """Forget all gates and groups."""
         _offloaded.difference_update(self._modules)
-        self._gates, self._inner, self._modules = {}, {}, set()
+        self._gates, self._inner, self._methods, self._modules = {}, {}, {}, set()
 
     # ---------------------------------------------------------------- inputs and outputs
 
@@ -461,6 +555,11 @@ class Gates:
             return tensor.clone() if is_inside else tensor
 
         return map_tensors(output, apart, enters_dataclasses=True) if spans else output
+
+
+def _in_turn(groups: Sequence[Group]) -> tuple[Group, ...]:
+    """The groups of a gate that move. The group that is needed longest comes first."""
+    return tuple(sorted((group for group in groups if not group.is_table), key=lambda group: -group.height))
 
 
 def _modules_inside(top: nn.Module, gates: Mapping[nn.Module, Gate]) -> list[nn.Module]:

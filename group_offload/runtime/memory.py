@@ -62,6 +62,10 @@ class DeviceMemory:
         """Device memory that groups may stay in between passes."""
         self.ring_sizes: dict[int, int] = {}
         """For each height, the bytes that its groups take turns in."""
+        self.owed_bytes = 0
+        """What the module that runs next takes of the room of `staying`, and was not given up yet."""
+        self._given_up: set[Group] = set()
+        """The groups that the pass in progress has given up of it."""
         self.holds_all = False
         """Whether the ring has room for all groups that take turns in it in some passes."""
         self._largest: dict[int, int] = {}
@@ -151,6 +155,38 @@ class DeviceMemory:
         """
         self._arena.displace(self.staying, room, self.spared if spares else ())
 
+    def give_up_early(self, slot: Slot[Group]) -> bool:
+        """Free a resident slot in the middle of a pass, for the module that runs next. False if the slot has to stay."""
+        if not slot.is_resident or self.owed_bytes <= 0 or slot.is_held or self.is_kept(slot):
+            return False
+        num_bytes = slot.memory.numel()
+        self._given_up.update(slot.groups)
+        self.free(slot)
+        self.owed_bytes -= num_bytes
+        return True
+
+    def was_given_up(self, group: Group) -> bool:
+        """Whether the pass in progress has given the group up early, and has not needed it since."""
+        return group in self._given_up
+
+    def take_lent(self, group: Group) -> None:
+        """Make room again for a resident group that was given up early: the same pass needs it once more."""
+        if group in self._given_up:
+            self._given_up.discard(group)
+            self._arena.displace(self.staying, max(0, self.others_resident_bytes - group.num_bytes), waits=True)
+
+    @property
+    def lent_bytes(self) -> int:
+        """The room of groups that were given up early."""
+        return sum(group.num_bytes for group in self._given_up)
+
+    def begin_beside(self) -> None:
+        """Count what stays on the device, before groups get slots there in another module's pass."""
+        counters, lease = self._counters, self._lease
+        counters.resident_bytes = self.staying.num_bytes
+        counters.pooled_bytes = sum(slot.memory.numel() for slot in ([] if lease is None else lease.pooled))
+        counters.device_bytes = counters.pooled_bytes + counters.resident_bytes
+
     def release(self) -> None:
         """Give all memory up."""
         for slot in [*self.staying.slots]:
@@ -204,10 +240,15 @@ class DeviceMemory:
         """The pass is over."""
         assert self._lease is not None
         self.spared = ()  # else the memory of models that are gone would stay
+        self.owed_bytes, self._given_up = 0, set()
+        self.outlast_copies()
+        self._arena.give_back(self._lease, self.staying, self._backend.current_stream())
+
+    def outlast_copies(self) -> None:
+        """Let the memory of slots that no call has used outlast their copies: another module's pass may drop it."""
         for slot in self.slots:
             if slot.owner is not None and slot.waited_on is None:
-                self._backend.record_stream(slot.memory, self._transfer.stream)  # another module's pass may drop it
-        self._arena.give_back(self._lease, self.staying, self._backend.current_stream())
+                self._backend.record_stream(slot.memory, self._transfer.stream)
 
     def recover(self) -> None:
         """Give all memory up, in any state: a pass failed, or was interrupted. No copy is on its way."""
@@ -215,6 +256,7 @@ class DeviceMemory:
         self.bound.clear()
         self.spared = ()
         self._bytes_ahead, self.next_bytes = 0, 0
+        self.owed_bytes, self._given_up = 0, set()
         counters = self._counters
         counters.pooled_bytes = counters.resident_bytes = counters.device_bytes = 0
         slots = [*self.staying.slots, *(() if lease is None else lease.pooled)]

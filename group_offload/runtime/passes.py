@@ -32,6 +32,7 @@ from ..base.device import Backend, Stream
 from ..base.torch_internals import current_transform
 from ..base.tuning import tuning
 from ..errors import GroupFileError, StateError
+from ..partition import Method
 from .budget.budgeter import Kind
 from .calls import EXPECTED, Call
 from .changes import Changes
@@ -109,7 +110,7 @@ class Passes:
         self._prepare = prepare
         self._groups: tuple[Group, ...] = ()
         self._group_of: dict[Part, Group] = {}
-        self._needs: Callable[[nn.Module], Sequence[Group]] = lambda module: ()
+        self._needs: Callable[[nn.Module | Method], Sequence[Group]] = lambda entry: ()
         self._detect_edits = True
         self._state = State.CLEAN
         self._calls: list[Call] = []
@@ -127,17 +128,19 @@ class Passes:
         """The groups that the passes since another model ran can need."""
         self._heir: Model | None = None
         """The model that should run after the pass in progress, if it is another one."""
+        self._spare_bytes = 0
+        """What groups that stay on the device have given up for it in this pass, and it has not taken."""
         self.before_forward: Callable[[nn.Module, Any], None] = lambda root, kwargs: None
         """Called before a forward takes device memory."""
         self.lock: Any = threading.RLock()
         """The lock that a pass holds for its length. Models that share weights have one lock."""
         join(self)
 
-    def set_groups(self, groups: tuple[Group, ...], needs: Callable[[nn.Module], Sequence[Group]]) -> None:
+    def set_groups(self, groups: tuple[Group, ...], needs: Callable[[nn.Module | Method], Sequence[Group]]) -> None:
         """Take over the groups that the module was cut into.
 
         Args:
-            needs: Function that returns the groups that a call of a module with a gate needs.
+            needs: Function that returns the groups that a call of a module, or of a method, with a gate needs.
         """
         self._groups, self._stint = groups, set()
         self._group_of = {part: group for group in groups for part in group.parts}
@@ -196,7 +199,7 @@ class Passes:
         state = State.OPEN if is_first else self._state
         try:
             if is_first:
-                self._begin(call.module, Kind.of(call.module, args, kwargs), kwargs)
+                self._begin(call, Kind.of(call.entry, args, kwargs), kwargs)
             self._state = State.UNKNOWN
             if not call.is_deferred:
                 self._acquire_groups_of(call)
@@ -205,7 +208,7 @@ class Passes:
             raise
         self._state = state
 
-    def bring(self, call: Call) -> None:
+    def acquire_late(self, call: Call) -> None:
         """Make the weights ready of a call that might have done without them, now that it needs them."""
         if not call.is_deferred or (call not in self._calls and not call.is_on_stack()):
             return  # it calls the forward once more, or was interrupted and left this behind
@@ -220,7 +223,7 @@ class Passes:
         self._state = state
 
     def _acquire_groups_of(self, call: Call) -> None:
-        for group in self._needs(call.module):
+        for group in self._needs(call.entry):
             if group.num_bytes:
                 self.acquire(group)
                 call.groups.append(group)
@@ -270,14 +273,15 @@ class Passes:
 
     # ---------------------------------------------------------------- a forward
 
-    def _begin(self, top: nn.Module, kind: Kind, inputs: Any) -> None:
+    def _begin(self, call: Call, kind: Kind, inputs: Any) -> None:
+        top, entry = call.module, call.entry
         if current_transform() is not None:
             raise StateError(
                 f"{type(self.root).__name__} is group-offloaded: its weights cannot be brought inside of a transform of "
                 f"torch.func (grad, vmap, jvp). Use torch.autograd.grad or torch.autograd.functional, which work, or call "
                 f"remove() before."
             )
-        self.before_forward(self.root, inputs if top is self.root else {})
+        self.before_forward(self.root, inputs if entry is self.root else {})
         self._counters.passes += 1
         self.begin_clean()
         self._thread = threading.get_ident()
@@ -285,7 +289,7 @@ class Passes:
         self.kind = kind
         if self.succession is not None:
             if not kind.with_grad:  # a backward would come next
-                self._heir = self.succession.begin(self, top)
+                self._heir = self.succession.begin(self, entry)
             self._memory.spared = self._spared
             self._stint = scope if self.succession.is_first_of_stint else self._stint | scope
             if self.succession.is_repeated and not self._placer.has_budget:
@@ -295,16 +299,19 @@ class Passes:
         self._placer.make_room(kind)
         self._memory.take()
         self._placer.keep_within_budgets(kind)  # the slots are there: what is left is for groups that stay
-        self._placer.begin_pass(top)
+        self._placer.begin_pass(entry)
         self._probe.begin_forward(
             self.number,
-            type(top).__name__,
+            type(call.module).__name__,
             kind,
             self._backend.current_stream(),
             self._transfer.stream,
             is_timed=self._placer.is_timed(kind),
         )
-        self._lookahead.begin(top, scope, is_last=self._heir is not None)
+        if self._heir is not None:
+            self._memory.owed_bytes = self._heir.wanted_from(self._memory)
+        self._spare_bytes = 0
+        self._lookahead.begin(entry, scope, is_last=self._heir is not None)
 
     def begin_clean(self) -> None:
         """Clear away a pass that was interrupted. The module then owns its slots until `_end` or `stay_clean`."""
@@ -371,6 +378,29 @@ class Passes:
 
     def read_first(self) -> None:
         self._if_at_rest(lambda: self._prepare_for_turn(self._lookahead.read_first))
+
+    def wanted_from(self, runs: DeviceMemory) -> int:
+        found = [0]
+
+        def look() -> None:
+            self._memory.spared = self._spared
+            found[0] = self._placer.wanted_from(runs, self.kind)
+            self._memory.spared = ()
+
+        if self._lookahead.wraps:
+            self._if_at_rest(look)
+        return found[0]
+
+    def bring(self, room: int) -> int:
+        brought = [0]
+
+        def send() -> None:
+            self._memory.begin_beside()
+            brought[0] = self._lookahead.send_residents(room)
+            self._memory.outlast_copies()
+
+        self._if_at_rest(lambda: self._prepare_for_turn(send))
+        return brought[0]
 
     def take_over(self) -> None:
         self._if_at_rest(lambda: self._prepare_for_turn(self._start_first))
@@ -496,6 +526,11 @@ class Passes:
                 self._memory.unbind(group)
             if not slot.is_fixed and not slot.is_resident and not slot.unused and not slot.is_held:
                 self._memory.free(slot)
+            elif self._memory.owed_bytes and self._heir is not None and not self._lookahead.schedule.comes_again(group):
+                num_bytes = slot.memory.numel()
+                if self._memory.give_up_early(slot):
+                    self._spare_bytes += num_bytes
+                    self._spare_bytes -= self._heir.bring(self._spare_bytes)
 
     def find_weight(self, tensor: torch.Tensor) -> tuple[Part, int, int] | None:
         """The onloaded weight that a tensor is a view of: see `Group.find`. None if there is none."""
@@ -613,6 +648,7 @@ class Passes:
         try:
             while not self.lock.acquire(timeout=tuning().turn_patience_seconds):
                 top = None if self.kind is None else self.kind.top
+                top = top.module if isinstance(top, Method) else top
                 # A call of the whole module is separate work, whose turn will come. A call of a part may belong to the pass.
                 parts = top.modules() if self.is_running and isinstance(top, nn.Module) and module is not top else ()
                 is_inside = any(module is part for part in parts)

@@ -11,7 +11,7 @@ until compute has got there. So weights that wait for their turn do not add to t
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from heapq import nlargest
@@ -95,8 +95,8 @@ class Placer:
         self._total_bytes = 0
         self._num_modules = 0
         """The number of modules whose calls need groups."""
-        self._activations: dict[nn.Module, Weighing] = {}
-        """Bytes that activations take, by the module that a pass begins at."""
+        self._activations: dict[Hashable, Weighing] = {}
+        """Bytes that activations take, by the module or method that a pass begins at."""
         self._weighed = Weighing()
 
     # ---------------------------------------------------------------- a module that was cut
@@ -292,6 +292,21 @@ class Placer:
         memory.displace(room, spares=True)
         return memory.others_resident_bytes <= room
 
+    def wanted_from(self, runs: DeviceMemory, kind: Kind | None) -> int:
+        """What this module's next passes take of the groups that another one, which runs now, has on the device.
+
+        See `has_room_again`. The other module's activations are not there yet, or count as if they stayed.
+        """
+        memory, plan = self._memory, self._budgeter.plan
+        if kind is None or plan is None or runs.staying in memory.spared:
+            return 0
+        others = max(0, self._bytes_of_no_weights - runs.held_bytes)
+        room = self._budgeter.room_for_all(kind, others, computes=False)
+        if not room:
+            return 0
+        beside = memory.others_resident_bytes  # which gives way first
+        return min(runs.staying.num_bytes, max(0, runs.staying.num_bytes + beside - max(0, room - plan.device_bytes)))
+
     @property
     def _bytes_of_no_weights(self) -> int:
         memory = self._memory
@@ -306,11 +321,11 @@ class Placer:
         if self._budgeter.start(kind, others, self._counters.device_bytes):
             self._memory.resident_room = min(self._memory.resident_room, self._counters.resident_bytes)
 
-    def begin_pass(self, top: nn.Module | None) -> None:
+    def begin_pass(self, top: Hashable) -> None:
         """Decide how many bytes may be on their way just in time, before compute begins.
 
         Args:
-            top: Module that the pass begins at. None for a backward, in which no activations are weighed.
+            top: Module or method that the pass begins at. None for a backward, in which no activations are weighed.
         """
         if top is None:
             self._memory.window_bytes = self._window(self._root)
@@ -332,7 +347,7 @@ class Placer:
 
     def end_pass(self) -> None:
         """Learn from a pass that completed."""
-        self._budgeter.stop(self._counters.device_bytes, completed=True)
+        self._budgeter.stop(self._counters.device_bytes + self._memory.lent_bytes, completed=True)
         if self._files.are_read:
             self._transfer.note_drive(self._budgeter.drive)
 
@@ -387,7 +402,7 @@ class Placer:
 
     # ---------------------------------------------------------------- how far ahead
 
-    def _window(self, top: nn.Module | None) -> int:
+    def _window(self, top: Hashable) -> int:
         """The bytes that may be on their way just in time, in passes that begin at `top`.
 
         The window is mostly the largest group. At leaf level that does not hide the copy of a large layer behind a small
@@ -400,12 +415,12 @@ class Placer:
             return least
         if not self._is_tight:
             return _DEEP_WINDOW * least
-        weighed = self._activations.get(top) if top is not None else None
+        weighed = self._activations.get(top)
         third = 0 if weighed is None else weighed.most // 3
         return max(least, min(_DEEP_WINDOW * least, third))
 
     def _other_bytes(self) -> int:
-        return self._backend.bytes_in_use() - self._counters.device_bytes
+        return self._backend.bytes_in_use() - self._counters.device_bytes - self._memory.lent_bytes
 
 
 def _measure_speeds(backend: Backend, files: CachedFiles) -> Speeds:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 from group_offload import apply_group_offloading, free_slots, remove_group_offloading
+from group_offload.runtime.foresight.lookahead import LookAhead
+from group_offload.runtime.placer import Placer
 from group_offload.runtime.slots import arena
 
 from ..support.inside import engine_of
@@ -111,6 +114,178 @@ def test_an_expert_displaces_the_one_before_it(device: SimulatedDevice) -> None:
     for at, passed in enumerate(settled(pipe, WITH_EXPERTS)):
         if passed.name.startswith("transformer") and WITH_EXPERTS[at - 1] == passed.name:
             assert not passed.num_bytes, passed
+    pipe.remove()
+
+
+def with_one_expert(device: SimulatedDevice, **options: Any) -> tuple[PretendPipeline, int]:
+    """A pipeline of two experts with room for the blocks of one, and its budget."""
+    pipe = PretendPipeline(device, transformer_2=5)
+    one = sum(tensor.nbytes for tensor in pipe.resident["transformer"].parameters())
+    budget = _peak_without_budget(device) + one
+    return pipe.offload(vram_budget=budget, **options), budget
+
+
+class Watched:
+    """What there is of two models at each block of one of them."""
+
+    def __init__(self, pipe: PretendPipeline, name: str, other: str) -> None:
+        self.seen: list[tuple[int, int, int]] = []
+        """The bytes that stay of the model, and of the other one, and the groups of the other one that were sent by then."""
+        handles = pipe.handles[name], pipe.handles[other]
+
+        def look(*args: Any) -> None:
+            mine, others = (engine_of(handle) for handle in handles)
+            self.seen.append((mine.resident_bytes, others.resident_bytes, others.counters.onloads))
+
+        model = pipe.components[name]
+        assert isinstance(model, Model)
+        self._hooks = [block.register_forward_pre_hook(look) for block in model.blocks]
+
+    def stop(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize(("laziness", "options"), [("lazy", {}), ("random", {"offload_type": "leaf_level"})], ids=str)
+def test_an_expert_comes_as_the_one_before_it_leaves(
+    laziness: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the last step of the one, each block that was used gives its room to a block of the other. Nothing is sent twice."""
+    tune(monkeypatch, device_margin_bytes=0)
+    sent = []
+    for is_early in (True, False):
+        device = SimulatedDevice(0, laziness)
+        with use_simulated_device(device), monkeypatch.context() as patch:
+            if not is_early:
+                patch.setattr(Placer, "wanted_from", lambda *args: 0)
+            pipe, budget = with_one_expert(device, **options)
+            settled(pipe, WITH_EXPERTS)
+            device.reset_peak()
+            for at, name in enumerate(WITH_EXPERTS):
+                is_last = at + 1 < len(WITH_EXPERTS) and WITH_EXPERTS[at : at + 2] == ("transformer", "transformer_2")
+                watched = Watched(pipe, "transformer", "transformer_2") if is_last else None
+                passed = pipe.call(name)
+                assert device.peak_bytes_in_use() <= budget, name
+                if watched is not None:
+                    watched.stop()
+                    mine, others, onloads = zip(*watched.seen, strict=True)
+                    assert max(map(sum, zip(mine, others, strict=True))) <= mine[0] + others[0]
+                    if is_early:
+                        assert len({*onloads}) >= 4 and others[-1] > others[0] and mine[-1] < mine[0]
+                    else:
+                        assert len({*onloads}) == 1 and mine[-1] == mine[0]
+                if name == "transformer_2":
+                    assert not passed.stalls
+            before = [sum(handle.stats().bytes_onloaded.values()) for handle in pipe.handles.values()]
+            pipe.image(WITH_EXPERTS)
+            after = [sum(handle.stats().bytes_onloaded.values()) for handle in pipe.handles.values()]
+            sent.append(sum(after) - sum(before))
+            largest = max(group.num_bytes for handle in pipe.handles.values() for group in handle.groups)
+            pipe.remove()
+    assert sent[0] <= sent[1] + 2 * largest  # one group of each expert at most
+
+
+@pytest.mark.parametrize("wrong", ["another step", "another model", "an error"])
+def test_an_expert_that_leaves_and_is_called_again(wrong: str, device: SimulatedDevice) -> None:
+    """A wrong guess costs transfers: at most once what was given up, and once what came in its place. The budget holds."""
+    pipe, budget = with_one_expert(device)
+    settled(pipe, WITH_EXPERTS)
+    one = sum(group.num_bytes for group in pipe.handles["transformer"].groups)
+    device.reset_peak()
+    for name in ("encoder", *["transformer"] * 3):
+        pipe.call(name)
+    if wrong == "an error":
+        model = pipe.components["transformer"]
+        assert isinstance(model, Model)
+        handle = model.blocks[3].register_forward_pre_hook(_fail)
+        with pytest.raises(ValueError, match="stop"):
+            pipe.call("transformer")
+        handle.remove()
+    pipe.call("transformer")
+    before = sum(sum(handle.stats().bytes_onloaded.values()) for handle in pipe.handles.values())
+    pipe.call("vae" if wrong == "another model" else "transformer")
+    if wrong == "another step":
+        sent = sum(sum(handle.stats().bytes_onloaded.values()) for handle in pipe.handles.values()) - before
+        assert sent <= 2 * one
+    for name in ("transformer_2", "vae", "transformer"):
+        pipe.call(name)
+    assert device.peak_bytes_in_use() <= budget
+    pipe.remove()
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_what_is_raised_as_an_expert_comes(
+    error: type[BaseException], device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error is for that expert's own pass to raise, if it comes again; an interrupt ends the pass in progress."""
+    pipe, budget = with_one_expert(device)
+    settled(pipe, WITH_EXPERTS)
+    device.reset_peak()
+    for name in ("encoder", *["transformer"] * 3):
+        pipe.call(name)
+    send, num_calls = LookAhead.send_residents, 0
+
+    def strike(self: LookAhead, room: int) -> int:
+        nonlocal num_calls
+        num_calls += 1
+        send(self, room)
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LookAhead, "send_residents", strike)
+        with pytest.raises(error) if error is KeyboardInterrupt else nullcontext():
+            forward(device, pipe.components["transformer"], torch.randn(3, WIDTH))
+    assert num_calls
+    for _ in range(2):
+        pipe.image(WITH_EXPERTS)
+    assert device.peak_bytes_in_use() <= budget
+    pipe.remove()
+
+
+def _fail(*args: Any) -> None:
+    raise ValueError("stop")
+
+
+class Repeats(Model):
+    """Calls its first blocks again at the end, when it is told to."""
+
+    again = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        for block in self.blocks[: self.again]:
+            x = block(x)
+        return x
+
+
+def test_a_block_that_is_needed_again_after_it_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was sent in its place gives way, once it has arrived: until then nothing else could use that memory."""
+    tune(monkeypatch, device_margin_bytes=0)
+    device = SimulatedDevice(0, "lazy")
+    with use_simulated_device(device):
+        _run_blocks_again(device)
+
+
+def _run_blocks_again(device: SimulatedDevice) -> None:
+    pipe = PretendPipeline(device, transformer_2=5)
+    for models in (pipe.components, pipe.resident):
+        models["transformer"].__class__ = Repeats
+    one = sum(tensor.nbytes for tensor in pipe.resident["transformer"].parameters())
+    budget = _peak_without_budget(device) + one
+    pipe.offload(vram_budget=budget)
+    settled(pipe, WITH_EXPERTS)
+    device.reset_peak()
+    for name in ("encoder", *["transformer"] * 3):
+        pipe.call(name)
+    for models in (pipe.components, pipe.resident):
+        models["transformer"].again = 2  # type: ignore[assignment]
+    x, waits = torch.randn(3, WIDTH), device.num_host_waits
+    output = forward(device, pipe.components["transformer"], x)
+    assert device.num_host_waits > waits
+    assert torch.equal(device.get(output), run(pipe.resident["transformer"], x))
+    for name in ("transformer_2", "transformer_2", "vae"):
+        pipe.call(name)
+        assert device.peak_bytes_in_use() <= budget
     pipe.remove()
 
 

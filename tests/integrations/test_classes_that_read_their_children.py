@@ -1,14 +1,23 @@
-"""Models that diffusers says cannot be group-offloaded, and Mamba: modules that read or call parts of others."""
+"""Models that diffusers says cannot be group-offloaded, Mamba, and others: modules that read or call parts of others."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from diffusers import DiTTransformer2DModel, HunyuanDiT2DModel, ModelMixin, VQModel
+from diffusers import (
+    AutoencoderSAME,
+    ConsistencyDecoderVAE,
+    DiTTransformer2DModel,
+    HunyuanDiT2DModel,
+    MMAudioVAE,
+    ModelMixin,
+    VQModel,
+)
 from torch import nn
 from transformers import MambaConfig, MambaModel
 
@@ -16,7 +25,7 @@ from group_offload import ModuleError, apply_group_offloading
 
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_same
-from ..support.rigs import LEVELS, check, pair, run, run_onloaded
+from ..support.rigs import LEVELS, TIERS, OnloadedOnly, check, pair, run, run_onloaded
 
 
 def vq() -> nn.Module:
@@ -146,9 +155,74 @@ def test_parts_of_blocks_that_are_called_from_outside(level: str) -> None:
     handle.remove()
 
 
-@pytest.mark.parametrize("name", ["AutoencoderSAME", "ConsistencyDecoderVAE", "MMAudioVAE"])
-def test_classes_whose_methods_compute_with_weights_that_no_call_onloads(name: str, patched: None) -> None:
+AUTOENCODERS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
+    "AutoencoderSAME": (
+        lambda: AutoencoderSAME(
+            patch_size=4,
+            encoder_channels=16,
+            encoder_c_mults=[1, 2],
+            encoder_strides=[2, 2],
+            encoder_transformer_depths=[1, 1],
+            latent_dim=8,
+            dim_heads=8,
+            ff_mult=2,
+        ),
+        (1, 2, 64),
+    ),
+    "ConsistencyDecoderVAE": (
+        lambda: ConsistencyDecoderVAE(
+            encoder_block_out_channels=(2, 4),
+            encoder_down_block_types=("DownEncoderBlock2D",) * 2,
+            decoder_block_out_channels=(2, 4),
+            decoder_down_block_types=("ResnetDownsampleBlock2D",) * 2,
+            decoder_up_block_types=("ResnetUpsampleBlock2D",) * 2,
+            decoder_layers_per_block=1,
+            decoder_norm_num_groups=2,
+            encoder_norm_num_groups=2,
+        ),
+        (1, 3, 16, 16),
+    ),
+    "MMAudioVAE": (
+        lambda: MMAudioVAE(
+            mel_bins=16,
+            latent_channels=4,
+            hidden_channels=16,
+            channel_multipliers=(1, 2),
+            layers_per_block=1,
+            n_fft=64,
+            hop_length=16,
+        ),
+        (1, 512),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", AUTOENCODERS)
+def test_methods_that_compute_with_weights_of_modules_that_nobody_calls(
+    name: str, level: str, tier: str, tmp_path: Path, patched: None
+) -> None:
+    make, shape = AUTOENCODERS[name]
+    reference = tiny.seeded(0, make).eval()
+    run(reference, tiny.randn(*shape))  # torch's weight_norm cannot be copied before
+    model = copy.deepcopy(reference)
+    handle = model.enable_group_offload(
+        "cpu", offload_type=level, offload_to_disk_path=tmp_path if tier == "file" else None
+    )
+    for _ in range(2):
+        found = []
+        for vae in (model, reference):
+            torch.manual_seed(1)
+            with torch.no_grad(), OnloadedOnly(model):
+                encoded = vae.encode(tiny.randn(*shape))
+                latents = encoded.latents if name == "AutoencoderSAME" else encoded.latent_dist.mode()
+                found.append((latents, vae.decode(latents).sample, vae(tiny.randn(*shape)).sample))
+        assert_same(*found)
+    handle.remove()
+
+
+def test_other_classes_that_say_no_are_refused(patched: None) -> None:
     with pytest.raises(ModuleError, match=r"Leave it out with exclude_modules"):
-        ModelMixin.enable_group_offload(
-            type(name, (nn.Linear,), {"_supports_group_offloading": name == "MMAudioVAE"})(2, 2)
-        )
+        ModelMixin.enable_group_offload(type("Other", (nn.Linear,), {"_supports_group_offloading": False})(2, 2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from group_offload.base.forward_source import children_read, parts_used
+from group_offload.base.forward_source import children_read, methods_of, parts_used
 
 Forward = Callable[..., Any]
 
@@ -283,3 +284,62 @@ def test_a_forward_without_source() -> None:
     assert not [*children_read(names["Sourceless"]())]
     names["Sourceless"].forward = len
     assert not [*children_read(names["Sourceless"]())]
+
+
+class Computes(Parent):
+    """Methods of all sorts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reader = ReadsInMethod()
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self._inside(x) + self.other.running_mean
+
+    def _inside(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+    @decorated
+    def decode(self, **given: Any) -> torch.Tensor:
+        return self.reader.helper(given["x"])
+
+    def looks(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.scale.dtype)
+
+    def later(self, x: torch.Tensor) -> Any:
+        yield x * self.scale
+
+    def nothing(self) -> torch.Tensor:
+        return self.scale * 2
+
+    @staticmethod
+    def static(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_methods() -> None:
+    module = Computes()
+    assert {*methods_of(module)} == {"encode", "decode", "looks", "helper"}
+    assert [*parts_used(module, "encode").read] == [module, module.other]
+    assert [*parts_used(module, "decode").read] == [module.reader.child]
+    assert not parts_used(module, "looks").read and not parts_used(module).read
+    assert not parts_used(module, "decode", {module, module.reader}).read, "the reader's method is looked at by itself"
+    assert [*parts_used(module, "encode", {module, module.reader}).read] == [module, module.other]
+    assert [*children_read(module, "encode")] == [module.other] and not [*children_read(module)]
+
+
+def test_methods_that_libraries_give_are_none() -> None:
+    """Those of torch's layers change weights, and those of models save them."""
+    assert methods_of(nn.BatchNorm1d(2)) == () and methods_of(torch.jit.script(nn.Linear(2, 2))) == ()
+
+
+def test_a_method_of_an_instance() -> None:
+    def decode(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * self.child.weight
+
+    module = Computes()
+    module.decode = MethodType(decode, module)
+    assert {*parts_used(module, "decode").read} == {module.child, module.reader.child}

@@ -121,6 +121,21 @@ class LookAhead:
         if self._may_read_ahead():
             self._look(has_slots=False)
 
+    def send_residents(self, room: int) -> int:
+        """Start blobs of groups that are to stay on the device, in `room` bytes. There are no slots, and no pass in progress.
+
+        Returns:
+            Their bytes.
+        """
+        left = room
+        for group in self.schedule.upcoming(wraps=self._use_stream):
+            if group.slot is None and self._memory.may_reside(group):
+                if group.num_bytes > left:
+                    break
+                left -= group.num_bytes
+                self._send([group], self._memory.resident_slot(group), [])
+        return room - left
+
     def before_call(self) -> None:
         """A call's groups are ready: start the groups that come next, if any can be started."""
         if self._memory.is_just_in_time or self._is_behind or self.schedule.is_learning:
@@ -143,6 +158,7 @@ class LookAhead:
         """Start the blobs of a group that is needed and was not foreseen."""
         self._is_behind = True
         if self._memory.may_reside(group):
+            self._memory.take_lent(group)
             self._send([group], self._memory.resident_slot(group), [])
             return
         ring = self._memory.ring(group.height)
@@ -179,7 +195,7 @@ class LookAhead:
         run_bytes = 0
         left = _LOOK_BEYOND
         for group in self.schedule.upcoming(wraps=self.wraps and not self._is_last):
-            if group in walk.soon:
+            if group in walk.soon or self._memory.was_given_up(group):
                 continue
             if group.slot is None:
                 resides = has_slots and self._memory.may_reside(group)

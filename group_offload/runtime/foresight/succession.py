@@ -2,11 +2,13 @@
 
 [Note: Models of a pipeline]
 The models of a pipeline run one after another. Passes of one model in a row are its *stint*: an encoder's mostly has one pass,
-a denoiser's as many as there are steps. The *heir* is the model whose stint should come next. Three things are done for it:
+a denoiser's as many as there are steps. The *heir* is the model whose stint should come next. Four things are done for it:
 
 - From the beginning of a stint on, while nobody reads, the heir's files are read into the page cache (`CacheReads`).
 - A pass that should be the last one of its stint begins no copy for another pass like it. Once it has read all that it
   needs, the heir's first groups are read into the heir's staging memory.
+- In that pass, groups that stay on the device, and that the heir will displace, are given up right after their last use. The
+  heir's groups that stay there are sent into that room at once.
 - At the end of that pass the heir takes over the slots. So its first groups are on their way before it is called.
 
 What models leave on the device between passes, within a budget, is taken from them only for a model that gains by it. A
@@ -23,7 +25,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -66,12 +68,18 @@ class Model(Protocol):
     def read_first(self) -> None:
         """Begin to read the first groups, before there are slots for them."""
 
+    def wanted_from(self, runs: Any) -> int:
+        """The bytes that the model will take of what the one whose memory is `runs` has on the device between passes."""
+
+    def bring(self, room: int) -> int:
+        """Start the copies of groups that stay on the device, in `room` bytes. Returns their bytes."""
+
     def take_over(self) -> None:
         """Take the slots, and start the copies of the first groups."""
 
 
 Part = tuple[int, int]
-"""The number of a model, and the id of the module that its pass begins at: an autoencoder encodes, or decodes."""
+"""The number of a model, and the hash of the module or method that its pass begins at: an autoencoder encodes, or decodes."""
 
 
 class Succession:
@@ -112,9 +120,13 @@ class Succession:
         self._heir: int | None = None
         """The number of the model that should run after this pass, if its first groups are still to be read."""
 
-    def begin(self, model: Model, top: object) -> Model | None:
-        """A forward of `model` begins, at the module `top`. Returns the model that should run next, if it is another one."""
-        part, before, stint = (self._numbers[model], id(top)), self._last, self._stint
+    def begin(self, model: Model, top: Hashable) -> Model | None:
+        """A forward of `model` begins, at the module or method `top`.
+
+        Returns:
+            The model that should run next, if it is another one.
+        """
+        part, before, stint = (self._numbers[model], hash(top)), self._last, self._stint
         number = part[0]
         if before is not None and stint[before] <= _MOST_PASSES:
             self._seen.setdefault((before, stint[before]), deque(maxlen=_NUM_SEEN)).append(number)

@@ -44,6 +44,7 @@ class Group:
     def __init__(self, spec: GroupSpec, height: int, parts: Sequence[Part]) -> None:
         self.group_id = spec.group_id
         self.modules = spec.modules
+        self.methods = spec.methods
         self.is_table = spec.is_table
         """Whether rows are gathered where the weight rests. Such a group is never acquired."""
         self.height = height

@@ -166,6 +166,7 @@ class Arena:
         """Undo `claim`. Nothing was enqueued that uses the memory."""
         with self._lock:
             residents.is_busy = False
+            residents.num_passes -= 1
             if mine is not None:
                 mine.is_busy = False
 
@@ -237,11 +238,16 @@ class Arena:
         with self._lock:
             return sum(each.num_bytes for each in self._displaceable(mine) if each not in spared)
 
-    def displace(self, mine: Residents[Any], room: int, spared: Collection[Residents[Any]] = ()) -> None:
+    def displace(
+        self, mine: Residents[Any], room: int, spared: Collection[Residents[Any]] = (), *, waits: bool = False
+    ) -> None:
         """Free other modules' groups that stay on the device, until all of them take no more than `room`.
 
         Those of modules with fewest passes go first. Of equal ones it is the one that ran last, which in a pipeline is the last
         one to come again. `spared` stay, and so do those of modules that run now.
+
+        Args:
+            waits: Whether the host waits for copies that are on their way to that memory: then it can be used at once.
         """
         with self._lock:
             others = sorted(self._displaceable(mine), key=lambda each: (each.num_passes, -each.turn))
@@ -250,6 +256,8 @@ class Arena:
                 while each.slots and each not in spared and over > 0:
                     slot = each.slots[-1]
                     over -= slot.memory.numel()
+                    if waits and slot.waited_on is None:
+                        slot.ready.synchronize()
                     slot.evict()
                     each.slots.remove(slot)
                     if not slot.is_aliased:
