@@ -12,6 +12,7 @@ import ctypes
 import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import psutil
@@ -51,6 +52,10 @@ class Backend(Protocol):
     device: torch.device
     has_streams: bool
     """Whether work is asynchronous. Without streams every call is done when it returns, and events are no-ops."""
+
+    @property
+    def runs_triton(self) -> bool:
+        """Whether kernels that are written in Triton run here."""
 
     def current_stream(self) -> Stream:
         """The stream that the calling thread's compute goes to."""
@@ -107,6 +112,18 @@ class Backend(Protocol):
     def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:
         """`copy` of each (target, source), in less of the host's time."""
 
+    def transform(
+        self,
+        kernel: Callable[[torch.Tensor, torch.Tensor], None],
+        target: torch.Tensor,
+        source: torch.Tensor,
+        stream: Stream,
+    ) -> None:
+        """Enqueue `kernel(source, target)` on `stream`: it reads device memory, and writes other device memory.
+
+        The host does not wait, and the kernel takes no memory of its own.
+        """
+
     def pin(self, memory: torch.Tensor, undo: list[Callable[[], None]], *, read_only: bool = False) -> bool:
         """Page-lock host memory in place. See `PageLock`, which everything but tests uses.
 
@@ -154,6 +171,7 @@ class HostBackend:
     """The CPU as onload device: everything is done when the call returns."""
 
     has_streams = False
+    runs_triton = False
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -217,6 +235,15 @@ class HostBackend:
         for target, source in pairs:
             target.copy_(source)
 
+    def transform(
+        self,
+        kernel: Callable[[torch.Tensor, torch.Tensor], None],
+        target: torch.Tensor,
+        source: torch.Tensor,
+        stream: Stream,
+    ) -> None:
+        kernel(source, target)
+
     def pin(self, memory: torch.Tensor, undo: list[Callable[[], None]], *, read_only: bool = False) -> bool:
         return False
 
@@ -231,6 +258,10 @@ class AcceleratorBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    @cached_property
+    def runs_triton(self) -> bool:
+        return find_spec("triton") is not None
 
     def current_stream(self) -> Stream:
         return torch.accelerator.current_stream(self.device.index)  # a device would be looked at for long
@@ -310,6 +341,16 @@ class AcceleratorBackend:
         with _on(stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
+
+    def transform(
+        self,
+        kernel: Callable[[torch.Tensor, torch.Tensor], None],
+        target: torch.Tensor,
+        source: torch.Tensor,
+        stream: Stream,
+    ) -> None:
+        with _on(stream):
+            kernel(source, target)
 
     def pin(self, memory: torch.Tensor, undo: list[Callable[[], None]], *, read_only: bool = False) -> bool:
         if self.device.type != "cuda" or not memory.numel() or (read_only and not self._may_lock_read_only):

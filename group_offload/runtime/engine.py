@@ -38,6 +38,7 @@ from .groups.versions import share_counters
 from .measure.counters import Counters
 from .measure.trace import WeightTrace
 from .memory import DeviceMemory
+from .packer import Packer
 from .passes import Passes
 from .placer import Placer
 from .probe import Probe
@@ -71,7 +72,9 @@ class Engine:
             use_stream=config.use_stream,
             # Without a stream, `non_blocking` decides whether copies block the host.
             blocking=not config.use_stream and not config.non_blocking,
+            unpacks=config.pack is not False,
         )
+        self._packer = Packer(backend, self.transfer, is_on=config.pack is True)
         self._probe = Probe(backend)
         # Leaf level is for least memory, and torch's allocator finds room for its small layers anywhere.
         is_just_in_time = config.record_stream or (config.is_leaf_level and config.use_stream)
@@ -108,6 +111,7 @@ class Engine:
             self._files,
             self._probe.stopwatch,
             self.counters,
+            self._packer,
             is_tight=is_tight,
         )
         self._passes = Passes(
@@ -325,6 +329,7 @@ class Engine:
             self.transfer.last_copies.synchronize,
             casts,
             self._trained.ids,
+            packs=self._packer.is_on,
         )
         self._replaced |= dict.fromkeys(part for group in before for part in group.parts)
         self.groups = groups
@@ -353,7 +358,7 @@ class Engine:
     def _close_replaced(self, in_use: Collection[Part]) -> None:
         for part in self._replaced:
             if part not in in_use and not part.is_given_up:
-                part.blob.close(forget=True)
+                part.close(forget=True)
         self._replaced = {}
 
     def _publish_manifest(self) -> None:

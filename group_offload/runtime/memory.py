@@ -18,6 +18,7 @@ from .copies.transfer import Transfer
 from .groups.group import Group
 from .measure.counters import Counters
 from .slots.arena import Lease, Residents, Ring, arena_for
+from .slots.berths import NUM_BERTHS, Berths
 from .slots.slot import Slot
 from .slots.stalls import Stalls
 
@@ -62,6 +63,8 @@ class DeviceMemory:
         """Device memory that groups may stay in between passes."""
         self.ring_sizes: dict[int, int] = {}
         """For each height, the bytes that its groups take turns in."""
+        self._berth_bytes = 0
+        """The bytes that packed bytes land in."""
         self.holds_all = False
         """Whether the ring has room for all groups that take turns in it in some passes."""
         self._largest: dict[int, int] = {}
@@ -91,29 +94,41 @@ class DeviceMemory:
         for slot in [*self.staying.slots]:
             if not residents.issuperset(slot.groups):
                 self.free(slot)
-        if sizes != self.ring_sizes:
-            self._release_rings()
-        self.ring_sizes = sizes
+        berth_bytes = NUM_BERTHS * max((group.largest_packed for group in streamed), default=0)
+        if (sizes, berth_bytes) != (self.ring_sizes, self._berth_bytes):
+            self.release_rings()
+        self.ring_sizes, self._berth_bytes = sizes, berth_bytes
         self.holds_all = False
 
     def hold(self, groups: Iterable[Group], limit: int) -> None:
         """Make room in the ring for all of these groups, which many passes need, if slots take no more than `limit` then."""
         wanted = sum(group.num_bytes for group in groups if not group.height)
-        if self.is_just_in_time or not self.ring_sizes.get(0, 0) < wanted <= limit - self.outer_bytes:
+        around = self.outer_bytes + self._berth_bytes
+        if self.is_just_in_time or not self.ring_sizes.get(0, 0) < wanted <= limit - around:
             return
-        self._release_rings()
+        self.release_rings()
         self.ring_sizes = {**self.ring_sizes, 0: wanted}
         self.holds_all = True
 
     @property
     def slot_bytes(self) -> int:
-        """The bytes of all rings."""
-        return sum(self.ring_sizes.values())
+        """The bytes of all rings, and of the berths."""
+        return sum(self.ring_sizes.values()) + self._berth_bytes
 
     @property
     def largest(self) -> int:
         """The size of the largest group that takes turns, inside of whose modules no other one is needed."""
         return self._largest.get(0, 0)
+
+    @property
+    def berth_bytes(self) -> int:
+        """The bytes of the berths: see [Note: The life of a berth]."""
+        return self._berth_bytes
+
+    @property
+    def berths(self) -> Berths | None:
+        """The berths; None if no group is sent packed."""
+        return None if self._lease is None else self._lease.berths
 
     @property
     def outer_bytes(self) -> int:
@@ -155,9 +170,10 @@ class DeviceMemory:
         """Give all memory up."""
         for slot in [*self.staying.slots]:
             self.free(slot)
-        self._release_rings()
+        self.release_rings()
 
-    def _release_rings(self) -> None:
+    def release_rings(self) -> None:
+        """Give up all memory but that of groups that stay on the device."""
         if self._lease is not None:
             self._arena.release(self._lease)
             self._lease = None
@@ -178,23 +194,26 @@ class DeviceMemory:
         stream = self._backend.current_stream()
         before, counters = self._lease, self._counters
         sizes = {height: size for height, size in self.ring_sizes.items() if height or not self.is_just_in_time}
-        lease = self._lease = self._arena.lease(before, sum(sizes.values()), stream, self._transfer.stream)
+        num_bytes = sum(sizes.values()) + self._berth_bytes
+        lease = self._lease = self._arena.lease(before, num_bytes, stream, self._transfer.writers)
         assert lease.memory is not None
         if lease is not before:
             start = 0
-            for height, num_bytes in sizes.items():
-                memory = lease.memory[start : start + num_bytes]
+            for height, size in sizes.items():
+                memory = lease.memory[start : start + size]
                 # Groups that all have room lie one behind the other.
                 largest = 0 if self.holds_all and not height else self._largest.get(height, 0)
                 lease.rings[height] = Ring(memory, self._backend, largest)
-                start += num_bytes
+                start += size
+            if self._berth_bytes:
+                lease.berths = Berths(lease.memory[start:], self._backend)
         for slot in [slot for slot in self.staying.slots if not slot.groups]:
             self.staying.slots.remove(slot)  # another module's pass was interrupted as it took the slot's memory
         counters.pooled_bytes = sum(slot.memory.numel() for slot in lease.pooled)
         counters.resident_bytes = self.staying.num_bytes
         counters.device_bytes = counters.pooled_bytes + counters.resident_bytes
         self._bytes_ahead = sum(slot.num_bytes_ahead for slot in lease.pooled)
-        self._count(sum(sizes.values()))
+        self._count(num_bytes)
         for slot in self.slots:
             for group in [*slot.groups]:
                 if not group.is_current:
@@ -206,7 +225,8 @@ class DeviceMemory:
         self.spared = ()  # else the memory of models that are gone would stay
         for slot in self.slots:
             if slot.owner is not None and slot.waited_on is None:
-                self._backend.record_stream(slot.memory, self._transfer.stream)  # another module's pass may drop it
+                for writer in self._transfer.writers:
+                    self._backend.record_stream(slot.memory, writer)  # another module's pass may drop it
         self._arena.give_back(self._lease, self.staying, self._backend.current_stream())
 
     def recover(self) -> None:
@@ -312,6 +332,8 @@ class DeviceMemory:
             The events that copies into the slot have to wait for: the last uses of its memory.
         """
         after = [old.last_use() for old in evicted] if slot.is_fixed else [slot.last_use()]
+        # What no call has waited for may still be on its way, on another stream than what takes its place.
+        after += [old.ready for old in evicted if old.waited_on is None]
         for old in evicted:
             self.evict(old)
         self._stalls.collect(slot)

@@ -39,6 +39,7 @@ from .groups.group import Group
 from .measure.counters import Counters
 from .measure.weighing import Weighing
 from .memory import DeviceMemory
+from .packer import Packer
 
 logger = logging.getLogger("group_offload")
 
@@ -69,6 +70,7 @@ class Placer:
         files: CachedFiles,
         stopwatch: Stopwatch,
         counters: Counters,
+        packer: Packer,
         *,
         is_tight: bool,
     ) -> None:
@@ -85,6 +87,7 @@ class Placer:
         self._files = files
         self._stopwatch = stopwatch
         self._counters = counters
+        self._packer = packer
         self._is_tight = is_tight
         # A function and not a method: the budgeter and the placer would keep each other alive.
         speeds = partial(_measure_speeds, self._backend, files)
@@ -111,11 +114,12 @@ class Placer:
             ConfigError: a budget is too small.
         """
         self._groups = tuple(groups)
+        self._packer.pack(self._packer.lacking(groups))
         self._memory.reside(frozenset(), groups, self._config)
         self._total_bytes = sum(group.num_bytes for group in groups)
         self._num_modules = len({module for group in groups for module in group.modules})
         self._activations = {}
-        blobs = [part.blob for group in groups for part in group.parts]
+        blobs = [part.blob for group in groups for part in group.parts if part.packed is None]
         in_files = [blob for blob in blobs if isinstance(blob, FileBlob) and blob.tier is Tier.FILE]
         for blob in in_files:
             blob.is_verified = self._config.verify_files
@@ -125,6 +129,7 @@ class Placer:
         if not self._config.has_budgets or not self._backend.has_streams:
             self._files.choose_ways()
         self._files.lock_what_is_there(was_read=False)
+        self._lookahead.note_tiers(groups)
         self._transfer.prepare_for(
             max((blob.layout.num_bytes for blob in blobs), default=0),
             sum(blob.layout.num_bytes for blob in blobs if blob.tier is not Tier.RAM),
@@ -145,7 +150,7 @@ class Placer:
         """The most device memory that a pass takes for weights that take turns."""
         if not self._memory.is_just_in_time:
             return self._memory.slot_bytes
-        return self._memory.largest + self._window(None) + self._memory.outer_bytes
+        return self._memory.largest + self._window(None) + self._memory.outer_bytes + self._memory.berth_bytes
 
     @property
     def wanted_bytes(self) -> int:
@@ -247,6 +252,7 @@ class Placer:
     def replan(self, kind: Kind) -> None:
         """Make the plan again before a forward of this kind, if more is known by now, and carry it out."""
         self._note_times()
+        self._pack_again()
         if not self._config.has_budgets:
             return
         memory = self._memory
@@ -256,6 +262,16 @@ class Placer:
             self.reside()
             if self._backend.has_streams:
                 self._share_out_files()
+
+    def _pack_again(self) -> None:
+        """Pack blobs that were edited since."""
+        lacking = self._packer.lacking(self._groups)
+        if lacking:
+            self._memory.release_rings()  # packing takes device memory too
+            try:
+                self._packer.pack(lacking)
+            finally:
+                self.reside()  # berths may need another size
 
     def make_room(self, kind: Kind) -> None:
         """Let other modules' groups stay on the device only in the part of the budget that this module's pass leaves free.

@@ -13,6 +13,7 @@ from ..base.layout import BlobLayout, as_bytes
 from ..base.pagemap import NO_LOOKS, Looks
 from .moves import Move, Stage
 from .origin import Origin
+from .packed import PackedImage
 
 
 class Tier(Enum):
@@ -129,6 +130,14 @@ class PlacedBlob(NamedTuple):
     label: str
     """The name of the group that the blob belongs to."""
     blob: Blob
+    packed: PackedImage | None = None
+    """The packed bytes of the blob, if they are what is sent."""
+
+    def moves(self) -> list[Move]:
+        """How the blob gets to the slot."""
+        if self.packed is not None:
+            return [self.packed.move(self.at, self.label)]
+        return self.blob.moves(self.at, self.label)
 
 
 def belongs_to_checkpoints(blob: Blob) -> bool:

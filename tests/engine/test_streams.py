@@ -27,13 +27,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from group_offload import GroupFileError, apply_group_offloading
-from group_offload.runtime import engine, memory, passes, placer
-from group_offload.runtime.copies import jobs, reader, staging, transfer
+from group_offload.runtime import engine, memory, packer, passes, placer
+from group_offload.runtime.copies import jobs, reader, room, staging, transfer
 from group_offload.runtime.copies import last as copies
 from group_offload.runtime.copies.transfer import Transfer
 from group_offload.runtime.foresight import lookahead
 from group_offload.runtime.foresight.schedule import Schedule
-from group_offload.runtime.slots import arena
+from group_offload.runtime.slots import arena, berths
 from group_offload.runtime.slots import slot as slots
 from group_offload.stores import pinned
 from group_offload.stores.source import SourceFile
@@ -49,6 +49,7 @@ from ..support.on_device import (
     offload,
     on_their_way,
     options_for,
+    packing,
     raise_interrupt,
 )
 from ..support.reads import held_reads, hold_what_the_next_pass_needs, many_frames, watch_file_reads
@@ -74,6 +75,9 @@ OPTIONS: list[dict[str, Any]] = [
     {"use_stream": True, "num_blocks_per_group": 3},
     {"is_told_of_edits": False},
     {"is_told_of_edits": False, "record_stream": True, "offload_type": "leaf_level"},
+    {"pack": True},
+    {"pack": True, "in_checkpoint": True, "record_stream": True},
+    {"pack": True, "use_stream": False, "non_blocking": True},
 ]
 
 
@@ -716,6 +720,49 @@ def test_cut_into_groups_again_right_after_a_forward(options: dict[str, Any]) ->
         assert device.pinned_bytes == 0 and device.allocated_bytes == 0
 
 
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}], ids=str)
+def test_packed_weights_are_on_their_way(options: dict[str, Any]) -> None:
+    """Another model of the same size takes the slots and the berths; Ctrl-C comes; the module is cut again; it is removed."""
+    device = SimulatedDevice(0, "lazy")
+    one, two = (RoutedModel([600] * 4).bfloat16() for _ in range(2))
+    resident, other = copy.deepcopy(one), copy.deepcopy(two)
+    x = torch.randn(2, DIM).bfloat16()
+    with packing(), use_simulated_device(device), pytest.MonkeyPatch.context() as patch:
+        handles = [offload(model, pack=True, **options) for model in (one, two)]
+        outputs = []
+        for _ in range(2):
+            outputs += [(forward(device, one, x), run(resident, x)) for _ in range(2)]
+            assert on_their_way(device) > 0
+            outputs += [(forward(device, two, x), run(other, x)) for _ in range(2)]
+        for index, name in enumerate(("copy", "transform")):
+            real, num_calls = getattr(device, name), 0
+
+            def interrupted(*args: Any, real: Any = real, **kwargs: Any) -> Any:
+                nonlocal num_calls
+                num_calls += 1
+                if num_calls == 3:
+                    raise KeyboardInterrupt
+                return real(*args, **kwargs)
+
+            patch.setattr(device, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                forward(device, (one, two)[index], x)
+            patch.setattr(device, name, real)
+            outputs.append((forward(device, two, x), run(other, x)))
+            outputs.append((forward(device, one, x), run(resident, x)))
+        large = RoutedBlock(900, counts=False).bfloat16()
+        one.blocks[2], resident.blocks[2] = large, copy.deepcopy(large)
+        outputs += [(forward(device, one, x), run(resident, x)) for _ in range(2)]
+        for handle in handles:
+            assert handle.stats().bytes_unpacked
+            handle.remove()
+        assert device.pinned_bytes == 0 and device.allocated_bytes == 0
+        for output, expected in outputs:
+            assert torch.equal(device.get(output), expected)
+        one.alive.clear()
+        two.alive.clear()
+
+
 INTERRUPTED: list[tuple[Any, str, int]] = [
     (Transfer, "send", 0),
     (Transfer, "send", 2),
@@ -811,7 +858,8 @@ NO_ORDER = {("Reader", "_next")}
 def find_waits() -> list[tuple[Any, str, int]]:
     """Every statement of the engine that only orders work: (class, method, index of the statement)."""
     found = []
-    modules = (copies, engine, passes, placer, lookahead, memory, slots, arena, transfer, jobs, reader, staging, pinned)
+    weights = (engine, passes, placer, packer, lookahead, memory)
+    modules = (copies, *weights, slots, arena, berths, transfer, jobs, room, reader, staging, pinned)
     for module in modules:
         for node in ast.parse(Path(module.__file__ or "").read_text()).body:
             if isinstance(node, ast.ClassDef):
@@ -887,6 +935,8 @@ def scenarios() -> Iterator[partial[Any]]:
         for where in INTERRUPTED:
             yield partial(test_an_interrupt_in_the_middle_of_the_engine, options, where)
     yield partial(test_slots_go_to_another_model_while_copies_to_them_are_on_their_way)
+    for options in either:
+        yield partial(test_packed_weights_are_on_their_way, options)
     yield partial(test_files_and_pageable_ram_go_through_the_staging_buffers_in_turn)
     for options in (*either, {"in_files": True}):
         yield partial(test_removed_right_after_a_forward, options)
@@ -901,6 +951,7 @@ FIRST: list[tuple[int, dict[str, Any]]] = [
     (0, {"is_told_of_edits": False}),
     (0, {"offload_type": "leaf_level"}),
     (0, {"in_files": True, "use_stream": False}),
+    (0, {"pack": True}),
     (1, {"in_files": True}),
 ]
 

@@ -42,6 +42,7 @@ class TimedDevice:
     """Order of use: `use_simulated_device(device)`, offload a model that calls `compute` in its forward, run, look at `now`."""
 
     has_streams = True
+    runs_triton = True
 
     def __init__(self, bytes_per_second: float, capacity: int = 1 << 50) -> None:
         self.device = torch.device("cpu")
@@ -54,6 +55,7 @@ class TimedDevice:
         self._capacity = capacity
         self.copied_bytes = 0
         self.copy_seconds = 0.0
+        self.unpacked_bytes_per_second = 20 * bytes_per_second
         self.scale = 1.0
         """Compute takes that many times what it is told to."""
 
@@ -133,6 +135,9 @@ class TimedDevice:
         self._link = stream.now = begun + seconds
         self.copied_bytes += target.numel()
         self.copy_seconds += seconds
+
+    def transform(self, kernel: Any, target: torch.Tensor, source: torch.Tensor, stream: TimedStream) -> None:
+        stream.now += target.numel() / self.unpacked_bytes_per_second
 
     def pin(self, memory: torch.Tensor, undo: list[Callable[[], None]], *, read_only: bool = False) -> bool:
         return True

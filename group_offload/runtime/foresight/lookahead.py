@@ -82,7 +82,13 @@ class LookAhead:
         self._blockers = set()
         self.wraps = wraps
         self._is_last = False
-        self._reads_ram = any(part.blob.tier is Tier.PAGEABLE for group in groups for part in group.parts)
+        self.note_tiers(groups)
+
+    def note_tiers(self, groups: Sequence[Group]) -> None:
+        """Find out how blobs are sent."""
+        self._reads_ram = any(
+            part.blob.tier is Tier.PAGEABLE and part.packed is None for group in groups for part in group.parts
+        )
 
     def recover(self, groups: Sequence[Group], *, is_whole: bool) -> None:
         """A pass failed.
@@ -329,7 +335,8 @@ class LookAhead:
         after = self._memory.occupy(slot, run, evicted)
         self._counters.onloads += len(run)
         try:
-            slot.job = self._transfer.send(blobs, slot.memory, after, slot.ready, job=job)
+            berths = self._memory.berths
+            slot.job = self._transfer.send(blobs, slot.memory, after, slot.ready, job=job, berths=berths)
         except EXPECTED:  # the forward may catch the error, and call again
             self._memory.free(slot)
             raise

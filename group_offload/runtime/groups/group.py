@@ -94,6 +94,16 @@ class Group:
                 expect_single_pages(view, expected=expected)
 
     @property
+    def packed_bytes(self) -> int:
+        """The bytes of what is packed of the group."""
+        return sum(part.packed.num_bytes for part in self.parts if part.packed is not None)
+
+    @property
+    def largest_packed(self) -> int:
+        """The packed bytes of the part that has most; 0 if none is sent packed."""
+        return max((part.packed.num_bytes for part in self.parts if part.packed is not None), default=0)
+
+    @property
     def detects_edits(self) -> bool:
         """Whether a slot may be used again after users could edit the weights. See `Blob.detects_edits`."""
         return all(part.blob.detects_edits for part in self.parts)
@@ -180,6 +190,8 @@ class Group:
             with torch.inference_mode(False), torch.no_grad():
                 if not torch.equal(value, as_bytes(rest)):
                     self._needs_commit |= part.blob.write(place, value)
+                    part.may_pack = False  # the next forward changes it again
+                    part.drop_packed()
                     num_changed += 1
         if not torch.is_inference_mode_enabled():
             # Other blobs are about to overwrite the slot, also views of these weights that autograd saved past our hooks.
@@ -355,7 +367,7 @@ class Group:
 
     def blobs_at(self, offset: int) -> list[PlacedBlob]:
         """The blobs, placed in a slot so that the group's bytes begin at `offset`."""
-        return [PlacedBlob(offset + part.offset, self.group_id, part.blob) for part in self.parts]
+        return [PlacedBlob(offset + part.offset, self.group_id, part.blob, part.sent_packed) for part in self.parts]
 
     def was_sent(self, slot: Slot[Group], offset: int) -> None:
         """Note that the blobs, as they are now, are on their way to byte `offset` of `slot`."""

@@ -7,14 +7,19 @@ from collections.abc import Sequence
 from ...base.device import Backend, Event, Stream
 from ...base.timeline import STALLS, Timeline
 
-_READS, _COPIES, _COMPUTE = "file reads", "H2D", "compute"
+_READS, _COPIES, _UNPACKING, _COMPUTE = "file reads", "H2D", "unpacking", "compute"
 
 
 class WeightTrace(Timeline):
     """Lanes for file reads, copies to the device, compute, and stalls. Threads that read files may call `copied` and `read`."""
 
-    def __init__(self, backend: Backend, title: str) -> None:
-        super().__init__(backend, title, host_lanes=(_READS,), device_lanes=(_COPIES, _COMPUTE, STALLS))
+    def __init__(self, backend: Backend, title: str, *, unpacks: bool) -> None:
+        """
+        Args:
+            unpacks: Whether there is a lane for unpacking, too.
+        """
+        lanes = (_COPIES, *([_UNPACKING] if unpacks else []), _COMPUTE, STALLS)
+        super().__init__(backend, title, host_lanes=(_READS,), device_lanes=lanes)
         self._open: dict[str, tuple[Event, Event]] = {}
         """For each group in use, the events at which compute came to wait for it, and went on."""
 
@@ -23,6 +28,10 @@ class WeightTrace(Timeline):
         names = [*dict.fromkeys(names)]
         name = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         self.add(_COPIES, name, begun, self.now(stream), num_bytes)
+
+    def unpacked(self, name: str, begun: Event, stream: Stream, num_bytes: int) -> None:
+        """Unpacking of a group was enqueued on `stream` behind `begun`, which `now` gave."""
+        self.add(_UNPACKING, name, begun, self.now(stream), num_bytes)
 
     def compute_arrives(self, name: str, stream: Stream) -> None:
         """Compute on `stream` is about to wait for the group of this name."""

@@ -1,0 +1,107 @@
+"""Packs the blobs of a module, and packs them again once they were edited. See [Note: Packed weights at rest]."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ..base.device import Backend
+from ..base.mapping import flat_view, map_anonymous
+from ..base.page_lock import LockLimit, PageLock
+from ..base.progress import progress_bar
+from ..base.ram import fits
+from ..plan.budgets import describe_bytes
+from ..stores.packed import is_packable, pack_image
+from ..stores.pinned import RamBlob
+from .copies.transfer import Transfer
+from .groups.group import Group
+from .groups.part import Part
+
+logger = logging.getLogger("group_offload")
+
+
+class Packer:
+    """Makes the packed images of a module. An engine owns it, and uses it under its lock, between passes."""
+
+    def __init__(self, backend: Backend, transfer: Transfer, *, is_on: bool) -> None:
+        self._backend = backend
+        self._transfer = transfer
+        self.is_on = is_on
+        """Whether blobs are packed."""
+
+    def lacking(self, groups: Iterable[Group]) -> list[Part]:
+        """The parts that have no packed bytes, or out-of-date ones, and could have some."""
+        if not self.is_on:
+            return []
+        return [
+            part
+            for group in groups
+            for part in group.parts
+            if part.may_pack
+            and part.sent_packed is None
+            and not part.blob.is_outdated
+            and part.blob.detects_edits
+            and is_packable(part.blob.layout)
+        ]
+
+    def pack(self, parts: Sequence[Part]) -> None:
+        """Pack the blobs of these parts, one after another. Where it saves too little, or RAM is short, they stay plain.
+
+        Raises:
+            GroupFileError: a blob cannot be read from its file.
+        """
+        if not parts:
+            return
+        limit = LockLimit(self._backend)
+        read = [part.blob.layout.num_bytes for part in parts if not isinstance(part.blob, RamBlob)]
+        buffer = _Buffer(max(read, default=0), self._backend)
+        no_room = 0
+        try:
+            with progress_bar(sum(part.blob.layout.num_bytes for part in parts), "Packing weights") as advance:
+                for part in parts:
+                    part.drop_packed()
+                    num_bytes = part.blob.layout.num_bytes
+                    if fits(num_bytes):
+                        self._pack(part, buffer, limit)
+                    else:
+                        part.may_pack = False
+                        no_room += num_bytes
+                    advance(num_bytes)
+        finally:
+            buffer.close()
+        for part in parts:  # what stays plain is copied from where it rests
+            if part.packed is None and isinstance(part.blob, RamBlob):
+                part.blob.store.lock_after_all(limit)
+        limit.report()
+        if no_room:
+            logger.warning("%s of weights are not packed: RAM has no room for them.", describe_bytes(no_room))
+
+    def _pack(self, part: Part, buffer: _Buffer, limit: LockLimit) -> None:
+        blob = part.blob
+        if isinstance(blob, RamBlob):
+            image = blob.sent_bytes
+        else:
+            image = buffer.memory[: blob.layout.num_bytes].zero_()  # padding too, which no weight fills
+            self._transfer.read_now(blob, image)
+        device = None if self._backend.device.type == "cpu" else self._backend.device
+        wait = self._transfer.last_copies.synchronize
+        part.packed = pack_image(image, blob.layout, device, blob.generation, limit, wait)
+        part.may_pack = part.packed is not None
+
+
+class _Buffer:
+    """Page-locked memory that blobs are read into from files, one after another."""
+
+    def __init__(self, num_bytes: int, backend: Backend) -> None:
+        self.memory: torch.Tensor = flat_view(map_anonymous(num_bytes), 0, num_bytes)
+        self._lock = PageLock.take(backend, self.memory, _no_wait)
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+
+def _no_wait() -> None:
+    """Packing returns only once nothing reads the memory any more."""
