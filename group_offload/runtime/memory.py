@@ -14,11 +14,14 @@ from ..base.layout import span_bytes
 from ..base.tuning import tuning
 from ..config import OffloadConfig
 from ..partition import partition
+from ..plan.placement import NUM_BERTHS
+from ..stores.base import PlacedBlob
 from .copies.transfer import Transfer
 from .groups.group import Group
+from .groups.packed import PackedGroup
 from .measure.counters import Counters
 from .slots.arena import Lease, Residents, Ring, arena_for
-from .slots.berths import NUM_BERTHS, Berths
+from .slots.berths import Berths
 from .slots.slot import Slot
 from .slots.stalls import Stalls
 
@@ -53,12 +56,12 @@ class DeviceMemory:
         self._arena = arena_for(backend)
         self._lease: Lease[Group] | None = None
         """The lease is kept between passes, unless another module's pass takes the memory."""
-        self.staying: Residents[Group] = Residents()
+        self.staying: Residents[Any] = Residents()
         """The slots of groups that stay on the device between passes, unless another module's pass displaces them."""
         self.spared: Collection[Residents[Any]] = ()
         """What other modules have there, and keep in this module's pass if the pass can do without that memory."""
-        self._residents: frozenset[Group] = frozenset()
-        """Groups that are to stay on the device between passes."""
+        self._residents: frozenset[Group | PackedGroup] = frozenset()
+        """Groups, and packed groups, that are to stay on the device between passes."""
         self.resident_room = 0
         """Device memory that groups may stay in between passes."""
         self.ring_sizes: dict[int, int] = {}
@@ -80,10 +83,10 @@ class DeviceMemory:
 
     # ---------------------------------------------------------------- between passes
 
-    def reside(self, residents: frozenset[Group], groups: Sequence[Group], config: OffloadConfig) -> None:
-        """Let only `residents` of these groups stay on the device, and size the rings for the others.
+    def reside(self, residents: frozenset[Group | PackedGroup], groups: Sequence[Group], config: OffloadConfig) -> None:
+        """Let only `residents` of these groups stay on the device, as they are or packed.
 
-        Residents that are on the device already stay there.
+        Rings are for all groups but those that stay as they are. Residents that are on the device already stay there.
         """
         self._residents = residents
         streamed = [group for group in groups if group not in residents]
@@ -94,7 +97,8 @@ class DeviceMemory:
         for slot in [*self.staying.slots]:
             if not residents.issuperset(slot.groups):
                 self.free(slot)
-        berth_bytes = NUM_BERTHS * max((group.largest_packed for group in streamed), default=0)
+        sent = [group for group in streamed if group.packed not in residents]
+        berth_bytes = NUM_BERTHS * max((group.largest_packed for group in sent), default=0)
         if (sizes, berth_bytes) != (self.ring_sizes, self._berth_bytes):
             self.release_rings()
         self.ring_sizes, self._berth_bytes = sizes, berth_bytes
@@ -124,6 +128,16 @@ class DeviceMemory:
     def berth_bytes(self) -> int:
         """The bytes of the berths: see [Note: The life of a berth]."""
         return self._berth_bytes
+
+    def fitting(self, blobs: Iterable[PlacedBlob]) -> list[PlacedBlob]:
+        """The same blobs. Those whose packed bytes no berth has room for are sent as they are at rest."""
+        room = self._berth_bytes // NUM_BERTHS
+        return [
+            placed._replace(packed=None)
+            if placed.packed is not None and placed.on_device is None and placed.packed.num_bytes > room
+            else placed
+            for placed in blobs
+        ]
 
     @property
     def berths(self) -> Berths | None:
@@ -265,7 +279,7 @@ class DeviceMemory:
         assert self._lease is not None
         return self._lease.rings.get(height)
 
-    def may_reside(self, group: Group) -> bool:
+    def may_reside(self, group: Group | PackedGroup) -> bool:
         """Whether the group is to stay on the device, and has room there."""
         return group in self._residents and self._counters.resident_bytes + group.num_bytes <= self.resident_room
 
@@ -274,10 +288,14 @@ class DeviceMemory:
         """Whether a group that is to stay on the device is not there."""
         return any(group.slot is None for group in self._residents)
 
-    def resident_slot(self, group: Group) -> Slot[Group]:
-        slot = self._new_slot(group.num_bytes, self.staying.slots)
+    def resident_slot(self, group: Group | PackedGroup) -> Slot[Any]:
+        num_bytes = group.num_bytes
+        slot = self._new_slot(num_bytes, self.staying.slots)
         slot.is_resident = True
-        self._counters.resident_bytes += group.num_bytes
+        self._counters.resident_bytes += num_bytes
+        if isinstance(group, PackedGroup):
+            for writer in self._transfer.writers:
+                self._backend.record_stream(slot.memory, writer)  # no stream that computes waits for what reads it
         return slot
 
     def pooled_slot(self, num_bytes: int) -> Slot[Group]:
@@ -322,7 +340,9 @@ class DeviceMemory:
         self._count(num_bytes)
         return slot
 
-    def occupy(self, slot: Slot[Group], run: list[Group], evicted: Sequence[Slot[Group]]) -> list[Event]:
+    def occupy(
+        self, slot: Slot[Any], run: Sequence[Group | PackedGroup], evicted: Sequence[Slot[Group]]
+    ) -> list[Event]:
         """Put groups into a slot, one after another, in place of the groups that its memory held.
 
         Args:
@@ -341,7 +361,7 @@ class DeviceMemory:
         for group in run:
             group.was_sent(slot, offset)
             offset += group.num_bytes
-        slot.groups = run
+        slot.groups = [*run]
         slot.unused = set(run)
         slot.waited_on = slot.last_stream = None
         return after

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 
@@ -22,29 +22,81 @@ from .groups.part import Part
 logger = logging.getLogger("group_offload")
 
 
+_USUAL_RATIO = 0.7
+"""Packed bytes for each plain one, before anything was packed: bfloat16 weights have 0.66 to 0.70."""
+
+
 class Packer:
-    """Makes the packed images of a module. An engine owns it, and uses it under its lock, between passes."""
+    """Makes the packed images of a module. An engine owns it, and uses it under its lock, between passes.
+
+    Order of calls: `begin` whenever the module was cut into groups; then `limit`, `choose`, and `pack` what is `lacking`.
+    """
 
     def __init__(self, backend: Backend, transfer: Transfer, *, is_on: bool) -> None:
         self._backend = backend
         self._transfer = transfer
         self.is_on = is_on
         """Whether blobs are packed."""
+        self._groups: tuple[Group, ...] = ()
+        """The groups whose packed bytes are wanted."""
 
-    def lacking(self, groups: Iterable[Group]) -> list[Part]:
+    def begin(self, groups: Sequence[Group]) -> None:
+        """The module was cut into these groups. All of them are to be packed."""
+        self._groups = tuple(groups)
+        for part in _parts_of(groups):
+            part.may_pack = part.may_pack and is_packable(part.blob.layout)
+
+    def limit(self, groups: Iterable[Group], room: int) -> int:
+        """Pack only as many of these groups, which rest in RAM, as there is room for their packed bytes besides.
+
+        Returns:
+            The bytes of these.
+        """
+        taken = 0
+        for group in groups:
+            num_bytes = self.packed_bytes(group)
+            if taken + num_bytes <= room:
+                taken += num_bytes
+                continue
+            for part in group.parts:
+                part.may_pack = False
+                part.drop_packed()
+                if isinstance(part.blob, RamBlob):
+                    part.blob.store.lock_after_all(LockLimit(self._backend))
+        return taken
+
+    def choose(self, groups: Collection[Group], *, is_limited: bool) -> None:
+        """Want the packed bytes of these groups alone.
+
+        Args:
+            is_limited: Whether RAM is limited: then those of others are dropped, if a file holds their weights.
+        """
+        for group in self._groups if is_limited else ():
+            if group not in groups and group.is_in_file:
+                for part in group.parts:
+                    part.drop_packed()
+        self._groups = tuple(groups)
+
+    def packed_bytes(self, group: Group) -> int:
+        """What is sent of a group if it is packed, about, as long as it was not; 0 if it is not going to be packed."""
+        sizes = [
+            part.packed.num_bytes if part.packed is not None else int(part.blob.layout.num_bytes * _USUAL_RATIO)
+            for part in group.parts
+            if part.packed is not None or self._may_pack(part)
+        ]
+        others = [
+            part.blob.layout.num_bytes for part in group.parts if part.packed is None and not self._may_pack(part)
+        ]
+        return sum(sizes) + sum(others) if sizes else 0
+
+    def lacking(self) -> list[Part]:
         """The parts that have no packed bytes, or out-of-date ones, and could have some."""
         if not self.is_on:
             return []
-        return [
-            part
-            for group in groups
-            for part in group.parts
-            if part.may_pack
-            and part.sent_packed is None
-            and not part.blob.is_outdated
-            and part.blob.detects_edits
-            and is_packable(part.blob.layout)
-        ]
+        return [part for part in _parts_of(self._groups) if part.sent_packed is None and self._may_pack(part)]
+
+    def _may_pack(self, part: Part) -> bool:
+        return self.is_on and part.may_pack and not part.blob.is_outdated and part.blob.detects_edits
 
     def pack(self, parts: Sequence[Part]) -> None:
         """Pack the blobs of these parts, one after another. Where it saves too little, or RAM is short, they stay plain.
@@ -87,8 +139,11 @@ class Packer:
             self._transfer.read_now(blob, image)
         device = None if self._backend.device.type == "cpu" else self._backend.device
         wait = self._transfer.last_copies.synchronize
-        part.packed = pack_image(image, blob.layout, device, blob.generation, limit, wait)
-        part.may_pack = part.packed is not None
+        part.take_packed(pack_image(image, blob.layout, device, blob.generation, limit, wait))
+
+
+def _parts_of(groups: Iterable[Group]) -> Iterator[Part]:
+    return (part for group in groups for part in group.parts)
 
 
 class _Buffer:

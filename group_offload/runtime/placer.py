@@ -91,7 +91,7 @@ class Placer:
         self._is_tight = is_tight
         # A function and not a method: the budgeter and the placer would keep each other alive.
         speeds = partial(_measure_speeds, self._backend, files)
-        self._budgeter = Budgeter(self._backend, speeds, config.num_slots)
+        self._budgeter = Budgeter(self._backend, speeds, packer.packed_bytes, config.num_slots)
         self._groups: tuple[Group, ...] = ()
         self._ram: int | None = None
         """RAM for weights in bytes, as found when the module was offloaded; None for no limit."""
@@ -114,25 +114,28 @@ class Placer:
             ConfigError: a budget is too small.
         """
         self._groups = tuple(groups)
-        self._packer.pack(self._packer.lacking(groups))
+        self._packer.begin(groups)
+        if not self._config.has_budgets:
+            self._packer.pack(self._packer.lacking())
         self._memory.reside(frozenset(), groups, self._config)
         self._total_bytes = sum(group.num_bytes for group in groups)
         self._num_modules = len({module for group in groups for module in group.modules})
         self._activations = {}
-        blobs = [part.blob for group in groups for part in group.parts if part.packed is None]
+        blobs = [part.blob for group in groups for part in group.parts]
         in_files = [blob for blob in blobs if isinstance(blob, FileBlob) and blob.tier is Tier.FILE]
         for blob in in_files:
             blob.is_verified = self._config.verify_files
         self._files.begin(in_files)
         if self._config.has_budgets:
             self._plan_first(is_first=is_first)
+            self._memory.reside(frozenset(), groups, self._config)  # berths are for what was packed
         if not self._config.has_budgets or not self._backend.has_streams:
             self._files.choose_ways()
         self._files.lock_what_is_there(was_read=False)
         self._lookahead.note_tiers(groups)
         self._transfer.prepare_for(
             max((blob.layout.num_bytes for blob in blobs), default=0),
-            sum(blob.layout.num_bytes for blob in blobs if blob.tier is not Tier.RAM),
+            sum(part.blob.layout.num_bytes for group in groups for part in group.parts if part.is_read),
             *tuning().ring(
                 is_scarce=self._config.low_cpu_mem_usage or any(blob.is_direct for blob in in_files),
                 is_of_leaves=self._config.is_leaf_level and not in_files,
@@ -155,7 +158,8 @@ class Placer:
     @property
     def wanted_bytes(self) -> int:
         """The device memory that a pass would take for weights: slots, and the groups that the plan leaves on the device."""
-        return self.slot_bytes + sum(group.num_bytes for group in self._budgeter.at(Placement.DEVICE))
+        kept = sum(group.packed.num_bytes for group in self._budgeter.at(Placement.PACKED))
+        return self.slot_bytes + kept + sum(group.num_bytes for group in self._budgeter.at(Placement.DEVICE))
 
     @property
     def has_budget(self) -> bool:
@@ -200,7 +204,9 @@ class Placer:
         if ram is not None:
             # Outer groups rest in RAM, whatever the plan says; so do groups that are in no file.
             in_no_file = [group for group in self._groups if not group.height and not group.is_in_file]
-            ram = max(sum(group.num_bytes for group in in_no_file), ram - outer)
+            least = sum(group.num_bytes for group in in_no_file)
+            least += self._packer.limit(in_no_file, ram - outer - least)
+            ram = max(least, ram - outer)
         plan = self._budgeter.begin(
             self._groups,
             first_guess(self._groups),
@@ -259,13 +265,13 @@ class Placer:
         others = max(0, self._backend.bytes_in_use() - memory.held_bytes - memory.others_bytes)
         order = self._lookahead.schedule.order_of(kind.top)
         if self._budgeter.before_pass(kind, order, others) is not None:
-            self.reside()
             if self._backend.has_streams:
                 self._share_out_files()
+            self.reside()
 
     def _pack_again(self) -> None:
         """Pack blobs that were edited since."""
-        lacking = self._packer.lacking(self._groups)
+        lacking = self._packer.lacking()
         if lacking:
             self._memory.release_rings()  # packing takes device memory too
             try:
@@ -353,7 +359,8 @@ class Placer:
 
     def reside(self) -> None:
         """Let only the groups stay on the device that the plan puts there, as far as they are there."""
-        self._memory.reside(self._budgeter.at(Placement.DEVICE), self._groups, self._config)
+        packed = {group.packed for group in self._budgeter.at(Placement.PACKED)}
+        self._memory.reside(self._budgeter.at(Placement.DEVICE) | packed, self._groups, self._config)
 
     def _note_times(self) -> None:
         for timed, by_group, rest, total in self._stopwatch.results():
@@ -361,14 +368,26 @@ class Placer:
             self._budgeter.note_times(timed, by_group, rest, total)
 
     def _share_out_files(self) -> None:
-        """Lock the groups in RAM that the plan puts there, and the groups that are needed around others."""
-        in_ram = self._budgeter.at(Placement.RAM)
+        """Lock the groups in RAM that the plan puts there, and the groups that are needed around others, or pack them."""
+        in_ram = self._budgeter.at(Placement.RAM) | self._budgeter.at(Placement.PACKED)
+        self._share_out_packed(in_ram)
         self._files.share_out(
             part.blob
             for group in self._groups
             for part in group.parts
-            if isinstance(part.blob, FileBlob) and group.num_bytes and (group in in_ram or group.height)
+            if isinstance(part.blob, FileBlob) and not part.blob.is_packed and group.num_bytes
+            if group in in_ram or group.height
         )
+
+    def _share_out_packed(self, in_ram: frozenset[Group]) -> None:
+        """Pack the groups that the plan puts in RAM. Where RAM is limited, drop the packed bytes of the others."""
+        if self._packer.is_on:
+            self._packer.choose(in_ram, is_limited=self._budgeter.ram_bytes is not None)
+            lacking = self._packer.lacking()
+            if lacking:
+                self._memory.release_rings()  # packing takes device memory too
+                self._packer.pack(lacking)
+            self._lookahead.note_tiers(self._groups)
 
     # ---------------------------------------------------------------- too little memory
 

@@ -83,9 +83,11 @@ class Unpack:
     num_bytes: int
     layout: PackedLayout
     packed: torch.Tensor
-    """The packed bytes, flat uint8, in page-locked memory."""
+    """The packed bytes, flat uint8, in page-locked memory or on the device."""
     label: str
     """The name of the group that needs the bytes, for traces."""
+    is_on_device: bool
+    """Whether the packed bytes are on the device already."""
 
     def kernel(self, packed: torch.Tensor, target: torch.Tensor) -> None:
         """Unpack on the current stream: see `Backend.transform`."""

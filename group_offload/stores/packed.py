@@ -22,7 +22,7 @@ from ..base.release import release_later
 from ..base.tuning import tuning
 from ..packing.codec import pack
 from ..packing.layout import PackedLayout
-from .moves import Unpack
+from .moves import Copy, Unpack
 
 
 class PackedImage:
@@ -44,9 +44,18 @@ class PackedImage:
     def num_bytes(self) -> int:
         return self.layout.packed_bytes
 
-    def move(self, at: int, label: str) -> Unpack:
-        """How the blob gets to byte `at` of a slot: see `Blob.moves`."""
-        return Unpack(at, self.layout.plain_bytes, self.layout, self._memory, label)
+    def unpack(self, at: int, label: str, on_device: torch.Tensor | None) -> Unpack:
+        """How the blob gets to byte `at` of a slot: see `Blob.moves`.
+
+        Args:
+            on_device: The packed bytes in memory of the device, if they are there.
+        """
+        packed = self._memory if on_device is None else on_device
+        return Unpack(at, self.layout.plain_bytes, self.layout, packed, label, on_device is not None)
+
+    def copy(self, at: int) -> Copy:
+        """How the packed bytes get to byte `at` of a slot."""
+        return Copy(at, self.num_bytes, self._memory, 0)
 
     def close(self) -> None:
         """Give the memory back, on another thread, once no copy reads it."""

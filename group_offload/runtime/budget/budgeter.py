@@ -101,10 +101,13 @@ _budgeters: weakref.WeakSet[Budgeter] = weakref.WeakSet()
 class Budgeter:
     """Keeps a module within its budgets. An engine owns it, and uses it under the engine's lock."""
 
-    def __init__(self, backend: Backend, speeds: Callable[[], Speeds], num_slots: int) -> None:
+    def __init__(
+        self, backend: Backend, speeds: Callable[[], Speeds], packed_bytes: Callable[[Group], int], num_slots: int
+    ) -> None:
         """
         Args:
             speeds: Function that returns the speeds. It is called once, when they are first needed.
+            packed_bytes: Function that returns what is sent of a group if it is packed; 0 if it is not to be packed.
         """
         _budgeters.add(self)
         self._backend = backend
@@ -117,6 +120,7 @@ class Budgeter:
         self.ram_bytes: int | None = None
         """RAM for weights that are in no file, and for page-locked files."""
         self._speeds = cache(speeds)
+        self._packed_bytes = packed_bytes
         self.drive = DriveMeter()
         """The drive's speed, measured in passes."""
         self._num_slots = num_slots
@@ -294,6 +298,7 @@ class Budgeter:
                 compute_seconds=self._seconds.get(group.group_id, 0.0),
                 is_in_file=group.is_in_file,
                 may_reside=group.detects_edits,
+                packed_bytes=self._packed_bytes(group),
             )
             for group in self.groups
         ]
@@ -459,7 +464,9 @@ def _plan_if_better(problem: Problem, before: Plan) -> Plan:
 
 
 def _is_read(group: Group) -> bool:
-    return any(isinstance(part.blob, FileBlob) and not part.blob.is_locked for part in group.parts)
+    return any(
+        isinstance(part.blob, FileBlob) and not (part.blob.is_locked or part.blob.is_packed) for part in group.parts
+    )
 
 
 def ram_for_weights(

@@ -12,11 +12,11 @@ from ...base.device import Backend, Event, HostBackend, Stream, plain_empty
 from ...base.page_lock import PageLock
 from ...base.torch_internals import is_profiler_enabled
 from ...base.tuning import tuning
-from ...stores.base import Blob, PlacedBlob, Tier
+from ...stores.base import Blob, PlacedBlob, PlacedImage, Tier
 from ...stores.moves import Copy, Move, PageableMemory, Read, Stage, Unpack, joined
 from ..measure.drive import DriveMeter
 from ..measure.trace import WeightTrace
-from ..slots.berths import Berths
+from ..slots.berths import Berth, Berths
 from .jobs import Landing, ReadJob
 from .last import LastCopies
 from .reader import Reader
@@ -130,7 +130,7 @@ class Transfer:
 
     def send(
         self,
-        blobs: Sequence[PlacedBlob],
+        blobs: Sequence[PlacedBlob | PlacedImage],
         memory: torch.Tensor,
         after: Sequence[Event],
         ready: Event,
@@ -161,7 +161,7 @@ class Transfer:
 
     def _send(
         self,
-        blobs: Sequence[PlacedBlob],
+        blobs: Sequence[PlacedBlob | PlacedImage],
         moves: Sequence[Move],
         landing: Landing,
         job: ReadJob | None,
@@ -185,7 +185,6 @@ class Transfer:
                     case Stage():
                         self._stage(landing, move)
                     case Unpack():
-                        assert berths is not None
                         self._unpack(landing, move, berths)
             has_failed = False
         finally:  # what was enqueued reads blobs, and writes to the slot, also if the rest cannot be enqueued
@@ -195,11 +194,8 @@ class Transfer:
             for each in streams:
                 self.last_copies.record(each)
         for placed in blobs:
-            if placed.packed is not None:
-                self.bytes_sent[Tier.RAM] += placed.packed.layout.packed_bytes
-                continue
-            self.bytes_sent[placed.blob.tier] += placed.blob.layout.num_bytes
-            if placed.blob.tier is Tier.FILE:
+            self.bytes_sent[placed.tier] += placed.sent_bytes
+            if isinstance(placed, PlacedBlob) and placed.tier is Tier.FILE:
                 self._bytes_locked += placed.blob.pinned_bytes
         if not reads:
             return None
@@ -216,9 +212,9 @@ class Transfer:
         job.wait()  # copies run on the stream that computes: no kernel may come in between
         return None
 
-    def _trace_copies(self, blobs: Sequence[PlacedBlob], begun: Event | None, stream: Stream) -> None:
+    def _trace_copies(self, blobs: Sequence[PlacedBlob | PlacedImage], begun: Event | None, stream: Stream) -> None:
         if self.tracer is not None and begun is not None:
-            num_bytes = sum(placed.blob.layout.num_bytes for placed in blobs)
+            num_bytes = sum(placed.sent_bytes for placed in blobs)
             self.tracer.copied([placed.label for placed in blobs], begun, stream, num_bytes)
 
     def read_now(self, blob: Blob, target: torch.Tensor) -> None:
@@ -294,28 +290,37 @@ class Transfer:
             self._enqueue(landing, stage.at + start, chunk)
             sent.record(landing.stream)
 
-    def _unpack(self, landing: Landing, move: Unpack, berths: Berths) -> None:
-        berth, stream = berths.next(), self.stream
-        packed = berth.memory[: move.packed.numel()]
-        tracer = self.tracer
-        stream.wait_event(berth.unpacked)
-        begun = None if tracer is None else tracer.now(stream)
-        self._backend.copy(packed, move.packed, stream, blocking=self._blocking)
-        self._num_copies += 1
-        berth.arrived.record(stream)
-        if tracer is not None and begun is not None:
-            tracer.copied([move.label], begun, stream, packed.numel())
+    def _unpack(self, landing: Landing, move: Unpack, berths: Berths | None) -> None:
+        packed, berth = move.packed, None
+        if not move.is_on_device:
+            assert berths is not None
+            berth = berths.next()
+            packed = berth.memory[: packed.numel()]
+            self._fill(berth, packed, move)
         self._wait_for_room(landing)
-        landing.stream.wait_event(berth.arrived)
-        begun = None if tracer is None else tracer.now(landing.stream)
+        if berth is not None:
+            landing.stream.wait_event(berth.arrived)
+        begun = None if self.tracer is None else self.tracer.now(landing.stream)
         target = landing.memory[move.at : move.at + move.num_bytes]
         try:
             self._backend.transform(move.kernel, target, packed, landing.stream)
         finally:
-            berth.unpacked.record(landing.stream)
-        if tracer is not None and begun is not None:
-            tracer.unpacked(move.label, begun, landing.stream, move.num_bytes)
+            if berth is not None:
+                berth.unpacked.record(landing.stream)
+        if self.tracer is not None and begun is not None:
+            self.tracer.unpacked(move.label, begun, landing.stream, move.num_bytes)
         self.bytes_unpacked += move.num_bytes
+
+    def _fill(self, berth: Berth, target: torch.Tensor, move: Unpack) -> None:
+        """Copy packed bytes to a berth. It waits for no slot: see [Note: The life of a berth]."""
+        stream = self.stream
+        stream.wait_event(berth.unpacked)
+        begun = None if self.tracer is None else self.tracer.now(stream)
+        self._backend.copy(target, move.packed, stream, blocking=self._blocking)
+        self._num_copies += 1
+        berth.arrived.record(stream)
+        if self.tracer is not None and begun is not None:
+            self.tracer.copied([move.label], begun, stream, target.numel())
 
     def _enqueue(self, landing: Landing, at: int, source: torch.Tensor) -> None:
         self._wait_for_room(landing)
@@ -342,5 +347,5 @@ def _has_memory(reads: Sequence[Read]) -> bool:
     return any(isinstance(read.source, PageableMemory) for read in reads)
 
 
-def _moves_of(blobs: Sequence[PlacedBlob]) -> list[Move]:
+def _moves_of(blobs: Sequence[PlacedBlob | PlacedImage]) -> list[Move]:
     return joined(move for placed in blobs for move in placed.moves())

@@ -18,6 +18,7 @@ from ...stores.files import FileBlob
 from ..copies.transfer import Transfer
 from ..slots.slot import Slot, Views
 from .forms import Forms
+from .packed import PackedGroup
 from .part import Part, SharedCounter
 from .tensors import fit_for, is_kept, same_form, same_memory, tracks_version
 from .wrapped import wrapped_holders
@@ -52,6 +53,8 @@ class Group:
         for part in self.parts:
             part.offset = self.num_bytes
             self.num_bytes += part.blob.layout.num_bytes
+        self.packed = PackedGroup(self.group_id, self.parts)
+        """What stays on the device if the group stays there packed."""
         self.holds = 0
         """The number of calls in progress that need the group."""
         self.slot: Slot[Group] | None = None
@@ -367,7 +370,11 @@ class Group:
 
     def blobs_at(self, offset: int) -> list[PlacedBlob]:
         """The blobs, placed in a slot so that the group's bytes begin at `offset`."""
-        return [PlacedBlob(offset + part.offset, self.group_id, part.blob, part.sent_packed) for part in self.parts]
+        on_device = self.packed.on_device()
+        return [
+            PlacedBlob(offset + part.offset, self.group_id, part.blob, part.sent_packed, there)
+            for part, there in zip(self.parts, on_device, strict=True)
+        ]
 
     def was_sent(self, slot: Slot[Group], offset: int) -> None:
         """Note that the blobs, as they are now, are on their way to byte `offset` of `slot`."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from ...partition import TensorRef
-from ...stores.base import Blob
+from ...stores.base import Blob, Tier
+from ...stores.files import FileBlob
 from ...stores.packed import PackedImage
 from .tensors import same_memory, tracks_version, version_of
 
@@ -77,6 +78,19 @@ class Part:
         packed, self.packed = self.packed, None
         if packed is not None:
             packed.close()
+        if isinstance(self.blob, FileBlob):
+            self.blob.is_packed = False
+
+    def take_packed(self, packed: PackedImage | None) -> None:
+        """Send these bytes from now on. None: packing saves too little."""
+        self.packed, self.may_pack = packed, packed is not None
+        if isinstance(self.blob, FileBlob):
+            self.blob.is_packed = packed is not None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether threads read the blob, from a file or from RAM that is not page-locked, each time that it is sent."""
+        return self.blob.tier is not Tier.RAM and self.packed is None
 
     def close(self, *, forget: bool) -> None:
         """Give up the memory or the file of the blob, and its packed bytes. See `Blob.close`."""

@@ -15,9 +15,7 @@ from __future__ import annotations
 import torch
 
 from ...base.device import Backend
-
-NUM_BERTHS = 2
-"""One is copied to while the other is unpacked from. Unpacking takes a small part of the time of the copy."""
+from ...plan.placement import NUM_BERTHS
 
 
 class Berth:
