@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 import xxhash
 
 from ..base.layout import BlobLayout, memory_of
-from . import on_cpu
-from .layout import MOST_ESCAPES, TILE_WEIGHTS, PackedError, PackedLayout, packed_size
+from . import operators
+from .layout import MOST_ESCAPES, SPAN_ALIGNMENT, TILE_WEIGHTS, PackedError, PackedLayout, packed_size
 from .spans import choose_spans
 
 MIN_SAVING = 1 / 16
@@ -47,32 +49,45 @@ def pack(
     Returns:
         None if packing saves less than `MIN_SAVING`.
     """
-    spans = choose_spans(layout, lambda start, end: on_cpu.count_exponents(image, start, end))
+    device = image.device if device is None else device
+    there = image.to(device)
+    spans = choose_spans(layout, lambda start, end: operators.count_exponents(there, start, end))
     largest = layout.num_bytes - int(layout.num_bytes * MIN_SAVING)
     if packed_size(spans, 0) > largest:
         return None
     draft = PackedLayout(layout.num_bytes, packed_size(spans, 0), spans, 0, "0" * 32)
-    records = _new_memory(draft.escapes_at)
-    escapes = on_cpu.encode(image, draft, records)
+    data = torch.zeros(largest, dtype=torch.uint8, device=device)
+    escapes = operators.encode(there, draft, data)
     num_escapes = sum(each.numel() for each in escapes)
     size = packed_size(spans, num_escapes)
     if size > largest or num_escapes > MOST_ESCAPES:
         return None
-    found = replace(draft, packed_bytes=size, num_escapes=num_escapes, hash=hash_of(image))
-    data = memory(size)
-    data[: found.escapes_at] = records
-    end = found.escapes_at
+    end = draft.escapes_at
     for each in escapes:
         data[end : end + each.numel()] = each
         end += each.numel()
-    data[end:] = 0
-    again = _new_memory(layout.num_bytes)
-    on_cpu.decode(data, found, again)
-    if not torch.equal(again, image):
+    data = data[:size]
+    found = replace(draft, packed_bytes=size, num_escapes=num_escapes, hash=hash_of(image.cpu()))
+    again = torch.empty_like(there)
+    if can_unpack(device):
+        unpack(data, found, again)
+    else:
+        operators.decode(data, found, again)
+    if not torch.equal(again, there):
         raise PackedError(
-            "Weights that were packed here do not unpack to what they were: this machine's memory is at fault"
+            f"Weights packed on {device} do not unpack to what they were: it is broken, or its compiler is"
         )
-    return Packed(found, data)
+    return Packed(found, memory(size).copy_(data))
+
+
+def can_unpack(device: torch.device) -> bool:
+    """Whether `unpack` works there: on the CPU, and where Triton is installed, which comes with torch for accelerators."""
+    return device.type == "cpu" or (device.type in ("cuda", "xpu") and _has_triton())
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def hash_of(image: torch.Tensor) -> str:
@@ -93,7 +108,14 @@ def unpack(data: torch.Tensor, layout: PackedLayout, out: torch.Tensor) -> None:
     _check_sizes(data, layout)
     if out.numel() != layout.plain_bytes:
         raise ValueError(f"out has {out.numel():,} bytes, and the image has {layout.plain_bytes:,}")
-    on_cpu.decode(data, layout, out)
+    if (data.data_ptr() | out.data_ptr()) % SPAN_ALIGNMENT:
+        raise ValueError(f"data and out have to begin at multiples of {SPAN_ALIGNMENT} bytes")
+    if out.device.type == "cpu":
+        operators.decode(data, layout, out)
+        return
+    from .kernels import decode  # here, as there is no Triton on many machines
+
+    decode(data, layout, out)
 
 
 def check(data: torch.Tensor, layout: PackedLayout) -> None:
@@ -106,13 +128,12 @@ def check(data: torch.Tensor, layout: PackedLayout) -> None:
     rows = layout.rows().view(torch.uint8).flatten()
     if not torch.equal(data[: rows.numel()], rows):
         raise PackedError("its table of spans is damaged")
-    table = on_cpu.tile_table(data, layout)
-    starts = table[:, 1].long() & 0xFFFFFFFF
-    is_right = torch.equal(table[:, 0], layout.spans_of_tiles()) and bool((starts <= layout.num_escapes).all())
-    bits = torch.tensor([span.bits for span in layout.spans], device="cpu")[layout.spans_of_tiles()]
-    mine = starts[bits > 0]
-    num_each = mine.diff(append=torch.tensor([layout.num_escapes], device="cpu"))
-    if not is_right or bool(((num_each < 0) | (num_each > TILE_WEIGHTS)).any()) or mine[:1].any():
+    found, spans = operators.tile_table(data, layout), layout.spans_of_tiles()
+    starts, halves = found & 0xFFFFFFFF, found >> 52 & 0xFFF
+    is_packed = torch.tensor([span.bits > 0 for span in layout.spans], device="cpu")[spans]
+    ends = torch.cat([starts[1:], torch.tensor([layout.num_escapes], device="cpu")])
+    is_right = (halves <= TILE_WEIGHTS // 2) & (halves <= ends - starts) & (ends - starts <= TILE_WEIGHTS * is_packed)
+    if not torch.equal(found, layout.entries(starts, halves)) or not bool(is_right.all()) or bool(starts[:1].any()):
         raise PackedError("its table of tiles is damaged")
 
 

@@ -36,6 +36,9 @@ _NUM_EXPONENTS = {0: 0, 3: 7, 4: 15}
 """By the bits of a code: how many exponents have one. The last code is the escape."""
 _MOST_TILES = (1 << 31) - 1
 MOST_ESCAPES = (1 << 32) - 1
+_MOST_SPANS = 1 << 20
+_BEHIND_ESCAPES = TILE_WEIGHTS + 16
+"""A tile of escapes more would fit behind the last one, so that no damage leads out of the image."""
 _HASH = re.compile("[0-9a-f]{32}")
 
 
@@ -94,10 +97,12 @@ class PackedLayout:
             if span.offset % SPAN_ALIGNMENT or (span.bits and span.num_bytes % TILE_BYTES):
                 raise PackedError(f"its span at byte {span.offset:,} is not cut as spans are")
             end += span.num_bytes
-        if end != self.plain_bytes:
+        if end != self.plain_bytes or end % SPAN_ALIGNMENT:
             raise PackedError(f"its spans take {end:,} bytes, and its image has {self.plain_bytes:,}")
-        if self.num_tiles > _MOST_TILES or not 0 <= self.num_escapes <= min(MOST_ESCAPES, self._num_packed_weights):
-            raise PackedError(f"it has {self.num_escapes:,} escapes and {self.num_tiles:,} tiles, which cannot be")
+        if len(self.spans) > _MOST_SPANS or self.num_tiles > _MOST_TILES:
+            raise PackedError(f"it has {len(self.spans):,} spans and {self.num_tiles:,} tiles, which cannot be")
+        if not 0 <= self.num_escapes <= min(MOST_ESCAPES, self._num_packed_weights):
+            raise PackedError(f"it has {self.num_escapes:,} escapes, which cannot be")
         if self.packed_bytes != packed_size(self.spans, self.num_escapes) or self.packed_bytes > self.plain_bytes:
             raise PackedError(f"it says that it takes {self.packed_bytes:,} bytes, and its spans say something else")
         if not _HASH.fullmatch(self.hash):
@@ -123,7 +128,7 @@ class PackedLayout:
 
     @property
     def escapes_at(self) -> int:
-        """Where the escapes begin. A tile of escapes more would fit behind them, so that no damage leads out of the image."""
+        """Where the escapes begin."""
         return self.places[-1]
 
     def rows(self) -> torch.Tensor:
@@ -136,10 +141,18 @@ class PackedLayout:
             tile += span.num_tiles
         return rows
 
+    def entries(self, starts: torch.Tensor, halves: torch.Tensor) -> torch.Tensor:
+        """The table of tiles: int64 [tiles].
+
+        Args:
+            starts, halves: for each tile, how many escapes come before it, and how many its first half has (int64, on the CPU).
+        """
+        return starts | self.spans_of_tiles() << 32 | halves << 52
+
     def spans_of_tiles(self) -> torch.Tensor:
-        """The number of each tile's span: int32 [tiles]."""
+        """The number of each tile's span: int64 [tiles]."""
         counts = torch.tensor([span.num_tiles for span in self.spans], device="cpu")
-        return torch.repeat_interleave(torch.arange(len(self.spans), dtype=torch.int32, device="cpu"), counts)
+        return torch.repeat_interleave(torch.arange(len(self.spans), device="cpu"), counts)
 
     def to_json(self) -> str:
         spans = [[span.num_bytes, span.bits, bytes(span.exponents).hex()] for span in self.spans]
@@ -186,7 +199,7 @@ class PackedLayout:
 
 def packed_size(spans: Sequence[Span], num_escapes: int) -> int:
     """The size of a packed image."""
-    return _places(spans)[-1] + aligned(num_escapes + TILE_WEIGHTS)
+    return _places(spans)[-1] + aligned(num_escapes + _BEHIND_ESCAPES)
 
 
 def _places(spans: Sequence[Span]) -> list[int]:

@@ -15,20 +15,12 @@ from group_offload import GroupFileError
 from group_offload.packing.codec import MIN_SAVING, check, hash_of, pack, unpack
 from group_offload.packing.layout import TILE_BYTES, TILE_WEIGHTS, PackedError, PackedLayout, Span
 
-from ..support.packing import KINDS, LENGTHS, image_of, packable, packed_of, tensors, weights
-
-GUARD = 4096
+from ..support.packing import KINDS, LENGTHS, image_of, packable, packed_of, tensors, weights, written_by
 
 
 def unpacked(data: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
     """What `unpack` writes. Bytes before and behind it have to stay what they are."""
-    memory = torch.full((GUARD + layout.plain_bytes + GUARD,), 0x5A, dtype=torch.uint8)
-    out = memory[GUARD : GUARD + layout.plain_bytes]
-    try:
-        unpack(data, layout, out)
-    finally:
-        assert bool((memory[:GUARD] == 0x5A).all()) and bool((memory[GUARD + layout.plain_bytes :] == 0x5A).all())
-    return out
+    return written_by(lambda out: unpack(data, layout, out), layout.plain_bytes)
 
 
 @given(tensors())
@@ -142,9 +134,11 @@ def test_damaged_tables(place: int, which: str) -> None:
         check(damaged, PACKED.layout)
 
 
-def test_out_of_the_wrong_size() -> None:
+def test_out_of_the_wrong_size_or_place() -> None:
     with pytest.raises(ValueError, match="out has"):
         unpack(PACKED.data, PACKED.layout, torch.empty(5, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="multiples of 16"):
+        unpack(PACKED.data, PACKED.layout, torch.empty(PACKED.layout.plain_bytes + 8, dtype=torch.uint8)[8:])
 
 
 def changed(**values: Any) -> str:

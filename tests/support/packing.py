@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 
 import torch
 from hypothesis import strategies as st
@@ -87,3 +88,61 @@ def packed_of(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Packed]:
     packed = pack(image, layout)
     assert packed is not None
     return image, packed
+
+
+GUARD = 4096
+"""The bytes before and behind an image that have to stay as they are."""
+
+
+def written_by(
+    decode: Callable[[torch.Tensor], None], num_bytes: int, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """What `decode` writes to memory of so many bytes, none of them outside."""
+    memory = torch.full((GUARD + num_bytes + GUARD,), 0x5A, dtype=torch.uint8, device=device)
+    out = memory[GUARD : GUARD + num_bytes]
+    try:
+        decode(out)
+    finally:
+        assert bool((memory[:GUARD] == 0x5A).all()) and bool((memory[GUARD + num_bytes :] == 0x5A).all())
+    return out
+
+
+def check_kernel(device: torch.device | str, num_tiles: int, num_damages: int) -> None:
+    """Compare the kernel with the CPU, on all kinds of weights and beside other dtypes; then let it decode damaged images.
+
+    Args:
+        device: "cpu" in Triton's interpreter.
+        num_tiles: how large the images are.
+    """
+    from group_offload.packing.kernels import decode
+
+    size = num_tiles * TILE_WEIGHTS
+    many = [each for kind in KINDS for each in (weights(kind, TILE_WEIGHTS + 5), torch.randn(77))]
+    images = [[*many, weights("normal", size)], [weights("wide", size + 1), torch.randn(1500)]]
+    for given in images:
+        image, (layout, data) = packed_of(given)
+        there = data.to(device)
+        found = written_by(
+            lambda out, there=there, layout=layout: decode(there, layout, out), layout.plain_bytes, device
+        )
+        assert torch.equal(found.cpu(), image), layout
+    image, (layout, data) = packed_of([weights("normal", size // 2), torch.randn(700), weights("wide", size // 2)])
+    assert {span.bits for span in layout.spans} == {0, 3, 4}
+    random = torch.Generator().manual_seed(0)
+    tables = torch.tensor([0, 8, 16, 24, 30, 48, *range(layout.tiles_at, layout.tiles_at + 16)])
+    for number in range(num_damages):
+        damaged = data.clone()
+        bytes_ = torch.randint(256, (8,), generator=random, dtype=torch.uint8)
+        place = (
+            int(tables[number % len(tables)]) if number % 3 else int(torch.randint(len(data) - 8, (), generator=random))
+        )
+        damaged[place : place + 8] = bytes_ if number % 2 else 0xFF
+        there = damaged.to(device)
+        written_by(lambda out, there=there: decode(there, layout, out), layout.plain_bytes, device)
+    garbage = torch.randint(256, (len(data),), generator=random, dtype=torch.uint8).to(device)
+    written_by(lambda out: decode(garbage, layout, out), layout.plain_bytes, device)
+
+
+if __name__ == "__main__":  # a process of its own: importing triton changes what torch can do
+    torch.set_num_threads(1)
+    check_kernel("cpu", *map(int, sys.argv[1:]))

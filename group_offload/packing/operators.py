@@ -1,4 +1,4 @@
-"""Packing and unpacking on the CPU, with torch's own operators: some tiles at a time, so that they stay in the caches."""
+"""Packing, and unpacking on the CPU, with torch's own operators: some tiles at a time, so that they stay in the caches."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from .layout import ENTRY_BYTES, TILE_BYTES, TILE_WEIGHTS, PackedError, PackedLayout, Span, record_bytes
 
 _TILES_AT_ONCE = 128
+_TILES_ON_DEVICES = 8192
+"""Enough for each operator to fill a device, and few enough for its memory: what is computed takes some hundred MiB."""
 
 _GATHER = {3: ((5, 0x003F003F003F003F), (10, 0x00000FFF00000FFF), (20, 0x0000000000FFFFFF))}
 _GATHER[4] = ((4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF), (16, 0x00000000FFFFFFFF))
@@ -20,11 +22,11 @@ _SPREAD[4] = ((16, 0x0000FFFF0000FFFF), (8, 0x00FF00FF00FF00FF), (4, 0x0F0F0F0F0
 
 def count_exponents(image: torch.Tensor, start: int, end: int) -> torch.Tensor:
     """How often each exponent is there in the bf16 weights between two bytes of the image: int64 [256]."""
-    counts = torch.zeros(256, dtype=torch.int64, device="cpu")
-    step = _TILES_AT_ONCE * TILE_BYTES
+    counts = torch.zeros(256, dtype=torch.int64, device=image.device)
+    step = _num_at_once(image.device) * TILE_BYTES
     for low in range(start, end, step):
         counts += torch.bincount(_exponents(image[low : min(low + step, end)]), minlength=256)
-    return counts
+    return counts.cpu()
 
 
 def encode(image: torch.Tensor, layout: PackedLayout, data: torch.Tensor) -> list[torch.Tensor]:
@@ -32,18 +34,16 @@ def encode(image: torch.Tensor, layout: PackedLayout, data: torch.Tensor) -> lis
 
     Args:
         layout: without the escapes, whose number is not known yet.
-        data: the packed image as far as the escapes.
+        data: the packed image as far as the escapes, on the device of the image.
 
     Returns:
         The escapes, in order.
     """
     escapes: list[torch.Tensor] = []
-    table = tile_table(data, layout)
-    table[:, 0] = layout.spans_of_tiles()
-    table[:, 1] = 0
+    halves = torch.zeros(2, layout.num_tiles, dtype=torch.int64, device="cpu")
     rows = layout.rows().view(torch.uint8).flatten()
-    data[: rows.numel()] = rows
-    tile, num_escapes = 0, 0
+    data[: rows.numel()].copy_(rows)
+    tile = 0
     for span, place in zip(layout.spans, layout.places, strict=False):
         if not span.bits:
             data[place : place + span.num_bytes] = image[span.offset : span.offset + span.num_bytes]
@@ -53,14 +53,8 @@ def encode(image: torch.Tensor, layout: PackedLayout, data: torch.Tensor) -> lis
             exponents = _exponents(weights)
             codes = _codes_of(exponents, span.exponents)
             is_escape = codes == len(span.exponents)
-            num_each = is_escape.view(-1, TILE_WEIGHTS).sum(1)
-            starts = num_escapes + num_each.cumsum(0) - num_each
-            table[tile + first : tile + first + len(record), 1] = starts.to(
-                torch.int32
-            )  # 32 bits, the sign is one of them
-            found = exponents[is_escape]
-            escapes.append(found)
-            num_escapes += found.numel()
+            halves[:, tile + first : tile + first + len(record)] = is_escape.view(-1, 2, TILE_WEIGHTS // 2).sum(2).T
+            escapes.append(exponents[is_escape])
             split = TILE_WEIGHTS * span.bits // 8
             together = codes.view(torch.int64)
             for shift, mask in _GATHER[span.bits]:
@@ -70,6 +64,9 @@ def encode(image: torch.Tensor, layout: PackedLayout, data: torch.Tensor) -> lis
             pairs = weights.view(-1, TILE_WEIGHTS, 2)
             record[:, split:] = (pairs[:, :, 1] & 0x80) | (pairs[:, :, 0] & 0x7F)
         tile += span.num_tiles
+    halves = halves.cpu()
+    num_each = halves.sum(0)
+    tile_table(data, layout).copy_(layout.entries(num_each.cumsum(0) - num_each, halves[0]))
     return escapes
 
 
@@ -80,15 +77,14 @@ def decode(data: torch.Tensor, layout: PackedLayout, out: torch.Tensor) -> None:
         PackedError: the codes do not fit the escapes.
     """
     escapes = data[layout.escapes_at : layout.escapes_at + layout.num_escapes]
-    tile, used = 0, 0
+    used = 0
     for span, place in zip(layout.spans, layout.places, strict=False):
         if not span.bits:
             out[span.offset : span.offset + span.num_bytes] = data[place : place + span.num_bytes]
-            tile += span.num_tiles
             continue
         for _, weights, record in _parts(span, place, out, data):
             split = TILE_WEIGHTS * span.bits // 8
-            by_byte = torch.zeros(len(record), TILE_WEIGHTS // 8, 8, dtype=torch.uint8, device="cpu")
+            by_byte = torch.zeros(len(record), TILE_WEIGHTS // 8, 8, dtype=torch.uint8, device=out.device)
             by_byte[:, :, : span.bits] = record[:, :split].view(-1, span.bits, TILE_WEIGHTS // 8).transpose(1, 2)
             apart = by_byte.view(torch.int64)
             for shift, mask in _SPREAD[span.bits]:
@@ -104,15 +100,13 @@ def decode(data: torch.Tensor, layout: PackedLayout, out: torch.Tensor) -> None:
             pairs = weights.view(-1, 2)
             pairs[:, 0] = (rest & 0x7F) | exponents << 7
             pairs[:, 1] = (rest & 0x80) | exponents >> 1
-        tile += span.num_tiles
     if used != layout.num_escapes:
         raise PackedError(f"its codes ask for {used:,} escapes, and it has {layout.num_escapes:,}")
 
 
 def tile_table(data: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-    """The table of tiles, as a view: int32 [tiles, 2], the number of each tile's span and where its escapes begin."""
-    table = data[layout.tiles_at : layout.tiles_at + layout.num_tiles * ENTRY_BYTES]
-    return table.view(torch.int32).view(-1, 2)
+    """The table of tiles, as a view: int64 [tiles]."""
+    return data[layout.tiles_at : layout.tiles_at + layout.num_tiles * ENTRY_BYTES].view(torch.int64)
 
 
 def _parts(
@@ -120,10 +114,15 @@ def _parts(
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """Some tiles of a span at a time: the first one's number, their bytes of the image, and their records."""
     size = record_bytes(span.bits)
-    for first in range(0, span.num_tiles, _TILES_AT_ONCE):
-        num = min(_TILES_AT_ONCE, span.num_tiles - first)
+    at_once = _num_at_once(image.device)
+    for first in range(0, span.num_tiles, at_once):
+        num = min(at_once, span.num_tiles - first)
         start, there = span.offset + first * TILE_BYTES, place + first * size
         yield first, image[start : start + num * TILE_BYTES], data[there : there + num * size].view(num, size)
+
+
+def _num_at_once(device: torch.device) -> int:
+    return _TILES_AT_ONCE if device.type == "cpu" else _TILES_ON_DEVICES
 
 
 def _exponents(weights: torch.Tensor) -> torch.Tensor:
@@ -136,10 +135,10 @@ def _codes_of(exponents: torch.Tensor, known: Sequence[int]) -> torch.Tensor:
         return (exponents - known[0]).clamp_(max=len(known))
     codes = torch.full((256,), len(known), dtype=torch.uint8, device="cpu")
     codes[list(known)] = torch.arange(len(known), dtype=torch.uint8, device="cpu")
-    return codes.index_select(0, exponents.int())
+    return codes.to(exponents.device).index_select(0, exponents.int())
 
 
 def _exponents_of(codes: torch.Tensor, known: Sequence[int]) -> torch.Tensor:
     if known[-1] - known[0] == len(known) - 1:
         return codes + known[0]
-    return torch.tensor([*known, 0], dtype=torch.uint8, device="cpu").index_select(0, codes.int())
+    return torch.tensor([*known, 0], dtype=torch.uint8, device=codes.device).index_select(0, codes.int())

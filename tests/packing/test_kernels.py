@@ -1,0 +1,62 @@
+"""The kernel writes the bytes that the CPU writes, and stays inside of the image whatever it is given."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from group_offload.packing.codec import can_unpack, pack, unpack
+
+from ..support.packing import check_kernel, image_of, packable, packed_of, weights, written_by
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+
+
+@needs_triton
+def test_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    command = [sys.executable, "-m", "tests.support.packing", "24", "6"]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert found.returncode == 0, found.stderr
+
+
+def test_the_cpu_needs_no_triton() -> None:
+    image, (layout, data) = packed_of([packable()])
+    assert torch.equal(written_by(lambda out: unpack(data, layout, out), layout.plain_bytes), image)
+    assert "group_offload.packing.kernels" not in sys.modules
+
+
+@pytest.mark.gpu
+def test_on_a_device() -> None:
+    check_kernel(torch.accelerator.current_accelerator() or "cpu", 40, 300)
+
+
+@pytest.mark.gpu
+def test_packed_on_a_device_as_on_the_cpu() -> None:
+    device = torch.accelerator.current_accelerator()
+    assert device is not None and can_unpack(device)
+    for kinds in (["normal", "words", "sparse"], ["wide", "nan"], ["cauchy"] * 3):
+        image, layout = image_of([*(weights(kind, 300_001) for kind in kinds), weights("normal", 2_000_000)])
+        here, there = pack(image, layout), pack(image, layout, device)
+        assert here is not None and there is not None
+        assert there.layout == here.layout and torch.equal(there.data, here.data)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_more_than_two_gibibytes() -> None:
+    """Places beyond 2**31 bytes."""
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    part = weights("normal", 1 << 24)
+    image, layout = image_of([part.repeat(72), weights("words", 1 << 20), part])
+    found = pack(image.to(device), layout)
+    assert found is not None
+    data = found.data.to(device)
+    out = written_by(lambda out: unpack(data, found.layout, out), layout.num_bytes, device)
+    assert torch.equal(out.cpu(), image)
