@@ -236,6 +236,7 @@ def _candidates(model: PassModel) -> Iterator[list[Placement]]:
     yield next(even)
     yield _fill_largest_first(model)
     if any(model.is_packed) and model.has_residents:
+        yield from (_fill_with_all(model, placement) for placement in (Placement.DEVICE, Placement.PACKED))
         yield from (_fill_with_packed(model, axis) for axis in axes)
     yield from even
 
@@ -289,6 +290,17 @@ def _fill_evenly(model: PassModel, residents: Sequence[int], axis: _Axis, *, fil
     for index in _spread(model, in_file, model.ram_room, axis, model.sent):
         placements[index] = Placement.RAM
     _top_up(model, placements)
+    return placements
+
+
+def _fill_with_all(model: PassModel, placement: Placement) -> list[Placement]:
+    """Every group that may stay on the device stays there. Then no packed bytes are on their way, and they take no room."""
+    placements = model.lowest()
+    for index in model.used:
+        choices = model.choices(index)
+        placements[index] = placement if placement in choices else choices[0]
+    if model.footprint(placements).device_bytes <= model.device_budget:
+        _top_up_device(model, placements)
     return placements
 
 

@@ -65,17 +65,13 @@ class Packer:
                     part.blob.store.lock_after_all(LockLimit(self._backend))
         return taken
 
-    def choose(self, groups: Collection[Group], *, is_limited: bool) -> None:
-        """Want the packed bytes of these groups alone.
-
-        Args:
-            is_limited: Whether RAM is limited: then those of others are dropped, if a file holds their weights.
-        """
-        for group in self._groups if is_limited else ():
-            if group not in groups and group.is_in_file:
+    def choose(self, groups: Sequence[Group], in_ram: Collection[Group]) -> None:
+        """RAM is limited: of the groups whose weights a file holds, want the packed bytes of those `in_ram` alone."""
+        self._groups = tuple(group for group in groups if group in in_ram or not group.is_in_file)
+        for group in groups:
+            if group not in self._groups:
                 for part in group.parts:
                     part.drop_packed()
-        self._groups = tuple(groups)
 
     def packed_bytes(self, group: Group) -> int:
         """What is sent of a group if it is packed, about, as long as it was not; 0 if it is not going to be packed."""

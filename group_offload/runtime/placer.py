@@ -382,7 +382,8 @@ class Placer:
     def _share_out_packed(self, in_ram: frozenset[Group]) -> None:
         """Pack the groups that the plan puts in RAM. Where RAM is limited, drop the packed bytes of the others."""
         if self._packer.is_on:
-            self._packer.choose(in_ram, is_limited=self._budgeter.ram_bytes is not None)
+            if self._budgeter.ram_bytes is not None:
+                self._packer.choose(self._groups, in_ram)
             lacking = self._packer.lacking()
             if lacking:
                 self._memory.release_rings()  # packing takes device memory too

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from group_offload import GroupFileError, apply_group_offloading
+from group_offload.plan.placement import Placement
 from group_offload.runtime import engine, memory, packer, passes, placer
 from group_offload.runtime.copies import jobs, reader, room, staging, transfer
 from group_offload.runtime.copies import last as copies
@@ -55,6 +57,7 @@ from ..support.on_device import (
 from ..support.reads import held_reads, hold_what_the_next_pass_needs, many_frames, watch_file_reads
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.speeds import KNOWN_SPEEDS
 from ..support.tuning import tune
 
 OPTIONS: list[dict[str, Any]] = [
@@ -763,6 +766,71 @@ def test_packed_weights_are_on_their_way(options: dict[str, Any]) -> None:
         two.alive.clear()
 
 
+def test_berths_go_to_another_model_while_they_are_unpacked_from() -> None:
+    """A group is on its way to memory that stays with the first model. The other one takes the slots and the berths."""
+    device = SimulatedDevice(0, "lazy")
+    one, two = (RoutedModel([600] * 4).bfloat16() for _ in range(2))
+    x = torch.randn(2, DIM).bfloat16()
+    expected = run(two, x)
+    with packing(), use_simulated_device(device):
+        handles = [offload(model, pack=True) for model in (one, two)]
+        device.get(forward(device, one, x))
+        engine = engine_of(handles[0])
+        group = next(group for group in engine.groups if group.packed_bytes)
+        memory, ready = device.empty(group.num_bytes), device.new_event()
+        allocated = device.new_event()
+        allocated.record(device.current_stream())
+        berths = engine._memory.berths
+        engine.transfer.send(group.blobs_at(0), memory, [allocated], ready, berths=berths)
+        assert torch.equal(device.get(forward(device, two, x)), expected)
+        device.current_stream().wait_event(ready)
+        device.synchronize()
+        for view, weight in zip(group.parts[0].blob.layout.views(memory), group.parts[0].rest, strict=True):
+            assert torch.equal(device.get(view), weight)
+        del memory, view
+        one.alive.clear()
+        two.alive.clear()
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}], ids=str)
+@pytest.mark.parametrize("share", [0.75, 0.97])
+def test_packed_weights_stay_on_the_device(share: float, options: dict[str, Any]) -> None:
+    """Two models displace one another's groups, packed or not, while these are on their way, or are unpacked."""
+    device = SimulatedDevice(0, "lazy")
+    residents = [RoutedModel([2400] * 10).bfloat16() for _ in range(2)]
+    models = copy.deepcopy(residents)
+    x = torch.randn(2, DIM).bfloat16()
+    num_bytes = sum(parameter.nbytes for parameter in models[0].parameters())
+    with packing(), use_simulated_device(device), pytest.MonkeyPatch.context() as patch:
+        tune(patch, device_margin_bytes=0)
+        slow = replace(KNOWN_SPEEDS, h2d=2, drive=1)
+        patch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: slow)
+        budget = int(share * num_bytes)
+        handles = [offload(model, pack=True, vram_budget=budget, **options) for model in models]
+        outputs = []
+        places = set()
+        for number in range(4):
+            for model, resident, handle in zip(models, residents, handles, strict=True):
+                outputs += [(forward(device, model, x), run(resident, x)) for _ in range(2)]
+                assert handle.plan.details is not None
+                places |= {*handle.plan.details.placements}
+                if number == 2:
+                    with torch.no_grad():
+                        for twin in (model, resident):
+                            twin.blocks[number].up.weight.mul_(2)
+        assert Placement.PACKED in places
+        for output, expected in outputs:
+            assert torch.equal(device.get(output), expected)
+        assert device.peak_bytes_in_use() <= budget
+        del outputs, output
+        for model, handle in zip(models, handles, strict=True):
+            model.alive.clear()
+            handle.remove()
+        assert device.pinned_bytes == 0 and device.allocated_bytes == 0
+
+
 INTERRUPTED: list[tuple[Any, str, int]] = [
     (Transfer, "send", 0),
     (Transfer, "send", 2),
@@ -937,6 +1005,9 @@ def scenarios() -> Iterator[partial[Any]]:
     yield partial(test_slots_go_to_another_model_while_copies_to_them_are_on_their_way)
     for options in either:
         yield partial(test_packed_weights_are_on_their_way, options)
+        for share in (0.97, 0.75):
+            yield partial(test_packed_weights_stay_on_the_device, share, options)
+    yield partial(test_berths_go_to_another_model_while_they_are_unpacked_from)
     yield partial(test_files_and_pageable_ram_go_through_the_staging_buffers_in_turn)
     for options in (*either, {"in_files": True}):
         yield partial(test_removed_right_after_a_forward, options)
