@@ -359,6 +359,7 @@ class LookAhead:
         except EXPECTED:
             self._memory.free(slot)
             raise
+        slot.waited_on = self._transfer.writers[-1]  # it alone reads the slot, and waits for it each time
 
 
 class _Walk:
