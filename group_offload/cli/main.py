@@ -1,4 +1,4 @@
-"""The command `group-offload`: plan what rests where, measure and examine this machine, look after folders of group files."""
+"""The command `group-offload`: plan what rests where, measure and examine this machine, pack models, look after group files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..base.terminal import add_row, complain, new_console, new_table, say
 from ..errors import GroupFileError, GroupOffloadError
 from ..plan.budgets import describe_bytes
 from ..stores.survey import Finding, Kind, Survey, open_folder, removable, survey, verify
-from . import doctor
+from . import doctor, pack
 from .plan import add_commands
 
 OK, DAMAGED, FAILED = 0, 1, 2
@@ -88,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     prune.add_argument("--dry-run", action="store_true", help="list them, remove nothing")
     prune.add_argument("--yes", action="store_true", help="do not ask")
     add_commands(commands)
+    pack.add_command(commands)
     doctor.add_command(commands)
     return parser
 
@@ -110,7 +111,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     with open_folder(arguments.folder) as fd:
         found = survey(fd)
-        total = sum(finding.group.layout.num_bytes for finding in found.findings if finding.group is not None)
+        total = sum(finding.group.data_bytes for finding in found.findings if finding.group is not None)
         columns = TextColumn("Reading group files"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
         with Progress(
             *columns, console=new_console(stderr=True), disable=not sys.stderr.isatty(), transient=True
@@ -181,8 +182,8 @@ def _remove(console: Console, findings: Sequence[Finding], folder: int | Path) -
 
 
 def _table_of_files(findings: Sequence[Finding]) -> Table:
-    columns = ("file", "model", "group", "tensors", "size", "manifest", "format")
-    table = new_table("Files", *columns, numbers=("tensors", "size"))
+    columns = ("file", "model", "group", "tensors", "size", "packed", "manifest", "format")
+    table = new_table("Files", *columns, numbers=("tensors", "size", "packed"))
     for finding in findings:
         group = finding.group
         kind = "" if finding.kind is Kind.GROUP else finding.kind.value
@@ -193,6 +194,7 @@ def _table_of_files(findings: Sequence[Finding]) -> Table:
             group.group_id if group else "",
             str(len(group.layout.specs)) if group else "",
             describe_bytes(finding.num_bytes),
+            f"{group.data_bytes / group.layout.num_bytes:.3f}" if group and group.packed else "",
             ", ".join(map(_short, finding.manifests)),
             finding.version if group is None or not kind else f"{finding.version} ({kind})",
             style=_STYLES.get(finding.kind),
@@ -204,7 +206,9 @@ def _table_of_manifests(found: Survey) -> Table:
     table = new_table("Manifests", "manifest", "short", "model", "groups", "size", numbers=("groups", "size"))
     for name, manifest in found.manifests.items():
         size, groups = describe_bytes(manifest.num_bytes), str(len(manifest.entries))
-        add_row(table, name, _short(name), manifest.model_class, groups, size)
+        is_outdated = any(entry.packed_from and entry.packed_from.is_outdated for entry in manifest.entries)
+        model = f"{manifest.model_class} (its checkpoint changed since)" if is_outdated else manifest.model_class
+        add_row(table, name, _short(name), model, groups, size)
     for name, problem in found.broken_manifests.items():
         add_row(table, name, _short(name), f"damaged: {problem}", "", "", style="red")
     return table
@@ -230,6 +234,9 @@ def _print_json(folder: Path, found: Survey) -> None:
             "model_class": finding.group.model_class if finding.group else None,
             "group": finding.group.group_id if finding.group else None,
             "content": finding.group.content if finding.group else None,
+            "packed_ratio": finding.group.data_bytes / finding.group.layout.num_bytes
+            if finding.group and finding.group.packed
+            else None,
             "num_tensors": len(finding.group.layout.specs) if finding.group else None,
             "manifests": list(finding.manifests),
             "problem": finding.problem or None,

@@ -90,6 +90,31 @@ def find_checkpoint(name: str) -> Path:
     return found
 
 
+def check_dtype(dtype: torch.dtype | None) -> None:
+    """
+    Raises:
+        ConfigError: weights cannot be cast to it.
+    """
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConfigError(f"dtype={dtype}: weights are cast to a floating point dtype, such as torch.bfloat16.")
+
+
+def named_dtype(name: str | None) -> torch.dtype | None:
+    """The dtype that `--dtype` names.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name is None:
+        return None
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(
+            f"--dtype {name}: torch has no such dtype. Expected bfloat16, float16 or float32, for example."
+        )
+    return found
+
+
 def outline(path: Path, dtype: torch.dtype | None = None) -> dict[str, Outline]:
     """The models of a checkpoint, by their names in the pipeline. A model by itself has the name "".
 
@@ -103,10 +128,40 @@ def outline(path: Path, dtype: torch.dtype | None = None) -> dict[str, Outline]:
             transformers. The message names the file.
         ConfigError: `dtype` is not a floating point dtype, or diffusers or transformers is not installed.
     """
-    if dtype is not None and not dtype.is_floating_point:
-        raise ConfigError(f"dtype={dtype}: weights are cast to a floating point dtype, such as torch.bfloat16.")
+    check_dtype(dtype)
+    return {name: _outline_of(*found[:2], dtype, *found[2:]) for name, found in _models_in(path).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """A model of a checkpoint."""
+
+    folder: Path
+    model_class: Any
+    dtype: torch.dtype
+    """The floating point dtype that most bytes of the files have."""
+
+
+def models_in(path: Path) -> dict[str, FoundModel]:
+    """The models of a checkpoint, by their names in the pipeline: see `outline`.
+
+    Raises:
+        GroupFileError, ConfigError: as `outline`.
+    """
+    found = {}
+    for name, (folder, files, library, class_name) in _models_in(path).items():
+        entries = _entries_of(files)
+        if not class_name:
+            library, class_name = _class_in(_config_of(folder))
+        model_class = _find_class(library, class_name, folder / "config.json")
+        found[name] = FoundModel(folder, model_class, _usual_dtype(entries))
+    return found
+
+
+def _models_in(path: Path) -> dict[str, tuple[Path, list[Path], str, str]]:
+    """For each model: its folder, its files, and the library and the class that a pipeline's index names."""
     if path.is_file():
-        return {"": _outline_of(path.parent, [path], dtype)}
+        return {"": (path.parent, [path], "", "")}
     index = path / "model_index.json"
     if not index.exists():
         files = _files_of(path)
@@ -115,12 +170,12 @@ def outline(path: Path, dtype: torch.dtype | None = None) -> dict[str, Outline]:
                 f"{path} has no safetensors files, nor a model_index.json. Give the folder of one model or of a pipeline, as "
                 f"save_pretrained writes them."
             )
-        return {"": _outline_of(path, files, dtype)}
+        return {"": (path, files, "", "")}
     models = {}
     for name, entry in _read_json(index).items():
         is_part = isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str) for part in entry)
         if is_part and name.isidentifier() and (files := _files_of(path / name)):
-            models[name] = _outline_of(path / name, files, dtype, *entry)
+            models[name] = (path / name, files, *entry)
     if not models:
         raise GroupFileError(f"{path} is a pipeline without safetensors files.")
     return models
@@ -237,13 +292,8 @@ def _outline_of(
         library, name: the library and the class that a pipeline's index names. Without them config.json names the class.
     """
     path = folder / "config.json"
-    config = _read_json(path) if path.exists() else None
     entries = _entries_of(files)
-    if config is None:
-        raise GroupFileError(
-            f"There is no {path}: groups are those of a model's class, which that file names. Give the folder of a model or of "
-            f"a pipeline, as save_pretrained writes them."
-        )
+    config = _config_of(folder)
     if not name:
         library, name = _class_in(config)
     model = _build(_find_class(library, name, path), path, config, dtype)
@@ -257,6 +307,16 @@ def _outline_of(
         if num_bytes and not group.is_table:
             groups.append(OutlinedGroup(group.group_id, num_bytes, is_outer=height > 0))
     return Outline(name, tuple(groups), num_cast)
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.exists():
+        raise GroupFileError(
+            f"There is no {path}: groups are those of a model's class, which that file names. Give the folder of a model or of "
+            f"a pipeline, as save_pretrained writes them."
+        )
+    return _read_json(path)
 
 
 def _class_in(config: Mapping[str, Any]) -> tuple[str, str]:

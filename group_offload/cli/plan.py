@@ -11,7 +11,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from ..base.terminal import add_row, new_console, new_table, say
@@ -30,7 +29,7 @@ from ..plan.speeds import (
     recorded,
 )
 from . import bench
-from .outline import Outline, find_checkpoint, outline
+from .outline import Outline, find_checkpoint, named_dtype, outline
 
 _GIB = 1 << 30
 _PROCESS_RAM = "1.5GiB"
@@ -157,7 +156,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise GroupFileError(f"Cannot write {arguments.chart}: {arguments.chart.parent} is not a folder.")
     path = find_checkpoint(arguments.model)
     source = _source(arguments, path)
-    models = outline(path, _dtype(arguments.dtype))
+    models = outline(path, named_dtype(arguments.dtype))
     components = _components(models, asked, source.speeds)
     if arguments.chart is not None:
         _write_chart(arguments.chart, components, asked)
@@ -182,17 +181,6 @@ def _size(text: str | None, name: str) -> int | None:
     if not num_bytes:
         raise ConfigError(f"{name} {text}: it has to be more than 0 bytes.")
     return num_bytes
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    if name is None:
-        return None
-    found = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise ConfigError(
-            f"--dtype {name}: torch has no such dtype. Expected bfloat16, float16 or float32, for example."
-        )
-    return found
 
 
 def _source(arguments: argparse.Namespace, path: Path) -> _Source:

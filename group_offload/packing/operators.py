@@ -1,16 +1,28 @@
-"""Packing, and unpacking on the CPU, with torch's own operators: some tiles at a time, so that they stay in the caches."""
+"""Packing, and unpacking on the CPU, with torch's own operators: some tiles at a time, so that they stay in the caches.
+
+On the CPU the tiles are so few that torch computes them in the calling thread. Several threads have tiles of their own, which
+is faster than to share each operator.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch
 
+from ..base.pool import run_all
 from .layout import ENTRY_BYTES, TILE_BYTES, TILE_WEIGHTS, PackedError, PackedLayout, Span, record_bytes
 
-_TILES_AT_ONCE = 128
+_TILES_AT_ONCE = 16
+_PARTS_AT_ONCE = 64
+"""So many times as many tiles are the work of one thread."""
 _TILES_ON_DEVICES = 8192
 """Enough for each operator to fill a device, and few enough for its memory: what is computed takes some hundred MiB."""
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 _GATHER = {3: ((5, 0x003F003F003F003F), (10, 0x00000FFF00000FFF), (20, 0x0000000000FFFFFF))}
 _GATHER[4] = ((4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF), (16, 0x00000000FFFFFFFF))
@@ -22,15 +34,17 @@ _SPREAD[4] = ((16, 0x0000FFFF0000FFFF), (8, 0x00FF00FF00FF00FF), (4, 0x0F0F0F0F0
 
 def count_exponents(image: torch.Tensor, start: int, end: int) -> torch.Tensor:
     """How often each exponent is there in the bf16 weights between two bytes of the image: int64 [256]."""
-    counts = torch.zeros(256, dtype=torch.int64, device=image.device)
     step = _num_at_once(image.device) * TILE_BYTES
-    for low in range(start, end, step):
-        counts += torch.bincount(_exponents(image[low : min(low + step, end)]), minlength=256)
-    return counts.cpu()
+
+    def of_part(low: int) -> torch.Tensor:
+        return torch.bincount(_exponents(image[low : min(low + step, end)]), minlength=256)
+
+    found = _map(of_part, range(start, end, step), image.device)
+    return torch.stack(found).sum(0).cpu()
 
 
 def encode(image: torch.Tensor, layout: PackedLayout, data: torch.Tensor) -> list[torch.Tensor]:
-    """Write the records and the table of tiles into `data`.
+    """Write the records and the tables into `data`.
 
     Args:
         layout: without the escapes, whose number is not known yet.
@@ -39,34 +53,32 @@ def encode(image: torch.Tensor, layout: PackedLayout, data: torch.Tensor) -> lis
     Returns:
         The escapes, in order.
     """
-    escapes: list[torch.Tensor] = []
-    halves = torch.zeros(2, layout.num_tiles, dtype=torch.int64, device="cpu")
+    halves = torch.zeros(2, layout.num_tiles, dtype=torch.int64, device=data.device)
     rows = layout.rows().view(torch.uint8).flatten()
     data[: rows.numel()].copy_(rows)
-    tile = 0
-    for span, place in zip(layout.spans, layout.places, strict=False):
-        if not span.bits:
-            data[place : place + span.num_bytes] = image[span.offset : span.offset + span.num_bytes]
-            tile += span.num_tiles
-            continue
-        for first, weights, record in _parts(span, place, image, data):
-            exponents = _exponents(weights)
-            codes = _codes_of(exponents, span.exponents)
-            is_escape = codes == len(span.exponents)
-            halves[:, tile + first : tile + first + len(record)] = is_escape.view(-1, 2, TILE_WEIGHTS // 2).sum(2).T
-            escapes.append(exponents[is_escape])
-            split = TILE_WEIGHTS * span.bits // 8
-            together = codes.view(torch.int64)
-            for shift, mask in _GATHER[span.bits]:
-                together = (together | together >> shift) & mask
-            by_byte = together.view(torch.uint8).view(-1, TILE_WEIGHTS // 8, 8)[:, :, : span.bits].transpose(1, 2)
-            record[:, :split].view(-1, span.bits, TILE_WEIGHTS // 8).copy_(by_byte)
-            pairs = weights.view(-1, TILE_WEIGHTS, 2)
-            record[:, split:] = (pairs[:, :, 1] & 0x80) | (pairs[:, :, 0] & 0x7F)
-        tile += span.num_tiles
-    halves = halves.cpu()
-    num_each = halves.sum(0)
-    tile_table(data, layout).copy_(layout.entries(num_each.cumsum(0) - num_each, halves[0]))
+
+    def encode_part(part: _Part) -> torch.Tensor:
+        span, record = part.span, part.record
+        split = TILE_WEIGHTS * span.bits // 8
+        words = part.weights.view(torch.int16)
+        exponents = _exponents(part.weights)
+        codes = _codes_of(exponents, span.exponents)
+        is_escape = codes == len(span.exponents)
+        halves[:, part.tile : part.tile + len(record)] = is_escape.view(-1, 2, TILE_WEIGHTS // 2).sum(2).T
+        together = codes.view(torch.int64)
+        for shift, mask in _GATHER[span.bits]:
+            together = (together | together >> shift) & mask
+        by_byte = together.view(torch.uint8).view(-1, TILE_WEIGHTS // 8, 8)[:, :, : span.bits].transpose(1, 2)
+        record[:, :split].view(-1, span.bits, TILE_WEIGHTS // 8).copy_(by_byte)
+        record[:, split:] = (words >> 8 & 0x80).bitwise_or_(words & 0x7F).view(-1, TILE_WEIGHTS)
+        return exponents[is_escape]
+
+    for span, place in _plain_spans(layout):
+        data[place : place + span.num_bytes] = image[span.offset : span.offset + span.num_bytes]
+    escapes = _map(encode_part, list(_parts(layout, image, data)), data.device)
+    by_tile = halves.cpu()
+    num_each = by_tile.sum(0)
+    tile_table(data, layout).copy_(layout.entries(num_each.cumsum(0) - num_each, by_tile[0]))
     return escapes
 
 
@@ -77,31 +89,32 @@ def decode(data: torch.Tensor, layout: PackedLayout, out: torch.Tensor) -> None:
         PackedError: the codes do not fit the escapes.
     """
     escapes = data[layout.escapes_at : layout.escapes_at + layout.num_escapes]
-    used = 0
-    for span, place in zip(layout.spans, layout.places, strict=False):
-        if not span.bits:
-            out[span.offset : span.offset + span.num_bytes] = data[place : place + span.num_bytes]
-            continue
-        for _, weights, record in _parts(span, place, out, data):
-            split = TILE_WEIGHTS * span.bits // 8
-            by_byte = torch.zeros(len(record), TILE_WEIGHTS // 8, 8, dtype=torch.uint8, device=out.device)
-            by_byte[:, :, : span.bits] = record[:, :split].view(-1, span.bits, TILE_WEIGHTS // 8).transpose(1, 2)
-            apart = by_byte.view(torch.int64)
-            for shift, mask in _SPREAD[span.bits]:
-                apart = (apart | apart << shift) & mask
-            codes = apart.view(torch.uint8).flatten()
-            is_escape = codes == len(span.exponents)
-            num = int(is_escape.sum())
-            if used + num > layout.num_escapes:
-                raise PackedError(f"its codes of the span at byte {span.offset:,} ask for more escapes than there are")
-            exponents = _exponents_of(codes, span.exponents).masked_scatter_(is_escape, escapes[used : used + num])
-            used += num
-            rest = record[:, split:].reshape(-1)
-            pairs = weights.view(-1, 2)
-            pairs[:, 0] = (rest & 0x7F) | exponents << 7
-            pairs[:, 1] = (rest & 0x80) | exponents >> 1
-    if used != layout.num_escapes:
-        raise PackedError(f"its codes ask for {used:,} escapes, and it has {layout.num_escapes:,}")
+    starts = [*((tile_table(data, layout) & 0xFFFFFFFF).tolist()), layout.num_escapes]
+
+    def decode_part(part: _Part) -> None:
+        span, record = part.span, part.record
+        split = TILE_WEIGHTS * span.bits // 8
+        by_byte = torch.zeros(len(record), TILE_WEIGHTS // 8, 8, dtype=torch.uint8, device=out.device)
+        by_byte[:, :, : span.bits] = record[:, :split].view(-1, span.bits, TILE_WEIGHTS // 8).transpose(1, 2)
+        apart = by_byte.view(torch.int64)
+        for shift, mask in _SPREAD[span.bits]:
+            apart = (apart | apart << shift) & mask
+        codes = apart.view(torch.uint8).flatten()
+        is_escape = codes == len(span.exponents)
+        mine = escapes[starts[part.tile] : max(starts[part.tile + len(record)], starts[part.tile])]
+        if int(is_escape.sum()) != mine.numel():
+            raise PackedError(
+                f"its codes of the span at byte {span.offset:,} do not ask for the escapes that there are"
+            )
+        exponents = _exponents_of(codes, span.exponents).masked_scatter_(is_escape, mine)
+        rest = record[:, split:].to(torch.int16).flatten()
+        words = (rest & 0x80) << 8
+        words.bitwise_or_(rest.bitwise_and_(0x7F)).bitwise_or_(exponents.to(torch.int16) << 7)
+        part.weights.view(torch.int16).copy_(words)
+
+    for span, place in _plain_spans(layout):
+        out[span.offset : span.offset + span.num_bytes] = data[place : place + span.num_bytes]
+    _map(decode_part, list(_parts(layout, out, data)), out.device)
 
 
 def tile_table(data: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
@@ -109,16 +122,40 @@ def tile_table(data: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
     return data[layout.tiles_at : layout.tiles_at + layout.num_tiles * ENTRY_BYTES].view(torch.int64)
 
 
-def _parts(
-    span: Span, place: int, image: torch.Tensor, data: torch.Tensor
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Some tiles of a span at a time: the first one's number, their bytes of the image, and their records."""
-    size = record_bytes(span.bits)
-    at_once = _num_at_once(image.device)
-    for first in range(0, span.num_tiles, at_once):
-        num = min(at_once, span.num_tiles - first)
-        start, there = span.offset + first * TILE_BYTES, place + first * size
-        yield first, image[start : start + num * TILE_BYTES], data[there : there + num * size].view(num, size)
+class _Part(NamedTuple):
+    """Some tiles of a packed span."""
+
+    span: Span
+    tile: int
+    """The number of the first one in the table."""
+    weights: torch.Tensor
+    """Their bytes of the image."""
+    record: torch.Tensor
+    """Their records: uint8 [tiles, record_bytes]."""
+
+
+def _parts(layout: PackedLayout, image: torch.Tensor, data: torch.Tensor) -> Iterator[_Part]:
+    tile, at_once = 0, _num_at_once(image.device)
+    for span, place in zip(layout.spans, layout.places, strict=False):
+        size = record_bytes(span.bits)
+        for first in range(0, span.num_tiles if span.bits else 0, at_once):
+            num = min(at_once, span.num_tiles - first)
+            start, there = span.offset + first * TILE_BYTES, place + first * size
+            weights = image[start : start + num * TILE_BYTES]
+            yield _Part(span, tile + first, weights, data[there : there + num * size].view(num, size))
+        tile += span.num_tiles
+
+
+def _plain_spans(layout: PackedLayout) -> list[tuple[Span, int]]:
+    return [(span, place) for span, place in zip(layout.spans, layout.places, strict=False) if not span.bits]
+
+
+def _map(call: Callable[[T], R], items: Sequence[T], device: torch.device) -> list[R]:
+    """What `call` returns for each item, in order. On the CPU, several threads call it."""
+    if device.type != "cpu" or len(items) <= _PARTS_AT_ONCE:
+        return [call(item) for item in items]
+    shares = [items[start : start + _PARTS_AT_ONCE] for start in range(0, len(items), _PARTS_AT_ONCE)]
+    return [each for share in run_all(partial(_map, call, share, device) for share in shares) for each in share]
 
 
 def _num_at_once(device: torch.device) -> int:
@@ -126,8 +163,7 @@ def _num_at_once(device: torch.device) -> int:
 
 
 def _exponents(weights: torch.Tensor) -> torch.Tensor:
-    pairs = weights.view(-1, 2)
-    return pairs[:, 1] << 1 | pairs[:, 0] >> 7
+    return (weights.view(torch.int16) >> 7).to(torch.uint8)
 
 
 def _codes_of(exponents: torch.Tensor, known: Sequence[int]) -> torch.Tensor:

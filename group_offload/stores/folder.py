@@ -9,7 +9,7 @@ import os
 import shutil
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,29 +165,43 @@ class Folder:
         """
         content = content_of(data_pieces(layout, tensors))
         header = encode_header(layout, group_id, self.model_class, content)
-        for attempt in range(1000):
-            path = self.path / file_name(group_id if attempt == 0 else f"{group_id}@{attempt}")
+        size = len(header) + layout.num_bytes
+
+        def is_right(fd: int) -> bool:
+            return file_holds(fd, header, data_pieces(layout, tensors))
+
+        for path in self.names(group_id):
             if path == outdated:
                 continue
-            found = self._open_if_equal(path, header, layout, tensors)
+            found = self.open_if(path, is_right)
             if found is not None:
                 on_written(layout.num_bytes)
             elif not os.path.lexists(path):
-                found = self._write(path, group_id, header, layout, tensors, on_written)
-                if found is not None:
-                    with _lock:
-                        _written_here.add(path)
-                else:  # another process was quicker, or changed the file
-                    found = self._open_if_equal(path, header, layout, tensors)
+                found = self.write(path, group_id, header, size, data_pieces(layout, tensors), on_written)
+                if found is None:  # another process was quicker, or changed the file
+                    found = self.open_if(path, is_right)
             if found is not None:
                 self._mine.add(path)
-                entry = ManifestEntry(group_id, path.name, content, len(header) + layout.num_bytes)
-                return ProvenFile(path, *found, entry)
-            logger.info("%s is not what group %r rests in: left alone, another name is used.", path, group_id)
-            self._num_in_the_way += path not in self._mine
+                return ProvenFile(path, *found, ManifestEntry(group_id, path.name, content, size))
+            self.leave(path, group_id)
+        raise AssertionError("unreachable")
+
+    def names(self, group_id: str) -> Iterator[Path]:
+        """The names that a file of the group may have, the one to take first.
+
+        Raises:
+            GroupFileError: there are no more.
+        """
+        for attempt in range(1000):
+            yield self.path / file_name(group_id if attempt == 0 else f"{group_id}@{attempt}")
         raise GroupFileError(
             f"{self.path} holds 1000 files with the names of group {group_id!r}. Empty it, or pass another folder."
         )
+
+    def leave(self, path: Path, group_id: str) -> None:
+        """Note that a file is not what the group rests in."""
+        logger.info("%s is not what group %r rests in: left alone, another name is used.", path, group_id)
+        self._num_in_the_way += path not in self._mine
 
     def publish_manifest(self, entries: Sequence[ManifestEntry]) -> Path | None:
         """Write down which files the model needs, once all of them are there.
@@ -251,13 +265,13 @@ class Folder:
         os.close(fd)
         probe.unlink(missing_ok=True)
 
-    def _open_if_equal(
-        self, path: Path, header: bytes, layout: BlobLayout, tensors: Sequence[torch.Tensor]
-    ) -> tuple[int, os.stat_result] | None:
-        """A descriptor of the file if it holds exactly this, and what `fstat` said before it was compared.
+    def open_if(self, path: Path, is_right: Callable[[int], bool]) -> tuple[int, os.stat_result] | None:
+        """A descriptor of the file if it is the right one, and what `fstat` said before it was compared.
 
-        The header has the hash of the data, so a file of other weights is recognised without reading its data. Where the
-        header is right the data is compared all the same: a byte of it may not be.
+        Args:
+            is_right: A function that compares the file behind a descriptor. A header has the hash of the data, so a file of
+                other weights is recognised without reading its data. Where the header is right the data is compared all the
+                same: a byte of it may not be.
         """
         try:
             fd = open_to_read(path)
@@ -268,7 +282,7 @@ class Folder:
             stamp = os.fstat(fd)
             is_trusted = self._is_verified or stamp.st_uid in self._trusted
             self._num_of_others += not is_trusted
-            if is_trusted and file_holds(fd, header, data_pieces(layout, tensors)):
+            if is_trusted and is_right(fd):
                 return fd, stamp
         except OSError:  # a drive that fails: the file is not one to rely on
             pass
@@ -278,25 +292,34 @@ class Folder:
         os.close(fd)
         return None
 
-    def _write(
+    def write(
         self,
         path: Path,
         group_id: str,
         header: bytes,
-        layout: BlobLayout,
-        tensors: Sequence[torch.Tensor],
+        num_bytes: int,
+        data: Iterable[torch.Tensor],
         on_written: Callable[[int], None],
     ) -> tuple[int, os.stat_result] | None:
+        """Write a file of `num_bytes`: see `publish`.
+
+        Raises:
+            GroupFileError: it cannot be written.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)  # it may have been deleted: files in use stay open
-            return publish(path, header, data_pieces(layout, tensors), on_written)
+            written = publish(path, header, data, on_written)
         except OSError as error:
             prune = f"Free some room (`group-offload prune {self.path}` removes what no model needs) or pass"
             remedy = prune if error.errno in _NO_ROOM else "Pass"
             raise GroupFileError(
-                f"Cannot write group {group_id!r} ({len(header) + layout.num_bytes:,} bytes) to {path}: {error.strerror}. "
+                f"Cannot write group {group_id!r} ({num_bytes:,} bytes) to {path}: {error.strerror}. "
                 f"{remedy} another folder as offload_to_disk_path. The weights are still in RAM."
             ) from error
+        if written is not None:
+            with _lock:
+                _written_here.add(path)
+        return written
 
 
 def add_user(path: Path, user: object) -> None:

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from ..base.mapping import map_file
@@ -43,6 +43,35 @@ class ManifestEntry:
     """xxh3_128 of the data section, in hex."""
     num_bytes: int
     """The size of the file."""
+    packed_from: PackedFrom | None = field(default=None, compare=False)
+    """What a packed group file was made from, if that is in a file too."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFrom:
+    """The bytes that a packed group file was made from. See [Note: Whose a packed file is] in `packed_files`."""
+
+    path: str
+    """The checkpoint, or the plain group file."""
+    source: str
+    """Its facts, as `facts_of` gives them."""
+    place: str
+    """A hash of where the weights lie in it, and of where they go."""
+    file: str
+    """The facts of the packed group file."""
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the file that was packed is another one by now, or is gone."""
+        try:
+            return facts_of(os.stat(self.path)) != self.source
+        except (OSError, ValueError):
+            return True
+
+
+def facts_of(found: os.stat_result) -> str:
+    """What changes if a byte of the file does. See [Note: Which file it is] in `source`."""
+    return f"{found.st_dev}:{found.st_ino}:{found.st_size}:{found.st_mtime_ns}:{found.st_ctime_ns}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +107,9 @@ class Manifest:
     def encode(self) -> bytes:
         """The bytes of the file."""
         groups = [asdict(entry) | {"group_id": printable_id(entry.group_id)} for entry in self.entries]
+        for group in groups:
+            if group["packed_from"] is None:
+                del group["packed_from"]
         content = {"kind": _KIND, "version": _VERSION, "model_class": self.model_class, "groups": groups}
         if self.edited_in:
             content["edited_in"] = self.edited_in
@@ -146,9 +178,10 @@ def publish_manifest(folder: Path, manifest: Manifest) -> PublishedManifest | No
         with opened_to_read(path) as fd:
             found = Manifest.read(fd)
             is_new = False
-            if found == manifest and not found.edited_in:
+            is_same = found == manifest and _facts(found) == _facts(manifest)
+            if is_same and not found.edited_in:
                 return PublishedManifest(path, is_new)
-            if found == manifest and found.edited_in == manifest.edited_in:
+            if is_same and found.edited_in == manifest.edited_in:
                 with suppress(OSError):  # another process removes it
                     mark_in_use(fd)
                     return PublishedManifest(path, is_new, _lock_of(fd))
@@ -172,11 +205,25 @@ def publish_manifest(folder: Path, manifest: Manifest) -> PublishedManifest | No
         os.close(fd)
 
 
+def _facts(manifest: Manifest) -> list[PackedFrom | None]:
+    return [entry.packed_from for entry in manifest.entries]
+
+
 def _lock_of(fd: int) -> object:
     """Keeps the lock that the descriptor has. It takes no descriptor."""
     with suppress(OSError):  # without it, the group files themselves are locked all the same
         return map_file(fd, 1)
     return None
+
+
+def manifests_in(folder: Path) -> dict[str, Manifest]:
+    """The manifests of a folder that can be read, by their names."""
+    found = {}
+    with suppress(OSError):
+        for name in _files_in(folder, MANIFEST_FILE):
+            with suppress(OSError), opened_to_read(folder / name) as fd:
+                found[name] = Manifest.read(fd)
+    return found
 
 
 def tidy_manifests(folder: Path, model_class: str) -> None:
@@ -233,4 +280,7 @@ def _entry(group: object) -> ManifestEntry:
     file, content = as_text(group.get("file")), as_text(group.get("content"))
     if not GROUP_FILE.fullmatch(file):  # nothing that leads out of the folder
         raise GroupFileError(f"it names {file!r:.80}, which is no name of a group file")
-    return ManifestEntry(as_text(group.get("group_id")), file, content, as_size(group.get("num_bytes")))
+    packed_from, facts = None, group.get("packed_from")
+    if isinstance(facts, dict):
+        packed_from = PackedFrom(*(as_text(facts.get(each.name)) for each in fields(PackedFrom)))
+    return ManifestEntry(as_text(group.get("group_id")), file, content, as_size(group.get("num_bytes")), packed_from)

@@ -27,9 +27,15 @@ from ..base.layout import BlobLayout, Extent, TensorSpec, extent_bytes, memory_o
 from ..base.reading import read_into, read_part
 from ..base.strict_json import as_size, as_sizes, as_text, parse
 from ..errors import GroupFileError
+from ..packing.layout import PackedLayout
 
 DATA_ALIGNMENT = 4096
 FORMAT_VERSION = "2"
+PACKED_VERSION = "3"
+"""Of packed group files: programs that know version 2 alone leave them to a later version, and do not call them damaged."""
+_PLAIN_CODEC, _PACKED_CODEC = "none", "exponents"
+_PACKED_NAME = "packed"
+"""The entry of a packed group file."""
 _VERSION_KEY = "group_offload.version"
 _CONTENT_KEY = "group_offload.content"
 _MAX_HEADER_BYTES = 100_000_000
@@ -65,25 +71,40 @@ _DTYPE_NAMES = {
 }
 
 
-def encode_header(layout: BlobLayout, group_id: str, model_class: str, content: str) -> bytes:
+def encode_header(
+    layout: BlobLayout, group_id: str, model_class: str, content: str, packed: PackedLayout | None = None
+) -> bytes:
     """The bytes before the data section. Equal tensors of one group always give equal headers.
 
     Args:
         content: the hash of the data section, from `content_of`.
+        packed: how the blob is packed in the data section, if it is.
     """
-    entries: dict[str, object] = {
-        "__metadata__": {
-            "format": "pt",
-            _VERSION_KEY: FORMAT_VERSION,
-            "group_offload.model_class": model_class,
-            "group_offload.group": printable_id(group_id),
-            "group_offload.codec": "none",
-            _CONTENT_KEY: content,
-            "group_offload.tensors": json.dumps(
-                [[s.fqn, str(s.dtype).removeprefix("torch."), s.shape, s.stride, s.offset] for s in layout.specs]
-            ),
-        }
+    metadata = {
+        "format": "pt",
+        _VERSION_KEY: FORMAT_VERSION if packed is None else PACKED_VERSION,
+        "group_offload.model_class": model_class,
+        "group_offload.group": printable_id(group_id),
+        "group_offload.codec": _PLAIN_CODEC if packed is None else _PACKED_CODEC,
+        _CONTENT_KEY: content,
+        "group_offload.tensors": json.dumps(
+            [[s.fqn, str(s.dtype).removeprefix("torch."), s.shape, s.stride, s.offset] for s in layout.specs]
+        ),
     }
+    entries: dict[str, object] = {"__metadata__": metadata}
+    if packed is None:
+        entries |= _entries_of(layout)
+    else:
+        metadata["group_offload.packed"] = packed.to_json()
+        entries[_PACKED_NAME] = _entry("U8", [packed.packed_bytes], 0, packed.packed_bytes)
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % DATA_ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _entries_of(layout: BlobLayout) -> dict[str, object]:
+    """The tensors of a blob, and the bytes between them."""
+    entries: dict[str, object] = {}
     end = 0
     for number, extent in enumerate((*layout.extents, None)):
         start = layout.num_bytes if extent is None else extent.offset
@@ -100,9 +121,7 @@ def encode_header(layout: BlobLayout, group_id: str, model_class: str, content: 
             if is_plain
             else _entry("U8", [extent.num_bytes], start, end)  # strides, or tensors that overlap: see the metadata
         )
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % DATA_ALIGNMENT)
-    return struct.pack("<Q", len(text)) + text
+    return entries
 
 
 def printable_id(group_id: str) -> str:
@@ -113,7 +132,7 @@ def printable_id(group_id: str) -> str:
 def data_pieces(layout: BlobLayout, tensors: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
     """The data section in order, as flat uint8 CPU tensors: the bytes of each extent, and zeros between them."""
     end = 0
-    for extent in layout.extents:
+    for extent in sorted(layout.extents, key=lambda extent: extent.offset):
         yield torch.zeros(extent.offset - end, dtype=torch.uint8, device="cpu")
         yield extent_bytes(tensors, extent).cpu()
         end = extent.offset + extent.num_bytes
@@ -185,6 +204,13 @@ class GroupHeader:
     content: str
     """xxh3_128 of the data section, in hex."""
     layout: BlobLayout
+    packed: PackedLayout | None = None
+    """How the blob is packed in the data section, if it is."""
+
+    @property
+    def data_bytes(self) -> int:
+        """The size of the data section."""
+        return self.layout.num_bytes if self.packed is None else self.packed.packed_bytes
 
 
 def read_header(fd: int) -> Header:
@@ -222,19 +248,24 @@ def check_group_header(header: Header, file_bytes: int) -> GroupHeader:
     data_bytes = file_bytes - len(header.raw)
     check_tensor_entries(header.entries, data_bytes)
     try:
-        if header.version != FORMAT_VERSION or header.metadata["group_offload.codec"] != "none":
+        codec = header.metadata["group_offload.codec"]
+        if (header.version, codec) not in ((FORMAT_VERSION, _PLAIN_CODEC), (PACKED_VERSION, _PACKED_CODEC)):
             raise GroupFileError("another version of this package wrote it")
+        is_packed = codec == _PACKED_CODEC
+        packed = PackedLayout.from_json(header.metadata["group_offload.packed"]) if is_packed else None
+        num_bytes = data_bytes if packed is None else packed.plain_bytes
         found = GroupHeader(
             model_class=header.metadata["group_offload.model_class"],
             group_id=header.metadata["group_offload.group"],
             content=header.metadata[_CONTENT_KEY],
-            layout=_layout_of(header.metadata["group_offload.tensors"], data_bytes),
+            layout=_layout_of(header.metadata["group_offload.tensors"], num_bytes),
+            packed=packed,
         )
     except KeyError as error:
         raise GroupFileError(f"its metadata has no {error}") from error
     except UnicodeEncodeError as error:
         raise GroupFileError("its metadata is no text") from error
-    if encode_header(found.layout, found.group_id, found.model_class, found.content) != header.raw:
+    if encode_header(found.layout, found.group_id, found.model_class, found.content, found.packed) != header.raw:
         raise GroupFileError("its metadata and its tensors contradict each other")
     return found
 

@@ -19,7 +19,14 @@ from ..base.publish import opened_to_read
 from ..base.tuning import tuning
 from ..errors import GroupFileError
 from .manifest import GROUP_FILE, MANIFEST_FILE, TEMPORARY_FILE, Manifest, describe_problem
-from .safetensors_file import FORMAT_VERSION, GroupHeader, check_group_header, content_of_file, read_header
+from .safetensors_file import (
+    FORMAT_VERSION,
+    PACKED_VERSION,
+    GroupHeader,
+    check_group_header,
+    content_of_file,
+    read_header,
+)
 
 OUTDATED_VERSIONS = ("1",)
 """Formats that are not used any more. An unknown version may be that of a later release."""
@@ -213,13 +220,13 @@ def _look_at(name: str, num_bytes: int, folder: int | Path, on_read: Callable[[i
             if header.version is None:  # diffusers has such names too
                 return replace(finding, kind=Kind.FOREIGN)
             finding = replace(finding, is_ours=True)
-            if header.version != FORMAT_VERSION:
+            if header.version not in (FORMAT_VERSION, PACKED_VERSION):
                 kind = Kind.OUTDATED if header.version in OUTDATED_VERSIONS else Kind.LATER
                 return replace(finding, kind=kind, version=header.version)
             group = check_group_header(header, num_bytes)
             finding = replace(finding, kind=Kind.GROUP, group=group, version=header.version)
             if on_read is not None:
-                content = content_of_file(fd, num_bytes - group.layout.num_bytes, on_read)
+                content = content_of_file(fd, len(header.raw), on_read)
                 if content != group.content:
                     raise GroupFileError(
                         f"its data is not what was written: its hash is {content}, not {group.content}"

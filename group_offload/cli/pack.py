@@ -1,0 +1,92 @@
+"""The command `group-offload pack`: a model's weights in fewer bytes, once for all later runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..base.progress import progress_bar
+from ..base.terminal import add_row, new_console, new_table, say
+from ..errors import ConfigError
+from ..integrations.packing import PackedModel, pack_model
+from ..packing.codec import can_unpack
+from ..plan.budgets import describe_bytes
+from .bench import chosen_device
+from .outline import check_dtype, find_checkpoint, models_in, named_dtype
+
+
+def add_command(commands: Any) -> None:
+    """Add the command to what `ArgumentParser.add_subparsers` returned."""
+    text = "Pack the weights of a model or pipeline without loss into group files in DIR. A run that was ended goes on."
+    command = commands.add_parser("pack", help=text, description=text)
+    command.add_argument(
+        "model",
+        metavar="MODEL",
+        help="the folder of a model or a pipeline, a safetensors file in such a folder, or a name in the hub's cache",
+    )
+    command.add_argument("folder", metavar="DIR", type=Path, help="what will be given as offload_to_disk_path")
+    command.add_argument(
+        "--dtype", help="the dtype that weights are cast to, such as bfloat16 (default: that of the files)"
+    )
+    command.add_argument("--device", help="what packs, such as cuda:0 (default: the current accelerator, else the CPU)")
+    command.add_argument("--json", action="store_true", help="for programs")
+    command.set_defaults(run=_pack)
+
+
+def _pack(arguments: argparse.Namespace) -> int:
+    dtype = named_dtype(arguments.dtype)
+    check_dtype(dtype)
+    device = chosen_device(arguments.device)
+    if not can_unpack(device):
+        if arguments.device is not None:
+            raise ConfigError(f"--device {arguments.device}: it needs Triton, and there is none. Pass --device cpu.")
+        device = torch.device("cpu")
+    models = models_in(find_checkpoint(arguments.model))
+    packed: dict[str, PackedModel] = {}
+    for name, model in models.items():
+        with ExitStack() as stack:
+            packed[name] = pack_model(
+                model.model_class,
+                model.folder,
+                arguments.folder,
+                dtype=dtype or model.dtype,
+                device=device,
+                on_start=lambda total, stack=stack, name=name: stack.enter_context(  # type: ignore[misc]
+                    progress_bar(total, f"Packing {name}".rstrip())
+                ),
+            )
+    if arguments.json:
+        print(json.dumps({name: asdict(each) for name, each in packed.items()}, indent=2))
+        return 0
+    console = new_console()
+    numbers = ("groups", "plain", "packed", "ratio", "worst")
+    table = new_table("Packed", "model", *numbers, "its group", numbers=numbers)
+    for name, model in models.items():
+        groups = packed[name].groups
+        plain, small = sum(group.plain_bytes for group in groups), sum(group.packed_bytes for group in groups)
+        worst = max(groups, key=lambda group: group.packed_bytes / group.plain_bytes, default=None)
+        add_row(
+            table,
+            f"{name} {model.model_class.__name__}".strip(),
+            str(len(groups)),
+            describe_bytes(plain),
+            describe_bytes(small),
+            f"{small / plain:.3f}" if plain else "",
+            f"{worst.packed_bytes / worst.plain_bytes:.3f}" if worst else "",
+            worst.group_id if worst else "",
+        )
+    console.print(table)
+    num_changed = sum(each.num_changed for each in packed.values())
+    if num_changed:
+        say(
+            console,
+            f"The checkpoint changed since {num_changed} groups of it were packed: these were packed again. `group-offload "
+            f"prune {arguments.folder}` removes the old files.",
+        )
+    return 0

@@ -1,0 +1,116 @@
+"""Packing a checkpoint once, for all later runs: the groups of the model, opened offloaded, in packed group files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..api import handle_of
+from ..runtime.groups.part import Part
+from ..stores.files import FileBlob
+from ..stores.folder import Folder
+from ..stores.manifest import ManifestEntry
+from ..stores.packed_files import PackedFile, PackedFiles, give_up_outdated, origin_of
+from .opening import from_pretrained
+
+
+@dataclass(frozen=True, slots=True)
+class PackedGroup:
+    """What became of the weights of a group that are in one file."""
+
+    group_id: str
+    plain_bytes: int
+    packed_bytes: int
+    """Of the packed file; `plain_bytes` if packing them saves too little, so that there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedModel:
+    """A model that was packed."""
+
+    groups: tuple[PackedGroup, ...]
+    num_changed: int
+    """The groups that had been packed before their checkpoint changed."""
+    num_outdated: int
+    """The manifests that were given up, because their checkpoint has changed."""
+
+
+def pack_model(
+    model_class: Any,
+    path: Path,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    on_start: Callable[[int], Callable[[int], None]] = lambda total: lambda num_bytes: None,
+) -> PackedModel:
+    """Write the packed group files of a model into a folder. Those that are there are found again.
+
+    Args:
+        path: the folder that `model_class.from_pretrained` loads.
+        dtype: the dtype that weights are cast to.
+        device: packs. None: the CPU.
+        on_start: A function that is told how many bytes there are to pack, and returns one that is told of the progress.
+
+    Raises:
+        GroupFileError: files cannot be read or written, or the checkpoint changed meanwhile.
+        ConfigError, ModuleError: the model cannot be opened offloaded.
+    """
+    model = from_pretrained(model_class, path, dtype=dtype, onload_device="cpu", offload_to_disk_path=folder)
+    handle = handle_of(model)
+    assert handle is not None and handle._engine is not None
+    parts = [
+        (group.group_id if not index else f"{group.group_id}+{index}", part)
+        for group in handle._engine.groups
+        if not group.is_table
+        for index, part in enumerate(group.parts)
+        if part.blob.layout.num_bytes
+    ]
+    total = sum(part.blob.layout.num_bytes for _, part in parts)
+    on_done = on_start(total)
+    files = Folder(folder, type(model).__name__)
+    groups: list[PackedGroup] = []
+    entries: list[ManifestEntry] = []
+    found = []
+    with files.locked():
+        files.prepare(total)
+        packed_files = PackedFiles(files)
+        try:
+            for group_id, part in parts:
+                one = _pack(group_id, part, packed_files, device, on_done)
+                found.append(one)
+                size = part.blob.layout.num_bytes
+                groups.append(PackedGroup(group_id, size, size if one is None else one.packed.packed_bytes))
+                if one is not None:
+                    entries.append(one.entry)
+            manifest = files.publish_manifest(entries)
+            files.keep_manifest()
+            num_outdated = give_up_outdated(folder, manifest)
+        finally:
+            for one in found:
+                if one is not None:
+                    os.close(one.fd)  # until now: another process could prune the files before the manifest names them
+    files.report()
+    return PackedModel(tuple(groups), packed_files.num_changed, num_outdated)
+
+
+def _pack(
+    group_id: str,
+    part: Part,
+    files: PackedFiles,
+    device: torch.device | None,
+    on_done: Callable[[int], None],
+) -> PackedFile | None:
+    blob = part.blob
+    blob.check()
+    origin = None
+    if isinstance(blob, FileBlob):
+        origin = origin_of(blob.source.path, blob.pieces, blob.layout)
+    found = files.find_or_pack(group_id, blob.layout, blob.rest, on_done, origin=origin, device=device)
+    blob.check()
+    return found

@@ -1,0 +1,165 @@
+"""The command `pack`: a model's weights in packed group files, found again, packed again once they changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+from safetensors import safe_open
+
+from group_offload.integrations.packing import pack_model
+from group_offload.packing.codec import unpack
+from group_offload.stores.survey import open_folder, survey
+
+from ..support.terminal import Terminal
+
+
+def save(path: Path, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> FluxTransformer2DModel:
+    torch.manual_seed(seed)
+    model = FluxTransformer2DModel(
+        num_layers=1,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=8,
+        in_channels=4,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=(4, 4, 8),
+    )
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.save_pretrained(path, max_shard_size="1MB")
+    return model
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    save(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Terminal:
+    return Terminal(capsys)
+
+
+def packed_files(folder: Path) -> dict[str, int]:
+    with open_folder(folder) as fd:
+        found = survey(fd)
+    assert found.is_whole
+    names = [each.name for each in found.findings if each.group is not None and each.group.packed is not None]
+    return {name: (folder / name).stat().st_mtime_ns for name in names}
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights that the packed files of a folder unpack to."""
+    weights = {}
+    with open_folder(folder) as fd:
+        found = survey(fd)
+    for finding in found.findings:
+        if finding.group is not None and finding.group.packed is not None:
+            with safe_open(folder / finding.name, "pt") as file:
+                data = file.get_tensor("packed")
+            out = torch.empty(finding.group.layout.num_bytes, dtype=torch.uint8)
+            unpack(data.clone(), finding.group.packed, out)
+            layout = finding.group.layout
+            weights |= dict(zip((spec.fqn for spec in layout.specs), layout.views(out), strict=True))
+    return weights
+
+
+def test_pack_inspect_and_verify(run: Terminal, tmp_path: Path, checkpoint: Path) -> None:
+    folder = tmp_path / "groups"
+    said = run("pack", checkpoint, folder, "--json")
+    assert json.loads(said[said.index("{") : said.rindex("}") + 1])[""]["num_changed"] == 0
+    before = packed_files(folder)
+    assert len(before) >= 3
+    original = save(tmp_path / "again").state_dict()
+    found = weights_in(folder)
+    assert found.keys() == original.keys()
+    assert all(torch.equal(found[name], value) for name, value in original.items())
+    text = run("pack", checkpoint, folder)
+    assert "FluxTransformer2DModel" in text and "0.7" in text
+    assert packed_files(folder) == before
+    assert "0.7" in run("inspect", folder)
+    files = json.loads(run("inspect", folder, "--json"))["files"]
+    assert all(0.6 < file["packed_ratio"] < 0.8 for file in files if file["file"] in before)
+    assert "0 files are damaged" in run("verify", folder)
+    assert "Nothing to remove" in run("prune", folder, "--yes")
+    path = folder / min(before)
+    data = bytearray(path.read_bytes())
+    data[-3000] ^= 1
+    path.write_bytes(data)
+    assert "not what was written" in " ".join(run("verify", folder, status=1).split())
+
+
+def test_a_model_that_changed_since(run: Terminal, tmp_path: Path, checkpoint: Path) -> None:
+    folder = tmp_path / "groups"
+    run("pack", checkpoint, folder)
+    before = packed_files(folder)
+    save(checkpoint, seed=1)
+    assert "changed since" in run("inspect", folder)
+    said = " ".join(run("pack", checkpoint, folder).split())
+    assert f"The checkpoint changed since {len(before)} groups of it were packed" in said
+    assert "changed since" not in run("inspect", folder)
+    run("prune", folder, "--yes")
+    after = packed_files(folder)
+    assert len(after) == len(before) and not after.keys() & before.keys()
+
+
+def test_a_run_that_was_ended_goes_on(run: Terminal, tmp_path: Path, checkpoint: Path) -> None:
+    """(What a kill in the middle of a file leaves: tests/files/test_folder.py.)"""
+    folder = tmp_path / "groups"
+    num_left = 2
+
+    def on_done(num_bytes: int) -> None:
+        nonlocal num_left
+        num_left -= 1
+        if not num_left:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack_model(FluxTransformer2DModel, checkpoint, folder, dtype=torch.bfloat16, on_start=lambda total: on_done)
+    before = packed_files(folder)
+    assert len(before) == 2 and not list(folder.glob("manifest_*"))
+    run("pack", checkpoint, folder)
+    after = packed_files(folder)
+    assert before.items() < after.items() and list(folder.glob("manifest_*"))
+
+
+def test_a_pipeline_whose_weights_are_cast(run: Terminal, tmp_path: Path) -> None:
+    path, folder = tmp_path / "pipe", tmp_path / "groups"
+    save(path / "transformer", dtype=torch.float32)
+    index = {"_class_name": "FluxPipeline", "transformer": ["diffusers", "FluxTransformer2DModel"]}
+    (path / "model_index.json").write_text(json.dumps(index))
+    assert "transformer" in run("pack", path, folder, "--dtype", "bfloat16", "--device", "cpu")
+    assert packed_files(folder)
+    assert {each.dtype for each in weights_in(folder).values()} == {torch.bfloat16}
+
+
+def test_nothing_to_pack(run: Terminal, tmp_path: Path) -> None:
+    save(tmp_path / "model", dtype=torch.float32)
+    assert "1.000" in run("pack", tmp_path / "model", tmp_path / "groups", "--dtype", "float32")
+    assert not packed_files(tmp_path / "groups")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["nowhere"], "There is no nowhere"),
+        (["--dtype", "int8", "{model}"], "floating point"),
+        (["--dtype", "x", "{model}"], "no such dtype"),
+        (["--device", "meta", "{model}"], "needs Triton"),
+        (["--device", "x", "{model}"], "not a device"),
+        (["{model}/config.json"], "no checkpoint"),
+        (["{empty}"], "no safetensors files"),
+    ],
+)
+def test_bad_input(run: Terminal, tmp_path: Path, checkpoint: Path, arguments: list[str], problem: str) -> None:
+    (tmp_path / "empty").mkdir()
+    names = {"model": checkpoint, "empty": tmp_path / "empty"}
+    given = [argument.format(**names) for argument in arguments]
+    assert problem in " ".join(run("pack", *given, tmp_path / "groups", status=2).split())
+    assert not (tmp_path / "groups").exists()
