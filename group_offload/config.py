@@ -16,6 +16,7 @@ import torch
 
 from .base.device import Backend, backend_for, default_device
 from .errors import ConfigError, DeviceError
+from .packing.codec import can_unpack
 from .plan.budgets import Budget, parse_budget, total_ram
 
 
@@ -207,7 +208,7 @@ class OffloadConfig:
         pack = _as_pack(options.pack)
         if pack is True:
             _check_pack(backend, low_cpu_mem_usage=options.low_cpu_mem_usage)
-        elif options.low_cpu_mem_usage or not (backend.has_streams and backend.runs_triton):
+        elif options.low_cpu_mem_usage or not (backend.has_streams and can_unpack(backend.device)):
             pack = False
         kind = _as_offload_type(options.offload_type)
         count = options.num_blocks_per_group
@@ -269,7 +270,7 @@ def _check_pack(backend: Backend, *, low_cpu_mem_usage: bool) -> None:
             f"pack=True: {str(backend.device)!r} computes with weights in RAM where they are, so that packing them would only "
             f"take time. {otherwise}"
         )
-    if not backend.runs_triton:
+    if not can_unpack(backend.device):
         raise DeviceError(
             f"pack=True needs Triton to unpack weights on {str(backend.device)!r}, and it is not installed here. Install it "
             f"(pip install triton; torch's own wheels for Linux bring it along). {otherwise}"

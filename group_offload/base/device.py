@@ -12,7 +12,6 @@ import ctypes
 import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from importlib.util import find_spec
 from typing import Any, Protocol
 
 import psutil
@@ -52,10 +51,6 @@ class Backend(Protocol):
     device: torch.device
     has_streams: bool
     """Whether work is asynchronous. Without streams every call is done when it returns, and events are no-ops."""
-
-    @property
-    def runs_triton(self) -> bool:
-        """Whether kernels that are written in Triton run here."""
 
     def current_stream(self) -> Stream:
         """The stream that the calling thread's compute goes to."""
@@ -171,7 +166,6 @@ class HostBackend:
     """The CPU as onload device: everything is done when the call returns."""
 
     has_streams = False
-    runs_triton = False
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -258,10 +252,6 @@ class AcceleratorBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-
-    @cached_property
-    def runs_triton(self) -> bool:
-        return find_spec("triton") is not None
 
     def current_stream(self) -> Stream:
         return torch.accelerator.current_stream(self.device.index)  # a device would be looked at for long

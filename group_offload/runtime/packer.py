@@ -13,6 +13,8 @@ from ..base.page_lock import LockLimit, PageLock
 from ..base.progress import progress_bar
 from ..base.ram import fits
 from ..plan.budgets import describe_bytes
+from ..stores.base import Tier
+from ..stores.files import FileBlob
 from ..stores.packed import is_packable, pack_image
 from ..stores.pinned import RamBlob
 from .copies.transfer import Transfer
@@ -45,6 +47,25 @@ class Packer:
         self._groups = tuple(groups)
         for part in _parts_of(groups):
             part.may_pack = part.may_pack and is_packable(part.blob.layout)
+
+    def switch_on(self) -> None:
+        """Pack from now on. What is page-locked itself so far is not any more: `begin` comes next."""
+        self.is_on = True
+        for part in _parts_of(self._groups):
+            blob = part.blob
+            if isinstance(blob, FileBlob):
+                blob.source.unlock()
+                blob.tier = Tier.FILE
+            elif isinstance(blob, RamBlob):
+                blob.store.unlock(LockLimit(self._backend))
+
+    def expected_bytes(self, group: Group) -> int:
+        """What `packed_bytes` would be if blobs were packed."""
+        was_on, self.is_on = self.is_on, True
+        try:
+            return self.packed_bytes(group)
+        finally:
+            self.is_on = was_on
 
     def limit(self, groups: Iterable[Group], room: int) -> int:
         """Pack only as many of these groups, which rest in RAM, as there is room for their packed bytes besides.
@@ -119,7 +140,7 @@ class Packer:
                     advance(num_bytes)
         finally:
             buffer.close()
-        for part in parts:  # what stays plain is copied from where it rests
+        for part in _parts_of(self._groups):  # what stays plain is copied from where it rests
             if part.packed is None and isinstance(part.blob, RamBlob):
                 part.blob.store.lock_after_all(limit)
         limit.report()

@@ -24,7 +24,7 @@ from ..base.tuning import tuning
 from ..config import OffloadConfig
 from ..errors import ConfigError
 from ..plan.budgets import AUTO, describe_bytes
-from ..plan.placement import Placement, Speeds, smallest_device_bytes
+from ..plan.placement import ASSUMED_UNPACK, Placement, Speeds, smallest_device_bytes
 from ..plan.planner import Plan
 from ..plan.speeds import ASSUMED_DRIVE, known_speeds
 from ..stores.base import Tier
@@ -47,6 +47,8 @@ _DEEP_WINDOW = 4
 """Largest window at leaf level, in sizes of the largest layer. It helps models whose time compute sets, not copies."""
 HOST_ACTIVATIONS_SHARE = 0.2
 """Share of a RAM budget that is reserved for activations when the CPU computes; they cannot be measured there."""
+_MIN_PACKING_GAIN = 0.05
+"""With pack="auto" weights are packed if a pass is to be faster by this share: that takes time once, and RAM."""
 _AUTO_SHARE = 0.95
 """Share of the available device memory that the budget "auto" is."""
 _IN_PLACE = 1e18
@@ -90,7 +92,7 @@ class Placer:
         self._packer = packer
         self._is_tight = is_tight
         # A function and not a method: the budgeter and the placer would keep each other alive.
-        speeds = partial(_measure_speeds, self._backend, files)
+        speeds = partial(_measure_speeds, self._backend, files, unpacks=config.pack is not False)
         self._budgeter = Budgeter(self._backend, speeds, packer.packed_bytes, config.num_slots)
         self._groups: tuple[Group, ...] = ()
         self._ram: int | None = None
@@ -169,12 +171,15 @@ class Placer:
     def current_plan(self) -> Plan | None:
         """The plan with times known by now; without budgets, one of the present state. None if no weights take turns."""
         self._note_times()
-        if not self._config.has_budgets:
-            order = self._lookahead.schedule.order
-            self._budgeter.describe(self._groups, order, outer_bytes=0, staging_bytes=tuning().reading_bytes)
+        self._describe()
         self._budgeter.refresh()
         plan = self._budgeter.plan
         return None if plan is None else replace(plan, measured_seconds=self._budgeter.measured_seconds)
+
+    def _describe(self) -> None:
+        if not self._config.has_budgets:
+            order = self._lookahead.schedule.order
+            self._budgeter.describe(self._groups, order, outer_bytes=0, staging_bytes=tuning().reading_bytes)
 
     def _plan_first(self, *, is_first: bool) -> None:
         """Settle the budgets for weights alone, and share files out between RAM and the drive.
@@ -258,6 +263,8 @@ class Placer:
     def replan(self, kind: Kind) -> None:
         """Make the plan again before a forward of this kind, if more is known by now, and carry it out."""
         self._note_times()
+        if self._config.pack == "auto" and not self._packer.is_on:
+            self._pack_if_faster()
         self._pack_again()
         if not self._config.has_budgets:
             return
@@ -268,6 +275,21 @@ class Placer:
             if self._backend.has_streams:
                 self._share_out_files()
             self.reside()
+
+    def _pack_if_faster(self) -> None:
+        """Pack from now on, if a plan says that it is worth it."""
+        if not self._budgeter.has_learnt_to_pack:
+            return
+        self._describe()
+        gain = self._budgeter.gain_from_packing(self._packer.expected_bytes)
+        if gain is None or gain < _MIN_PACKING_GAIN:
+            return
+        logger.info("%s is packed: that is to save %.0f%% of a pass.", type(self._root).__name__, 100 * gain)
+        self._lookahead.abandon()
+        self._stopwatch.clear()
+        self._memory.release()
+        self._packer.switch_on()
+        self.place(self._groups, is_first=False)
 
     def _pack_again(self) -> None:
         """Pack blobs that were edited since."""
@@ -439,7 +461,7 @@ class Placer:
         return self._backend.bytes_in_use() - self._counters.device_bytes
 
 
-def _measure_speeds(backend: Backend, files: CachedFiles) -> Speeds:
-    found = known_speeds(backend, next((blob.source.path for blob in files.blobs), None))
+def _measure_speeds(backend: Backend, files: CachedFiles, *, unpacks: bool) -> Speeds:
+    found = known_speeds(backend, next((blob.source.path for blob in files.blobs), None), unpacks=unpacks)
     h2d = found.h2d if backend.has_streams else _IN_PLACE
-    return Speeds(h2d=h2d, drive=found.drive or ASSUMED_DRIVE)
+    return Speeds(h2d=h2d, drive=found.drive or ASSUMED_DRIVE, unpack=found.unpack or ASSUMED_UNPACK)

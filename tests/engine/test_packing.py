@@ -274,8 +274,8 @@ def test_the_cpu_computes_with_weights_where_they_are() -> None:
     handle.remove()
 
 
-def test_a_device_without_triton(device: SimulatedDevice) -> None:
-    device.runs_triton = False
+def test_a_device_without_triton(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("group_offload.config.can_unpack", lambda device: False)
     with pytest.raises(DeviceError, match="pip install triton"):
         offload(nn.Linear(2, 2), pack=True)
     handle = offload(nn.Linear(2, 2), pack="auto")

@@ -128,6 +128,27 @@ def test_packed_weights_take_what_the_link_takes_for_them(
         assert max(times) == pytest.approx(handle.plan.details.prediction.step_seconds, rel=0.03)
 
 
+@pytest.mark.parametrize("factor", [1.0, 4.0])
+@pytest.mark.parametrize("share", [None, 0.25])
+def test_auto_packs_only_where_that_is_faster(
+    share: float | None, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first passes measure compute. If it sets the time of a pass, nothing is packed."""
+    total = sum(parameter.nbytes for parameter in Flux().parameters())
+    budget = None if share is None else int(total * share)
+    with offloaded(monkeypatch, pack="auto", vram_budget=budget) as (device, model, handle):
+        device.scale = factor
+        first = steps(device, model, 3)
+        assert not handle.stats().packed_bytes
+        later = steps(device, model, 9)
+        if factor > 1:
+            assert not handle.stats().packed_bytes
+            return
+        assert handle.stats().packed_bytes > 0.68 * total and later[-1] < 0.85 * first[-1]
+        assert handle.stats().pinned_bytes < 0.72 * total
+        assert budget is None or device.peak_bytes_in_use() <= budget
+
+
 @pytest.mark.parametrize("percent", [15, 25, 40, 60, 80])
 def test_budgets_reach_their_limit_with_packed_weights(percent: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No slower than what is sent takes, within the budget, and less is sent than of plain weights."""

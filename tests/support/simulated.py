@@ -260,7 +260,6 @@ class SimulatedDevice:
     """
 
     has_streams = True
-    runs_triton = True
 
     def __init__(self, seed: int = 0, laziness: Laziness = "random") -> None:
         self.device = torch.device("cpu")

@@ -42,7 +42,6 @@ class TimedDevice:
     """Order of use: `use_simulated_device(device)`, offload a model that calls `compute` in its forward, run, look at `now`."""
 
     has_streams = True
-    runs_triton = True
 
     def __init__(self, bytes_per_second: float, capacity: int = 1 << 50) -> None:
         self.device = torch.device("cpu")

@@ -141,6 +141,8 @@ class Budgeter:
         self._order: tuple[Group, ...] = ()
         self._for: tuple[int | None, int] | None = None
         """The room on the device and the `_num_learnt` that the plan was made for."""
+        self._asked_to_pack = 0
+        """The `_num_learnt` at which `gain_from_packing` was asked last."""
         self._num_learnt = 0
         """The number of times that compute turned out to differ from the planned seconds."""
         self._kind: Kind | None = None
@@ -323,6 +325,32 @@ class Budgeter:
         return frozenset(
             group for group, found in zip(self.groups, self.plan.placements, strict=True) if found is placement
         )
+
+    @property
+    def has_learnt_to_pack(self) -> bool:
+        """Whether `gain_from_packing` may have another answer than the last time: compute was measured since."""
+        is_known = any(len(timed) >= NUM_TIMED for timed in self._timed.values())
+        return is_known and self._num_learnt != self._asked_to_pack
+
+    def gain_from_packing(self, packed_bytes: Callable[[Group], int]) -> float | None:
+        """The share of a pass that would be saved if groups were packed; None if that cannot be told.
+
+        Args:
+            packed_bytes: Function that returns what would be sent of a group then.
+        """
+        self._asked_to_pack = self._num_learnt
+        if self.plan is None:
+            return None
+        now = _as_of(self._problem(self.plan.problem.budgets.device_bytes), self.plan)
+        pairs = zip(now.problem.groups, self.groups, strict=True)
+        packed = [replace(planned, packed_bytes=packed_bytes(group)) for planned, group in pairs]
+        problem = replace(now.problem, groups=tuple(packed))
+        try:
+            then = make_plan(problem).prediction
+        except ConfigError:
+            return None  # the budgets have no room for packed bytes
+        before = now.prediction.step_seconds
+        return 1 - then.step_seconds / before if before else None
 
     # ---------------------------------------------------------------- measurements of passes
 
