@@ -74,7 +74,13 @@ class Engine:
             blocking=not config.use_stream and not config.non_blocking,
             unpacks=config.pack is not False,
         )
-        self._packer = Packer(backend, self.transfer, is_on=config.pack is True)
+        self._packer = Packer(
+            backend,
+            self.transfer,
+            self._folder,
+            is_on=config.pack is True,
+            spares_ram=config.rests_in_files and not config.has_budgets,
+        )
         self._probe = Probe(backend)
         # Leaf level is for least memory, and torch's allocator finds room for its small layers anywhere.
         is_just_in_time = config.record_stream or (config.is_leaf_level and config.use_stream)
@@ -112,6 +118,7 @@ class Engine:
             self._probe.stopwatch,
             self.counters,
             self._packer,
+            self._publish_manifest,
             is_tight=is_tight,
         )
         self._passes = Passes(
@@ -362,8 +369,9 @@ class Engine:
         self._replaced = {}
 
     def _publish_manifest(self) -> None:
-        blobs = [part.blob for group in self.groups for part in group.parts]
-        entries = [blob.entry for blob in blobs if isinstance(blob, GroupFile)]
+        parts = [part for group in self.groups for part in group.parts]
+        entries = [part.blob.entry for part in parts if isinstance(part.blob, GroupFile)]
+        entries += [part.packed.entry for part in parts if part.packed is not None and part.packed.entry is not None]
         if self._folder is not None:
             self._folder.publish_manifest(entries)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 
 import torch
 
@@ -11,11 +12,14 @@ from ..base.device import Backend
 from ..base.mapping import flat_view, map_anonymous
 from ..base.page_lock import LockLimit, PageLock
 from ..base.progress import progress_bar
-from ..base.ram import fits
+from ..base.ram import available_ram, fits
+from ..base.tuning import tuning
 from ..plan.budgets import describe_bytes
 from ..stores.base import Tier
 from ..stores.files import FileBlob
-from ..stores.packed import is_packable, pack_image
+from ..stores.folder import Folder
+from ..stores.packed import LockedMemory, PackedImage, is_packable, pack_image, read_image
+from ..stores.packed_files import PackedFiles, origin_of
 from ..stores.pinned import RamBlob
 from .copies.transfer import Transfer
 from .groups.group import Group
@@ -34,17 +38,33 @@ class Packer:
     Order of calls: `begin` whenever the module was cut into groups; then `limit`, `choose`, and `pack` what is `lacking`.
     """
 
-    def __init__(self, backend: Backend, transfer: Transfer, *, is_on: bool) -> None:
+    def __init__(
+        self, backend: Backend, transfer: Transfer, folder: Folder | None, *, is_on: bool, spares_ram: bool
+    ) -> None:
+        """
+        Args:
+            folder: Where packed files are kept for the next time.
+            spares_ram: Whether weights that rest in files are packed only if RAM has plenty of room for that.
+        """
         self._backend = backend
         self._transfer = transfer
+        self._folder = folder
+        self._spares_ram = spares_ram
         self.is_on = is_on
         """Whether blobs are packed."""
         self._groups: tuple[Group, ...] = ()
         """The groups whose packed bytes are wanted."""
+        self._ids: dict[Part, str] = {}
+        """What blobs are called in files."""
 
     def begin(self, groups: Sequence[Group]) -> None:
         """The module was cut into these groups. All of them are to be packed."""
         self._groups = tuple(groups)
+        self._ids = {
+            part: f"{group.group_id}+{index}" if index else group.group_id
+            for group in groups
+            for index, part in enumerate(group.parts)
+        }
         for part in _parts_of(groups):
             part.may_pack = part.may_pack and is_packable(part.blob.layout)
 
@@ -121,42 +141,61 @@ class Packer:
         Raises:
             GroupFileError: a blob cannot be read from its file.
         """
+        parts = self._with_room(parts)
         if not parts:
             return
-        limit = LockLimit(self._backend)
-        read = [part.blob.layout.num_bytes for part in parts if not isinstance(part.blob, RamBlob)]
-        buffer = _Buffer(max(read, default=0), self._backend)
-        no_room = 0
-        try:
-            with progress_bar(sum(part.blob.layout.num_bytes for part in parts), "Packing weights") as advance:
-                for part in parts:
-                    part.drop_packed()
-                    num_bytes = part.blob.layout.num_bytes
-                    if fits(num_bytes):
-                        self._pack(part, buffer, limit)
-                    else:
-                        part.may_pack = False
-                        no_room += num_bytes
-                    advance(num_bytes)
-        finally:
-            buffer.close()
+        limit, total = LockLimit(self._backend), sum(part.blob.layout.num_bytes for part in parts)
+        with ExitStack() as stack:
+            files = None
+            if self._folder is not None:
+                stack.enter_context(self._folder.locked())
+                self._folder.prepare(int(total * _USUAL_RATIO))
+                files = PackedFiles(self._folder)
+            read = [part.blob.layout.num_bytes for part in parts if files is None and isinstance(part.blob, FileBlob)]
+            buffer = _Buffer(max(read, default=0), self._backend)
+            stack.callback(buffer.close)
+            advance = stack.enter_context(progress_bar(total, "Packing weights"))
+            for part in parts:
+                part.drop_packed()
+                part.take_packed(self._pack(part, buffer, files, limit))
+                advance(part.blob.layout.num_bytes)
         for part in _parts_of(self._groups):  # what stays plain is copied from where it rests
             if part.packed is None and isinstance(part.blob, RamBlob):
                 part.blob.store.lock_after_all(limit)
         limit.report()
-        if no_room:
-            logger.warning("%s of weights are not packed: RAM has no room for them.", describe_bytes(no_room))
 
-    def _pack(self, part: Part, buffer: _Buffer, limit: LockLimit) -> None:
+    def _with_room(self, parts: Sequence[Part]) -> list[Part]:
+        """The parts that RAM has room for, packed. The others stay as they are."""
+        num_bytes = sum(part.blob.layout.num_bytes for part in parts if isinstance(part.blob, FileBlob))
+        is_much = self._spares_ram and num_bytes * _USUAL_RATIO > available_ram() * tuning().locked_share
+        taken, left, found = 0, 0, []
+        for part in parts:
+            size = part.blob.layout.num_bytes
+            if (is_much and isinstance(part.blob, FileBlob)) or not fits(taken + int(size * _USUAL_RATIO)):
+                part.may_pack = False
+                left += size
+            else:
+                taken += int(size * _USUAL_RATIO)
+                found.append(part)
+        if left:
+            logger.warning("%s of weights are not packed: RAM has no room for them.", describe_bytes(left))
+        return found
+
+    def _pack(self, part: Part, buffer: _Buffer, files: PackedFiles | None, limit: LockLimit) -> PackedImage | None:
         blob = part.blob
+        device = None if self._backend.device.type == "cpu" else self._backend.device
+        memory = LockedMemory(limit, self._transfer.last_copies.synchronize)
         if isinstance(blob, RamBlob):
-            image = blob.sent_bytes
-        else:
+            return pack_image(blob.sent_bytes, blob.layout, device, blob.generation, memory)
+        assert isinstance(blob, FileBlob)
+        if files is None:
             image = buffer.memory[: blob.layout.num_bytes].zero_()  # padding too, which no weight fills
             self._transfer.read_now(blob, image)
-        device = None if self._backend.device.type == "cpu" else self._backend.device
-        wait = self._transfer.last_copies.synchronize
-        part.take_packed(pack_image(image, blob.layout, device, blob.generation, limit, wait))
+            return pack_image(image, blob.layout, device, blob.generation, memory)
+        blob.check()
+        origin = origin_of(blob.source.path, blob.pieces, blob.layout)
+        found = files.find_or_pack(self._ids[part], blob.layout, blob.rest, origin=origin, device=device)
+        return None if found is None else read_image(found, blob.generation, memory)
 
 
 def _parts_of(groups: Iterable[Group]) -> Iterator[Part]:

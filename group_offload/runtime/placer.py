@@ -11,7 +11,7 @@ until compute has got there. So weights that wait for their turn do not add to t
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from heapq import nlargest
@@ -73,11 +73,13 @@ class Placer:
         stopwatch: Stopwatch,
         counters: Counters,
         packer: Packer,
+        publish: Callable[[], None],
         *,
         is_tight: bool,
     ) -> None:
         """
         Args:
+            publish: Function that is called once edited weights were packed into other files.
             is_tight: Whether memory of weights that wait for their turn counts most: at leaf level, without `record_stream`.
         """
         self._root = root
@@ -90,6 +92,7 @@ class Placer:
         self._stopwatch = stopwatch
         self._counters = counters
         self._packer = packer
+        self._publish = publish
         self._is_tight = is_tight
         # A function and not a method: the budgeter and the placer would keep each other alive.
         speeds = partial(_measure_speeds, self._backend, files, unpacks=config.pack is not False)
@@ -300,6 +303,7 @@ class Placer:
                 self._packer.pack(lacking)
             finally:
                 self.reside()  # berths may need another size
+            self._publish()
 
     def make_room(self, kind: Kind) -> None:
         """Let other modules' groups stay on the device only in the part of the budget that this module's pass leaves free.

@@ -11,6 +11,7 @@ its packed image, and what rests in RAM takes its own size and that of the image
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -22,21 +23,32 @@ from ..base.release import release_later
 from ..base.tuning import tuning
 from ..packing.codec import pack
 from ..packing.layout import PackedLayout
+from .manifest import ManifestEntry
 from .moves import Copy, Unpack
+from .packed_files import PackedFile
 
 
 class PackedImage:
     """The packed bytes of a blob. See [Note: Packed weights at rest]."""
 
-    def __init__(self, layout: PackedLayout, memory: torch.Tensor, lock: PageLock | None, generation: int) -> None:
+    def __init__(
+        self,
+        layout: PackedLayout,
+        memory: torch.Tensor,
+        lock: PageLock | None,
+        generation: int,
+        entry: ManifestEntry | None = None,
+    ) -> None:
         """
         Args:
             memory: Page-locked, flat uint8.
             lock: None if the driver allocated the memory.
             generation: The blob's, when it was packed.
+            entry: What the manifest says of the packed file, if there is one.
         """
         self.layout = layout
         self.generation = generation
+        self.entry = entry
         self._memory = memory
         self._lock = lock
 
@@ -70,40 +82,61 @@ def is_packable(layout: BlobLayout) -> bool:
     return layout.num_bytes >= tuning().min_packed_bytes and 2 * num_bytes >= layout.num_bytes
 
 
+class LockedMemory:
+    """Makes page-locked memory for packed bytes."""
+
+    def __init__(self, limit: LockLimit, wait: Callable[[], None]) -> None:
+        """
+        Args:
+            limit: How much more may be page-locked.
+            wait: A function that returns once no copy is on its way: the pages stay locked until then.
+        """
+        self._limit, self._wait = limit, wait
+        self._found: tuple[torch.Tensor, PageLock | None] | None = None
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Memory that is page-locked, if the system allows it."""
+        memory = flat_view(map_anonymous(num_bytes), 0, num_bytes)
+        lock = self._limit.lock(memory, self._wait)
+        by_driver = self._limit.allocate(num_bytes) if lock is None else None
+        self._found = (memory, lock) if lock is not None else None if by_driver is None else (by_driver, None)
+        return memory if self._found is None else self._found[0]
+
+    def image(self, layout: PackedLayout, generation: int, entry: ManifestEntry | None = None) -> PackedImage | None:
+        """What is in the memory that was allocated last; None if it is not page-locked."""
+        return None if self._found is None else PackedImage(layout, *self._found, generation, entry)
+
+
 def pack_image(
-    image: torch.Tensor,
-    layout: BlobLayout,
-    device: torch.device | None,
-    generation: int,
-    limit: LockLimit,
-    wait: Callable[[], None],
+    image: torch.Tensor, layout: BlobLayout, device: torch.device | None, generation: int, memory: LockedMemory
 ) -> PackedImage | None:
-    """Pack the bytes of a blob into page-locked memory.
+    """Pack the bytes of a blob.
 
     Args:
         image: Flat uint8, on the CPU.
-        device: The device that packs; None for the CPU.
-        limit: How much more may be page-locked.
-        wait: A function that returns once no copy is on its way: the pages stay locked until then.
+        device: The device that packs, unless its memory is full; None for the CPU.
 
     Returns:
         None if packing saves too little, or if no more memory can be page-locked.
     """
-    locks: list[PageLock | None] = []
-
-    def allocate(num_bytes: int) -> torch.Tensor:
-        memory = flat_view(map_anonymous(num_bytes), 0, num_bytes)
-        lock = limit.lock(memory, wait)
-        found = memory if lock is not None else limit.allocate(num_bytes)
-        if found is not None:
-            locks.append(lock)
-        return memory if found is None else found
-
     try:
-        packed = pack(image, layout, device, allocate)
+        packed = pack(image, layout, device, memory.allocate)
     except torch.OutOfMemoryError:
-        locks.clear()
-        packed = pack(image, layout, None, allocate)
-    if packed is None or not locks:
-        return None
-    return PackedImage(packed.layout, packed.data, locks[-1], generation)
+        packed = pack(image, layout, None, memory.allocate)
+    return None if packed is None else memory.image(packed.layout, generation)
+
+
+def read_image(file: PackedFile, generation: int, memory: LockedMemory) -> PackedImage | None:
+    """Read what was packed before. The file is closed.
+
+    Returns:
+        None if no more memory can be page-locked.
+
+    Raises:
+        GroupFileError: the file cannot be read, or is damaged.
+    """
+    try:
+        file.read(memory.allocate(file.packed.packed_bytes))
+    finally:
+        os.close(file.fd)
+    return memory.image(file.packed, generation, file.entry)

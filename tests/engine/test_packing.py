@@ -17,12 +17,15 @@ from torch import nn
 from group_offload import ConfigError, DeviceError, OffloadHandle, OffloadStats, apply_group_offloading
 from group_offload.packing import codec
 from group_offload.runtime import packer
+from group_offload.runtime.budget.budgeter import Budgeter
+from group_offload.stores import packed_files
 
 from ..support.asserts import assert_at_rest
 from ..support.models import DIM, RoutedModel
 from ..support.on_device import forward, from_file, offload, packing
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.tuning import tune
 
 
 @pytest.fixture
@@ -255,6 +258,80 @@ def test_a_trace_has_a_lane_for_unpacking(device: SimulatedDevice, tmp_path: Pat
     assert all(event["args"]["bytes"] == sizes[event["name"]] for event in unpacked)
     model.alive.clear()
     handle.remove()
+
+
+@pytest.mark.parametrize("source", ["checkpoint", "ram"])
+def test_a_model_that_runs_is_packed(
+    source: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With "auto" once a plan says so: until then weights are page-locked as they are, and from then on only packed."""
+    resident = routed([2400] * 4)
+    model: Any = copy.deepcopy(resident) if source == "ram" else from_file(resident, tmp_path / "model.safetensors")
+    tune(monkeypatch, segment_bytes=4096)  # a segment for each group
+    gains = {"has_learnt_to_pack": property(lambda self: True), "gain_from_packing": lambda *args: 0.5}
+    handle = offload(model, pack="auto")
+    check(device, model, resident, 3)
+    plain = handle.stats()
+    assert not plain.packed_bytes and plain.pinned_bytes
+    for name, value in gains.items():
+        monkeypatch.setattr(Budgeter, name, value)
+    check(device, model, resident, 3)
+    packed = handle.stats()
+    assert packed.packed_bytes and packed.pinned_bytes < 0.85 * plain.pinned_bytes
+    assert device.pinned_bytes <= packed.pinned_bytes + packed.staging_bytes + (1 << 14)  # pages of what stays plain
+    model.alive.clear()
+    handle.remove()
+    assert_at_rest(model, resident)
+    assert not device.pinned_bytes and not device.allocated_bytes
+
+
+@pytest.mark.parametrize("source", ["checkpoint", "folder"])
+def test_packed_files_are_found_the_next_time(
+    source: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resident = routed([2400] * 4)
+    path, folder = tmp_path / "model.safetensors", tmp_path / "groups"
+    tune(monkeypatch, locked_share=0.5)
+    packs: list[object] = []
+    num_packs = 4
+    pack = packed_files.pack
+    monkeypatch.setattr(packed_files, "pack", lambda *args: packs.append(args) or pack(*args))
+    for number in range(3):
+        model: Any = from_file(resident, path) if source == "checkpoint" else copy.deepcopy(resident)
+        handle = offload(model, pack=True, offload_to_disk_path=folder)
+        assert len(packs) == num_packs
+        check(device, model, resident, 2)
+        assert handle.stats().packed_bytes and handle.stats().bytes_unpacked
+        if number == 1:  # what is edited is packed into another file
+            for twin in (model, resident):
+                with torch.no_grad():
+                    twin.blocks[1].up.weight.mul_(2)
+            check(device, model, resident, 2)
+            num_packs = 5 if source == "folder" else 6  # the rest of the group is apart from the edited tensor then
+            assert len(packs) == num_packs
+            if source == "checkpoint":
+                resident = routed([2400] * 4)  # the checkpoint is what it was
+        model.alive.clear()
+        handle.remove()
+    sizes = sum(file.stat().st_size for file in folder.iterdir() if b"packed" in file.read_bytes()[:4096])
+    assert sizes > 0
+
+
+def test_a_damaged_packed_file_is_not_used(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tune(monkeypatch, locked_share=0.5)
+    resident = routed([2400] * 3)
+    for _ in range(2):
+        model: Any = from_file(resident, tmp_path / "model.safetensors")
+        handle = offload(model, pack=True, offload_to_disk_path=tmp_path / "groups")
+        check(device, model, resident, 2)
+        model.alive.clear()
+        handle.remove()
+        for file in (tmp_path / "groups").glob("group_*.safetensors"):
+            data = bytearray(file.read_bytes())
+            data[-3000] ^= 1
+            file.write_bytes(data)
 
 
 # ---------------------------------------------------------------- options
