@@ -291,7 +291,6 @@ def test_packed_files_are_found_the_next_time(
 ) -> None:
     resident = routed([2400] * 4)
     path, folder = tmp_path / "model.safetensors", tmp_path / "groups"
-    tune(monkeypatch, locked_share=0.5)
     packs: list[object] = []
     num_packs = 4
     pack = packed_files.pack
@@ -320,7 +319,6 @@ def test_packed_files_are_found_the_next_time(
 def test_a_damaged_packed_file_is_not_used(
     device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tune(monkeypatch, locked_share=0.5)
     resident = routed([2400] * 3)
     for _ in range(2):
         model: Any = from_file(resident, tmp_path / "model.safetensors")

@@ -30,6 +30,7 @@ from torch import nn
 from group_offload import GroupFileError, apply_group_offloading, free_slots
 from group_offload.plan.placement import Placement
 from group_offload.runtime import engine, memory, packer, passes, placer
+from group_offload.runtime.budget.budgeter import Budgeter
 from group_offload.runtime.copies import jobs, reader, room, staging, transfer
 from group_offload.runtime.copies import last as copies
 from group_offload.runtime.copies.transfer import Transfer
@@ -766,6 +767,40 @@ def test_packed_weights_are_on_their_way(options: dict[str, Any]) -> None:
         two.alive.clear()
 
 
+def test_a_model_is_packed_while_its_files_are_read() -> None:
+    """With "auto": what the next pass needs first is being read as that pass begins, and everything is packed."""
+    device = SimulatedDevice(0, "lazy")
+    model = RoutedModel([600] * 4).bfloat16()
+    resident = copy.deepcopy(model)
+    x = torch.randn(2, DIM).bfloat16()
+    with (
+        packing(),
+        use_simulated_device(device),
+        watch_file_reads(device),
+        held_reads("blocks_0") as held,
+        options_for({"in_files": True}) as options,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        tune(patch, locked_share=0.0)  # until then files are read
+        handle = offload(model, pack="auto", **options)
+        forward(device, model, x)
+        hook = hold_what_the_next_pass_needs(model, held)
+        outputs = [forward(device, model, x)]
+        hook.remove()
+        assert engine_of(handle).transfer._reader._submitted
+        tune(patch, locked_share=0.5)
+        patch.setattr(Budgeter, "has_learnt_to_pack", True)
+        patch.setattr(Budgeter, "gain_from_packing", lambda *args: 0.5)
+        threading.Timer(0.2, held.open).start()
+        outputs += [forward(device, model, x) for _ in range(3)]
+        assert handle.stats().bytes_unpacked
+        for output in outputs:
+            assert torch.equal(device.get(output), run(resident, x))
+        model.alive.clear()
+        handle.remove()
+        assert device.pinned_bytes == 0
+
+
 def test_berths_go_to_another_model_while_they_are_unpacked_from() -> None:
     """A group is on its way to memory that stays with the first model. The other one takes the slots and the berths."""
     device = SimulatedDevice(0, "lazy")
@@ -1010,6 +1045,7 @@ def scenarios() -> Iterator[partial[Any]]:
         for share in (1.0, 0.75):
             yield partial(test_packed_weights_stay_on_the_device, share, options)
     yield partial(test_berths_go_to_another_model_while_they_are_unpacked_from)
+    yield partial(test_a_model_is_packed_while_its_files_are_read)
     yield partial(test_files_and_pageable_ram_go_through_the_staging_buffers_in_turn)
     for options in (*either, {"in_files": True}):
         yield partial(test_removed_right_after_a_forward, options)

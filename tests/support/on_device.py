@@ -46,9 +46,9 @@ def from_file(model: nn.Module, path: Path) -> nn.Module:
 
 @contextmanager
 def packing() -> Iterator[None]:
-    """Let small blobs be packed, too."""
+    """Let small blobs be packed, and what rests in files."""
     with pytest.MonkeyPatch.context() as patch:
-        tune(patch, min_packed_bytes=4096)
+        tune(patch, min_packed_bytes=4096, locked_share=0.5)
         yield
 
 
