@@ -17,7 +17,7 @@ from itertools import product
 from operator import itemgetter
 
 from .pass_model import Footprint, PassModel, SimulatedPass
-from .placement import Placement
+from .placement import NUM_BERTHS, Placement
 
 _AS_FAST = 1.001
 """Plans this near to the fastest are equally good, and `_tie_break` decides between them."""
@@ -277,7 +277,7 @@ def _fill_evenly(model: PassModel, residents: Sequence[int], axis: _Axis, *, fil
             False: residents are spread over all groups.
     """
     placements = _with_residents(model, residents)
-    room = max(0, model.device_budget - model.footprint(placements).device_bytes) if model.has_residents else 0
+    room = max(0, _room(model, placements)) if model.has_residents else 0
     rest = [index for index in model.used if placements[index] is not Placement.DEVICE]
     if files_first:
         in_file = [index for index in rest if model.groups[index].is_in_file]
@@ -299,17 +299,17 @@ def _fill_with_all(model: PassModel, placement: Placement) -> list[Placement]:
     for index in model.used:
         choices = model.choices(index)
         placements[index] = placement if placement in choices else choices[0]
-    if model.footprint(placements).device_bytes <= model.device_budget:
-        _top_up_device(model, placements)
+    room = model.device_budget - model.footprint(placements).device_bytes
+    if room > 0:
+        _top_up_device(model, placements, room)
     return placements
 
 
 def _fill_with_packed(model: PassModel, axis: _Axis) -> list[Placement]:
     """Groups stay on the device packed, spread evenly, as far as they fit; those for which room is left stay as they are."""
     placements = model.lowest()
-    footprint = model.footprint(placements)
-    room = max(0, model.device_budget - footprint.device_bytes)
-    ram_room = model.ram_room - footprint.ram_bytes
+    room = max(0, _room(model, placements))
+    ram_room = model.ram_room - model.footprint(placements).ram_bytes
     able = [index for index in model.used if Placement.PACKED in model.choices(index)]
     in_file = [index for index in able if placements[index] is Placement.FILE]
     if ram_room < sum(model.sent[index] for index in in_file):  # what stays there takes RAM too
@@ -349,7 +349,7 @@ def _fill_largest_first(model: PassModel) -> list[Placement]:
     """Large groups on the highest tier that has room for them, and small ones into the holes that are left."""
     by_size = _by_size(model, model.used)
     placements = model.lowest()
-    room = model.device_budget - model.footprint(placements).device_bytes
+    room = _room(model, placements)
     for index in by_size:
         if Placement.DEVICE in model.choices(index) and model.sizes[index] <= room:
             placements[index] = Placement.DEVICE
@@ -366,7 +366,7 @@ def _fill_largest_first(model: PassModel) -> list[Placement]:
 def _top_up(model: PassModel, placements: list[Placement]) -> None:
     """Fill the room that is left in the budgets: groups from files first, and large groups first."""
     if model.has_residents:
-        _top_up_device(model, placements)
+        _top_up_device(model, placements, _room(model, placements))
     room = model.ram_room - model.footprint(placements).ram_bytes
     for index in _by_size(model, [index for index in model.used if placements[index] is Placement.FILE]):
         if model.sent[index] <= room:
@@ -374,11 +374,20 @@ def _top_up(model: PassModel, placements: list[Placement]) -> None:
             room -= model.sent[index]
 
 
-def _top_up_device(model: PassModel, placements: list[Placement]) -> None:
+def _room(model: PassModel, placements: Sequence[Placement]) -> int:
+    """The room that is left on the device, less that of berths, which the first packed group in RAM will take."""
+    footprint = model.footprint(placements)
+    berths = 0
+    if any(model.is_packed) and model.ram_room > 0:
+        largest = max(size for size, is_packed in zip(model.sent, model.is_packed, strict=True) if is_packed)
+        berths = NUM_BERTHS * largest - footprint.berth_bytes
+    return model.device_budget - footprint.device_bytes - berths
+
+
+def _top_up_device(model: PassModel, placements: list[Placement], room: int) -> None:
     able = [i for i in model.used if placements[i] is not Placement.DEVICE and model.groups[i].may_reside]
     # What is packed there comes last: it is not sent, and only takes time to unpack.
     ranks = {Placement.FILE: 0, Placement.RAM: 1, Placement.PACKED: 2}
-    room = model.device_budget - model.footprint(placements).device_bytes
     streamed = sorted(model.sizes[i] for i, placement in enumerate(placements) if placement is not Placement.DEVICE)
     for index in sorted(_by_size(model, able), key=lambda i: ranks[placements[i]]):
         # If the slots were made for this group, they get smaller: the next largest group takes its share of them.

@@ -7,6 +7,7 @@ import json
 import logging
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from group_offload import ConfigError, DeviceError, OffloadHandle, OffloadStats, apply_group_offloading
+from group_offload import ConfigError, DeviceError, OffloadHandle, OffloadStats, api, apply_group_offloading
+from group_offload.config import ModelOptions
 from group_offload.packing import codec
+from group_offload.plan.placement import Placement
 from group_offload.runtime import packer
 from group_offload.runtime.budget.budgeter import Budgeter
 from group_offload.stores import packed_files
@@ -23,8 +26,10 @@ from group_offload.stores import packed_files
 from ..support.asserts import assert_at_rest
 from ..support.models import DIM, RoutedModel
 from ..support.on_device import forward, from_file, offload, packing
+from ..support.reads import watch_file_reads
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.speeds import KNOWN_SPEEDS
 from ..support.tuning import tune
 
 
@@ -149,6 +154,34 @@ def test_device_memory_is_the_formula(options: dict[str, Any], device: Simulated
     assert handle.stats().peak_device_bytes == device.peak_bytes
     model.alive.clear()
     handle.remove()
+
+
+@pytest.mark.parametrize("share", [0.3, 0.8])
+def test_budgets_of_ram_and_of_the_device(
+    share: float, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RAM holds the packed bytes of as many groups as the budget says; others stay on the device, or are read plain."""
+    tune(monkeypatch, device_margin_bytes=0)
+    slow = replace(KNOWN_SPEEDS, h2d=2, drive=1)
+    monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: slow)
+    resident = routed([2400] * 8)
+    model: Any = from_file(resident, tmp_path / "model.safetensors")
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    budget = int(0.9 * size)
+    options: dict[str, Any] = {"pack": True, "vram_budget": budget, "ram_budget": "auto", "onload_device": "cpu"}
+    with watch_file_reads(device):
+        handle = api.offload(model, ModelOptions(**options), ram_share=int(share * size))
+        for _ in range(5):
+            check(device, model, resident)
+            model.alive.clear()
+            resident.alive.clear()
+        stats, plan = handle.stats(), handle.plan.details
+        assert 0 < stats.packed_bytes <= share * size and stats.resident_bytes and plan is not None
+        assert Placement.RAM in plan.placements and plan.prediction.unpack_bytes
+        assert device.peak_bytes_in_use() <= budget
+        assert str(handle.plan).count("RAM, packed")
+        handle.remove()
+    assert not device.pinned_bytes and not device.allocated_bytes
 
 
 def test_packed_bytes_cross_the_link_while_slots_are_in_use(device: SimulatedDevice) -> None:

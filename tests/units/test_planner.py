@@ -346,6 +346,17 @@ def test_groups_stay_packed_where_they_do_not_fit_as_they_are() -> None:
     assert everything.placements == (D,) * 12
 
 
+def test_packed_groups_rest_in_ram_and_on_the_device_where_both_are_limited() -> None:
+    """Berths take room on the device only once a packed group rests in RAM."""
+    groups = packed(flux(in_file=True).groups)
+    problem = replace(flux(in_file=True), groups=tuple(groups))
+    for device, ram in ((4, 6), (8, 12), (6, 20)):
+        plan = make_plan(within(problem, device * GIB, ram * GIB))
+        assert_sound(plan)
+        assert plan.ram_bytes > 0.9 * min(ram * GIB, 0.7 * sum(group.num_bytes for group in groups) - device * GIB)
+        assert plan.prediction.step_seconds <= 1.1 * plan.prediction.limit_seconds
+
+
 def test_slow_unpacking_is_no_reason_to_pack() -> None:
     """Of two problems that differ in that the one with packed bytes is slower: see `Placer` for who compares them."""
     groups = groups_of([100 * MIB] * 6, 0.9, in_file=False)
