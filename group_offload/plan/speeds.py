@@ -251,12 +251,11 @@ def measure_link(backend: Backend, num_bytes: int = LINK_BYTES) -> int:
     return max(1, int(best))
 
 
-def measure_unpacking(backend: Backend) -> int | None:
+def measure_unpacking(backend: Backend, num_bytes: int = UNPACKED_BYTES) -> int | None:
     """Bytes of weights that the device unpacks in a second: the best of a few tries. None if it has no room for that."""
-    num_bytes = UNPACKED_BYTES
-    weights = torch.randn(num_bytes // 2, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weights = torch.randn(num_bytes // 2, generator=torch.Generator().manual_seed(0), device="cpu").bfloat16()
     packed = pack(weights.view(torch.uint8), lay_out(["weights"], [weights]), backend.device)
-    if packed is None or not backend.has_streams:
+    if packed is None:
         return None
     stream = backend.new_stream()
     try:

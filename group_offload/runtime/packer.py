@@ -146,6 +146,8 @@ class Packer:
             return
         limit, total = LockLimit(self._backend), sum(part.blob.layout.num_bytes for part in parts)
         with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))  # a forward in that mode may begin with this
+            stack.enter_context(torch.no_grad())
             files = None
             if self._folder is not None:
                 stack.enter_context(self._folder.locked())
