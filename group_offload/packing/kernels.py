@@ -139,7 +139,15 @@ def _decode_tile(record, escapes, start, half, target, low, high, BITS: tl.const
 
 
 @triton.jit(do_not_specialize=["plain_bytes", "num_spans", "tiles_at", "escapes_at", "num_escapes"])
-def _decode(data, out, plain_bytes, num_spans, tiles_at, escapes_at, num_escapes):
+def _decode(
+    data,
+    out,
+    plain_bytes: tl.int64,  # said here, so that no size of an image makes for a kernel of its own
+    num_spans: tl.int64,
+    tiles_at: tl.int64,
+    escapes_at: tl.int64,
+    num_escapes: tl.int64,
+):
     tile = tl.program_id(0)
     entry = tl.load((data + tiles_at).to(tl.pointer_type(tl.int64)) + tile)
     span = tl.minimum((entry >> 32) & 0xFFFFF, num_spans - 1)

@@ -90,8 +90,8 @@ class PackedLayout:
         for span in self.spans:
             if span.bits not in _NUM_EXPONENTS or len(span.exponents) != _NUM_EXPONENTS[span.bits]:
                 raise PackedError(f"its span at byte {span.offset:,} is packed in a way that does not exist")
-            if not all(0 <= exponent < 256 for exponent in span.exponents):
-                raise PackedError(f"its span at byte {span.offset:,} has exponents that no weight has")
+            if sorted({*span.exponents} & {*range(256)}) != [*span.exponents]:
+                raise PackedError(f"its span at byte {span.offset:,} has exponents in a wrong order, or twice")
             if span.offset != end or span.num_bytes <= 0:
                 raise PackedError(f"its spans overlap or leave a gap at byte {end:,}")
             if span.offset % SPAN_ALIGNMENT or (span.bits and span.num_bytes % TILE_BYTES):
@@ -136,8 +136,9 @@ class PackedLayout:
         rows, tile = torch.zeros(len(self.spans), ROW_BYTES // 8, dtype=torch.int64, device="cpu"), 0
         table = rows.view(torch.uint8)
         for number, (span, place) in enumerate(zip(self.spans, self.places, strict=False)):
-            rows[number, :4] = torch.tensor([span.offset, span.num_bytes, place, tile | span.bits << 32])
-            table[number, 32 : 32 + len(span.exponents)] = torch.tensor(span.exponents, dtype=torch.uint8)
+            facts = [span.offset, span.num_bytes, place, tile | span.bits << 32]
+            rows[number, :4] = torch.tensor(facts, device="cpu")
+            table[number, 32 : 32 + len(span.exponents)] = torch.tensor(span.exponents, dtype=torch.uint8, device="cpu")
             tile += span.num_tiles
         return rows
 

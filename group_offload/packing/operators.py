@@ -154,8 +154,14 @@ def _map(call: Callable[[T], R], items: Sequence[T], device: torch.device) -> li
     """What `call` returns for each item, in order. On the CPU, several threads call it."""
     if device.type != "cpu" or len(items) <= _PARTS_AT_ONCE:
         return [call(item) for item in items]
+    is_inference = torch.is_inference_mode_enabled()  # each thread has a mode of its own
+
+    def call_here(share: Sequence[T]) -> list[R]:
+        with torch.inference_mode(is_inference):
+            return [call(item) for item in share]
+
     shares = [items[start : start + _PARTS_AT_ONCE] for start in range(0, len(items), _PARTS_AT_ONCE)]
-    return [each for share in run_all(partial(_map, call, share, device) for share in shares) for each in share]
+    return [each for share in run_all(partial(call_here, share) for share in shares) for each in share]
 
 
 def _num_at_once(device: torch.device) -> int:

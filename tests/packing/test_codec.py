@@ -88,6 +88,19 @@ def test_how_well_it_packs(kind: str, bits: int, most: float) -> None:
     assert packed.layout.packed_bytes / packed.layout.plain_bytes < most
 
 
+def test_an_image_that_several_threads_pack() -> None:
+    tensors = [weights("cauchy", 3_000_000), weights("normal", 2_500_000)]
+    with torch.inference_mode():
+        image, packed = packed_of(tensors)
+        assert torch.equal(unpacked(packed.data, packed.layout), image)
+    image, packed = packed_of(tensors)
+    assert torch.equal(unpacked(packed.data, packed.layout), image)
+    check(packed.data, packed.layout)
+    packed.data[packed.layout.places[0] : packed.layout.places[1]] = 0xFF
+    with pytest.raises(PackedError, match="do not ask for the escapes"):
+        unpacked(packed.data, packed.layout)
+
+
 def test_neighbours_that_agree_share_a_table() -> None:
     small = [weights("normal", 1536, seed) for seed in range(9)]
     _, packed = packed_of([*small, packable(), weights("constant", 100_000)])
@@ -158,6 +171,8 @@ BAD_LAYOUTS = {
     "spans that are short": changed(spans=[[4096, 3]]),
     "five bits": changed(spans=[[SPANS[0][0], 5, SPANS[0][2]], *SPANS[1:]]),
     "exponents of another code": changed(spans=[[SPANS[0][0], 4, SPANS[0][2]], *SPANS[1:]]),
+    "exponents in another order": changed(spans=[[SPANS[0][0], 3, "74" + SPANS[0][2][2:-2] + "73"], *SPANS[1:]]),
+    "an exponent twice": changed(spans=[[SPANS[0][0], 3, SPANS[0][2][:2] + SPANS[0][2][:-2]], *SPANS[1:]]),
     "exponents that are no bytes": changed(spans=[[SPANS[0][0], 3, "xy"], *SPANS[1:]]),
     "a part of a tile": changed(spans=[[SPANS[0][0] - 16, *SPANS[0][1:]], [16, 0, ""], *SPANS[1:]]),
     "an empty span": changed(spans=[[0, 0, ""], *SPANS]),

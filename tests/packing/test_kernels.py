@@ -17,12 +17,22 @@ from ..support.packing import check_kernel, image_of, packable, packed_of, weigh
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 
 
+def in_a_process(*arguments: object) -> None:
+    command = [sys.executable, "-m", "tests.support.packing", *map(str, arguments)]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert found.returncode == 0, found.stderr
+
+
 @needs_triton
 def test_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    command = [sys.executable, "-m", "tests.support.packing", "24", "6"]
-    found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert found.returncode == 0, found.stderr
+    in_a_process(24, 6)
+
+
+@needs_triton
+def test_it_compiles_for_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    in_a_process("compile")
 
 
 def test_the_cpu_needs_no_triton() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 
@@ -143,6 +144,41 @@ def check_kernel(device: torch.device | str, num_tiles: int, num_damages: int) -
     written_by(lambda out: decode(garbage, layout, out), layout.plain_bytes, device)
 
 
+TARGETS: tuple[tuple[str, int | str, int, str], ...] = (
+    ("cuda", 80, 32, r"st.global.*v4.b32"),
+    ("cuda", 90, 32, r"st.global.*v4.b32"),
+    ("hip", "gfx942", 64, "store_dwordx4"),
+    ("hip", "gfx1100", 32, "store_b128"),
+)
+"""Devices, the threads of a warp, and how a store of 16 bytes is called there."""
+
+
+def check_compiler() -> None:
+    """Compile the kernel for devices, which do not have to be there. Each thread has to store 16 bytes at once."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from group_offload.packing.kernels import _decode
+
+    names = list(_decode.arg_names)
+    signature = {name: "*u8" if name in ("data", "out") else "i64" for name in names}
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("data", "out")}
+    for backend, arch, warp_size, wide_store in TARGETS:
+        options = {"num_warps": 128 // warp_size, "enable_fp_fusion": False}
+        source, target = ASTSource(_decode, signature, {}, aligned), GPUTarget(backend, arch, warp_size)
+        try:
+            text = triton.compile(source, target=target, options=options).asm["ptx" if backend == "cuda" else "amdgcn"]
+        except Exception as error:
+            if "ROCm" in str(error):  # Triton 3.3 has no linker of its own
+                continue
+            raise
+        assert len(re.findall(wide_store, text)) >= 4, target
+
+
 if __name__ == "__main__":  # a process of its own: importing triton changes what torch can do
     torch.set_num_threads(1)
-    check_kernel("cpu", *map(int, sys.argv[1:]))
+    if sys.argv[1:] == ["compile"]:
+        check_compiler()
+    else:
+        check_kernel("cpu", *map(int, sys.argv[1:]))
