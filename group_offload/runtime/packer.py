@@ -27,7 +27,6 @@ from .groups.part import Part
 
 logger = logging.getLogger("group_offload")
 
-
 _USUAL_RATIO = 0.7
 """Packed bytes for each plain one, before anything was packed: bfloat16 weights have 0.66 to 0.70."""
 
@@ -76,7 +75,7 @@ class Packer:
             if isinstance(blob, FileBlob):
                 blob.source.unlock()
                 blob.tier = Tier.FILE
-            elif isinstance(blob, RamBlob):
+            elif isinstance(blob, RamBlob) and part.may_pack:
                 blob.store.unlock(LockLimit(self._backend))
 
     def expected_bytes(self, group: Group) -> int:

@@ -15,7 +15,15 @@ import pytest
 import torch
 from torch import nn
 
-from group_offload import ConfigError, DeviceError, OffloadHandle, OffloadStats, api, apply_group_offloading
+from group_offload import (
+    ConfigError,
+    DeviceError,
+    OffloadHandle,
+    OffloadStats,
+    api,
+    apply_group_offloading,
+    from_pretrained,
+)
 from group_offload.config import ModelOptions
 from group_offload.packing import codec
 from group_offload.plan.placement import Placement
@@ -23,6 +31,7 @@ from group_offload.runtime import packer
 from group_offload.runtime.budget.budgeter import Budgeter
 from group_offload.stores import packed_files
 
+from ..support import tiny_models as tiny
 from ..support.asserts import assert_at_rest
 from ..support.models import DIM, RoutedModel
 from ..support.on_device import forward, from_file, offload, packing
@@ -363,6 +372,28 @@ def test_a_damaged_packed_file_is_not_used(
             data = bytearray(file.read_bytes())
             data[-3000] ^= 1
             file.write_bytes(data)
+
+
+@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}], ids=str)
+def test_a_transformer_that_is_opened_packed(options: dict[str, Any], device: SimulatedDevice, tmp_path: Path) -> None:
+    resident = tiny.flux_transformer().bfloat16()
+    resident.save_pretrained(tmp_path)
+    given = {
+        name: value.bfloat16() if torch.is_tensor(value) and value.is_floating_point() else value
+        for name, value in tiny.flux_inputs().items()
+    }
+    expected = tiny.call(resident, given)
+    model = from_pretrained(
+        type(resident), tmp_path, torch_dtype=torch.bfloat16, onload_device="cpu", pack=True, **options
+    )
+    with torch.no_grad(), device.running():
+        for _ in range(2):
+            there = {name: device.put(value) if torch.is_tensor(value) else value for name, value in given.items()}
+            assert torch.equal(device.get(model(**there)[0]), expected)
+    handle = api.handle_of(model)
+    assert handle is not None and handle.stats().bytes_unpacked
+    assert_at_rest(model, resident)
+    handle.remove()
 
 
 # ---------------------------------------------------------------- options
