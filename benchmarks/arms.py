@@ -42,7 +42,7 @@ class Arm:
 
     @property
     def needs_streams(self) -> bool:
-        return bool(self.options.get("use_stream")) or self.engine == "cache-dit"
+        return bool(self.options.get("use_stream") or self.options.get("pack")) or self.engine == "cache-dit"
 
     @property
     def reads_files(self) -> bool:
@@ -90,7 +90,7 @@ class Arm:
         """Worth the time for every model. The others show something only where the model is large."""
         is_pageable = bool(self.options.get("low_cpu_mem_usage"))
         is_special = self.starts_on_device or bool(self.restriction) or self.copies_beside
-        is_special |= "embeddings_on_cpu" in self.options
+        is_special |= "embeddings_on_cpu" in self.options or "pack" in self.options
         return not (self.reads_files or self.is_from_checkpoint or self.is_slow or is_pageable or is_special)
 
     def missing(self) -> str | None:
@@ -106,6 +106,7 @@ CUTS = ("block", "leaf")
 _OPTIONS: dict[str, dict[str, Any]] = {
     " block": {"offload_type": "block_level", "num_blocks_per_group": 1},
     " leaf": {"offload_type": "leaf_level"},
+    " packed": {"pack": True},
     "+stream": {"use_stream": True},
     "+record_stream": {"use_stream": True, "record_stream": True},
     ", no stream": {"use_stream": False},
@@ -152,6 +153,8 @@ ARMS = {
         "resident, copies beside it",
         *(f"diffusers {cut}+stream{recorded}" for cut in CUTS for recorded in ("", "+record_stream")),
         *(f"ours {cut}{recorded}" for cut in CUTS for recorded in ("", "+record_stream")),
+        *(f"ours {cut} packed" for cut in CUTS),
+        *(f"ours block packed, {source}" for source in ("from_pretrained", "checkpoint", "disk")),
         *(f"{engine}, from_pretrained" for engine in ("ours block", "ours leaf", "diffusers block+stream")),
         *(f"ours {cut}, checkpoint" for cut in CUTS),
         *(f"ours {cut}, checkpoint, not locked" for cut in CUTS),
@@ -251,4 +254,5 @@ def plan_facts(plan: Any) -> dict[str, Any]:
         "h2d_bytes": prediction.h2d_bytes,
         "drive_bytes": prediction.drive_bytes,
         "compute_s": prediction.compute_seconds,
+        "unpack_s": prediction.unpack_seconds,
     }

@@ -10,12 +10,13 @@ from enum import Enum
 from functools import wraps
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 
 import torch
 
 from .base.device import Backend, backend_for, default_device
 from .errors import ConfigError, DeviceError
+from .packing.codec import can_unpack
 from .plan.budgets import Budget, parse_budget, total_ram
 
 
@@ -54,6 +55,7 @@ class OffloadOptions:
     vram_budget: int | str | None = None
     ram_budget: int | str | None = None
     embeddings_on_cpu: bool = True
+    pack: bool | str = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,8 @@ class OffloadConfig:
     """RAM for the whole process."""
     embeddings_on_cpu: bool
     """Whether large embedding tables stay where they rest, and only the rows that a call needs go to the device."""
+    pack: bool | Literal["auto"]
+    """Whether weights are sent packed; "auto": once a plan says that this is faster. False where the device cannot unpack."""
     ram_share: int | None
     """Bytes of RAM for weights that rest in files, if several modules share a budget."""
     block_modules: tuple[str, ...] | None
@@ -204,6 +208,11 @@ class OffloadConfig:
                 f"vram_budget={options.vram_budget!r} contradicts low_cpu_mem_usage=True: edits of weights in RAM that is not "
                 f"page-locked cannot be noticed, so no weight could stay on the device. Drop one of the two."
             )
+        pack = _as_pack(options.pack)
+        if pack is True:
+            _check_pack(backend, low_cpu_mem_usage=options.low_cpu_mem_usage)
+        elif options.low_cpu_mem_usage or not (backend.has_streams and can_unpack(backend.device)):
+            pack = False
         kind = _as_offload_type(options.offload_type)
         count = options.num_blocks_per_group
         if kind is OffloadType.LEAF_LEVEL:
@@ -230,6 +239,7 @@ class OffloadConfig:
             block_modules=None if blocks is None else _as_names(blocks, "block_modules"),
             exclude_kwargs=_as_names(options.exclude_kwargs or (), "exclude_kwargs"),
             group_prefix=group_prefix,
+            pack=pack,
             **flags,
         )
 
@@ -246,6 +256,33 @@ def _as_offload_type(value: Any) -> OffloadType:
         return OffloadType(value.value if isinstance(value, Enum) else value)
     except ValueError:
         raise ConfigError(f"offload_type={value!r}: expected one of {[kind.value for kind in OffloadType]}.") from None
+
+
+def _as_pack(value: Any) -> bool | Literal["auto"]:
+    if isinstance(value, bool):
+        return value
+    if value == "auto":
+        return "auto"
+    raise ConfigError(f"pack={value!r}: expected True, False or 'auto'.")
+
+
+def _check_pack(backend: Backend, *, low_cpu_mem_usage: bool) -> None:
+    otherwise = "Drop it, or pass pack='auto', which packs only where that is faster."
+    if not backend.has_streams:
+        raise ConfigError(
+            f"pack=True: {str(backend.device)!r} computes with weights in RAM where they are, so that packing them would only "
+            f"take time. {otherwise}"
+        )
+    if not can_unpack(backend.device):
+        raise DeviceError(
+            f"pack=True needs Triton to unpack weights on {str(backend.device)!r}, and it is not installed here. Install it "
+            f"(pip install triton; torch's own wheels for Linux bring it along). {otherwise}"
+        )
+    if low_cpu_mem_usage:
+        raise ConfigError(
+            f"pack=True contradicts low_cpu_mem_usage=True: packed weights are page-locked, and edits of weights that rest in "
+            f"RAM could not be noticed. {otherwise}"
+        )
 
 
 def _as_count(value: Any) -> int:

@@ -47,7 +47,9 @@ class OffloadStats:
     copies: int
     """Copy commands issued, in both directions."""
     bytes_onloaded: dict[str, int]
-    """Bytes brought to the device, by tier: "ram", "pageable ram", "file"."""
+    """Bytes brought to the device, by tier: "ram", "pageable ram", "file". Of packed weights these are the packed bytes."""
+    bytes_unpacked: int
+    """Bytes of weights that the device has unpacked."""
     bytes_read: dict[str, int]
     """Bytes from files, by the way they were read: "locked" (page-locked in the page cache and copied from there), "page
     cache" (read through it), "direct" (read from the drive). See `GroupInfo.way`."""
@@ -62,7 +64,10 @@ class OffloadStats:
     trainable_bytes: int
     """Device memory of the parameters that are trained. They are in no group."""
     host_bytes: int
-    """RAM of the blobs at rest, page-locked or not. A file takes none unless it is page-locked in the page cache."""
+    """RAM of the blobs at rest, page-locked or not, and of what is packed. A file takes none unless it is page-locked in the
+    page cache."""
+    packed_bytes: int
+    """The part of `host_bytes` that is packed."""
     pinned_bytes: int
     """The part of `host_bytes` that is page-locked."""
     staging_bytes: int
@@ -88,6 +93,8 @@ class GroupInfo:
     """Parameters and buffers of the group."""
     num_bytes: int
     """Bytes of the group at rest, with what aligns its tensors."""
+    packed_bytes: int
+    """Bytes of the group's packed weights, in page-locked RAM beside the weights at rest; 0 if none are packed."""
 
 
 class OffloadHandle:
@@ -138,6 +145,7 @@ class OffloadHandle:
         blobs = [part.blob for group in engine.groups for part in group.parts]
         waits = engine.seconds_stalled
         in_files = sum(blob.layout.num_bytes for blob in blobs if blob.tier is Tier.FILE)
+        packed = sum(group.packed_bytes for group in engine.groups)
         return OffloadStats(
             passes=counters.passes,
             backward_passes=counters.backward_passes,
@@ -147,14 +155,17 @@ class OffloadHandle:
             worst_stall=max(waits.items(), key=lambda item: item[1], default=None),
             copies=transfer.num_copies,
             bytes_onloaded={tier.value: num_bytes for tier, num_bytes in transfer.bytes_sent.items()},
+            bytes_unpacked=transfer.bytes_unpacked,
             bytes_read=transfer.bytes_read,
             tensors_brought_back=counters.brought_back,
             rebuilds=counters.rebuilds,
             peak_device_bytes=counters.peak_device_bytes,
             resident_bytes=engine.resident_bytes,
             trainable_bytes=engine.trainable_bytes,
-            host_bytes=sum(blob.pinned_bytes if blob.tier is Tier.FILE else blob.layout.num_bytes for blob in blobs),
-            pinned_bytes=sum(blob.pinned_bytes for blob in blobs),
+            host_bytes=packed
+            + sum(blob.pinned_bytes if blob.tier is Tier.FILE else blob.layout.num_bytes for blob in blobs),
+            packed_bytes=packed,
+            pinned_bytes=packed + sum(blob.pinned_bytes for blob in blobs),
             staging_bytes=transfer.staging_bytes,
             file_bytes=in_files,
         )
@@ -179,8 +190,9 @@ class OffloadHandle:
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
         """Write a timeline of what happens inside the `with` block, for https://ui.perfetto.dev or chrome://tracing.
 
-        The timeline has lanes for file reads, copies to the device, compute, and stalls (compute waiting for a copy). Each
-        slice is named by its group. Recording takes time, so a traced pass is a little slower.
+        The timeline has lanes for file reads, copies to the device, compute, and stalls (compute waiting for a copy), and one
+        for unpacking where weights may be packed. Each slice is named by its group. Recording takes time, so a traced pass is
+        a little slower.
 
         Raises:
             StateError: a trace is being recorded already.
@@ -275,14 +287,17 @@ class OffloadHandle:
 
 def _describe(group: Group) -> GroupInfo:
     blobs = [part.blob for part in group.parts]
+    packed_bytes = group.packed_bytes
     return GroupInfo(
         group_id=group.group_id,
-        tier=blobs[0].tier.value if blobs else Tier.RAM.value,
+        tier=blobs[0].tier.value if blobs and not packed_bytes else Tier.RAM.value,
         where=(", ".join(dict.fromkeys(blob.where for blob in blobs)) or "nothing to move")
-        + (", rows are gathered there" if group.is_table else ""),
+        + (", rows are gathered there" if group.is_table else "")
+        + (f", sent from {describe_bytes(packed_bytes)} of packed RAM" if packed_bytes else ""),
         way=", ".join(dict.fromkeys(blob.way for blob in blobs if isinstance(blob, FileBlob))),
         num_tensors=sum(len(part.refs) for part in group.parts),
         num_bytes=sum(blob.layout.num_bytes for blob in blobs),
+        packed_bytes=packed_bytes,
     )
 
 

@@ -52,7 +52,9 @@ def facts_of(run: Run) -> ModelFacts:
     """What a report says of one model, after `wait_for_work`. The caller has the engine's lock."""
     engine, plan = run.engine, run.plan.details
     staying = engine.groups_staying
-    groups = tuple(_group(group, is_staying=group in staying) for group in engine.groups)
+    groups = tuple(
+        _group(group, is_staying=group in staying, is_packed=group.packed in staying) for group in engine.groups
+    )
     outer = frozenset(group.name for group in groups if group.is_outer)
     passes = _recorded(engine)
     has_link = run.plan.device_has_memory
@@ -95,10 +97,12 @@ def memory_of(runs: Sequence[Run]) -> list[MemoryFacts]:
     return [*found, _ram(runs)]
 
 
-def _group(group: Group, *, is_staying: bool) -> GroupFacts:
+def _group(group: Group, *, is_staying: bool, is_packed: bool) -> GroupFacts:
     blobs = [part.blob for part in group.parts]
     if is_staying:
         place = Place.DEVICE
+    elif is_packed:
+        place = Place.PACKED
     elif any(isinstance(blob, FileBlob) and not blob.is_locked for blob in blobs):
         place = Place.FILE
     else:
@@ -108,6 +112,8 @@ def _group(group: Group, *, is_staying: bool) -> GroupFacts:
     details += dict.fromkeys(
         f"read: {blob.way}" for blob in blobs if isinstance(blob, FileBlob) and blob.way != "locked"
     )
+    if group.largest_packed:
+        details.append("packed")
     if group.is_table:
         details.append("rows are gathered there")
     if group.height:

@@ -47,6 +47,7 @@ from group_offload.handle import link
 
 from .support import simulated
 from .support.asserts import same_bits
+from .support.on_device import packing
 from .support.simulated import SimulatedDevice, use_simulated_device
 from .support.training import DIM, TOKENS
 from .support.training import make as make_trained
@@ -162,18 +163,32 @@ def _with_lines(path: str) -> frozenset[int]:
 # ---------------------------------------------------------------- models
 
 
-class Block(nn.Module):
-    """A frozen layer, a small one beside it that may be trained, and a buffer that each forward changes."""
+class Wide(nn.Module):
+    """Frozen layers that are worth packing."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 400), nn.ReLU(), nn.Linear(400, WIDTH))
+        self.to(torch.bfloat16).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x.bfloat16()).float()
+
+
+class Block(nn.Module):
+    """A frozen layer, a small one beside it that may be trained, and a buffer that each forward changes."""
+
+    def __init__(self, *, is_wide: bool = False) -> None:
+        super().__init__()
+        self.wide = Wide() if is_wide else None
         self.up = nn.Linear(WIDTH, 2 * WIDTH).requires_grad_(False)
         self.down = nn.Linear(2 * WIDTH, WIDTH).requires_grad_(False)
         self.lora = nn.Linear(WIDTH, WIDTH, bias=False)
         self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.scale * self.down(torch.relu(self.up(x))) + 0.1 * self.lora(x)
+        x = x + self.scale * self.down(torch.relu(self.up(x))) + 0.1 * self.lora(x)
+        return x if self.wide is None else x + self.wide(x)
 
 
 def _let_be_skipped(block: nn.Module) -> None:
@@ -187,10 +202,10 @@ def _let_be_skipped(block: nn.Module) -> None:
 
 
 class Model(nn.Module):
-    def __init__(self, num_blocks: int = 5) -> None:
+    def __init__(self, num_blocks: int = 5, *, is_wide: bool = False) -> None:
         super().__init__()
         self.proj = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(Block(is_wide=is_wide) for _ in range(num_blocks))
         self.gain = nn.Parameter(torch.rand(WIDTH), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -231,6 +246,8 @@ SCENARIOS = [
     Scenario("simulated checkpoint", {"in_checkpoint": True}, True),
     Scenario("simulated budget", {"vram_budget": 60_000, "in_checkpoint": True}, True),
     Scenario("simulated, blocks that a hook may skip", {"has_skips": True}, True),
+    Scenario("simulated packed", {"pack": True}, True),
+    Scenario("simulated packed, budget", {"pack": True, "vram_budget": 150_000}, True),
     Scenario("simulated pipeline", {"in_checkpoint": True, "in_pipeline": True}, True),
     Scenario("simulated pipeline, budget", {"vram_budget": 60_000, "in_pipeline": True}, True),
 ]
@@ -248,7 +265,9 @@ class Rig:
             stack.enter_context(use_simulated_device(self.device))
         self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         self.options = dict(scenario.options)
-        self.resident = Model()
+        if self.options.get("pack"):
+            stack.enter_context(packing())
+        self.resident = Model(is_wide=bool(self.options.get("pack")))
         self.model = copy.deepcopy(self.resident)
         if self.options.pop("has_skips", False):
             for block in (*self.resident.blocks, *self.model.blocks):

@@ -107,6 +107,18 @@ class Backend(Protocol):
     def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:
         """`copy` of each (target, source), in less of the host's time."""
 
+    def transform(
+        self,
+        kernel: Callable[[torch.Tensor, torch.Tensor], None],
+        target: torch.Tensor,
+        source: torch.Tensor,
+        stream: Stream,
+    ) -> None:
+        """Enqueue `kernel(source, target)` on `stream`: it reads device memory, and writes other device memory.
+
+        The host does not wait, and the kernel takes no memory of its own.
+        """
+
     def pin(self, memory: torch.Tensor, undo: list[Callable[[], None]], *, read_only: bool = False) -> bool:
         """Page-lock host memory in place. See `PageLock`, which everything but tests uses.
 
@@ -217,6 +229,15 @@ class HostBackend:
         for target, source in pairs:
             target.copy_(source)
 
+    def transform(
+        self,
+        kernel: Callable[[torch.Tensor, torch.Tensor], None],
+        target: torch.Tensor,
+        source: torch.Tensor,
+        stream: Stream,
+    ) -> None:
+        kernel(source, target)
+
     def pin(self, memory: torch.Tensor, undo: list[Callable[[], None]], *, read_only: bool = False) -> bool:
         return False
 
@@ -310,6 +331,16 @@ class AcceleratorBackend:
         with _on(stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
+
+    def transform(
+        self,
+        kernel: Callable[[torch.Tensor, torch.Tensor], None],
+        target: torch.Tensor,
+        source: torch.Tensor,
+        stream: Stream,
+    ) -> None:
+        with _on(stream):
+            kernel(source, target)
 
     def pin(self, memory: torch.Tensor, undo: list[Callable[[], None]], *, read_only: bool = False) -> bool:
         if self.device.type != "cuda" or not memory.numel() or (read_only and not self._may_lock_read_only):

@@ -27,6 +27,9 @@ class Tuning:
     """A look into the page map takes longer than this only if the mapped bytes were read: the kernel looks at the pages that
     are present."""
 
+    min_packed_bytes: int = 1 << 20
+    """The least size of a blob that is packed: a smaller one saves less time on the link than two launches take."""
+
     # Copies and reads
     max_staging_bytes: int = 64 << 20
     """The size of one staging buffer, at most. PCIe is at full speed with 16 MiB."""

@@ -16,6 +16,9 @@ item at a time and in order of use: the drive reads, the link copies to the devi
 - The link is one copy stream. It begins a use once the use before it has arrived and the slot is free. A use that comes
   from a file arrives no sooner than the drive has read it, and the uses behind it wait, even those that come from RAM.
 - The drive is never further ahead of the link than the staging memory. It reads on while slots are taken.
+- A packed group in RAM needs no slot to be sent, but one of two berths, which are free once the use two before was unpacked. It
+  is unpacked when it has arrived and its slot is free. A group that stays on the device packed takes no time on the link.
+- The device computes nothing else while it unpacks. (It does, but how much slower was not measured.)
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ from dataclasses import dataclass
 from heapq import nlargest
 from itertools import accumulate, groupby
 
-from ..base.timeline import COMPUTE, COPIES, READS, STALLS, Slice
-from .placement import Placement, Problem, smallest_ram_bytes
+from ..base.timeline import COMPUTE, COPIES, DECODE, READS, STALLS, Slice
+from .placement import NUM_BERTHS, Placement, Problem, smallest_ram_bytes
 from .ring import Geometry
 
 _CHUNK_BYTES = 16 << 20
@@ -53,17 +56,21 @@ class Prediction:
     h2d_seconds: float
     drive_seconds: float
     compute_seconds: float
+    unpack_bytes: int = 0
+    """Bytes of weights that the device unpacks."""
+    unpack_seconds: float = 0.0
 
     @property
     def bound(self) -> str:
-        """The part of the machine that is busy longest: "compute", "PCIe" or "drive"."""
-        busy = {"compute": self.compute_seconds, "PCIe": self.h2d_seconds, "drive": self.drive_seconds}
+        """The part of the machine that is busy longest: "compute" (which unpacking is a part of), "PCIe" or "drive"."""
+        compute = self.compute_seconds + self.unpack_seconds
+        busy = {"compute": compute, "PCIe": self.h2d_seconds, "drive": self.drive_seconds}
         return max(busy, key=lambda name: busy[name])
 
     @property
     def limit_seconds(self) -> float:
         """How long that part is busy: no order of work makes this placement faster."""
-        return max(self.compute_seconds, self.h2d_seconds, self.drive_seconds)
+        return max(self.compute_seconds + self.unpack_seconds, self.h2d_seconds, self.drive_seconds)
 
 
 def simulate(problem: Problem, placements: Sequence[Placement]) -> Prediction:
@@ -77,8 +84,10 @@ def simulate(problem: Problem, placements: Sequence[Placement]) -> Prediction:
     for group, placement in zip(problem.groups, placements, strict=True):
         if placement is Placement.FILE and not group.is_in_file:
             raise ValueError(f"group {group.name!r} has no file that it could rest in")
-        if placement is Placement.DEVICE and not group.may_reside:
+        if placement in (Placement.DEVICE, Placement.PACKED) and not group.may_reside:
             raise ValueError(f"group {group.name!r} may not stay on the device")
+        if placement is Placement.PACKED and not group.packed_bytes:
+            raise ValueError(f"group {group.name!r} is not packed")
     model = PassModel(problem)
     footprint = model.footprint(placements)
     return model.predict(footprint, model.run(placements, footprint))
@@ -91,41 +100,54 @@ def foresee(problem: Problem, placements: Sequence[Placement]) -> list[Slice]:
     """
     model = PassModel(problem)
     footprint = model.footprint(placements)
+    unpack = [0.0] * len(model.groups)
+    if footprint.unpack_bytes:
+        unpack = [
+            size / problem.speeds.unpack if is_unpacked else 0.0
+            for size, is_unpacked in zip(model.sizes, model.are_unpacked(placements), strict=True)
+        ]
     if not footprint.h2d_bytes:
-        return [*_computes(model, {})]
+        return [*_computes(model, {}, unpack)]
     sent = _sent_uses(model, placements, footprint.slot_bytes)
     clocks = _Clocks(sent)
     for _ in range(_MIN_PASSES):
         clocks.run_pass()
-    moves: list[tuple[float, float, float, float]] = []
+    moves: list[_Move] = []
     stalls = clocks.run_pass(moves)
     num_uses = len(stalls)
     clocks.run_pass(moves)
     sent_turns = [turn for turn, (index, _) in enumerate(model.uses) if placements[index] is not Placement.DEVICE]
-    found = [*_computes(model, dict(zip(sent_turns, stalls, strict=True)))]
-    first = next(
-        each.start for each in found if each.name == model.groups[sent.groups[0]].name and each.lane == COMPUTE
-    )
+    found = [*_computes(model, dict(zip(sent_turns, stalls, strict=True)), unpack)]
+    first_name = model.groups[sent.groups[0]].name
+    first = next(each.start for each in found if each.name == first_name and each.lane in (DECODE, COMPUTE))
     zero, end = moves[0][2] - first, found[-1].end
     for turn, (start, arrived, _, is_read) in enumerate(moves):
-        group, read = model.groups[sent.groups[turn % num_uses]], sent.reads[turn % num_uses]
+        if arrived is None:
+            continue
+        index, read = sent.groups[turn % num_uses], sent.reads[turn % num_uses]
+        group = model.groups[index]
+        num_bytes = model.sent[index] if unpack[index] else group.num_bytes
         if read is not None:
             found.append(Slice(READS, group.name, is_read - zero - read.seconds, is_read - zero, group.num_bytes))
         # A copy that waits for the drive is not busy all the time: what counts is its end.
-        start = max(start, arrived - group.num_bytes / problem.speeds.h2d)
-        found.append(Slice(COPIES, group.name, start - zero, arrived - zero, group.num_bytes))
+        start = max(start, arrived - num_bytes / problem.speeds.h2d)
+        found.append(Slice(COPIES, group.name, start - zero, arrived - zero, num_bytes))
     return [each for each in found if each.end > 0 and each.start < end]
 
 
-def _computes(model: PassModel, stalls: Mapping[int, float]) -> Iterator[Slice]:
-    """Compute of each use, and the stall before it, by the turn of the use."""
+def _computes(model: PassModel, stalls: Mapping[int, float], unpack: Sequence[float]) -> Iterator[Slice]:
+    """Compute of each use, and what comes before it: the stall, by the turn of the use, and unpacking, by the group."""
     now = 0.0
     for turn, (index, seconds) in enumerate(model.uses):
         group, stall = model.groups[index], stalls.get(turn, 0.0)
         if stall > 0:
             yield Slice(STALLS, group.name, now, now + stall, 0)
-        yield Slice(COMPUTE, group.name, now + stall, now + stall + seconds, group.num_bytes)
-        now += stall + seconds
+        now += stall
+        if unpack[index] > 0:
+            yield Slice(DECODE, group.name, now, now + unpack[index], group.num_bytes)
+            now += unpack[index]
+        yield Slice(COMPUTE, group.name, now, now + seconds, group.num_bytes)
+        now += seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +155,17 @@ class Footprint:
     """Bytes that a placement takes, and bytes that it moves in one pass."""
 
     slot_bytes: int
+    berth_bytes: int
+    """What packed bytes land in before they are unpacked."""
     device_bytes: int
-    """Resident groups and slots."""
+    """Resident groups, packed or not, slots, and berths."""
     ram_bytes: int
-    """Groups that rest in RAM and that a file holds. (All others take RAM on every tier.)"""
+    """Groups that rest in RAM and that a file holds, and what is packed of them. (All others take RAM on every tier.)"""
     not_resident_bytes: int
     """Groups that are used and not resident, whether they are sent each time or all fit in the slots."""
     h2d_bytes: int
     drive_bytes: int
+    unpack_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +186,9 @@ class PassModel:
         self.problem = problem
         self.groups = problem.groups
         self.sizes = [group.num_bytes for group in self.groups]
+        self.is_packed = [group.packed_bytes > 0 for group in self.groups]
+        self.sent = [group.packed_bytes or group.num_bytes for group in self.groups]
+        """What each group takes in RAM, and on the link from there."""
         num_uses = [0] * len(self.groups)
         for index in problem.order:
             num_uses[index] += 1
@@ -187,7 +215,7 @@ class PassModel:
         group = self.groups[index]
         choices = [Placement.RAM]
         if group.may_reside and self.has_residents:
-            choices.insert(0, Placement.DEVICE)
+            choices[:0] = [Placement.DEVICE, Placement.PACKED] if group.packed_bytes else [Placement.DEVICE]
         if group.is_in_file and self.ram_room < math.inf:
             choices.append(Placement.FILE)
         return choices
@@ -203,18 +231,34 @@ class PassModel:
     def footprint(self, placements: Sequence[Placement]) -> Footprint:
         # Each candidate of the search comes through here, so the names are bound to locals.
         sizes, sent, device, file = self.sizes, self.num_sent, Placement.DEVICE, Placement.FILE
+        in_ram, kept, is_packed = self.sent, Placement.PACKED, self.is_packed
         streamed = [index for index, placement in enumerate(placements) if placement is not device]
         slots = sum(nlargest(self.problem.num_slots, [sizes[index] for index in streamed]))
         resident = sum(sizes) - sum([sizes[index] for index in streamed])
+        berths, unpacked = 0, 0
+        if any(is_packed):
+            resident += sum([in_ram[index] for index in streamed if placements[index] is kept])
+            packed = [index for index in streamed if is_packed[index] and placements[index] is not file]
+            from_ram = [in_ram[index] for index in packed if placements[index] is not kept]
+            berths = NUM_BERTHS * max(from_ram, default=0)
+            unpacked = sum([sizes[index] * sent[index] for index in packed])
         ram = sum(
-            [sizes[index] for index in streamed if placements[index] is not file and self.groups[index].is_in_file]
+            [in_ram[index] for index in streamed if placements[index] is not file and self.groups[index].is_in_file]
         )
         not_resident = sum([sizes[index] for index in streamed if sent[index]])
+        on_device = resident + slots + berths
         if not_resident <= slots:
-            return Footprint(slots, resident + slots, ram, not_resident, 0, 0)
-        h2d = sum([sizes[index] * sent[index] for index in streamed])
+            return Footprint(slots, berths, on_device, ram, not_resident, 0, 0, 0)
         drive = sum([sizes[index] * sent[index] for index in streamed if placements[index] is file])
-        return Footprint(slots, resident + slots, ram, not_resident, h2d, drive)
+        h2d = drive + sum(
+            [in_ram[i] * sent[i] for i in streamed if placements[i] is not file and placements[i] is not kept]
+        )
+        return Footprint(slots, berths, on_device, ram, not_resident, h2d, drive, unpacked)
+
+    def are_unpacked(self, placements: Sequence[Placement]) -> list[bool]:
+        """For each group, whether it is unpacked before each use that it is not there for already."""
+        is_plain = Placement.DEVICE, Placement.FILE
+        return [packed and at not in is_plain for packed, at in zip(self.is_packed, placements, strict=True)]
 
     def fits(self, footprint: Footprint) -> bool:
         """Whether a placement is within the budgets."""
@@ -223,36 +267,41 @@ class PassModel:
 
     def limit_seconds(self, footprint: Footprint) -> float:
         """How long a pass takes at least: compute, the link and the drive are each busy for so long."""
-        speeds = self.problem.speeds
-        return max(self.compute_seconds, footprint.h2d_bytes / speeds.h2d, footprint.drive_bytes / speeds.drive)
+        speeds, busy = self.problem.speeds, self.busy_seconds(footprint)
+        return max(busy, footprint.h2d_bytes / speeds.h2d, footprint.drive_bytes / speeds.drive)
+
+    def busy_seconds(self, footprint: Footprint) -> float:
+        """How long the device computes and unpacks."""
+        return self.compute_seconds + footprint.unpack_bytes / self.problem.speeds.unpack
 
     def run(self, placements: Sequence[Placement], footprint: Footprint) -> SimulatedPass:
         """Simulate passes until two take equally long. Of these two the mean counts."""
+        busy = self.busy_seconds(footprint)
         if not footprint.h2d_bytes:
-            return SimulatedPass(self.compute_seconds, {}, 0)
+            return SimulatedPass(busy, {}, 0)
         sent = _sent_uses(self, placements, footprint.slot_bytes)
         clocks = _Clocks(sent)
         before, after, num_passes = [0.0], clocks.run_pass(), 1
-        while num_passes < _MIN_PASSES or (
-            num_passes < _MAX_PASSES and not _take_equally_long(self.compute_seconds, before, after)
-        ):
+        while num_passes < _MIN_PASSES or (num_passes < _MAX_PASSES and not _take_equally_long(busy, before, after)):
             before, after, num_passes = after, clocks.run_pass(), num_passes + 1
         stalls: dict[int, float] = {}
         for group, one, other in zip(sent.groups, before, after, strict=True):
             stalls[group] = stalls.get(group, 0.0) + (one + other) / 2
-        return SimulatedPass(self.compute_seconds + sum(stalls.values()), stalls, num_passes * len(sent.groups))
+        return SimulatedPass(busy + sum(stalls.values()), stalls, num_passes * len(sent.groups))
 
     def predict(self, footprint: Footprint, run: SimulatedPass) -> Prediction:
         stalls = sorted(((self.groups[i].name, s) for i, s in run.stalls.items() if s > 0), key=lambda stall: -stall[1])
         return Prediction(
             step_seconds=run.step_seconds,
-            stall_seconds=run.step_seconds - self.compute_seconds,
+            stall_seconds=run.step_seconds - self.busy_seconds(footprint),
             stalls=tuple(stalls),
             h2d_bytes=footprint.h2d_bytes,
             drive_bytes=footprint.drive_bytes,
             h2d_seconds=footprint.h2d_bytes / self.problem.speeds.h2d,
             drive_seconds=footprint.drive_bytes / self.problem.speeds.drive,
             compute_seconds=self.compute_seconds,
+            unpack_bytes=footprint.unpack_bytes,
+            unpack_seconds=footprint.unpack_bytes / self.problem.speeds.unpack,
         )
 
 
@@ -275,9 +324,11 @@ class _SentUses:
     gaps: list[float]
     """Seconds of compute of resident groups right before the use."""
     computes: list[float]
-    """Seconds of compute of the use."""
-    copies: list[float]
-    """Seconds that the link needs for the use."""
+    """Seconds of compute of the use, and of unpacking the group for it."""
+    copies: list[float | None]
+    """Seconds that the link needs for the use. None: the group stays on the device packed."""
+    are_packed: list[bool]
+    """Whether the group of the use is unpacked: then the link needs no slot for it, but a berth."""
     backs: list[int]
     """How many uses earlier the use is that has to be computed before the slot of this one is free."""
     reads: list[_Read | None]
@@ -290,6 +341,11 @@ def _take_equally_long(compute_seconds: float, before: list[float], after: list[
     return abs(stalled - sum(before)) <= _SAME_PASS * (compute_seconds + stalled)
 
 
+_Move = tuple[float, "float | None", float, float]
+"""When the copy of a use begins and ends, when its unpacking or compute begins, and when the drive is done. Without an end
+there is no copy."""
+
+
 class _Clocks:
     """The times when the drive, the link and compute are done with the work that they were given."""
 
@@ -298,29 +354,41 @@ class _Clocks:
         self._drive = self._link = self._compute = 0.0
         self._ends = [0.0] * len(sent.groups)
         """When the compute of each use ended. Before the first pass stands one that took no time."""
+        self._berths = [0.0] * NUM_BERTHS
+        """When each use that was sent packed could be unpacked: it had arrived, and its slot was free."""
         self._starts = [0.0] * (sum(read is not None for read in sent.reads) + 1)
         """When the copy of each use that is read from a file began."""
 
-    def run_pass(self, moves: list[tuple[float, float, float, float]] | None = None) -> list[float]:
+    def run_pass(self, moves: list[_Move] | None = None) -> list[float]:
         """Simulate a pass. Returns the seconds that compute waits for each use.
 
         Args:
-            moves: Gets, for each use, when its copy begins and ends, when its compute begins, and when the drive is done.
+            moves: Gets what moves for each use.
         """
         ends, link, compute = self._ends, self._link, self._compute
         stalls, sent = [], self._sent
-        for gap, seconds, copy, back, read in zip(
-            sent.gaps, sent.computes, sent.copies, sent.backs, sent.reads, strict=True
+        for gap, seconds, copy, is_packed, back, read in zip(
+            sent.gaps, sent.computes, sent.copies, sent.are_packed, sent.backs, sent.reads, strict=True
         ):
-            free = ends[-back]
+            compute += gap
+            if copy is None:
+                compute += seconds
+                stalls.append(0.0)
+                ends.append(compute)
+                if moves is not None:
+                    moves.append((link, None, compute - seconds, self._drive))
+                continue
+            free = self._berths[-NUM_BERTHS] if is_packed else ends[-back]
             start = free if free > link else link
             link = start + copy
             if read is not None:
                 link = max(link, self._read(read, start) + read.last_chunk_seconds)
-            compute += gap
             stall = link - compute if link > compute else 0.0
             stalls.append(stall)
-            compute += stall + seconds
+            compute += stall
+            if is_packed:
+                self._berths.append(max(link, ends[-back]))
+            compute += seconds
             ends.append(compute)
             if moves is not None:
                 moves.append((start, link, compute - seconds, self._drive))
@@ -340,13 +408,14 @@ class _Clocks:
 def _sent_uses(model: PassModel, placements: Sequence[Placement], slot_bytes: int) -> _SentUses:
     speeds, sizes = model.problem.speeds, model.sizes
     groups, gaps, computes, gap = [], [], [], 0.0
+    unpacked = model.are_unpacked(placements)
     for index, seconds in model.uses:
         if placements[index] is Placement.DEVICE:
             gap += seconds
         else:
             groups.append(index)
             gaps.append(gap)
-            computes.append(seconds)
+            computes.append(seconds + (sizes[index] / speeds.unpack if unpacked[index] else 0.0))
             gap = 0.0
     gaps[0] += gap  # residents at the end of a pass are computed before the first use of the next one
     largest = max(size for size, placement in zip(sizes, placements, strict=True) if placement is not Placement.DEVICE)
@@ -356,7 +425,13 @@ def _sent_uses(model: PassModel, placements: Sequence[Placement], slot_bytes: in
         groups=groups,
         gaps=gaps,
         computes=computes,
-        copies=[size / speeds.h2d for size in sent_sizes],
+        copies=[
+            None
+            if placements[index] is Placement.PACKED
+            else (model.sent[index] if unpacked[index] else sizes[index]) / speeds.h2d
+            for index in groups
+        ],
+        are_packed=[unpacked[index] for index in groups],
         backs=_backs(sent_sizes, Geometry(slot_bytes, largest)),
         reads=[next(reads) if placements[index] is Placement.FILE else None for index in groups],
     )

@@ -9,14 +9,22 @@ from heapq import nlargest
 
 from ..errors import ConfigError
 
+ASSUMED_UNPACK = 400_000_000_000
+"""Bytes per second where unpacking was not measured."""
+NUM_BERTHS = 2
+"""How many packed groups may be on their way to the device, or be unpacked there, at once: one is sent while the other is
+unpacked, which takes a small part of that time."""
+
 
 class Placement(str, Enum):
     """Where a group rests between its uses."""
 
     DEVICE = "device"
     """The group stays on the device. It takes no RAM if a file holds its weights."""
+    PACKED = "packed"
+    """The group stays on the device packed, and is unpacked there for each use. Its packed bytes stay in RAM too."""
     RAM = "ram"
-    """The group rests in page-locked RAM and is sent to the device for each use."""
+    """The group rests in page-locked RAM and is sent to the device for each use: packed, if it has packed bytes."""
     FILE = "file"
     """The group is read from the drive and sent to the device for each use."""
 
@@ -36,11 +44,14 @@ class PlannedGroup:
     is_in_file: bool
     """Whether a file holds the weights. If not, they take RAM on every tier, and `Placement.FILE` is not possible."""
     may_reside: bool = True
-    """Whether `Placement.DEVICE` is possible."""
+    """Whether `Placement.DEVICE` and `Placement.PACKED` are possible."""
+    packed_bytes: int = 0
+    """What is sent of the group, and what it takes on the device, if it is packed. 0: it is not."""
 
     def __post_init__(self) -> None:
-        if self.num_bytes < 0:
-            raise ValueError(f"group {self.name!r}: num_bytes={self.num_bytes} is negative")
+        for name, num_bytes in (("num_bytes", self.num_bytes), ("packed_bytes", self.packed_bytes)):
+            if num_bytes < 0:
+                raise ValueError(f"group {self.name!r}: {name}={num_bytes} is negative")
         if not 0 <= self.compute_seconds < math.inf:
             raise ValueError(f"group {self.name!r}: compute_seconds={self.compute_seconds} has to be finite, 0 or more")
 
@@ -57,9 +68,11 @@ class Speeds:
     """Speed of the link: from page-locked RAM to the device."""
     drive: float
     """Speed of the drive: from a file to page-locked RAM, past the page cache."""
+    unpack: float = ASSUMED_UNPACK
+    """Speed at which the device unpacks weights: the bytes that it writes."""
 
     def __post_init__(self) -> None:
-        for name, speed in (("h2d", self.h2d), ("drive", self.drive)):
+        for name, speed in (("h2d", self.h2d), ("drive", self.drive), ("unpack", self.unpack)):
             if not 0 < speed < math.inf:
                 raise ValueError(f"{name}={speed} bytes per second has to be finite and more than 0")
 
@@ -114,13 +127,14 @@ class Problem:
 
 
 def smallest_device_bytes(problem: Problem) -> int:
-    """The smallest device budget that works: slots, and no resident groups."""
-    return sum(nlargest(problem.num_slots, (group.num_bytes for group in problem.groups)))
+    """The smallest device budget that works: slots, and room for packed bytes on their way, and no resident groups."""
+    slots = sum(nlargest(problem.num_slots, (group.num_bytes for group in problem.groups)))
+    return slots + NUM_BERTHS * max(group.packed_bytes for group in problem.groups)
 
 
 def smallest_ram_bytes(problem: Problem) -> int:
-    """The smallest RAM budget that works: the groups that no file holds."""
-    return sum(group.num_bytes for group in problem.groups if not group.is_in_file)
+    """The smallest RAM budget that works: the groups that no file holds, and what is packed of them."""
+    return sum(group.num_bytes + group.packed_bytes for group in problem.groups if not group.is_in_file)
 
 
 def check_budgets(problem: Problem) -> None:

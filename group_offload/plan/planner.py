@@ -23,7 +23,7 @@ class Plan:
     placements: tuple[Placement, ...]
     """Tiers, in the order of `problem.groups`."""
     slot_bytes: int
-    """Device memory that groups take turns in."""
+    """Device memory that groups take turns in, and that packed bytes land in."""
     device_bytes: int
     """Resident groups and slots."""
     ram_bytes: int
@@ -94,7 +94,8 @@ class Plan:
     def _busy(self) -> str:
         p = self.prediction
         compute = f"compute {p.compute_seconds:.4g} s" if p.compute_seconds else "compute not known"
-        return f"{compute}, PCIe {p.h2d_seconds:.4g} s, drive {p.drive_seconds:.4g} s"
+        unpacking = f", unpacking {p.unpack_seconds:.4g} s" if p.unpack_bytes else ""
+        return f"{compute}, PCIe {p.h2d_seconds:.4g} s, drive {p.drive_seconds:.4g} s{unpacking}"
 
 
 def make_plan(problem: Problem) -> Plan:
@@ -114,7 +115,7 @@ def make_plan(problem: Problem) -> Plan:
     return Plan(
         problem=problem,
         placements=tuple(best.placements),
-        slot_bytes=best.footprint.slot_bytes,
+        slot_bytes=best.footprint.slot_bytes + best.footprint.berth_bytes,
         device_bytes=best.footprint.device_bytes,
         ram_bytes=smallest_ram_bytes(problem) + best.footprint.ram_bytes,
         prediction=model.predict(best.footprint, best.run),

@@ -63,10 +63,11 @@ class OffloadPlan:
             turns = f"what is read takes turns in {describe_bytes(plan.slot_bytes)} of it; " if p.drive_bytes else ""
             what = f"{self.model}: {describe_bytes(in_ram)} stay in RAM; {turns}each forward reads"
             return [*lines, f"{what} {describe_bytes(p.drive_bytes)} from the drive.", self.verdict]
+        unpacked = f", and unpacks {describe_bytes(p.unpack_bytes)}" if p.unpack_bytes else ""
         lines += [
             f"{self.model}: on the device {describe_bytes(resident)} stay and {describe_bytes(plan.slot_bytes)} are slots; "
             f"{describe_bytes(plan.ram_bytes)} of RAM; each forward sends {describe_bytes(p.h2d_bytes)} and reads "
-            f"{describe_bytes(p.drive_bytes)} from the drive.",
+            f"{describe_bytes(p.drive_bytes)} from the drive{unpacked}.",
             self.verdict,
         ]
         return lines
@@ -78,14 +79,24 @@ def _placed(plan: Plan) -> list[tuple[PlannedGroup, Placement]]:
 
 def _rows(plan: Plan, words: Mapping[Placement, str]) -> Iterator[tuple[str, str, str, str]]:
     """Rows of the table. Neighbours that rest on the same tier are one row."""
-    for where, run in groupby(_placed(plan), key=lambda each: words[each[1]]):
+    for where, run in groupby(_placed(plan), key=lambda each: _where(each[0], each[1], words)):
         mine = [group for group, _ in run]
         name = mine[0].name if len(mine) == 1 else f"{mine[0].name} to {mine[-1].name}"
         yield name, str(len(mine)), describe_bytes(sum(group.num_bytes for group in mine)), where
 
 
+def _where(group: PlannedGroup, placement: Placement, words: Mapping[Placement, str]) -> str:
+    return _PACKED_IN_RAM if placement is Placement.RAM and group.packed_bytes else words[placement]
+
+
 _WHERE_ON_CPU = {Placement.DEVICE: "RAM", Placement.RAM: "RAM", Placement.FILE: "drive"}
-_WHERE = {Placement.DEVICE: "device", Placement.RAM: "RAM", Placement.FILE: "drive"}
+_WHERE = {
+    Placement.DEVICE: "device",
+    Placement.PACKED: "device, packed",
+    Placement.RAM: "RAM",
+    Placement.FILE: "drive",
+}
+_PACKED_IN_RAM = "RAM, packed"
 
 
 def _gains(plan: Plan) -> Iterator[str]:

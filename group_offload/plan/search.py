@@ -17,7 +17,7 @@ from itertools import product
 from operator import itemgetter
 
 from .pass_model import Footprint, PassModel, SimulatedPass
-from .placement import Placement
+from .placement import NUM_BERTHS, Placement
 
 _AS_FAST = 1.001
 """Plans this near to the fastest are equally good, and `_tie_break` decides between them."""
@@ -183,8 +183,9 @@ def lower_bound(model: PassModel) -> float:
     used = sum(model.sizes[index] for index in model.used)
     if used <= most:  # then all of them may fit on the device together, resident or in slots
         room = used
-    sent = _least_sent(model, model.used, room)
-    read = _least_sent(model, [index for index in model.used if model.groups[index].is_in_file], room + model.ram_room)
+    sent = _least_sent(model, model.used, room, model.sent)
+    in_file = [index for index in model.used if model.groups[index].is_in_file]
+    read = _least_sent(model, in_file, room + model.ram_room, model.sizes)
     return max(model.compute_seconds, sent / model.problem.speeds.h2d, read / model.problem.speeds.drive)
 
 
@@ -203,13 +204,18 @@ def _least_slot_bytes(model: PassModel) -> int:
     return smallest * min(model.problem.num_slots, len(model.sizes))
 
 
-def _least_sent(model: PassModel, indices: Sequence[int], room: float) -> float:
-    sent = 0.0
-    for index in sorted(indices, key=lambda index: -model.num_sent[index]):
-        kept = min(room, model.sizes[index])
+def _least_sent(model: PassModel, indices: Sequence[int], room: float, sizes: Sequence[int]) -> float:
+    """The bytes of groups that are moved if those with most bytes for their room stay where there is `room`.
+
+    Args:
+        sizes: What each group moves. It takes the room of its packed bytes, if it has some.
+    """
+    moved = 0.0
+    for index in sorted(indices, key=lambda i: -model.num_sent[i] * sizes[i] / max(1, model.sent[i])):
+        kept = min(room, model.sent[index])
         room -= kept
-        sent += (model.sizes[index] - kept) * model.num_sent[index]
-    return sent
+        moved += sizes[index] * (1 - kept / max(1, model.sent[index])) * model.num_sent[index]
+    return moved
 
 
 def _num_placements(model: PassModel) -> int:
@@ -229,6 +235,9 @@ def _candidates(model: PassModel) -> Iterator[list[Placement]]:
     )
     yield next(even)
     yield _fill_largest_first(model)
+    if any(model.is_packed) and model.has_residents:
+        yield from (_fill_with_all(model, placement) for placement in (Placement.DEVICE, Placement.PACKED))
+        yield from (_fill_with_packed(model, axis) for axis in axes)
     yield from even
 
 
@@ -268,26 +277,61 @@ def _fill_evenly(model: PassModel, residents: Sequence[int], axis: _Axis, *, fil
             False: residents are spread over all groups.
     """
     placements = _with_residents(model, residents)
-    room = max(0, model.device_budget - model.footprint(placements).device_bytes) if model.has_residents else 0
+    room = max(0, _room(model, placements)) if model.has_residents else 0
     rest = [index for index in model.used if placements[index] is not Placement.DEVICE]
     if files_first:
         in_file = [index for index in rest if model.groups[index].is_in_file]
-        kept = _spread(model, in_file, room + model.ram_room, axis)
+        kept = _spread(model, in_file, room + model.ram_room, axis, model.sent)
         rest = [index for index in rest if index in kept or not model.groups[index].is_in_file]
     able = [index for index in rest if Placement.DEVICE in model.choices(index)]
-    for index in _spread(model, able, room, axis):
+    for index in _spread(model, able, room, axis, model.sizes):
         placements[index] = Placement.DEVICE
     in_file = [index for index in rest if placements[index] is Placement.FILE]
-    for index in _spread(model, in_file, model.ram_room, axis):
+    for index in _spread(model, in_file, model.ram_room, axis, model.sent):
         placements[index] = Placement.RAM
     _top_up(model, placements)
     return placements
 
 
-def _spread(model: PassModel, indices: Sequence[int], room: float, axis: _Axis) -> set[int]:
-    """Which of `indices` to take into `room` bytes, so that those left out come at an even rate along `axis`."""
-    sizes = model.sizes
-    lengths = [model.groups[i].compute_seconds if axis is _Axis.TIME else sizes[i] for i in indices]
+def _fill_with_all(model: PassModel, placement: Placement) -> list[Placement]:
+    """Every group that may stay on the device stays there. Then no packed bytes are on their way, and they take no room."""
+    placements = model.lowest()
+    for index in model.used:
+        choices = model.choices(index)
+        placements[index] = placement if placement in choices else choices[0]
+    room = model.device_budget - model.footprint(placements).device_bytes
+    if room > 0:
+        _top_up_device(model, placements, room)
+    return placements
+
+
+def _fill_with_packed(model: PassModel, axis: _Axis) -> list[Placement]:
+    """Groups stay on the device packed, spread evenly, as far as they fit; those for which room is left stay as they are."""
+    placements = model.lowest()
+    room = max(0, _room(model, placements))
+    ram_room = model.ram_room - model.footprint(placements).ram_bytes
+    able = [index for index in model.used if Placement.PACKED in model.choices(index)]
+    in_file = [index for index in able if placements[index] is Placement.FILE]
+    if ram_room < sum(model.sent[index] for index in in_file):  # what stays there takes RAM too
+        left = set(in_file) - _spread(model, in_file, ram_room, axis, model.sent)
+        able = [index for index in able if index not in left]
+    for index in _spread(model, able, room, axis, model.sent):
+        placements[index] = Placement.PACKED
+    ram_room = model.ram_room - model.footprint(placements).ram_bytes
+    in_file = [index for index in model.used if placements[index] is Placement.FILE]
+    for index in _spread(model, in_file, ram_room, axis, model.sent):
+        placements[index] = Placement.RAM
+    _top_up(model, placements)
+    return placements
+
+
+def _spread(model: PassModel, indices: Sequence[int], room: float, axis: _Axis, sizes: Sequence[int]) -> set[int]:
+    """Which of `indices` to take into `room` bytes, so that those left out come at an even rate along `axis`.
+
+    Args:
+        sizes: What each group takes there.
+    """
+    lengths = [model.groups[i].compute_seconds if axis is _Axis.TIME else model.sizes[i] for i in indices]
     total = sum(lengths) or 1
     left_out_in_all = max(0, sum(sizes[i] for i in indices) - room)
     taken, left_out, progress = set(), 0, 0.0
@@ -305,16 +349,16 @@ def _fill_largest_first(model: PassModel) -> list[Placement]:
     """Large groups on the highest tier that has room for them, and small ones into the holes that are left."""
     by_size = _by_size(model, model.used)
     placements = model.lowest()
-    room = model.device_budget - model.footprint(placements).device_bytes
+    room = _room(model, placements)
     for index in by_size:
         if Placement.DEVICE in model.choices(index) and model.sizes[index] <= room:
             placements[index] = Placement.DEVICE
             room -= model.sizes[index]
     ram_room = model.ram_room
     for index in by_size:
-        if placements[index] is Placement.FILE and model.sizes[index] <= ram_room:
+        if placements[index] is Placement.FILE and model.sent[index] <= ram_room:
             placements[index] = Placement.RAM
-            ram_room -= model.sizes[index]
+            ram_room -= model.sent[index]
     _top_up(model, placements)
     return placements
 
@@ -322,22 +366,35 @@ def _fill_largest_first(model: PassModel) -> list[Placement]:
 def _top_up(model: PassModel, placements: list[Placement]) -> None:
     """Fill the room that is left in the budgets: groups from files first, and large groups first."""
     if model.has_residents:
-        _top_up_device(model, placements)
+        _top_up_device(model, placements, _room(model, placements))
     room = model.ram_room - model.footprint(placements).ram_bytes
     for index in _by_size(model, [index for index in model.used if placements[index] is Placement.FILE]):
-        if model.sizes[index] <= room:
+        if model.sent[index] <= room:
             placements[index] = Placement.RAM
-            room -= model.sizes[index]
+            room -= model.sent[index]
 
 
-def _top_up_device(model: PassModel, placements: list[Placement]) -> None:
+def _room(model: PassModel, placements: Sequence[Placement]) -> int:
+    """The room that is left on the device, less that of berths, which the first packed group in RAM will take."""
+    footprint = model.footprint(placements)
+    berths = 0
+    if any(model.is_packed) and model.ram_room > 0:
+        largest = max(size for size, is_packed in zip(model.sent, model.is_packed, strict=True) if is_packed)
+        berths = NUM_BERTHS * largest - footprint.berth_bytes
+    return model.device_budget - footprint.device_bytes - berths
+
+
+def _top_up_device(model: PassModel, placements: list[Placement], room: int) -> None:
     able = [i for i in model.used if placements[i] is not Placement.DEVICE and model.groups[i].may_reside]
-    room = model.device_budget - model.footprint(placements).device_bytes
+    # What is packed there comes last: it is not sent, and only takes time to unpack.
+    ranks = {Placement.FILE: 0, Placement.RAM: 1, Placement.PACKED: 2}
     streamed = sorted(model.sizes[i] for i, placement in enumerate(placements) if placement is not Placement.DEVICE)
-    for index in sorted(_by_size(model, able), key=lambda i: placements[i] is not Placement.FILE):
+    for index in sorted(_by_size(model, able), key=lambda i: ranks[placements[i]]):
         # If the slots were made for this group, they get smaller: the next largest group takes its share of them.
         size, num_slots = model.sizes[index], model.problem.num_slots
         taken = min(size, streamed[-1 - num_slots]) if len(streamed) > num_slots else 0
+        if placements[index] is Placement.PACKED:
+            taken -= model.sent[index]
         if taken <= room:
             placements[index] = Placement.DEVICE
             room -= taken

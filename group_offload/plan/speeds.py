@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from ..base.device import Backend
-from ..base.layout import memory_of
+from ..base.layout import lay_out, memory_of
 from ..base.mapping import cached_bytes, flat_view, map_anonymous, map_page_cache
 from ..base.page_lock import PageLock
 from ..base.pool import num_threads, run_all
@@ -37,12 +37,14 @@ from ..base.publish import publish_anew
 from ..base.reading import open_direct, read_part, refuses_direct
 from ..base.system import advise, name_of_drive, open_to_read
 from ..errors import DeviceError
+from ..packing.codec import pack, unpack
 
 ASSUMED_H2D = 25_000_000_000
 """Bytes per second where the link was not measured: PCIe 4 x16."""
 ASSUMED_DRIVE = 3_500_000_000
 """Bytes per second where the drive was not measured: an NVMe drive on PCIe 3 x4."""
 LINK_BYTES = 256 << 20
+UNPACKED_BYTES = 64 << 20
 MAX_DRIVE_BYTES = 1 << 30
 MIN_DRIVE_BYTES = 64 << 20
 """A smaller file takes too little time to tell a speed."""
@@ -75,9 +77,11 @@ class MachineSpeeds:
     """The place where it is mounted, and its device id; empty if no drive was to be measured."""
     measured_at: str
     """UTC, ISO 8601."""
+    unpack: int | None = None
+    """Speed at which the device unpacks weights, as bytes that it writes; None if it was not measured."""
 
     def __post_init__(self) -> None:
-        for speed in (self.h2d, 1 if self.drive is None else self.drive):
+        for speed in (self.h2d, 1 if self.drive is None else self.drive, 1 if self.unpack is None else self.unpack):
             if type(speed) is not int or speed <= 0:
                 raise ValueError(f"a speed is a whole number of bytes per second above 0, not {speed!r:.40}")
         for text in (self.problem, self.device, self.filesystem, self.measured_at):
@@ -85,21 +89,26 @@ class MachineSpeeds:
                 raise ValueError(f"expected a text, not {text!r:.40}")
 
 
-def known_speeds(backend: Backend, path: Path | None) -> MachineSpeeds:
+def known_speeds(backend: Backend, path: Path | None, *, unpacks: bool = False) -> MachineSpeeds:
     """The speeds of this device and file system: measured before, or measured now and kept.
 
     Args:
         path: a file of the model, or its folder; it need not exist. None: no drive matters.
+        unpacks: whether it matters how fast the device unpacks weights.
 
     Raises:
         DeviceError: the device has no room for a measurement.
     """
     where = "" if path is None else filesystem_of(path)
     kept = [found for found in recorded() if found.device == device_name(backend)]
-    for found in kept:
-        if found.filesystem == where:
-            return found
-    measured = measure(backend, path, h2d=kept[0].h2d if kept else None)
+    measured = next((found for found in kept if found.filesystem == where), None)
+    if measured is not None and not (unpacks and measured.unpack is None):
+        return measured
+    if measured is None:
+        measured = measure(backend, path, h2d=kept[0].h2d if kept else None)
+    if unpacks:
+        known = next((found.unpack for found in kept if found.unpack is not None), None)
+        measured = replace(measured, unpack=known or measure_unpacking(backend))
     record(measured)
     return measured
 
@@ -240,6 +249,33 @@ def measure_link(backend: Backend, num_bytes: int = LINK_BYTES) -> int:
         finally:
             backend.free(target)
     return max(1, int(best))
+
+
+def measure_unpacking(backend: Backend, num_bytes: int = UNPACKED_BYTES) -> int | None:
+    """Bytes of weights that the device unpacks in a second: the best of a few tries. None if it has no room for that."""
+    weights = torch.randn(num_bytes // 2, generator=torch.Generator().manual_seed(0), device="cpu").bfloat16()
+    packed = pack(weights.view(torch.uint8), lay_out(["weights"], [weights]), backend.device)
+    if packed is None:
+        return None
+    stream = backend.new_stream()
+    try:
+        source, target = (backend.empty(size, stream) for size in (packed.data.numel(), num_bytes))
+    except torch.OutOfMemoryError:
+        return None
+    backend.copy(source, packed.data, stream, blocking=True)
+    best = 0.0
+    for _ in range(1 + _NUM_TRIES):  # the first one compiles the kernel
+        start, end = backend.new_event(), backend.new_event()
+        start.record(stream)
+        backend.transform(lambda data, out: unpack(data, packed.layout, out), target, source, stream)
+        end.record(stream)
+        end.synchronize()
+        seconds = backend.seconds_between(start, end)
+        if seconds:
+            best = max(best, num_bytes / seconds)
+    backend.free(source)
+    backend.free(target)
+    return int(best) or None
 
 
 def _seconds_of_copies(backend: Backend, target: torch.Tensor, parts: Iterable[torch.Tensor], stream: Any) -> float:

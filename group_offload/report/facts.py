@@ -21,6 +21,7 @@ class Place(Enum):
     """Where a group rests between its uses."""
 
     DEVICE = "on the device"
+    PACKED = "on the device, packed"
     LOCKED = "page-locked RAM"
     RAM = "RAM"
     FILE = "file"
@@ -28,7 +29,12 @@ class Place(Enum):
     """A plan does not say where such a group rests."""
 
 
-PLACES = {Placement.DEVICE: Place.DEVICE, Placement.RAM: Place.LOCKED, Placement.FILE: Place.FILE}
+PLACES = {
+    Placement.DEVICE: Place.DEVICE,
+    Placement.PACKED: Place.PACKED,
+    Placement.RAM: Place.LOCKED,
+    Placement.FILE: Place.FILE,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

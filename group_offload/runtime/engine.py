@@ -32,12 +32,14 @@ from .foresight.succession import Succession
 from .gates import Gate, Gates, is_offloaded
 from .groups.build import build_groups, materialise
 from .groups.group import Group
+from .groups.packed import PackedGroup
 from .groups.part import Part
 from .groups.trained import Trained
 from .groups.versions import share_counters
 from .measure.counters import Counters
 from .measure.recorder import Recorder
 from .memory import DeviceMemory
+from .packer import Packer
 from .passes import Passes
 from .placer import Placer
 from .probe import Probe
@@ -73,6 +75,14 @@ class Engine:
             use_stream=config.use_stream,
             # Without a stream, `non_blocking` decides whether copies block the host.
             blocking=not config.use_stream and not config.non_blocking,
+            unpacks=config.pack is not False,
+        )
+        self._packer = Packer(
+            backend,
+            self.transfer,
+            self._folder,
+            is_on=config.pack is True,
+            spares_ram=config.rests_in_files and not config.has_budgets,
         )
         self._probe = Probe(backend, self.recorder)
         # Leaf level is for least memory, and torch's allocator finds room for its small layers anywhere.
@@ -110,6 +120,8 @@ class Engine:
             self._files,
             self._probe.stopwatch,
             self.counters,
+            self._packer,
+            self._publish_manifest,
             is_tight=is_tight,
         )
         self._passes = Passes(
@@ -243,8 +255,8 @@ class Engine:
         return self._memory.staying.num_bytes
 
     @property
-    def groups_staying(self) -> frozenset[Group]:
-        """The groups that stay on the device between passes, and are there now."""
+    def groups_staying(self) -> frozenset[Group | PackedGroup]:
+        """The groups that stay on the device between passes, as they are or packed, and are there now."""
         return frozenset(group for slot in self._memory.staying.slots for group in slot.groups)
 
     @property
@@ -329,6 +341,7 @@ class Engine:
             self.transfer.last_copies.synchronize,
             casts,
             self._trained.ids,
+            packs=self._packer.is_on,
         )
         self._replaced |= dict.fromkeys(part for group in before for part in group.parts)
         self.groups = groups
@@ -357,12 +370,13 @@ class Engine:
     def _close_replaced(self, in_use: Collection[Part]) -> None:
         for part in self._replaced:
             if part not in in_use and not part.is_given_up:
-                part.blob.close(forget=True)
+                part.close(forget=True)
         self._replaced = {}
 
     def _publish_manifest(self) -> None:
-        blobs = [part.blob for group in self.groups for part in group.parts]
-        entries = [blob.entry for blob in blobs if isinstance(blob, GroupFile)]
+        parts = [part for group in self.groups for part in group.parts]
+        entries = [part.blob.entry for part in parts if isinstance(part.blob, GroupFile)]
+        entries += [part.packed.entry for part in parts if part.packed is not None and part.packed.entry is not None]
         if self._folder is not None:
             self._folder.publish_manifest(entries)
 

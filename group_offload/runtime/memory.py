@@ -14,10 +14,14 @@ from ..base.layout import span_bytes
 from ..base.tuning import tuning
 from ..config import OffloadConfig
 from ..partition import partition
+from ..plan.placement import NUM_BERTHS
+from ..stores.base import PlacedBlob
 from .copies.transfer import Transfer
 from .groups.group import Group
+from .groups.packed import PackedGroup
 from .measure.counters import Counters
 from .slots.arena import Lease, Residents, Ring, arena_for
+from .slots.berths import Berths
 from .slots.slot import Slot
 from .slots.stalls import Stalls
 
@@ -52,12 +56,12 @@ class DeviceMemory:
         self._arena = arena_for(backend)
         self._lease: Lease[Group] | None = None
         """The lease is kept between passes, unless another module's pass takes the memory."""
-        self.staying: Residents[Group] = Residents()
+        self.staying: Residents[Any] = Residents()
         """The slots of groups that stay on the device between passes, unless another module's pass displaces them."""
         self.spared: Collection[Residents[Any]] = ()
         """What other modules have there, and keep in this module's pass if the pass can do without that memory."""
-        self._residents: frozenset[Group] = frozenset()
-        """Groups that are to stay on the device between passes."""
+        self._residents: frozenset[Group | PackedGroup] = frozenset()
+        """Groups, and packed groups, that are to stay on the device between passes."""
         self.resident_room = 0
         """Device memory that groups may stay in between passes."""
         self.ring_sizes: dict[int, int] = {}
@@ -66,6 +70,8 @@ class DeviceMemory:
         """What the module that runs next takes of the room of `staying`, and was not given up yet."""
         self._given_up: set[Group] = set()
         """The groups that the pass in progress has given up of it."""
+        self._berth_bytes = 0
+        """The bytes that packed bytes land in."""
         self.holds_all = False
         """Whether the ring has room for all groups that take turns in it in some passes."""
         self._largest: dict[int, int] = {}
@@ -81,10 +87,10 @@ class DeviceMemory:
 
     # ---------------------------------------------------------------- between passes
 
-    def reside(self, residents: frozenset[Group], groups: Sequence[Group], config: OffloadConfig) -> None:
-        """Let only `residents` of these groups stay on the device, and size the rings for the others.
+    def reside(self, residents: frozenset[Group | PackedGroup], groups: Sequence[Group], config: OffloadConfig) -> None:
+        """Let only `residents` of these groups stay on the device, as they are or packed.
 
-        Residents that are on the device already stay there.
+        Rings are for all groups but those that stay as they are. Residents that are on the device already stay there.
         """
         self._residents = residents
         streamed = [group for group in groups if group not in residents]
@@ -95,29 +101,52 @@ class DeviceMemory:
         for slot in [*self.staying.slots]:
             if not residents.issuperset(slot.groups):
                 self.free(slot)
-        if sizes != self.ring_sizes:
-            self._release_rings()
-        self.ring_sizes = sizes
+        sent = [group for group in streamed if group.packed not in residents]
+        berth_bytes = NUM_BERTHS * max((group.largest_packed for group in sent), default=0)
+        if (sizes, berth_bytes) != (self.ring_sizes, self._berth_bytes):
+            self.release_rings()
+        self.ring_sizes, self._berth_bytes = sizes, berth_bytes
         self.holds_all = False
 
     def hold(self, groups: Iterable[Group], limit: int) -> None:
         """Make room in the ring for all of these groups, which many passes need, if slots take no more than `limit` then."""
         wanted = sum(group.num_bytes for group in groups if not group.height)
-        if self.is_just_in_time or not self.ring_sizes.get(0, 0) < wanted <= limit - self.outer_bytes:
+        around = self.outer_bytes + self._berth_bytes
+        if self.is_just_in_time or not self.ring_sizes.get(0, 0) < wanted <= limit - around:
             return
-        self._release_rings()
+        self.release_rings()
         self.ring_sizes = {**self.ring_sizes, 0: wanted}
         self.holds_all = True
 
     @property
     def slot_bytes(self) -> int:
-        """The bytes of all rings."""
-        return sum(self.ring_sizes.values())
+        """The bytes of all rings, and of the berths."""
+        return sum(self.ring_sizes.values()) + self._berth_bytes
 
     @property
     def largest(self) -> int:
         """The size of the largest group that takes turns, inside of whose modules no other one is needed."""
         return self._largest.get(0, 0)
+
+    @property
+    def berth_bytes(self) -> int:
+        """The bytes of the berths: see [Note: The life of a berth]."""
+        return self._berth_bytes
+
+    def fitting(self, blobs: Iterable[PlacedBlob]) -> list[PlacedBlob]:
+        """The same blobs. Those whose packed bytes no berth has room for are sent as they are at rest."""
+        room = self._berth_bytes // NUM_BERTHS
+        return [
+            placed._replace(packed=None)
+            if placed.packed is not None and placed.on_device is None and placed.packed.num_bytes > room
+            else placed
+            for placed in blobs
+        ]
+
+    @property
+    def berths(self) -> Berths | None:
+        """The berths; None if no group is sent packed."""
+        return None if self._lease is None else self._lease.berths
 
     @property
     def outer_bytes(self) -> int:
@@ -191,9 +220,10 @@ class DeviceMemory:
         """Give all memory up."""
         for slot in [*self.staying.slots]:
             self.free(slot)
-        self._release_rings()
+        self.release_rings()
 
-    def _release_rings(self) -> None:
+    def release_rings(self) -> None:
+        """Give up all memory but that of groups that stay on the device."""
         if self._lease is not None:
             self._arena.release(self._lease)
             self._lease = None
@@ -214,23 +244,26 @@ class DeviceMemory:
         stream = self._backend.current_stream()
         before, counters = self._lease, self._counters
         sizes = {height: size for height, size in self.ring_sizes.items() if height or not self.is_just_in_time}
-        lease = self._lease = self._arena.lease(before, sum(sizes.values()), stream, self._transfer.stream)
+        num_bytes = sum(sizes.values()) + self._berth_bytes
+        lease = self._lease = self._arena.lease(before, num_bytes, stream, self._transfer.writers)
         assert lease.memory is not None
         if lease is not before:
             start = 0
-            for height, num_bytes in sizes.items():
-                memory = lease.memory[start : start + num_bytes]
+            for height, size in sizes.items():
+                memory = lease.memory[start : start + size]
                 # Groups that all have room lie one behind the other.
                 largest = 0 if self.holds_all and not height else self._largest.get(height, 0)
                 lease.rings[height] = Ring(memory, self._backend, largest)
-                start += num_bytes
+                start += size
+            if self._berth_bytes:
+                lease.berths = Berths(lease.memory[start:], self._backend)
         for slot in [slot for slot in self.staying.slots if not slot.groups]:
             self.staying.slots.remove(slot)  # another module's pass was interrupted as it took the slot's memory
         counters.pooled_bytes = sum(slot.memory.numel() for slot in lease.pooled)
         counters.resident_bytes = self.staying.num_bytes
         counters.device_bytes = counters.pooled_bytes + counters.resident_bytes
         self._bytes_ahead = sum(slot.num_bytes_ahead for slot in lease.pooled)
-        self._count(sum(sizes.values()))
+        self._count(num_bytes)
         for slot in self.slots:
             for group in [*slot.groups]:
                 if not group.is_current:
@@ -248,7 +281,8 @@ class DeviceMemory:
         """Let the memory of slots that no call has used outlast their copies: another module's pass may drop it."""
         for slot in self.slots:
             if slot.owner is not None and slot.waited_on is None:
-                self._backend.record_stream(slot.memory, self._transfer.stream)
+                for writer in self._transfer.writers:
+                    self._backend.record_stream(slot.memory, writer)
 
     def recover(self) -> None:
         """Give all memory up, in any state: a pass failed, or was interrupted. No copy is on its way."""
@@ -287,7 +321,7 @@ class DeviceMemory:
         assert self._lease is not None
         return self._lease.rings.get(height)
 
-    def may_reside(self, group: Group) -> bool:
+    def may_reside(self, group: Group | PackedGroup) -> bool:
         """Whether the group is to stay on the device, and has room there."""
         return group in self._residents and self._counters.resident_bytes + group.num_bytes <= self.resident_room
 
@@ -296,10 +330,14 @@ class DeviceMemory:
         """Whether a group that is to stay on the device is not there."""
         return any(group.slot is None for group in self._residents)
 
-    def resident_slot(self, group: Group) -> Slot[Group]:
-        slot = self._new_slot(group.num_bytes, self.staying.slots)
+    def resident_slot(self, group: Group | PackedGroup) -> Slot[Any]:
+        num_bytes = group.num_bytes
+        slot = self._new_slot(num_bytes, self.staying.slots)
         slot.is_resident = True
-        self._counters.resident_bytes += group.num_bytes
+        self._counters.resident_bytes += num_bytes
+        if isinstance(group, PackedGroup):
+            for writer in self._transfer.writers:
+                self._backend.record_stream(slot.memory, writer)  # no stream that computes waits for what reads it
         return slot
 
     def pooled_slot(self, num_bytes: int) -> Slot[Group]:
@@ -344,7 +382,9 @@ class DeviceMemory:
         self._count(num_bytes)
         return slot
 
-    def occupy(self, slot: Slot[Group], run: list[Group], evicted: Sequence[Slot[Group]]) -> list[Event]:
+    def occupy(
+        self, slot: Slot[Any], run: Sequence[Group | PackedGroup], evicted: Sequence[Slot[Group]]
+    ) -> list[Event]:
         """Put groups into a slot, one after another, in place of the groups that its memory held.
 
         Args:
@@ -354,6 +394,8 @@ class DeviceMemory:
             The events that copies into the slot have to wait for: the last uses of its memory.
         """
         after = [old.last_use() for old in evicted] if slot.is_fixed else [slot.last_use()]
+        # What no call has waited for may still be on its way, on another stream than what takes its place.
+        after += [old.ready for old in evicted if old.waited_on is None]
         for old in evicted:
             self.evict(old)
         self._stalls.collect(slot)
@@ -361,7 +403,7 @@ class DeviceMemory:
         for group in run:
             group.was_sent(slot, offset)
             offset += group.num_bytes
-        slot.groups = run
+        slot.groups = [*run]
         slot.unused = set(run)
         slot.waited_on = slot.last_stream = None
         return after

@@ -11,7 +11,7 @@ until compute has got there. So weights that wait for their turn do not add to t
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from heapq import nlargest
@@ -24,7 +24,7 @@ from ..base.tuning import tuning
 from ..config import OffloadConfig
 from ..errors import ConfigError
 from ..plan.budgets import AUTO, describe_bytes
-from ..plan.placement import Placement, Speeds, smallest_device_bytes
+from ..plan.placement import ASSUMED_UNPACK, Placement, Speeds, smallest_device_bytes
 from ..plan.planner import Plan
 from ..plan.speeds import ASSUMED_DRIVE, known_speeds
 from ..stores.base import Tier
@@ -39,6 +39,7 @@ from .groups.group import Group
 from .measure.counters import Counters
 from .measure.weighing import Weighing
 from .memory import DeviceMemory
+from .packer import Packer
 
 logger = logging.getLogger("group_offload")
 
@@ -46,6 +47,8 @@ _DEEP_WINDOW = 4
 """Largest window at leaf level, in sizes of the largest layer. It helps models whose time compute sets, not copies."""
 HOST_ACTIVATIONS_SHARE = 0.2
 """Share of a RAM budget that is reserved for activations when the CPU computes; they cannot be measured there."""
+_MIN_PACKING_GAIN = 0.05
+"""With pack="auto" weights are packed if a pass is to be faster by this share: that takes time once, and RAM."""
 _AUTO_SHARE = 0.95
 """Share of the available device memory that the budget "auto" is."""
 _IN_PLACE = 1e18
@@ -69,11 +72,14 @@ class Placer:
         files: CachedFiles,
         stopwatch: Stopwatch,
         counters: Counters,
+        packer: Packer,
+        publish: Callable[[], None],
         *,
         is_tight: bool,
     ) -> None:
         """
         Args:
+            publish: Function that is called once edited weights were packed into other files.
             is_tight: Whether memory of weights that wait for their turn counts most: at leaf level, without `record_stream`.
         """
         self._root = root
@@ -85,10 +91,12 @@ class Placer:
         self._files = files
         self._stopwatch = stopwatch
         self._counters = counters
+        self._packer = packer
+        self._publish = publish
         self._is_tight = is_tight
         # A function and not a method: the budgeter and the placer would keep each other alive.
-        speeds = partial(_measure_speeds, self._backend, files)
-        self._budgeter = Budgeter(self._backend, speeds, config.num_slots)
+        speeds = partial(_measure_speeds, self._backend, files, unpacks=config.pack is not False)
+        self._budgeter = Budgeter(self._backend, speeds, packer.packed_bytes, config.num_slots)
         self._groups: tuple[Group, ...] = ()
         self._ram: int | None = None
         """RAM for weights in bytes, as found when the module was offloaded; None for no limit."""
@@ -111,6 +119,9 @@ class Placer:
             ConfigError: a budget is too small.
         """
         self._groups = tuple(groups)
+        self._packer.begin(groups)
+        if not self._config.has_budgets:
+            self._packer.pack(self._packer.lacking())
         self._memory.reside(frozenset(), groups, self._config)
         self._total_bytes = sum(group.num_bytes for group in groups)
         self._num_modules = len({module for group in groups for module in group.modules})
@@ -122,12 +133,14 @@ class Placer:
         self._files.begin(in_files)
         if self._config.has_budgets:
             self._plan_first(is_first=is_first)
+            self._memory.reside(frozenset(), groups, self._config)  # berths are for what was packed
         if not self._config.has_budgets or not self._backend.has_streams:
             self._files.choose_ways()
         self._files.lock_what_is_there(was_read=False)
+        self._lookahead.note_tiers(groups)
         self._transfer.prepare_for(
             max((blob.layout.num_bytes for blob in blobs), default=0),
-            sum(blob.layout.num_bytes for blob in blobs if blob.tier is not Tier.RAM),
+            sum(part.blob.layout.num_bytes for group in groups for part in group.parts if part.is_read),
             *tuning().ring(
                 is_scarce=self._config.low_cpu_mem_usage or any(blob.is_direct for blob in in_files),
                 is_of_leaves=self._config.is_leaf_level and not in_files,
@@ -145,12 +158,13 @@ class Placer:
         """The most device memory that a pass takes for weights that take turns."""
         if not self._memory.is_just_in_time:
             return self._memory.slot_bytes
-        return self._memory.largest + self._window(None) + self._memory.outer_bytes
+        return self._memory.largest + self._window(None) + self._memory.outer_bytes + self._memory.berth_bytes
 
     @property
     def wanted_bytes(self) -> int:
         """The device memory that a pass would take for weights: slots, and the groups that the plan leaves on the device."""
-        return self.slot_bytes + sum(group.num_bytes for group in self._budgeter.at(Placement.DEVICE))
+        kept = sum(group.packed.num_bytes for group in self._budgeter.at(Placement.PACKED))
+        return self.slot_bytes + kept + sum(group.num_bytes for group in self._budgeter.at(Placement.DEVICE))
 
     @property
     def vram_budget(self) -> int | None:
@@ -165,12 +179,15 @@ class Placer:
     def current_plan(self) -> Plan | None:
         """The plan with times known by now; without budgets, one of the present state. None if no weights take turns."""
         self._note_times()
-        if not self._config.has_budgets:
-            order = self._lookahead.schedule.order
-            self._budgeter.describe(self._groups, order, outer_bytes=0, staging_bytes=tuning().reading_bytes)
+        self._describe()
         self._budgeter.refresh()
         plan = self._budgeter.plan
         return None if plan is None else replace(plan, measured_seconds=self._budgeter.measured_seconds)
+
+    def _describe(self) -> None:
+        if not self._config.has_budgets:
+            order = self._lookahead.schedule.order
+            self._budgeter.describe(self._groups, order, outer_bytes=0, staging_bytes=tuning().reading_bytes)
 
     def _plan_first(self, *, is_first: bool) -> None:
         """Settle the budgets for weights alone, and share files out between RAM and the drive.
@@ -200,7 +217,9 @@ class Placer:
         if ram is not None:
             # Outer groups rest in RAM, whatever the plan says; so do groups that are in no file.
             in_no_file = [group for group in self._groups if not group.height and not group.is_in_file]
-            ram = max(sum(group.num_bytes for group in in_no_file), ram - outer)
+            least = sum(group.num_bytes for group in in_no_file)
+            least += self._packer.limit(in_no_file, ram - outer - least)
+            ram = max(least, ram - outer)
         plan = self._budgeter.begin(
             self._groups,
             first_guess(self._groups),
@@ -252,15 +271,44 @@ class Placer:
     def replan(self, kind: Kind) -> None:
         """Make the plan again before a forward of this kind, if more is known by now, and carry it out."""
         self._note_times()
+        if self._config.pack == "auto" and not self._packer.is_on:
+            self._pack_if_faster()
+        self._pack_again()
         if not self._config.has_budgets:
             return
         memory = self._memory
         others = max(0, self._backend.bytes_in_use() - memory.held_bytes - memory.others_bytes)
         order = self._lookahead.schedule.order_of(kind.top)
         if self._budgeter.before_pass(kind, order, others) is not None:
-            self.reside()
             if self._backend.has_streams:
                 self._share_out_files()
+            self.reside()
+
+    def _pack_if_faster(self) -> None:
+        """Pack from now on, if a plan says that it is worth it."""
+        if not self._budgeter.has_learnt_to_pack:
+            return
+        self._describe()
+        gain = self._budgeter.gain_from_packing(self._packer.expected_bytes)
+        if gain is None or gain < _MIN_PACKING_GAIN:
+            return
+        logger.info("%s is packed: that is to save %.0f%% of a pass.", type(self._root).__name__, 100 * gain)
+        self._lookahead.abandon()
+        self._stopwatch.clear()
+        self._memory.release()
+        self._packer.switch_on()
+        self.place(self._groups, is_first=False)
+
+    def _pack_again(self) -> None:
+        """Pack blobs that were edited since."""
+        lacking = self._packer.lacking()
+        if lacking:
+            self._memory.release_rings()  # packing takes device memory too
+            try:
+                self._packer.pack(lacking)
+            finally:
+                self.reside()  # berths may need another size
+            self._publish()
 
     def make_room(self, kind: Kind) -> None:
         """Let other modules' groups stay on the device only in the part of the budget that this module's pass leaves free.
@@ -357,7 +405,8 @@ class Placer:
 
     def reside(self) -> None:
         """Let only the groups stay on the device that the plan puts there, as far as they are there."""
-        self._memory.reside(self._budgeter.at(Placement.DEVICE), self._groups, self._config)
+        packed = {group.packed for group in self._budgeter.at(Placement.PACKED)}
+        self._memory.reside(self._budgeter.at(Placement.DEVICE) | packed, self._groups, self._config)
 
     def _note_times(self) -> None:
         for timed, by_group, rest, total in self._stopwatch.results():
@@ -365,14 +414,27 @@ class Placer:
             self._budgeter.note_times(timed, by_group, rest, total)
 
     def _share_out_files(self) -> None:
-        """Lock the groups in RAM that the plan puts there, and the groups that are needed around others."""
-        in_ram = self._budgeter.at(Placement.RAM)
+        """Lock the groups in RAM that the plan puts there, and the groups that are needed around others, or pack them."""
+        in_ram = self._budgeter.at(Placement.RAM) | self._budgeter.at(Placement.PACKED)
+        self._share_out_packed(in_ram)
         self._files.share_out(
             part.blob
             for group in self._groups
             for part in group.parts
-            if isinstance(part.blob, FileBlob) and group.num_bytes and (group in in_ram or group.height)
+            if isinstance(part.blob, FileBlob) and not part.blob.is_packed and group.num_bytes
+            if group in in_ram or group.height
         )
+
+    def _share_out_packed(self, in_ram: frozenset[Group]) -> None:
+        """Pack the groups that the plan puts in RAM. Where RAM is limited, drop the packed bytes of the others."""
+        if self._packer.is_on:
+            if self._budgeter.ram_bytes is not None:
+                self._packer.choose(self._groups, in_ram)
+            lacking = self._packer.lacking()
+            if lacking:
+                self._memory.release_rings()  # packing takes device memory too
+                self._packer.pack(lacking)
+            self._lookahead.note_tiers(self._groups)
 
     # ---------------------------------------------------------------- too little memory
 
@@ -423,7 +485,7 @@ class Placer:
         return self._backend.bytes_in_use() - self._counters.device_bytes - self._memory.lent_bytes
 
 
-def _measure_speeds(backend: Backend, files: CachedFiles) -> Speeds:
-    found = known_speeds(backend, next((blob.source.path for blob in files.blobs), None))
+def _measure_speeds(backend: Backend, files: CachedFiles, *, unpacks: bool) -> Speeds:
+    found = known_speeds(backend, next((blob.source.path for blob in files.blobs), None), unpacks=unpacks)
     h2d = found.h2d if backend.has_streams else _IN_PLACE
-    return Speeds(h2d=h2d, drive=found.drive or ASSUMED_DRIVE)
+    return Speeds(h2d=h2d, drive=found.drive or ASSUMED_DRIVE, unpack=found.unpack or ASSUMED_UNPACK)

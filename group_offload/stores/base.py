@@ -13,6 +13,7 @@ from ..base.layout import BlobLayout, as_bytes
 from ..base.pagemap import NO_LOOKS, Looks
 from .moves import Move, Stage
 from .origin import Origin
+from .packed import PackedImage
 
 
 class Tier(Enum):
@@ -129,6 +130,47 @@ class PlacedBlob(NamedTuple):
     label: str
     """The name of the group that the blob belongs to."""
     blob: Blob
+    packed: PackedImage | None = None
+    """The packed bytes of the blob, if they are what is sent."""
+    on_device: torch.Tensor | None = None
+    """The same bytes in memory of the device, if they stay there: then nothing is sent."""
+
+    def moves(self) -> list[Move]:
+        """How the blob gets to the slot."""
+        if self.packed is None:
+            return self.blob.moves(self.at, self.label)
+        return [self.packed.unpack(self.at, self.label, self.on_device)]
+
+    @property
+    def tier(self) -> Tier:
+        """Where its bytes are sent from."""
+        return self.blob.tier if self.packed is None else Tier.RAM
+
+    @property
+    def sent_bytes(self) -> int:
+        if self.packed is None:
+            return self.blob.layout.num_bytes
+        return self.packed.num_bytes if self.on_device is None else 0
+
+
+class PlacedImage(NamedTuple):
+    """Packed bytes that go to a slot as they are, to stay on the device."""
+
+    at: int
+    """The byte of the slot that they begin at."""
+    label: str
+    image: PackedImage
+
+    @property
+    def tier(self) -> Tier:
+        return Tier.RAM
+
+    def moves(self) -> list[Move]:
+        return [self.image.copy(self.at)]
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.image.num_bytes
 
 
 def belongs_to_checkpoints(blob: Blob) -> bool:

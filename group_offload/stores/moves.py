@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..base.reading import BLOCK
+from ..packing.codec import unpack
+from ..packing.layout import PackedLayout
 from .source import Proof, SourceFile
 
 
@@ -72,7 +74,27 @@ class Read:
     """A check of the bytes. It is shown what was read, in the order of the moves."""
 
 
-Move = Copy | Stage | Read
+@dataclass(frozen=True, slots=True, eq=False)
+class Unpack:
+    """Packed bytes, which the device unpacks into the slot."""
+
+    at: int
+    """The byte of the slot that the first byte goes to."""
+    num_bytes: int
+    layout: PackedLayout
+    packed: torch.Tensor
+    """The packed bytes, flat uint8, in page-locked memory or on the device."""
+    label: str
+    """The name of the group that needs the bytes, for traces."""
+    is_on_device: bool
+    """Whether the packed bytes are on the device already."""
+
+    def kernel(self, packed: torch.Tensor, target: torch.Tensor) -> None:
+        """Unpack on the current stream: see `Backend.transform`."""
+        unpack(packed, self.layout, target)
+
+
+Move = Copy | Stage | Read | Unpack
 
 
 def joined(moves: Iterable[Move]) -> list[Move]:

@@ -121,13 +121,26 @@ class Segment:
                 raise _no_room(self._num_bytes, error) from error
             self._twice.seal()
 
-    def lock(self, limit: LockLimit) -> None:
-        """Page-lock the memory. If the device refuses, memory that the driver allocates serves, else pageable RAM."""
-        if self._pins:
+    def lock(self, limit: LockLimit | None) -> None:
+        """Page-lock the memory. If the device refuses, memory that the driver allocates serves, else pageable RAM.
+
+        Args:
+            limit: None for memory that is not to be locked, because packed bytes are sent in place of it.
+        """
+        if self._pins and limit is not None:
             self._lock = limit.lock(self.bytes, self._wait)
             self.is_locked = self._lock is not None or self._fall_back(limit)
         if not self.is_locked:
             self.pageable = PageableMemory(self.bytes)
+
+    def lock_after_all(self, limit: LockLimit) -> None:
+        """Page-lock memory that blobs rest in by now, if the device allows it."""
+        if self._pins and not self.is_locked:
+            self._lock = limit.lock(self.bytes, self._wait)
+            if self._lock is not None:
+                self.is_locked, self.pageable = True, None
+                for blob in self._blobs:
+                    blob.find_tier()
 
     def unlock(self, limit: LockLimit) -> None:
         """Give up the lock, for memory that needs it more."""
@@ -297,11 +310,16 @@ class RamBlob:
         assert self.store.pageable is not None
         return [Read(at, self.layout.num_bytes, self.store.pageable, self.start, False, label)]
 
+    @property
+    def sent_bytes(self) -> torch.Tensor:
+        """The bytes of the blob as they are sent. Edits that were not committed yet are not among them."""
+        return self.store.bytes[self.start : self.start + self.layout.num_bytes]
+
     def locked_bytes(self) -> torch.Tensor | None:
         """The bytes of the blob in page-locked memory; None if weights at rest may have other bytes."""
         if not self.store.is_locked or self.is_outdated or self.store.may_have_edits():
             return None
-        return self.store.bytes[self.start : self.start + self.layout.num_bytes]
+        return self.sent_bytes
 
     def close(self, *, forget: bool) -> None:
         if self._is_open:

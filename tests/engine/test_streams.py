@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from group_offload import GroupFileError, apply_group_offloading
-from group_offload.runtime import engine, memory, passes, placer
-from group_offload.runtime.copies import jobs, reader, staging, transfer
+from group_offload import GroupFileError, apply_group_offloading, free_slots
+from group_offload.plan.placement import Placement
+from group_offload.runtime import engine, memory, packer, passes, placer
+from group_offload.runtime.budget.budgeter import Budgeter
+from group_offload.runtime.copies import jobs, reader, room, staging, transfer
 from group_offload.runtime.copies import last as copies
 from group_offload.runtime.copies.transfer import Transfer
 from group_offload.runtime.foresight import lookahead
 from group_offload.runtime.foresight.schedule import Schedule
-from group_offload.runtime.slots import arena
+from group_offload.runtime.slots import arena, berths
 from group_offload.runtime.slots import slot as slots
 from group_offload.stores import pinned
 from group_offload.stores.source import SourceFile
@@ -49,11 +52,13 @@ from ..support.on_device import (
     offload,
     on_their_way,
     options_for,
+    packing,
     raise_interrupt,
 )
 from ..support.reads import held_reads, hold_what_the_next_pass_needs, many_frames, watch_file_reads
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.speeds import KNOWN_SPEEDS
 from ..support.tuning import tune
 
 OPTIONS: list[dict[str, Any]] = [
@@ -74,6 +79,9 @@ OPTIONS: list[dict[str, Any]] = [
     {"use_stream": True, "num_blocks_per_group": 3},
     {"is_told_of_edits": False},
     {"is_told_of_edits": False, "record_stream": True, "offload_type": "leaf_level"},
+    {"pack": True},
+    {"pack": True, "in_checkpoint": True, "record_stream": True},
+    {"pack": True, "use_stream": False, "non_blocking": True},
 ]
 
 
@@ -716,6 +724,150 @@ def test_cut_into_groups_again_right_after_a_forward(options: dict[str, Any]) ->
         assert device.pinned_bytes == 0 and device.allocated_bytes == 0
 
 
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}], ids=str)
+def test_packed_weights_are_on_their_way(options: dict[str, Any]) -> None:
+    """Another model of the same size takes the slots and the berths; Ctrl-C comes; the module is cut again; it is removed."""
+    device = SimulatedDevice(0, "lazy")
+    one, two = (RoutedModel([600] * 4).bfloat16() for _ in range(2))
+    resident, other = copy.deepcopy(one), copy.deepcopy(two)
+    x = torch.randn(2, DIM).bfloat16()
+    with packing(), use_simulated_device(device), pytest.MonkeyPatch.context() as patch:
+        handles = [offload(model, pack=True, **options) for model in (one, two)]
+        outputs = []
+        for _ in range(2):
+            outputs += [(forward(device, one, x), run(resident, x)) for _ in range(2)]
+            assert on_their_way(device) > 0
+            outputs += [(forward(device, two, x), run(other, x)) for _ in range(2)]
+        for index, name in enumerate(("copy", "transform")):
+            real, num_calls = getattr(device, name), 0
+
+            def interrupted(*args: Any, real: Any = real, **kwargs: Any) -> Any:
+                nonlocal num_calls
+                num_calls += 1
+                if num_calls == 3:
+                    raise KeyboardInterrupt
+                return real(*args, **kwargs)
+
+            patch.setattr(device, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                forward(device, (one, two)[index], x)
+            patch.setattr(device, name, real)
+            outputs.append((forward(device, two, x), run(other, x)))
+            outputs.append((forward(device, one, x), run(resident, x)))
+        large = RoutedBlock(900, counts=False).bfloat16()
+        one.blocks[2], resident.blocks[2] = large, copy.deepcopy(large)
+        outputs += [(forward(device, one, x), run(resident, x)) for _ in range(2)]
+        for handle in handles:
+            assert handle.stats().bytes_unpacked
+            handle.remove()
+        assert device.pinned_bytes == 0 and device.allocated_bytes == 0
+        for output, expected in outputs:
+            assert torch.equal(device.get(output), expected)
+        one.alive.clear()
+        two.alive.clear()
+
+
+def test_a_model_is_packed_while_its_files_are_read() -> None:
+    """With "auto": what the next pass needs first is being read as that pass begins, and everything is packed."""
+    device = SimulatedDevice(0, "lazy")
+    model = RoutedModel([600] * 4).bfloat16()
+    resident = copy.deepcopy(model)
+    x = torch.randn(2, DIM).bfloat16()
+    with (
+        packing(),
+        use_simulated_device(device),
+        watch_file_reads(device),
+        held_reads("blocks_0") as held,
+        options_for({"in_files": True}) as options,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        tune(patch, locked_share=0.0)  # until then files are read
+        handle = offload(model, pack="auto", **options)
+        forward(device, model, x)
+        hook = hold_what_the_next_pass_needs(model, held)
+        outputs = [forward(device, model, x)]
+        hook.remove()
+        assert engine_of(handle).transfer._reader._submitted
+        tune(patch, locked_share=0.5)
+        patch.setattr(Budgeter, "has_learnt_to_pack", True)
+        patch.setattr(Budgeter, "gain_from_packing", lambda *args: 0.5)
+        threading.Timer(0.2, held.open).start()
+        outputs += [forward(device, model, x) for _ in range(3)]
+        assert handle.stats().bytes_unpacked
+        for output in outputs:
+            assert torch.equal(device.get(output), run(resident, x))
+        model.alive.clear()
+        handle.remove()
+        assert device.pinned_bytes == 0
+
+
+def test_berths_go_to_another_model_while_they_are_unpacked_from() -> None:
+    """A group is on its way to memory that stays with the first model. The other one takes the slots and the berths."""
+    device = SimulatedDevice(0, "lazy")
+    one, two = (RoutedModel([600] * 4).bfloat16() for _ in range(2))
+    x = torch.randn(2, DIM).bfloat16()
+    expected = run(two, x)
+    with packing(), use_simulated_device(device):
+        handles = [offload(model, pack=True) for model in (one, two)]
+        device.get(forward(device, one, x))
+        engine = engine_of(handles[0])
+        group = next(group for group in engine.groups if group.packed_bytes)
+        memory, ready = device.empty(group.num_bytes), device.new_event()
+        allocated = device.new_event()
+        allocated.record(device.current_stream())
+        berths = engine._memory.berths
+        engine.transfer.send(group.blobs_at(0), memory, [allocated], ready, berths=berths)
+        assert torch.equal(device.get(forward(device, two, x)), expected)
+        device.current_stream().wait_event(ready)
+        device.synchronize()
+        for view, weight in zip(group.parts[0].blob.layout.views(memory), group.parts[0].rest, strict=True):
+            assert torch.equal(device.get(view), weight)
+        del memory, view
+        one.alive.clear()
+        two.alive.clear()
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}], ids=str)
+@pytest.mark.parametrize("share", [0.75, 1.0])
+def test_packed_weights_stay_on_the_device(share: float, options: dict[str, Any]) -> None:
+    """Two models displace one another's groups, packed or not, while these are on their way, or are unpacked."""
+    device = SimulatedDevice(0, "lazy")
+    residents = [RoutedModel([2400] * 10).bfloat16() for _ in range(2)]
+    models = copy.deepcopy(residents)
+    x = torch.randn(2, DIM).bfloat16()
+    num_bytes = sum(parameter.nbytes for parameter in models[0].parameters())
+    with packing(), use_simulated_device(device), pytest.MonkeyPatch.context() as patch:
+        tune(patch, device_margin_bytes=0)
+        slow = replace(KNOWN_SPEEDS, h2d=2, drive=1)
+        patch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: slow)
+        budget = int(share * num_bytes)
+        handles = [offload(model, pack=True, vram_budget=budget, **options) for model in models]
+        outputs = []
+        places = set()
+        for number in range(4):
+            for model, resident, handle in zip(models, residents, handles, strict=True):
+                outputs += [(forward(device, model, x), run(resident, x)) for _ in range(2)]
+                assert handle.plan.details is not None
+                places |= {*handle.plan.details.placements}
+                if number == 3:
+                    free_slots()  # what is unpacked ahead of the next pass is read meanwhile
+                if number == 2:
+                    with torch.no_grad():
+                        for twin in (model, resident):
+                            twin.blocks[number].up.weight.mul_(2)
+        assert Placement.PACKED in places
+        for output, expected in outputs:
+            assert torch.equal(device.get(output), expected)
+        assert device.peak_bytes_in_use() <= budget
+        del outputs, output
+        for model, handle in zip(models, handles, strict=True):
+            model.alive.clear()
+            handle.remove()
+        assert device.pinned_bytes == 0 and device.allocated_bytes == 0
+
+
 INTERRUPTED: list[tuple[Any, str, int]] = [
     (Transfer, "send", 0),
     (Transfer, "send", 2),
@@ -811,7 +963,8 @@ NO_ORDER = {("Reader", "_next")}
 def find_waits() -> list[tuple[Any, str, int]]:
     """Every statement of the engine that only orders work: (class, method, index of the statement)."""
     found = []
-    modules = (copies, engine, passes, placer, lookahead, memory, slots, arena, transfer, jobs, reader, staging, pinned)
+    weights = (engine, passes, placer, packer, lookahead, memory)
+    modules = (copies, *weights, slots, arena, berths, transfer, jobs, room, reader, staging, pinned)
     for module in modules:
         for node in ast.parse(Path(module.__file__ or "").read_text()).body:
             if isinstance(node, ast.ClassDef):
@@ -887,6 +1040,12 @@ def scenarios() -> Iterator[partial[Any]]:
         for where in INTERRUPTED:
             yield partial(test_an_interrupt_in_the_middle_of_the_engine, options, where)
     yield partial(test_slots_go_to_another_model_while_copies_to_them_are_on_their_way)
+    for options in either:
+        yield partial(test_packed_weights_are_on_their_way, options)
+        for share in (1.0, 0.75):
+            yield partial(test_packed_weights_stay_on_the_device, share, options)
+    yield partial(test_berths_go_to_another_model_while_they_are_unpacked_from)
+    yield partial(test_a_model_is_packed_while_its_files_are_read)
     yield partial(test_files_and_pageable_ram_go_through_the_staging_buffers_in_turn)
     for options in (*either, {"in_files": True}):
         yield partial(test_removed_right_after_a_forward, options)
@@ -901,6 +1060,7 @@ FIRST: list[tuple[int, dict[str, Any]]] = [
     (0, {"is_told_of_edits": False}),
     (0, {"offload_type": "leaf_level"}),
     (0, {"in_files": True, "use_stream": False}),
+    (0, {"pack": True}),
     (1, {"in_files": True}),
 ]
 

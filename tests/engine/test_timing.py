@@ -38,7 +38,7 @@ COMPUTE = 19 * DOUBLE_SECONDS + 38 * SINGLE_SECONDS + REST_SECONDS
 class Timed(nn.Module):
     def __init__(self, num_bytes: int, seconds: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(num_bytes // 4), requires_grad=False)
+        self.weight = nn.Parameter(torch.zeros(num_bytes // 2, dtype=torch.bfloat16), requires_grad=False)
         self.seconds = seconds
         self.device: Any = None
 
@@ -69,6 +69,7 @@ def _sizes_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def offloaded(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[tuple[TimedDevice, Flux, OffloadHandle]]:
+    tune(monkeypatch, min_packed_bytes=tuning().min_packed_bytes // SCALE)
     device = TimedDevice(LINK)
     speeds = replace(KNOWN_SPEEDS, h2d=int(LINK))
     monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **kwargs: speeds)
@@ -109,6 +110,63 @@ def test_streaming_everything_takes_what_the_link_takes(
         assert handle.plan.details is not None and handle.plan.details.measured_seconds is not None
         assert max(times) == pytest.approx(handle.plan.step_seconds, rel=0.01)
         assert max(times) == pytest.approx(handle.plan.details.prediction.step_seconds, rel=0.02)
+
+
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}], ids=str)
+def test_packed_weights_take_what_the_link_takes_for_them(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with offloaded(monkeypatch, pack=True, **options) as (device, model, handle):
+        steps(device, model, 8)
+        before = device.copied_bytes
+        times = steps(device, model, 3)
+        sent = (device.copied_bytes - before) / 3
+        assert sent <= 0.72 * sum(parameter.nbytes for parameter in model.parameters())
+        assert max(times) <= 1.01 * limit(sent, COMPUTE)
+        assert max(times) == pytest.approx(handle.plan.step_seconds, rel=0.01)
+        assert handle.plan.details is not None
+        assert max(times) == pytest.approx(handle.plan.details.prediction.step_seconds, rel=0.03)
+
+
+@pytest.mark.parametrize("factor", [1.0, 4.0])
+@pytest.mark.parametrize("share", [None, 0.25])
+def test_auto_packs_only_where_that_is_faster(
+    share: float | None, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first passes measure compute. If it sets the time of a pass, nothing is packed."""
+    total = sum(parameter.nbytes for parameter in Flux().parameters())
+    budget = None if share is None else int(total * share)
+    with offloaded(monkeypatch, pack="auto", vram_budget=budget) as (device, model, handle):
+        device.scale = factor
+        first = steps(device, model, 3)
+        assert not handle.stats().packed_bytes
+        later = steps(device, model, 9)
+        if factor > 1:
+            assert not handle.stats().packed_bytes
+            return
+        assert handle.stats().packed_bytes > 0.68 * total and later[-1] < 0.85 * first[-1]
+        assert handle.stats().pinned_bytes < 0.72 * total
+        assert budget is None or device.peak_bytes_in_use() <= budget
+
+
+@pytest.mark.parametrize("percent", [15, 25, 40, 60, 80])
+def test_budgets_reach_their_limit_with_packed_weights(percent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No slower than what is sent takes, within the budget, and less is sent than of plain weights."""
+    total = sum(parameter.nbytes for parameter in Flux().parameters())
+    budget = total * percent // 100
+    with offloaded(monkeypatch, vram_budget=budget, pack=True) as (device, model, handle):
+        steps(device, model, 8)
+        device.reset_peak()
+        before = device.copied_bytes
+        times = steps(device, model, 3)
+        sent = (device.copied_bytes - before) / 3
+        details = handle.plan.details
+        assert details is not None
+        assert max(times) <= 1.005 * max(limit(sent, COMPUTE), details.prediction.step_seconds)
+        assert device.peak_bytes_in_use() <= budget
+        # What the room beside slots and berths does not hold, packed, but for whole groups.
+        room = budget - (2 + 2 * 0.7) * DOUBLE - REST
+        assert max(times) <= 1.01 * limit(0.7 * total - room + total // 16, COMPUTE)
 
 
 @pytest.mark.parametrize("percent", [10, 12, 20, 25, 33, 40, 50, 55, 60, 64, 66, 70, 72, 75, 80, 90, 100])

@@ -83,6 +83,9 @@ MODES: list[dict[str, Any]] = [
     {"use_stream": False},
     {"use_stream": False, "non_blocking": True},
     {"low_cpu_mem_usage": True},
+    {"pack": True},
+    {"pack": True, "record_stream": True},
+    {"pack": True, "offload_type": "leaf_level"},
 ]
 
 

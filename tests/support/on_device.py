@@ -23,6 +23,7 @@ from .models import DIM, RoutedModel, Stop, stay
 from .reads import late_reads, watch_file_reads
 from .rigs import run
 from .simulated import SimulatedDevice, use_simulated_device
+from .tuning import tune
 
 MODES: list[dict[str, Any]] = [
     {},
@@ -43,6 +44,14 @@ def from_file(model: nn.Module, path: Path) -> nn.Module:
     return loaded
 
 
+@contextmanager
+def packing() -> Iterator[None]:
+    """Let small blobs be packed, and what rests in files."""
+    with pytest.MonkeyPatch.context() as patch:
+        tune(patch, min_packed_bytes=4096, locked_share=0.5)
+        yield
+
+
 def offload(model: nn.Module, **options: Any) -> OffloadHandle:
     return apply_group_offloading(model, "cpu", **options)  # what the simulated device stands for
 
@@ -59,15 +68,21 @@ def exercise(seed: int, laziness: Any, options: dict[str, Any], *, num_passes: i
     rng = random.Random(seed)
     torch.manual_seed(seed)
     device = SimulatedDevice(seed, laziness)
-    widths = [rng.choice([4, 8, 8, 24, 40]) for _ in range(rng.randint(1, 6))]
+    is_packed = bool(options.get("pack"))
+    choices = [4, 24, 600, 600, 900] if is_packed else [4, 8, 8, 24, 40]  # the small ones are not worth packing
+    widths = [rng.choice(choices) for _ in range(rng.randint(1, 6))]
     model = RoutedModel(widths, counts=rng.random() < 0.3)
+    dtype = torch.bfloat16 if is_packed else torch.float32
+    model.to(dtype)
     resident = copy.deepcopy(model)
-    other = RoutedModel([rng.choice([8, 32])] * 2)
+    other = RoutedModel([rng.choice([8, 32])] * 2).to(dtype)
     other_resident = copy.deepcopy(other)
     streams = [device.current_stream(), device.new_stream()]
     with ExitStack() as stack:
         stack.enter_context(use_simulated_device(device))
         stack.enter_context(watch_file_reads(device))
+        if is_packed:
+            stack.enter_context(packing())
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         if options.get("in_checkpoint"):
             model = from_file(resident, Path(folder) / "model.safetensors")
@@ -92,7 +107,7 @@ def exercise(seed: int, laziness: Any, options: dict[str, Any], *, num_passes: i
             model.stop_at = resident.stop_at = rng.randrange(len(route)) if route and rng.random() < 0.15 else -1
             if rng.random() < 0.3:  # blocks that compute on streams of their own, one after another
                 model.on_block = hop_between(device, streams)
-            x = torch.randn(3, DIM)
+            x = torch.randn(3, DIM).to(dtype)
             stream = rng.choice(streams)
             try:
                 outputs.append((forward(device, model, x, stream), run(resident, x)))

@@ -422,6 +422,18 @@ class SimulatedDevice:
                 torch.autograd.graph.increment_version(target)  # the copy itself goes through an alias
             self._copy(target, source, stream, blocking=blocking)
 
+    def transform(
+        self,
+        kernel: Callable[[torch.Tensor, torch.Tensor], None],
+        target: torch.Tensor,
+        source: torch.Tensor,
+        stream: Any,
+    ) -> None:
+        with self._host_call():
+            assert self._on_device(target) and self._on_device(source), "Kernels read and write device memory only."
+            into, out_of = self._alias(target), self._alias(source)
+            self._enqueue(stream, "unpack", lambda: kernel(out_of, into), reads=[source], writes=[target])
+
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """A device copy of a host tensor."""
         with self._host_call():

@@ -54,6 +54,7 @@ class TimedDevice:
         self._capacity = capacity
         self.copied_bytes = 0
         self.copy_seconds = 0.0
+        self.unpacked_bytes_per_second = 20 * bytes_per_second
         self.scale = 1.0
         """Compute takes that many times what it is told to."""
 
@@ -133,6 +134,9 @@ class TimedDevice:
         self._link = stream.now = begun + seconds
         self.copied_bytes += target.numel()
         self.copy_seconds += seconds
+
+    def transform(self, kernel: Any, target: torch.Tensor, source: torch.Tensor, stream: TimedStream) -> None:
+        stream.now += target.numel() / self.unpacked_bytes_per_second
 
     def pin(self, memory: torch.Tensor, undo: list[Callable[[], None]], *, read_only: bool = False) -> bool:
         return True

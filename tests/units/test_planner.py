@@ -31,7 +31,7 @@ from group_offload.plan.planner import Plan, least_seconds, make_plan
 from group_offload.plan.ram_shares import ComponentLoad, share_ram
 
 MIB, GIB = 1 << 20, 1 << 30
-D, R, F = Placement.DEVICE, Placement.RAM, Placement.FILE
+D, P, R, F = Placement.DEVICE, Placement.PACKED, Placement.RAM, Placement.FILE
 NO_BUDGETS = Budgets(device_bytes=None, ram_bytes=None)
 ROUND_SPEEDS = Speeds(h2d=100 * MIB, drive=10 * MIB)
 """So that 100 MiB are a second on the link, and ten from the drive."""
@@ -301,6 +301,70 @@ def test_gain_without_budgets() -> None:
     assert plan.gain_from(ram_bytes=GIB) == 0.0
 
 
+# Packed bytes
+
+
+def packed(groups: Sequence[PlannedGroup], ratio: float = 0.7) -> list[PlannedGroup]:
+    return [replace(group, packed_bytes=int(group.num_bytes * ratio)) for group in groups]
+
+
+def test_packed_bytes_cross_the_link_and_are_unpacked() -> None:
+    groups = packed(groups_of([100 * MIB] * 4, 0.1, in_file=False), 0.5)
+    problem = problem_of(groups, speeds=Speeds(h2d=100 * MIB, drive=MIB, unpack=1000 * MIB))
+    prediction = simulate(problem, [R] * 4)
+    assert (prediction.h2d_bytes, prediction.unpack_bytes) == (200 * MIB, 400 * MIB)
+    assert prediction.step_seconds == pytest.approx(2.0)  # the link: compute and unpacking take 0.8 s beside it
+    assert (prediction.bound, prediction.unpack_seconds) == ("PCIe", pytest.approx(0.4))
+    on_device = simulate(problem, [P] * 4)
+    assert (on_device.h2d_bytes, on_device.step_seconds, on_device.bound) == (0, pytest.approx(0.8), "compute")
+    assert on_device.stall_seconds == pytest.approx(0.0)
+
+
+def test_what_is_read_from_a_file_is_not_packed() -> None:
+    problem = problem_of(packed(groups_of([10 * MIB] * 4)))
+    prediction = simulate(problem, [F] * 4)
+    assert (prediction.drive_bytes, prediction.h2d_bytes, prediction.unpack_bytes) == (40 * MIB, 40 * MIB, 0)
+
+
+def test_a_group_that_is_not_packed_cannot_stay_packed() -> None:
+    with pytest.raises(ValueError, match="not packed"):
+        simulate(problem_of(groups_of([MIB])), [P])
+
+
+def test_groups_stay_packed_where_they_do_not_fit_as_they_are() -> None:
+    """With more room first all of them stay packed, and nothing is sent; then ever more of them stay as they are."""
+    groups = packed(groups_of([100 * MIB] * 12, 0.1, in_file=False))
+    problem = problem_of(groups, speeds=Speeds(h2d=100 * MIB, drive=MIB, unpack=2000 * MIB))
+    some = make_plan(within(problem, (200 + 140 + 5 * 70) * MIB))
+    assert set(some.placements) <= {P, R, D} and some.prediction.h2d_bytes <= 7 * 70 * MIB
+    all_packed = make_plan(within(problem, (200 + 12 * 70) * MIB))
+    assert all_packed.placements == (P,) * 12 and not all_packed.prediction.h2d_bytes
+    mixed = make_plan(within(problem, (200 + 12 * 70 + 3 * 30) * MIB))
+    assert sorted(mixed.placements) == [D] * 3 + [P] * 9
+    assert mixed.prediction.step_seconds < all_packed.prediction.step_seconds
+    everything = make_plan(within(problem, 1200 * MIB))
+    assert everything.placements == (D,) * 12
+
+
+def test_packed_groups_rest_in_ram_and_on_the_device_where_both_are_limited() -> None:
+    """Berths take room on the device only once a packed group rests in RAM."""
+    groups = packed(flux(in_file=True).groups)
+    problem = replace(flux(in_file=True), groups=tuple(groups))
+    for device, ram in ((4, 6), (8, 12), (6, 20)):
+        plan = make_plan(within(problem, device * GIB, ram * GIB))
+        assert_sound(plan)
+        assert plan.ram_bytes > 0.9 * min(ram * GIB, 0.7 * sum(group.num_bytes for group in groups) - device * GIB)
+        assert plan.prediction.step_seconds <= 1.1 * plan.prediction.limit_seconds
+
+
+def test_slow_unpacking_is_no_reason_to_pack() -> None:
+    """Of two problems that differ in that the one with packed bytes is slower: see `Placer` for who compares them."""
+    groups = groups_of([100 * MIB] * 6, 0.9, in_file=False)
+    slow = Speeds(h2d=100 * MIB, drive=MIB, unpack=200 * MIB)
+    plain, with_packed = make_plan(problem_of(groups, speeds=slow)), make_plan(problem_of(packed(groups), speeds=slow))
+    assert with_packed.prediction.step_seconds > plain.prediction.step_seconds
+
+
 # Properties
 
 
@@ -308,6 +372,7 @@ def test_gain_without_budgets() -> None:
 def problems(draw: st.DrawFn, min_groups: int = 1, max_groups: int = 6) -> Problem:
     """Budgets are from the smallest that works to all that there is, or not given."""
     size = st.one_of(st.sampled_from([10, 50, 90]), st.integers(0, 100))
+    is_any_packed = draw(st.booleans())
     seconds = draw(st.sampled_from([0.0, 0.3, 1.0, 3.0]))
     group = st.builds(
         PlannedGroup,
@@ -318,12 +383,19 @@ def problems(draw: st.DrawFn, min_groups: int = 1, max_groups: int = 6) -> Probl
         may_reside=st.sampled_from([True, True, True, False]),
     )
     groups = draw(st.lists(group, min_size=min_groups, max_size=max_groups))
+    if is_any_packed:
+        ratios = st.sampled_from([0.0, 0.7, 0.7, 0.9])
+        groups = [replace(group, packed_bytes=int(group.num_bytes * draw(ratios))) for group in groups]
     again = draw(st.lists(st.integers(0, len(groups) - 1), max_size=2))
     first = draw(st.integers(0, min(1, len(groups) - 1)))
     problem = problem_of(
         groups,
         order=[*range(first, len(groups)), *again],
-        speeds=Speeds(h2d=100 * MIB, drive=draw(st.sampled_from([10, 60, 300])) * MIB),
+        speeds=Speeds(
+            h2d=100 * MIB,
+            drive=draw(st.sampled_from([10, 60, 300])) * MIB,
+            unpack=draw(st.sampled_from([80, 400, 4000])) * MIB,
+        ),
         num_slots=draw(st.integers(1, 3)),
         staging_bytes=draw(st.sampled_from([0, 30, 256])) * MIB,
     )
@@ -334,14 +406,16 @@ def problems(draw: st.DrawFn, min_groups: int = 1, max_groups: int = 6) -> Probl
 
 
 def budget(share: float | None, smallest: int, total: int) -> int | None:
-    return None if share is None else smallest + int(share * (total - smallest))
+    return None if share is None else smallest + int(share * max(0, total - smallest))
 
 
 def placements(problem: Problem) -> Iterator[tuple[Placement, ...]]:
     """All that fit, with groups that no use needs where a plan leaves them."""
     choices = []
     for index, group in enumerate(problem.groups):
-        places = [R, D] if group.may_reside and problem.budgets.device_bytes is not None else [R]
+        places = [R]
+        if group.may_reside and problem.budgets.device_bytes is not None:
+            places = [R, D, P] if group.packed_bytes else [R, D]
         places += [F] if group.is_in_file and problem.budgets.ram_bytes is not None else []
         unused = [F] if group.is_in_file else [R]
         choices.append(places if index in problem.order else unused)
@@ -361,7 +435,11 @@ def footprint(problem: Problem, places: Sequence[Placement]) -> tuple[int, int]:
     both = list(zip(problem.groups, places, strict=True))
     slots = sum(nlargest(problem.num_slots, (group.num_bytes for group, place in both if place is not D)))
     resident = sum(group.num_bytes for group, place in both if place is D)
-    return resident + slots, sum(group.num_bytes for group, place in both if place is R or not group.is_in_file)
+    resident += sum(group.packed_bytes for group, place in both if place is P)
+    berths = 2 * max((group.packed_bytes for group, place in both if place is R), default=0)
+    ram = sum(group.num_bytes + group.packed_bytes for group in problem.groups if not group.is_in_file)
+    in_ram = [group for group, place in both if place in (R, P) and group.is_in_file]
+    return resident + slots + berths, ram + sum(group.packed_bytes or group.num_bytes for group in in_ram)
 
 
 def assert_sound(plan: Plan) -> None:

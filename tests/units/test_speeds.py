@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from group_offload import ConfigError, GroupFileError, apply_group_offloading
-from group_offload.base.device import Backend, HostBackend
+from group_offload.base.device import Backend, HostBackend, backend_for
 from group_offload.base.mapping import cached_bytes, flat_view, map_page_cache
 from group_offload.cli.outline import find_checkpoint
 from group_offload.plan import speeds
 from group_offload.plan.speeds import MachineSpeeds, filesystem_of, known_speeds, measure, record, record_file, recorded
 
 from ..support.simulated import SimulatedDevice, use_simulated_device
-from ..support.speeds import MIB, SIZES, SPEEDS
+from ..support.speeds import KNOWN_SPEEDS, MIB, SIZES, SPEEDS
 
 
 @pytest.fixture(autouse=True)
@@ -334,3 +334,24 @@ def test_where_it_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         assert record_file() == tmp_path / ".cache" / "group_offload" / "speeds.json"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
     assert record_file() == tmp_path / "x" / "group_offload" / "speeds.json"
+
+
+def test_how_fast_a_device_unpacks() -> None:
+    """On the simulated device a second is one thing that ran."""
+    with use_simulated_device(SimulatedDevice(0, "eager")) as device:
+        speed = speeds.measure_unpacking(device, 1 << 16)
+        assert speed is not None and 0 < speed <= 1 << 16
+        assert device.allocated_bytes == 0
+
+
+def test_it_is_measured_once_and_only_if_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = replace(KNOWN_SPEEDS, device=speeds.device_name(backend_for(torch.device("cpu"))))
+    kept, asked = [known], list[object]()
+    monkeypatch.setattr(speeds, "recorded", lambda: kept)
+    monkeypatch.setattr(speeds, "record", lambda found: kept.insert(0, found))
+    monkeypatch.setattr(speeds, "measure_unpacking", lambda backend: asked.append(backend) or 7)
+    backend = backend_for(torch.device("cpu"))
+    assert speeds.known_speeds(backend, None).unpack is None and not asked
+    for _ in range(2):
+        assert speeds.known_speeds(backend, None, unpacks=True).unpack == 7
+    assert len(asked) == 1

@@ -102,10 +102,13 @@ _budgeters: weakref.WeakSet[Budgeter] = weakref.WeakSet()
 class Budgeter:
     """Keeps a module within its budgets. An engine owns it, and uses it under the engine's lock."""
 
-    def __init__(self, backend: Backend, speeds: Callable[[], Speeds], num_slots: int) -> None:
+    def __init__(
+        self, backend: Backend, speeds: Callable[[], Speeds], packed_bytes: Callable[[Group], int], num_slots: int
+    ) -> None:
         """
         Args:
             speeds: Function that returns the speeds. It is called once, when they are first needed.
+            packed_bytes: Function that returns what is sent of a group if it is packed; 0 if it is not to be packed.
         """
         _budgeters.add(self)
         self._backend = backend
@@ -118,6 +121,7 @@ class Budgeter:
         self.ram_bytes: int | None = None
         """RAM for weights that are in no file, and for page-locked files."""
         self._speeds = cache(speeds)
+        self._packed_bytes = packed_bytes
         self.drive = DriveMeter()
         """The drive's speed, measured in passes."""
         self._num_slots = num_slots
@@ -138,6 +142,8 @@ class Budgeter:
         self._order: tuple[Group, ...] = ()
         self._for: tuple[int | None, int] | None = None
         """The room on the device and the `_num_learnt` that the plan was made for."""
+        self._asked_to_pack = 0
+        """The `_num_learnt` at which `gain_from_packing` was asked last."""
         self._num_learnt = 0
         """The number of times that compute turned out to differ from the planned seconds."""
         self._kind: Kind | None = None
@@ -295,6 +301,7 @@ class Budgeter:
                 compute_seconds=self._seconds.get(group.group_id, 0.0),
                 is_in_file=group.is_in_file,
                 may_reside=group.detects_edits,
+                packed_bytes=self._packed_bytes(group),
             )
             for group in self.groups
         ]
@@ -319,6 +326,32 @@ class Budgeter:
         return frozenset(
             group for group, found in zip(self.groups, self.plan.placements, strict=True) if found is placement
         )
+
+    @property
+    def has_learnt_to_pack(self) -> bool:
+        """Whether `gain_from_packing` may have another answer than the last time: compute was measured since."""
+        is_known = any(len(timed) >= NUM_TIMED for timed in self._timed.values())
+        return is_known and self._num_learnt != self._asked_to_pack
+
+    def gain_from_packing(self, packed_bytes: Callable[[Group], int]) -> float | None:
+        """The share of a pass that would be saved if groups were packed; None if that cannot be told.
+
+        Args:
+            packed_bytes: Function that returns what would be sent of a group then.
+        """
+        self._asked_to_pack = self._num_learnt
+        if self.plan is None:
+            return None
+        now = _as_of(self._problem(self.plan.problem.budgets.device_bytes), self.plan)
+        pairs = zip(now.problem.groups, self.groups, strict=True)
+        packed = [replace(planned, packed_bytes=packed_bytes(group)) for planned, group in pairs]
+        problem = replace(now.problem, groups=tuple(packed))
+        try:
+            then = make_plan(problem).prediction
+        except ConfigError:
+            return None  # the budgets have no room for packed bytes
+        before = now.prediction.step_seconds
+        return 1 - then.step_seconds / before if before else None
 
     # ---------------------------------------------------------------- measurements of passes
 
@@ -460,7 +493,9 @@ def _plan_if_better(problem: Problem, before: Plan) -> Plan:
 
 
 def _is_read(group: Group) -> bool:
-    return any(isinstance(part.blob, FileBlob) and not part.blob.is_locked for part in group.parts)
+    return any(
+        isinstance(part.blob, FileBlob) and not (part.blob.is_locked or part.blob.is_packed) for part in group.parts
+    )
 
 
 def ram_for_weights(

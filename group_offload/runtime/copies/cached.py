@@ -60,11 +60,14 @@ class CachedFiles:
     @property
     def read_through_cache(self) -> list[FileBlob]:
         """The blobs that passes read through the page cache."""
-        return [blob for blob in self.blobs if not (blob.is_direct or blob.is_locked or blob.is_outdated)]
+        return [
+            blob for blob in self.blobs if not (blob.is_direct or blob.is_locked or blob.is_outdated or blob.is_packed)
+        ]
 
     def choose_ways(self) -> None:
         """Decide by the available RAM which blobs are locked, and how the others are read."""
-        for blob in choose_ways(self.blobs, may_lock=self._may_lock):
+        read = [blob for blob in self.blobs if not blob.is_packed]
+        for blob in choose_ways(read, may_lock=self._may_lock):
             self._to_lock.setdefault(blob.source, []).append(blob)
 
     def share_out(self, in_ram: Iterable[FileBlob]) -> None:
@@ -155,4 +158,4 @@ class CachedFiles:
 
     def look(self) -> None:
         """Find out whether some blobs are not locked."""
-        self.are_read = any(not blob.is_locked for blob in self.blobs)
+        self.are_read = any(not (blob.is_locked or blob.is_packed) for blob in self.blobs)

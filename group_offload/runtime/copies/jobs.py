@@ -14,6 +14,7 @@ from ...base.device import Event, Stream
 from ...base.reading import BLOCK, blocks_around
 from ...stores.moves import Read
 from ...stores.source import SourceFile
+from .room import Room
 
 _MAX_READS_PER_CHUNK = 64
 """How many small pieces one thread reads one after another, at most."""
@@ -22,27 +23,36 @@ _MAX_READS_PER_CHUNK = 64
 class Landing:
     """The memory of a slot, and the order of the copies to it among what else is enqueued."""
 
-    __slots__ = ("_after", "memory", "ready", "stream")
+    __slots__ = ("_after", "_has_waited", "_room", "memory", "ready", "stream")
 
-    def __init__(self, memory: torch.Tensor, stream: Stream, after: Sequence[Event], ready: Event) -> None:
+    def __init__(
+        self, memory: torch.Tensor, stream: Stream, after: Sequence[Event], ready: Event, room: Room | None
+    ) -> None:
         """
         Args:
             memory: The slot's memory.
             stream: The stream that copies run on.
             after: Events behind the last use of what was in the memory before: copies wait for all of them.
             ready: The event that is recorded behind the last copy.
+            room: What other streams that write to slots have waited for; None if there is only one such stream.
         """
         self.memory, self.stream, self.ready = memory, stream, ready
-        self._after = after
+        self._after, self._room = after, room
+        self._has_waited = False
 
     def wait_for_room(self) -> None:
         """Let what is enqueued on the stream from now on come after the last use of what was in the memory before.
 
         Repeated calls do nothing.
         """
-        for event in self._after:
-            self.stream.wait_event(event)
-        self._after = ()
+        if self._has_waited:
+            return
+        if self._room is not None:
+            self._room.enter(self.stream, self._after)
+        else:
+            for event in self._after:
+                self.stream.wait_event(event)
+        self._has_waited, self._after = True, ()
 
 
 class ReadJob:

@@ -12,14 +12,16 @@ from ...base.device import Backend, Event, HostBackend, Stream, plain_empty
 from ...base.page_lock import PageLock
 from ...base.torch_internals import is_profiler_enabled
 from ...base.tuning import tuning
-from ...stores.base import PlacedBlob, Tier
-from ...stores.moves import Copy, Move, PageableMemory, Read, Stage, joined
+from ...stores.base import Blob, PlacedBlob, PlacedImage, Tier
+from ...stores.moves import Copy, Move, PageableMemory, Read, Stage, Unpack, joined
 from ..measure.drive import DriveMeter
 from ..measure.recorder import Recorder
 from ..measure.trace import WeightTrace
+from ..slots.berths import Berth, Berths
 from .jobs import Landing, ReadJob
 from .last import LastCopies
 from .reader import Reader
+from .room import Room
 
 NUM_STAGING_BUFFERS = 2
 
@@ -30,10 +32,19 @@ class Transfer:
     Bytes in files are left to a reader: their copies are enqueued later, by other threads, on the same stream.
     """
 
-    def __init__(self, backend: Backend, recorder: Recorder, *, use_stream: bool, blocking: bool) -> None:
+    def __init__(
+        self, backend: Backend, recorder: Recorder, *, use_stream: bool, blocking: bool, unpacks: bool = False
+    ) -> None:
+        """
+        Args:
+            unpacks: Whether some blobs are sent packed.
+        """
         self._backend = backend
         # Copies have a stream of their own, so that they overlap with compute.
         self._copy_stream = backend.new_stream() if use_stream else None
+        # So has unpacking: in the copy stream the link would stand still meanwhile, and while a slot is in use.
+        self._unpack_stream = backend.new_stream() if use_stream and unpacks else None
+        self._room = Room(backend) if self._unpack_stream is not None else None
         self._blocking = blocking
         self._staging: list[tuple[torch.Tensor, Event, PageLock | None]] = []
         self._staging_size = 1
@@ -46,6 +57,7 @@ class Transfer:
         self._num_copies = 0
         self._bytes_locked = 0
         self.bytes_sent = dict.fromkeys(Tier, 0)
+        self.bytes_unpacked = 0
 
     @property
     def num_copies(self) -> int:
@@ -87,6 +99,11 @@ class Transfer:
         return self._copy_stream if self._copy_stream is not None else self._backend.current_stream()
 
     @property
+    def writers(self) -> list[Stream]:
+        """The streams that write to slots: those of copies, and of unpacking."""
+        return [self.stream] if self._unpack_stream is None else [self.stream, self._unpack_stream]
+
+    @property
     def compute_stream(self) -> Stream:
         """The stream that the calling thread computes on."""
         return self._backend.current_stream()
@@ -116,37 +133,52 @@ class Transfer:
 
     def send(
         self,
-        blobs: Sequence[PlacedBlob],
+        blobs: Sequence[PlacedBlob | PlacedImage],
         memory: torch.Tensor,
         after: Sequence[Event],
         ready: Event,
         *,
         job: ReadJob | None = None,
+        berths: Berths | None = None,
     ) -> ReadJob | None:
         """Bring blobs to a slot once all of `after` is reached, and record `ready` behind the last copy.
 
         Args:
             memory: The slot's memory.
             job: The job that `read_ahead` gave for these blobs, if any.
+            berths: Where packed bytes land on the device.
 
         Returns:
             A job if bytes have yet to be read from files: until it is over, `ready` tells nothing. See `ReadJob.wait`.
         """
-        landing = Landing(memory, self.stream, after, ready)
+        moves = _moves_of(blobs)
+        stream = self.stream
+        if self._unpack_stream is not None and any(isinstance(move, Unpack) for move in moves):
+            stream = self._unpack_stream  # it writes to the slot all that goes there: see [Note: The life of a berth]
+        landing = Landing(memory, stream, after, ready, self._room)
         if is_profiler_enabled():
             names = " ".join(dict.fromkeys(placed.label for placed in blobs))
             with record_function(f"group_offload.onload {names}"):
-                return self._send(blobs, landing, job)
-        return self._send(blobs, landing, job)
+                return self._send(blobs, moves, landing, job, berths)
+        return self._send(blobs, moves, landing, job, berths)
 
-    def _send(self, blobs: Sequence[PlacedBlob], landing: Landing, job: ReadJob | None) -> ReadJob | None:
+    def _send(
+        self,
+        blobs: Sequence[PlacedBlob | PlacedImage],
+        moves: Sequence[Move],
+        landing: Landing,
+        job: ReadJob | None,
+        berths: Berths | None,
+    ) -> ReadJob | None:
         stream = landing.stream
-        self.last_copies.expect(stream)
-        moves = _moves_of(blobs)
+        streams = [stream] if stream == self.stream else [stream, self.stream]
+        for each in streams:
+            self.last_copies.expect(each)
         reads = [move for move in moves if isinstance(move, Read)]
         begun, trace = None, self._recorder.trace
-        # Threads record the copies of what they read, when they enqueue them.
-        if trace is not None and (len(reads) < len(moves) or not reads or isinstance(self._backend, HostBackend)):
+        # Threads record the copies of what they read, when they enqueue them, and each packed copy is recorded by itself.
+        is_whole = len(reads) < len(moves) or not reads or isinstance(self._backend, HostBackend)
+        if trace is not None and is_whole and not any(isinstance(move, Unpack) for move in moves):
             self._wait_for_room(landing)
             begun = trace.now(stream)
         has_failed = True
@@ -157,15 +189,18 @@ class Transfer:
                         self._enqueue(landing, move.at, move.memory[move.start : move.start + move.num_bytes])
                     case Stage():
                         self._stage(landing, move)
+                    case Unpack():
+                        self._unpack(landing, move, berths)
             has_failed = False
         finally:  # what was enqueued reads blobs, and writes to the slot, also if the rest cannot be enqueued
             if has_failed or not reads:
                 _record(trace, blobs, begun, stream)
                 landing.ready.record(stream)
-            self.last_copies.record(stream)
+            for each in streams:
+                self.last_copies.record(each)
         for placed in blobs:
-            self.bytes_sent[placed.blob.tier] += placed.blob.layout.num_bytes
-            if placed.blob.tier is Tier.FILE:
+            self.bytes_sent[placed.tier] += placed.sent_bytes
+            if isinstance(placed, PlacedBlob) and placed.tier is Tier.FILE:
                 self._bytes_locked += placed.blob.pinned_bytes
         if not reads:
             return None
@@ -181,6 +216,18 @@ class Transfer:
             return job
         job.wait()  # copies run on the stream that computes: no kernel may come in between
         return None
+
+    def read_now(self, blob: Blob, target: torch.Tensor) -> None:
+        """Bring the bytes of a blob that rests in a file to memory of the CPU.
+
+        Raises:
+            GroupFileError: a file cannot be read.
+        """
+        moves = blob.moves(0, "")
+        for move in moves:
+            if isinstance(move, Copy):
+                target[move.at : move.at + move.num_bytes] = move.memory[move.start : move.start + move.num_bytes]
+        self._reader.read_now(target, [move for move in moves if isinstance(move, Read)])
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
         """Copy device bytes that compute changes before `after` back to the host, and wait for them."""
@@ -243,6 +290,40 @@ class Transfer:
             self._enqueue(landing, stage.at + start, chunk)
             sent.record(landing.stream)
 
+    def _unpack(self, landing: Landing, move: Unpack, berths: Berths | None) -> None:
+        packed, berth = move.packed, None
+        if not move.is_on_device:
+            assert berths is not None
+            berth = berths.next()
+            packed = berth.memory[: packed.numel()]
+            self._fill(berth, packed, move)
+        self._wait_for_room(landing)
+        if berth is not None:
+            landing.stream.wait_event(berth.arrived)
+        trace = self._recorder.trace
+        begun = None if trace is None else trace.now(landing.stream)
+        target = landing.memory[move.at : move.at + move.num_bytes]
+        try:
+            self._backend.transform(move.kernel, target, packed, landing.stream)
+        finally:
+            if berth is not None:
+                berth.unpacked.record(landing.stream)
+        if trace is not None and begun is not None:
+            trace.unpacked(move.label, begun, landing.stream, move.num_bytes)
+        self.bytes_unpacked += move.num_bytes
+
+    def _fill(self, berth: Berth, target: torch.Tensor, move: Unpack) -> None:
+        """Copy packed bytes to a berth. It waits for no slot: see [Note: The life of a berth]."""
+        stream = self.stream
+        stream.wait_event(berth.unpacked)
+        trace = self._recorder.trace
+        begun = None if trace is None else trace.now(stream)
+        self._backend.copy(target, move.packed, stream, blocking=self._blocking)
+        self._num_copies += 1
+        berth.arrived.record(stream)
+        if trace is not None and begun is not None:
+            trace.copied([move.label], begun, stream, target.numel())
+
     def _enqueue(self, landing: Landing, at: int, source: torch.Tensor) -> None:
         self._wait_for_room(landing)
         target = landing.memory[at : at + source.numel()]
@@ -264,9 +345,11 @@ class Transfer:
         return self._staging[self._turn][:2]
 
 
-def _record(trace: WeightTrace | None, blobs: Sequence[PlacedBlob], begun: Event | None, stream: Stream) -> None:
+def _record(
+    trace: WeightTrace | None, blobs: Sequence[PlacedBlob | PlacedImage], begun: Event | None, stream: Stream
+) -> None:
     if trace is not None and begun is not None:
-        num_bytes = sum(placed.blob.layout.num_bytes for placed in blobs)
+        num_bytes = sum(placed.sent_bytes for placed in blobs)
         trace.copied([placed.label for placed in blobs], begun, stream, num_bytes)
 
 
@@ -274,5 +357,5 @@ def _has_memory(reads: Sequence[Read]) -> bool:
     return any(isinstance(read.source, PageableMemory) for read in reads)
 
 
-def _moves_of(blobs: Sequence[PlacedBlob]) -> list[Move]:
-    return joined(move for at, label, blob in blobs for move in blob.moves(at, label))
+def _moves_of(blobs: Sequence[PlacedBlob | PlacedImage]) -> list[Move]:
+    return joined(move for placed in blobs for move in placed.moves())

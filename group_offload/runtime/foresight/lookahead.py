@@ -82,7 +82,13 @@ class LookAhead:
         self._blockers = set()
         self.wraps = wraps
         self._is_last = False
-        self._reads_ram = any(part.blob.tier is Tier.PAGEABLE for group in groups for part in group.parts)
+        self.note_tiers(groups)
+
+    def note_tiers(self, groups: Sequence[Group]) -> None:
+        """Find out how blobs are sent."""
+        self._reads_ram = any(
+            part.blob.tier is Tier.PAGEABLE and part.is_read for group in groups for part in group.parts
+        )
 
     def recover(self, groups: Sequence[Group], *, is_whole: bool) -> None:
         """A pass failed.
@@ -198,6 +204,8 @@ class LookAhead:
             if group in walk.soon or self._memory.was_given_up(group):
                 continue
             if group.slot is None:
+                if has_slots:
+                    self._bring_packed(group)
                 resides = has_slots and self._memory.may_reside(group)
                 ahead = self._ahead.get(group)
                 fits = run and group.height == run[0].height and run_bytes + group.num_bytes <= self._run_limit(run[0])
@@ -341,14 +349,33 @@ class LookAhead:
     def _send(self, run: list[Group], slot: Slot[Group], evicted: list[Slot[Group]]) -> None:
         self._before_send(run)
         job = self._take_ahead(run)
-        blobs = _blobs_of(run)
+        for group in run:
+            self._bring_packed(group)
+        blobs = self._memory.fitting(_blobs_of(run))
         after = self._memory.occupy(slot, run, evicted)
+        after += [group.packed.slot.ready for group in run if group.packed.slot is not None]
         self._counters.onloads += len(run)
         try:
-            slot.job = self._transfer.send(blobs, slot.memory, after, slot.ready, job=job)
+            berths = self._memory.berths
+            slot.job = self._transfer.send(blobs, slot.memory, after, slot.ready, job=job, berths=berths)
         except EXPECTED:  # the forward may catch the error, and call again
             self._memory.free(slot)
             raise
+
+    def _bring_packed(self, group: Group) -> None:
+        """Send packed bytes that are to stay on the device, if they are not there."""
+        packed = group.packed
+        if packed.slot is not None or not self._memory.may_reside(packed):
+            return
+        self._before_send([group])
+        slot = self._memory.resident_slot(packed)
+        after = self._memory.occupy(slot, [packed], [])
+        try:
+            self._transfer.send(packed.blobs_at(0), slot.memory, after, slot.ready)
+        except EXPECTED:
+            self._memory.free(slot)
+            raise
+        slot.waited_on = self._transfer.writers[-1]  # it alone reads the slot, and waits for it each time
 
 
 class _Walk:

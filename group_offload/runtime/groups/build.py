@@ -30,6 +30,7 @@ from ...stores.checkpoint import Checkpoint, CheckpointBlob, FileMap, FileSpan, 
 from ...stores.folder import Folder
 from ...stores.group_file import GroupFile
 from ...stores.origin import Origin, Place
+from ...stores.packed import is_packable
 from ...stores.pinned import RamBlob, Segment
 from .group import Group
 from .part import Part
@@ -50,6 +51,8 @@ def build_groups(
     wait: Callable[[], None],
     casts: Mapping[int, torch.dtype],
     trained: frozenset[int] = frozenset(),
+    *,
+    packs: bool = False,
 ) -> tuple[Group, ...]:
     """Cut `root` into groups and bring every tensor to its memory at rest.
 
@@ -60,6 +63,7 @@ def build_groups(
         wait: A function that returns once no copy reads a blob any more: page-locked memory is kept until then.
         casts: By id, the tensors that get another dtype before they are placed, one group after another.
         trained: By id, the parameters that stay on the device.
+        packs: Whether blobs are going to be packed: then these are not page-locked themselves.
 
     Raises:
         ModuleError, ConfigError: the module cannot be cut (see `partition`), or weights are to stay in the files that they
@@ -92,7 +96,8 @@ def build_groups(
         else:
             tables = _only(views, lambda plan: plan.spec.is_table)
             _adopt(tables, homes, made, lambda checkpoint: False)
-            _adopt_for_ram(_only(views, lambda plan: not plan.spec.is_table), config, homes, made, wait)
+            moving = _only(views, lambda plan: not plan.spec.is_table)
+            _adopt_for_ram(moving, config, homes, made, wait, packs=packs)
         for plan in plans:
             for ref in plan.fresh:  # these are going to be read
                 file_map.check(ref.fqn, ref.tensor.detach())
@@ -101,7 +106,7 @@ def build_groups(
                 plan.fresh = in_turn[plan.spec]
             if folder is not None:
                 _rest_in_files(plans, folder, homes, made, casts)
-            _rest_in_ram(plans, config, homes, made, wait, casts)
+            _rest_in_ram(plans, config, homes, made, wait, casts, packs=packs)
         for part in made:
             if not isinstance(part.blob, CheckpointBlob):
                 places = {i: origins[id(ref.tensor)] for i, ref in enumerate(part.refs) if id(ref.tensor) in origins}
@@ -110,7 +115,7 @@ def build_groups(
     except BaseException:
         with ExitStack() as undo:  # which goes on with the others if one part cannot be undone
             for part in made:
-                undo.callback(part.blob.close, forget=True)
+                undo.callback(part.close, forget=True)
                 undo.callback(materialise, part)
         raise
 
@@ -189,13 +194,15 @@ def _rest_in_ram(
     made: list[Part],
     wait: Callable[[], None],
     casts: Mapping[int, torch.dtype],
+    *,
+    packs: bool,
 ) -> None:
     wait_for_releases()
     backend = config.backend
     pins = not config.low_cpu_mem_usage
     limit, segments = LockLimit(backend), list[Segment]()
     before: tuple[Segment, list[_Plan], list[BlobLayout], Task[None]] | None = None
-    for run in (*_runs_of(plans), None):
+    for run in (*_runs_of(plans, packs=packs), None):
         filled = None
         if run is not None:
             for plan in run:
@@ -207,7 +214,8 @@ def _rest_in_ram(
             segment.fill(list(zip(layouts, tensors, strict=True)))
             del tensors
             # It is locked while the next one is filled.
-            filled = segment, run, layouts, on_pool(partial(segment.lock, limit))
+            locking = partial(segment.lock, None if packs and is_packable(layouts[0]) else limit)
+            filled = segment, run, layouts, on_pool(locking)
             segments.append(segment)
         if before is not None:
             _bind_run(*before, homes, made)
@@ -244,7 +252,7 @@ def _bind_run(
     trim_heap()
 
 
-def _runs_of(plans: Sequence[_Plan]) -> Iterator[list[_Plan]]:
+def _runs_of(plans: Sequence[_Plan], *, packs: bool) -> Iterator[list[_Plan]]:
     """The plans with tensors to place, in runs that share a segment.
 
     Two segments at a time are there beside the memory that they are filled from. So none is larger than the largest group, or
@@ -252,16 +260,20 @@ def _runs_of(plans: Sequence[_Plan]) -> Iterator[list[_Plan]]:
     """
     run: list[_Plan] = []
     num_bytes = 0
-    sizes = [_lay_out(plan.fresh).num_bytes for plan in plans]
+    layouts = [_lay_out(plan.fresh) for plan in plans]
+    sizes = [layout.num_bytes for layout in layouts]
+    kinds = [(plan.spec.is_table, packs and is_packable(layout)) for plan, layout in zip(plans, layouts, strict=True)]
+    before = None
     limit = min(tuning().segment_bytes, max(*sizes, sum(sizes) // _MOST_SEGMENTS, tuning().chunk_bytes, 0))
-    for plan, size in zip(plans, sizes, strict=True):
+    for plan, size, kind in zip(plans, sizes, kinds, strict=True):
         if not plan.fresh:
             continue
-        if run and (num_bytes + size > limit or plan.spec.is_table or run[-1].spec.is_table):
+        if run and (num_bytes + size > limit or plan.spec.is_table or kind != before):
             yield run
             run, num_bytes = [], 0
         run.append(plan)
         num_bytes += size
+        before = kind
     if run:
         yield run
 
@@ -343,10 +355,12 @@ def _adopt_for_ram(
     homes: dict[int, torch.device],
     made: list[Part],
     wait: Callable[[], None],
+    *,
+    packs: bool,
 ) -> None:
     """Let weights rest in the files that they are views of, page-locked in the page cache if RAM has room for them."""
     num_bytes = sum(span.num_bytes for users in views.values() for _, mine in users for _, span in mine)
-    may_lock = config.backend.has_streams and not config.low_cpu_mem_usage and not config.verify_files
+    may_lock = config.backend.has_streams and not (config.low_cpu_mem_usage or config.verify_files or packs)
     has_room = fits(num_bytes)
     if num_bytes and may_lock and not has_room:
         logger.warning(

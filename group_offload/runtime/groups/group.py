@@ -18,6 +18,7 @@ from ...stores.files import FileBlob
 from ..copies.transfer import Transfer
 from ..slots.slot import Slot, Views
 from .forms import Forms
+from .packed import PackedGroup
 from .part import Part, SharedCounter
 from .tensors import fit_for, is_kept, same_form, same_memory, tracks_version
 from .wrapped import wrapped_holders
@@ -53,6 +54,8 @@ class Group:
         for part in self.parts:
             part.offset = self.num_bytes
             self.num_bytes += part.blob.layout.num_bytes
+        self.packed = PackedGroup(self.group_id, self.parts)
+        """What stays on the device if the group stays there packed."""
         self.holds = 0
         """The number of calls in progress that need the group."""
         self.slot: Slot[Group] | None = None
@@ -93,6 +96,16 @@ class Group:
         if self.is_table and self.is_in_file:
             for view in self._rest_views:
                 expect_single_pages(view, expected=expected)
+
+    @property
+    def packed_bytes(self) -> int:
+        """The bytes of what is packed of the group."""
+        return sum(part.packed.num_bytes for part in self.parts if part.packed is not None)
+
+    @property
+    def largest_packed(self) -> int:
+        """The packed bytes of the part that has most; 0 if none is sent packed."""
+        return max((part.packed.num_bytes for part in self.parts if part.packed is not None), default=0)
 
     @property
     def detects_edits(self) -> bool:
@@ -181,6 +194,8 @@ class Group:
             with torch.inference_mode(False), torch.no_grad():
                 if not torch.equal(value, as_bytes(rest)):
                     self._needs_commit |= part.blob.write(place, value)
+                    part.may_pack = False  # the next forward changes it again
+                    part.drop_packed()
                     num_changed += 1
         if not torch.is_inference_mode_enabled():
             # Other blobs are about to overwrite the slot, also views of these weights that autograd saved past our hooks.
@@ -356,7 +371,11 @@ class Group:
 
     def blobs_at(self, offset: int) -> list[PlacedBlob]:
         """The blobs, placed in a slot so that the group's bytes begin at `offset`."""
-        return [PlacedBlob(offset + part.offset, self.group_id, part.blob) for part in self.parts]
+        on_device = self.packed.on_device()
+        return [
+            PlacedBlob(offset + part.offset, self.group_id, part.blob, part.sent_packed, there)
+            for part, there in zip(self.parts, on_device, strict=True)
+        ]
 
     def was_sent(self, slot: Slot[Group], offset: int) -> None:
         """Note that the blobs, as they are now, are on their way to byte `offset` of `slot`."""

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from ...partition import TensorRef
-from ...stores.base import Blob
+from ...stores.base import Blob, Tier
+from ...stores.files import FileBlob
+from ...stores.packed import PackedImage
 from .tensors import same_memory, tracks_version, version_of
 
 
@@ -28,9 +30,11 @@ class Part:
         "addresses",
         "blob",
         "devices",
+        "may_pack",
         "num_increments",
         "num_replaced",
         "offset",
+        "packed",
         "refs",
         "rest",
         "sent_generation",
@@ -40,6 +44,10 @@ class Part:
 
     def __init__(self, blob: Blob, refs: tuple[TensorRef, ...], devices: list[torch.device]) -> None:
         self.blob = blob
+        self.packed: PackedImage | None = None
+        """The packed bytes of the blob. They may be out of date: see `sent_packed`."""
+        self.may_pack = True
+        """Whether packing may be worth it. Not if it saved too little, or if forwards change the tensors."""
         self.refs = refs
         self.devices = devices
         """Where each tensor was before it was offloaded."""
@@ -56,6 +64,38 @@ class Part:
         """By index, how often a tensor's value was replaced (`weight.data = ...`)."""
         self.starts = sorted((spec.offset, i) for i, spec in enumerate(blob.layout.specs) if 0 not in spec.shape)
         """The byte of the blob that each tensor begins at, and the tensor's index."""
+
+    @property
+    def sent_packed(self) -> PackedImage | None:
+        """The packed bytes of the blob, if they are good: then they are sent."""
+        packed = self.packed
+        if packed is None or packed.generation != self.blob.generation or self.blob.is_outdated:
+            return None
+        return packed
+
+    def drop_packed(self) -> None:
+        """Give up the packed bytes. From now on the blob itself is sent."""
+        packed, self.packed = self.packed, None
+        if packed is not None:
+            packed.close()
+        if isinstance(self.blob, FileBlob):
+            self.blob.is_packed = False
+
+    def take_packed(self, packed: PackedImage | None) -> None:
+        """Send these bytes from now on. None: packing saves too little."""
+        self.packed, self.may_pack = packed, packed is not None
+        if isinstance(self.blob, FileBlob):
+            self.blob.is_packed = packed is not None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether threads read the blob, from a file or from RAM that is not page-locked, each time that it is sent."""
+        return self.blob.tier is not Tier.RAM and self.packed is None
+
+    def close(self, *, forget: bool) -> None:
+        """Give up the memory or the file of the blob, and its packed bytes. See `Blob.close`."""
+        self.drop_packed()
+        self.blob.close(forget=forget)
 
     def index_at(self, offset: int) -> int:
         """The index of the tensor that byte `offset` of the blob belongs to."""
@@ -90,7 +130,7 @@ class Part:
     def give_up(self) -> None:
         """Close the blob. The tensors have other memory by now."""
         self.rest, self.addresses = [], []  # first, so that edits are not looked for in a blob that is closed
-        self.blob.close(forget=False)
+        self.close(forget=False)
         self.blob.rest = self.rest
 
     def is_alone(self, index: int) -> bool:

@@ -22,6 +22,10 @@ class WeightTrace(Timeline):
         name = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         self.add(COPIES, name, begun, self.now(stream), num_bytes)
 
+    def unpacked(self, name: str, begun: Event, stream: Stream, num_bytes: int) -> None:
+        """Unpacking of a group was enqueued on `stream` behind `begun`, which `now` gave."""
+        self.add(DECODE, name, begun, self.now(stream), num_bytes)
+
     def compute_arrives(self, name: str, at: Event) -> None:
         """Compute is about to wait for the group of this name."""
         self._open[name] = at, at

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Generic
 
 import torch
 
 from ...base.device import Backend, Event, Stream
 from ...plan.ring import Geometry
+from .berths import Berths
 from .slot import Slot, T
 
 _MAX_KNOWN = 1024
@@ -89,6 +90,8 @@ class Lease(Generic[T]):
         """For each height of groups, the memory that these groups take turns in."""
         self.pooled: list[Slot[T]] = []
         """Slots in no ring, each allocated for one run of groups that takes turns."""
+        self.berths: Berths | None = None
+        """The part of the memory that packed bytes land in."""
         self.is_busy = True
         """Whether a pass is running in the memory: then it is not taken back."""
 
@@ -101,16 +104,16 @@ class Lease(Generic[T]):
         """Take the memory back for another module. Whatever is in it, or on its way there, is forgotten.
 
         Returns:
-            The memory, and the `ready` events of its slots that compute has not waited for.
+            The memory, and the events behind all that is done to it and that compute has not waited for.
         """
-        memory, unread = self.memory, []
+        memory, unread = self.memory, [] if self.berths is None else [*self.berths.last_uses]
         for slot in (*self.pooled, *(slot for ring in self.rings.values() for slot in ring.slots)):
             slot.evict()
             if slot.waited_on is None:
                 unread.append(slot.ready)
         assert memory is not None
         # At once and at the end: after an interrupt the memory is either taken back or still has slots that are known.
-        self.memory, self.rings, self.pooled = None, {}, []
+        self.memory, self.rings, self.pooled, self.berths = None, {}, [], None
         return memory, unread
 
 
@@ -170,8 +173,8 @@ class Arena:
             if mine is not None:
                 mine.is_busy = False
 
-    def lease(self, mine: Lease[T] | None, num_bytes: int, stream: Stream, copy_stream: Stream) -> Lease[T]:
-        """`num_bytes` of device memory until `give_back`, free to use on `stream` and on `copy_stream`.
+    def lease(self, mine: Lease[T] | None, num_bytes: int, stream: Stream, writers: Sequence[Stream]) -> Lease[T]:
+        """`num_bytes` of device memory until `give_back`, free to use on `stream` and on `writers`.
 
         `mine` is the caller's last lease: it is given again, with all that is in it, if no other module came in between.
         """
@@ -181,7 +184,7 @@ class Arena:
                 last.is_busy = True
                 return mine
             if last is not None and last.is_busy:
-                return self._new_lease(num_bytes, stream, copy_stream)  # and the arena stays with the module that runs
+                return self._new_lease(num_bytes, stream, writers)  # and the arena stays with the module that runs
             lease: Lease[T] | None = None
             if last is not None:
                 # Asked before the slots are forgotten, which know of the views.
@@ -193,14 +196,14 @@ class Arena:
                     for event in (self._idle, *unread):
                         stream.wait_event(event)
                     lease = Lease(memory)
-                    self._share(memory, copy_stream, stream)
+                    self._share(memory, writers, stream)
                 else:
                     # Freed before the new memory is allocated, so that the two are never there at once.
                     if not is_aliased:
                         self._backend.free(memory)
                     del memory
             if lease is None:
-                lease, self._owner = self._new_lease(num_bytes, stream, copy_stream), stream
+                lease, self._owner = self._new_lease(num_bytes, stream, writers), stream
             # Until here `_last` is a lease whose memory was taken back, which counts as none: so an interrupt does no harm.
             self._last = weakref.ref(lease)
             return lease
@@ -280,18 +283,19 @@ class Arena:
         if not is_aliased:
             self._backend.free(memory)
 
-    def _new_lease(self, num_bytes: int, stream: Stream, copy_stream: Stream) -> Lease[Any]:
+    def _new_lease(self, num_bytes: int, stream: Stream, writers: Sequence[Stream]) -> Lease[Any]:
         memory = self._backend.empty(num_bytes, stream)
-        self._share(memory, copy_stream, stream)
+        self._share(memory, writers, stream)
         return Lease(memory)
 
-    def _share(self, memory: torch.Tensor, copy_stream: Stream, stream: Stream) -> None:
-        """Let copies write to memory that `stream` may use from now on."""
-        if copy_stream != stream:
-            born = self._backend.new_event()
-            born.record(stream)
-            copy_stream.wait_event(born)
-            self._backend.record_stream(memory, copy_stream)
+    def _share(self, memory: torch.Tensor, writers: Sequence[Stream], stream: Stream) -> None:
+        """Let other streams write to memory that `stream` may use from now on."""
+        for writer in writers:
+            if writer != stream:
+                born = self._backend.new_event()
+                born.record(stream)
+                writer.wait_event(born)
+                self._backend.record_stream(memory, writer)
 
     def _current(self) -> Lease[Any] | None:
         lease = None if self._last is None else self._last()

@@ -1,0 +1,70 @@
+"""The packed bytes of a group, as they stay on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from ...base.layout import ALIGNMENT
+from ...stores.base import PlacedImage
+from ...stores.packed import PackedImage
+from ..slots.slot import Slot
+from .part import Part
+
+
+class PackedGroup:
+    """What stays on the device of a group that is unpacked for each use. It is in a slot of its own, as groups are.
+
+    Nothing that takes the slot's memory has to wait for it: the allocator knows which streams read the memory.
+    """
+
+    holds = 0
+    detects_edits = True
+
+    def __init__(self, group_id: str, parts: Sequence[Part]) -> None:
+        self.group_id = group_id
+        self._parts = parts
+        self.slot: Slot[Any] | None = None
+        """The slot that the packed bytes are in, or on their way to."""
+        self._sent: list[PackedImage | None] = []
+        """For each part, what was sent to the slot."""
+
+    @property
+    def _images(self) -> list[PackedImage | None]:
+        return [part.sent_packed for part in self._parts]
+
+    @property
+    def num_bytes(self) -> int:
+        return _starts(self._images)[-1]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the slot has the packed bytes of the blobs as they are now."""
+        return self._sent == self._images
+
+    def blobs_at(self, offset: int) -> list[PlacedImage]:
+        """The packed bytes, placed in a slot."""
+        images = self._images
+        starts = zip(_starts(images), images, strict=False)
+        return [PlacedImage(offset + at, self.group_id, image) for at, image in starts if image is not None]
+
+    def was_sent(self, slot: Slot[Any], offset: int) -> None:
+        """Note that the packed bytes, as they are now, are on their way to `slot`."""
+        self.slot, self._sent = slot, self._images
+
+    def on_device(self) -> list[torch.Tensor | None]:
+        """For each part, its packed bytes on the device, if they are there."""
+        slot = self.slot
+        if slot is None or not self.is_current:
+            return [None] * len(self._parts)
+        starts = zip(_starts(self._sent), self._sent, strict=False)
+        return [None if image is None else slot.memory[at : at + image.num_bytes] for at, image in starts]
+
+
+def _starts(images: Sequence[PackedImage | None]) -> list[int]:
+    """Where each image begins, and the end."""
+    sizes = [0 if image is None else -(-image.num_bytes // ALIGNMENT) * ALIGNMENT for image in images]
+    return [*accumulate(sizes, initial=0)]

@@ -1,0 +1,219 @@
+"""Packs the blobs of a module, and packs them again once they were edited. See [Note: Packed weights at rest]."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+
+import torch
+
+from ..base.device import Backend
+from ..base.mapping import flat_view, map_anonymous
+from ..base.page_lock import LockLimit, PageLock
+from ..base.progress import progress_bar
+from ..base.ram import available_ram, fits
+from ..base.tuning import tuning
+from ..plan.budgets import describe_bytes
+from ..stores.base import Tier
+from ..stores.files import FileBlob
+from ..stores.folder import Folder
+from ..stores.packed import LockedMemory, PackedImage, is_packable, pack_image, read_image
+from ..stores.packed_files import PackedFiles, origin_of
+from ..stores.pinned import RamBlob
+from .copies.transfer import Transfer
+from .groups.group import Group
+from .groups.part import Part
+
+logger = logging.getLogger("group_offload")
+
+_USUAL_RATIO = 0.7
+"""Packed bytes for each plain one, before anything was packed: bfloat16 weights have 0.66 to 0.70."""
+
+
+class Packer:
+    """Makes the packed images of a module. An engine owns it, and uses it under its lock, between passes.
+
+    Order of calls: `begin` whenever the module was cut into groups; then `limit`, `choose`, and `pack` what is `lacking`.
+    """
+
+    def __init__(
+        self, backend: Backend, transfer: Transfer, folder: Folder | None, *, is_on: bool, spares_ram: bool
+    ) -> None:
+        """
+        Args:
+            folder: Where packed files are kept for the next time.
+            spares_ram: Whether weights that rest in files are packed only if RAM has plenty of room for that.
+        """
+        self._backend = backend
+        self._transfer = transfer
+        self._folder = folder
+        self._spares_ram = spares_ram
+        self.is_on = is_on
+        """Whether blobs are packed."""
+        self._groups: tuple[Group, ...] = ()
+        """The groups whose packed bytes are wanted."""
+        self._ids: dict[Part, str] = {}
+        """What blobs are called in files."""
+
+    def begin(self, groups: Sequence[Group]) -> None:
+        """The module was cut into these groups. All of them are to be packed."""
+        self._groups = tuple(groups)
+        self._ids = {
+            part: f"{group.group_id}+{index}" if index else group.group_id
+            for group in groups
+            for index, part in enumerate(group.parts)
+        }
+        for part in _parts_of(groups):
+            part.may_pack = part.may_pack and is_packable(part.blob.layout)
+
+    def switch_on(self) -> None:
+        """Pack from now on. What is page-locked itself so far is not any more: `begin` comes next."""
+        self.is_on = True
+        for part in _parts_of(self._groups):
+            blob = part.blob
+            if isinstance(blob, FileBlob):
+                blob.source.unlock()
+                blob.tier = Tier.FILE
+            elif isinstance(blob, RamBlob) and part.may_pack:
+                blob.store.unlock(LockLimit(self._backend))
+
+    def expected_bytes(self, group: Group) -> int:
+        """What `packed_bytes` would be if blobs were packed."""
+        was_on, self.is_on = self.is_on, True
+        try:
+            return self.packed_bytes(group)
+        finally:
+            self.is_on = was_on
+
+    def limit(self, groups: Iterable[Group], room: int) -> int:
+        """Pack only as many of these groups, which rest in RAM, as there is room for their packed bytes besides.
+
+        Returns:
+            The bytes of these.
+        """
+        taken = 0
+        for group in groups:
+            num_bytes = self.packed_bytes(group)
+            if taken + num_bytes <= room:
+                taken += num_bytes
+                continue
+            for part in group.parts:
+                part.may_pack = False
+                part.drop_packed()
+                if isinstance(part.blob, RamBlob):
+                    part.blob.store.lock_after_all(LockLimit(self._backend))
+        return taken
+
+    def choose(self, groups: Sequence[Group], in_ram: Collection[Group]) -> None:
+        """RAM is limited: of the groups whose weights a file holds, want the packed bytes of those `in_ram` alone."""
+        self._groups = tuple(group for group in groups if group in in_ram or not group.is_in_file)
+        for group in groups:
+            if group not in self._groups:
+                for part in group.parts:
+                    part.drop_packed()
+
+    def packed_bytes(self, group: Group) -> int:
+        """What is sent of a group if it is packed, about, as long as it was not; 0 if it is not going to be packed."""
+        sizes = [
+            part.packed.num_bytes if part.packed is not None else int(part.blob.layout.num_bytes * _USUAL_RATIO)
+            for part in group.parts
+            if part.packed is not None or self._may_pack(part)
+        ]
+        others = [
+            part.blob.layout.num_bytes for part in group.parts if part.packed is None and not self._may_pack(part)
+        ]
+        return sum(sizes) + sum(others) if sizes else 0
+
+    def lacking(self) -> list[Part]:
+        """The parts that have no packed bytes, or out-of-date ones, and could have some."""
+        if not self.is_on:
+            return []
+        return [part for part in _parts_of(self._groups) if part.sent_packed is None and self._may_pack(part)]
+
+    def _may_pack(self, part: Part) -> bool:
+        return self.is_on and part.may_pack and not part.blob.is_outdated and part.blob.detects_edits
+
+    def pack(self, parts: Sequence[Part]) -> None:
+        """Pack the blobs of these parts, one after another. Where it saves too little, or RAM is short, they stay plain.
+
+        Raises:
+            GroupFileError: a blob cannot be read from its file.
+        """
+        parts = self._with_room(parts)
+        if not parts:
+            return
+        limit, total = LockLimit(self._backend), sum(part.blob.layout.num_bytes for part in parts)
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))  # a forward in that mode may begin with this
+            stack.enter_context(torch.no_grad())
+            files = None
+            if self._folder is not None:
+                stack.enter_context(self._folder.locked())
+                self._folder.prepare(int(total * _USUAL_RATIO))
+                files = PackedFiles(self._folder)
+            read = [part.blob.layout.num_bytes for part in parts if files is None and isinstance(part.blob, FileBlob)]
+            buffer = _Buffer(max(read, default=0), self._backend)
+            stack.callback(buffer.close)
+            advance = stack.enter_context(progress_bar(total, "Packing weights"))
+            for part in parts:
+                part.drop_packed()
+                part.take_packed(self._pack(part, buffer, files, limit))
+                advance(part.blob.layout.num_bytes)
+        for part in _parts_of(self._groups):  # what stays plain is copied from where it rests
+            if part.packed is None and isinstance(part.blob, RamBlob):
+                part.blob.store.lock_after_all(limit)
+        limit.report()
+
+    def _with_room(self, parts: Sequence[Part]) -> list[Part]:
+        """The parts that RAM has room for, packed. The others stay as they are."""
+        num_bytes = sum(part.blob.layout.num_bytes for part in parts if isinstance(part.blob, FileBlob))
+        is_much = self._spares_ram and num_bytes * _USUAL_RATIO > available_ram() * tuning().locked_share
+        taken, left, found = 0, 0, []
+        for part in parts:
+            size = part.blob.layout.num_bytes
+            if (is_much and isinstance(part.blob, FileBlob)) or not fits(taken + int(size * _USUAL_RATIO)):
+                part.may_pack = False
+                left += size
+            else:
+                taken += int(size * _USUAL_RATIO)
+                found.append(part)
+        if left:
+            logger.warning("%s of weights are not packed: RAM has no room for them.", describe_bytes(left))
+        return found
+
+    def _pack(self, part: Part, buffer: _Buffer, files: PackedFiles | None, limit: LockLimit) -> PackedImage | None:
+        blob = part.blob
+        device = None if self._backend.device.type == "cpu" else self._backend.device
+        memory = LockedMemory(limit, self._transfer.last_copies.synchronize)
+        if isinstance(blob, RamBlob):
+            return pack_image(blob.sent_bytes, blob.layout, device, blob.generation, memory)
+        assert isinstance(blob, FileBlob)
+        if files is None:
+            image = buffer.memory[: blob.layout.num_bytes].zero_()  # padding too, which no weight fills
+            self._transfer.read_now(blob, image)
+            return pack_image(image, blob.layout, device, blob.generation, memory)
+        blob.check()
+        origin = origin_of(blob.source.path, blob.pieces, blob.layout)
+        found = files.find_or_pack(self._ids[part], blob.layout, blob.rest, origin=origin, device=device)
+        return None if found is None else read_image(found, blob.generation, memory)
+
+
+def _parts_of(groups: Iterable[Group]) -> Iterator[Part]:
+    return (part for group in groups for part in group.parts)
+
+
+class _Buffer:
+    """Page-locked memory that blobs are read into from files, one after another."""
+
+    def __init__(self, num_bytes: int, backend: Backend) -> None:
+        self.memory: torch.Tensor = flat_view(map_anonymous(num_bytes), 0, num_bytes)
+        self._lock = PageLock.take(backend, self.memory, _no_wait)
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+
+def _no_wait() -> None:
+    """Packing returns only once nothing reads the memory any more."""

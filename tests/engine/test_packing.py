@@ -1,0 +1,427 @@
+"""Packed weights: what is sent, what they take, and that edits are seen. The order of their streams: test_streams.py."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from group_offload import (
+    ConfigError,
+    DeviceError,
+    OffloadHandle,
+    OffloadStats,
+    api,
+    apply_group_offloading,
+    from_pretrained,
+)
+from group_offload.config import ModelOptions
+from group_offload.packing import codec
+from group_offload.plan.placement import Placement
+from group_offload.runtime import packer
+from group_offload.runtime.budget.budgeter import Budgeter
+from group_offload.stores import packed_files
+
+from ..support import tiny_models as tiny
+from ..support.asserts import assert_at_rest
+from ..support.models import DIM, RoutedModel
+from ..support.on_device import forward, from_file, offload, packing
+from ..support.reads import watch_file_reads
+from ..support.rigs import run
+from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.speeds import KNOWN_SPEEDS
+from ..support.tuning import tune
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedDevice]:
+    with packing(), use_simulated_device(SimulatedDevice(0, "lazy")) as device:
+        yield device
+
+
+def routed(widths: list[int], *, counts: bool = False, seed: int = 0) -> RoutedModel:
+    torch.manual_seed(seed)
+    return RoutedModel(widths, counts=counts).bfloat16()
+
+
+def inputs(seed: int = 0) -> torch.Tensor:
+    return torch.randn(2, DIM, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def check(device: SimulatedDevice, model: Any, resident: nn.Module, num_passes: int = 1) -> None:
+    for seed in range(num_passes):
+        assert torch.equal(device.get(forward(device, model, inputs(seed))), run(resident, inputs(seed)))
+    assert_at_rest(model, resident)
+
+
+def gained(handle: OffloadHandle, before: OffloadStats, name: str) -> int:
+    now, then = getattr(handle.stats(), name), getattr(before, name)
+    return sum(now.values()) - sum(then.values()) if isinstance(now, dict) else now - then
+
+
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)
+def test_packed_bytes_cross_the_link(options: dict[str, Any], device: SimulatedDevice) -> None:
+    model = routed([2400] * 6)
+    resident = copy.deepcopy(model)
+    handle = offload(model, pack=True, **options)
+    check(device, model, resident, 3)
+    device.synchronize()
+    waits, before = device.num_host_waits, handle.stats()
+    forward(device, model, inputs())
+    assert device.num_host_waits == waits
+    plain = sum(group.num_bytes for group in handle.groups if not group.packed_bytes)
+    packed = sum(group.packed_bytes for group in handle.groups)
+    size = sum(group.num_bytes for group in handle.groups)
+    assert 0 < packed < 0.9 * (size - plain)
+    assert gained(handle, before, "bytes_onloaded") <= packed + plain
+    assert gained(handle, before, "bytes_unpacked") == size - plain
+    assert gained(handle, before, "stalls") == 0
+    assert handle.stats().packed_bytes == packed
+    assert all(("packed RAM" in group.where) == (group.packed_bytes > 0) for group in handle.groups)
+    model.alive.clear()
+    handle.remove()
+    assert_at_rest(model, resident)
+    assert device.pinned_bytes == 0 and device.allocated_bytes == 0
+
+
+def test_a_checkpoint_takes_no_ram_but_what_is_packed(device: SimulatedDevice, tmp_path: Path) -> None:
+    """The weights at rest stay views of the file. The page cache is not page-locked for blobs that are packed."""
+    resident = routed([600] * 4)
+    model: Any = from_file(resident, tmp_path / "model.safetensors")
+    places = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
+    handle = offload(model, pack=True)
+    stats = handle.stats()
+    blocks = [group for group in handle.groups if group.packed_bytes]
+    assert len(blocks) == 4 and all("model.safetensors" in group.where for group in blocks)
+    assert stats.packed_bytes == sum(group.packed_bytes for group in blocks)
+    check(device, model, resident, 2)
+    stats = handle.stats()
+    assert stats.host_bytes - stats.packed_bytes <= sum(g.num_bytes for g in handle.groups if not g.packed_bytes)
+    assert stats.bytes_read["direct"] + stats.bytes_read["page cache"] <= 4 * sum(g.num_bytes for g in handle.groups)
+    assert {name: tensor.data_ptr() for name, tensor in model.named_parameters()} == places
+    model.alive.clear()
+    handle.remove()
+
+
+@pytest.mark.parametrize("source", ["checkpoint", "ram"])
+def test_what_was_edited_is_packed_again(source: str, device: SimulatedDevice, tmp_path: Path) -> None:
+    resident = routed([2400] * 4)  # an edited tensor of a checkpoint is packed apart from the others
+    model: Any = copy.deepcopy(resident) if source == "ram" else from_file(resident, tmp_path / "model.safetensors")
+    handle = offload(model, pack=True)
+    check(device, model, resident, 2)
+    for number in range(3):
+        for twin in (model, resident):
+            with torch.no_grad():
+                if number == 1:
+                    twin.blocks[number].up.weight.data = twin.blocks[number].up.weight * 3
+                else:
+                    twin.blocks[number].up.weight.mul_(1.5)
+        check(device, model, resident, 2)  # the first one may send the group as it is at rest
+        before = handle.stats()
+        check(device, model, resident)
+        blocks = [group for group in handle.groups if group.group_id.startswith("blocks")]
+        assert all(group.packed_bytes for group in blocks)
+        assert gained(handle, before, "bytes_unpacked") > 0.95 * sum(group.num_bytes for group in blocks)
+    model.alive.clear()
+    handle.remove()
+    assert_at_rest(model, resident)
+
+
+def test_what_forwards_change_stays_plain(device: SimulatedDevice) -> None:
+    model = routed([600] * 3, counts=True)
+    resident = copy.deepcopy(model)
+    handle = offload(model, pack=True)
+    check(device, model, resident)
+    assert not any(group.packed_bytes for group in handle.groups)
+    check(device, model, resident, 3)
+    assert handle.stats().bytes_unpacked == sum(g.num_bytes for g in handle.groups if g.group_id.startswith("blocks"))
+    model.alive.clear()
+    handle.remove()
+
+
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"use_stream": False}], ids=str)
+def test_device_memory_is_the_formula(options: dict[str, Any], device: SimulatedDevice) -> None:
+    """What plain weights take, and twice the largest packed blob."""
+    model = routed([600, 600, 900, 600, 600])
+    handle = offload(model, pack=True, **options)
+    sizes = sorted((g.num_bytes for g in handle.groups if g.packed_bytes), reverse=True)
+    rest = sum(g.num_bytes for g in handle.groups) - sum(sizes)
+    packed = max(g.packed_bytes for g in handle.groups)
+    for _ in range(3):
+        forward(device, model, inputs())
+    limit = rest + sum(sizes[: 1 if options.get("use_stream") is False else 2]) + 2 * packed
+    assert device.peak_bytes <= limit
+    assert handle.stats().peak_device_bytes == device.peak_bytes
+    model.alive.clear()
+    handle.remove()
+
+
+@pytest.mark.parametrize("share", [0.3, 0.8])
+def test_budgets_of_ram_and_of_the_device(
+    share: float, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RAM holds the packed bytes of as many groups as the budget says; others stay on the device, or are read plain."""
+    tune(monkeypatch, device_margin_bytes=0)
+    slow = replace(KNOWN_SPEEDS, h2d=2, drive=1)
+    monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: slow)
+    resident = routed([2400] * 8)
+    model: Any = from_file(resident, tmp_path / "model.safetensors")
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    budget = int(0.9 * size)
+    options: dict[str, Any] = {"pack": True, "vram_budget": budget, "ram_budget": "auto", "onload_device": "cpu"}
+    with watch_file_reads(device):
+        handle = api.offload(model, ModelOptions(**options), ram_share=int(share * size))
+        for _ in range(5):
+            check(device, model, resident)
+            model.alive.clear()
+            resident.alive.clear()
+        stats, plan = handle.stats(), handle.plan.details
+        assert 0 < stats.packed_bytes <= share * size and stats.resident_bytes and plan is not None
+        assert Placement.RAM in plan.placements and plan.prediction.unpack_bytes
+        assert device.peak_bytes_in_use() <= budget
+        assert str(handle.plan).count("RAM, packed")
+        handle.remove()
+    assert not device.pinned_bytes and not device.allocated_bytes
+
+
+def test_packed_bytes_cross_the_link_while_slots_are_in_use(device: SimulatedDevice) -> None:
+    """The copy to a berth waits for no compute: it may be done before the kernels of the block that has the slot."""
+    model = routed([600] * 6)
+    handle = offload(model, pack=True)
+    for _ in range(3):
+        device.get(forward(device, model, inputs()))
+    out = forward(device, model, inputs())
+    copies = next(stream for stream in device._streams if stream.name == "stream 1" or stream.name == "stream 2")
+    while copies.queue and copies.queue[0] in device._runnable():
+        device._run(copies.queue[0])
+    assert device.get(out).isfinite().all()
+    model.alive.clear()
+    handle.remove()
+
+
+def test_weights_of_other_kinds_stay_plain(device: SimulatedDevice) -> None:
+    model = RoutedModel([600] * 3)  # float32
+    resident = copy.deepcopy(model)
+    handle = offload(model, pack=True)
+    assert not any(group.packed_bytes for group in handle.groups) and handle.stats().pinned_bytes
+    x = torch.randn(2, DIM)
+    assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+    model.alive.clear()
+    handle.remove()
+
+
+def test_weights_that_no_code_makes_smaller_stay_plain(device: SimulatedDevice) -> None:
+    """All exponents are equally often there, NaN and infinity among them."""
+    model = routed([600] * 3)
+    for parameter in model.blocks.parameters():
+        bits = torch.randint(-(1 << 15), 1 << 15, parameter.shape, dtype=torch.int16)
+        parameter.data = bits.view(torch.bfloat16)
+    resident = copy.deepcopy(model)
+    handle = offload(model, pack=True)
+    assert not any(group.packed_bytes for group in handle.groups)
+    for _ in range(2):
+        out = device.get(forward(device, model, inputs()))
+        assert torch.equal(out.view(torch.int16), run(resident, inputs()).view(torch.int16))
+    assert_at_rest(model, resident)
+    model.alive.clear()
+    handle.remove()
+
+
+def test_without_room_in_ram_weights_stay_plain(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(packer, "fits", lambda num_bytes: False)
+    model = routed([600] * 3)
+    resident = copy.deepcopy(model)
+    with caplog.at_level(logging.WARNING, "group_offload"):
+        handle = offload(model, pack=True)
+    assert "are not packed" in caplog.text
+    check(device, model, resident, 2)
+    model.alive.clear()
+    handle.remove()
+
+
+def test_a_set_up_that_fails_leaves_the_model_as_it_was(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = routed([600] * 3)
+    resident, places = copy.deepcopy(model), [id(parameter) for parameter in model.parameters()]
+    pack, num_calls = codec.pack, 0
+
+    def failing(*args: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise KeyboardInterrupt
+        return pack(*args)
+
+    monkeypatch.setattr("group_offload.stores.packed.pack", failing)
+    with pytest.raises(KeyboardInterrupt):
+        offload(model, pack=True)
+    monkeypatch.undo()
+    assert [id(parameter) for parameter in model.parameters()] == places
+    assert_at_rest(model, resident)
+    assert not device.pinned_bytes
+
+
+def test_a_copy_of_the_module_is_plain(device: SimulatedDevice) -> None:
+    model = routed([600] * 3)
+    resident = copy.deepcopy(model)
+    handle = offload(model, pack=True)
+    device.get(forward(device, model, inputs()))
+    model.alive.clear()
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_at_rest(twin, resident)
+        assert torch.equal(run(twin, inputs()), run(resident, inputs()))
+    handle.remove()
+
+
+def test_a_trace_has_a_lane_for_unpacking(device: SimulatedDevice, tmp_path: Path) -> None:
+    model = routed([600] * 3)
+    handle = offload(model, pack=True)
+    for _ in range(2):
+        device.get(forward(device, model, inputs()))
+    with handle.trace(tmp_path / "trace.json"):
+        device.get(forward(device, model, inputs()))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    unpacked = [event for event in events if event["ph"] == "X" and lanes[event["tid"]] == "unpacking"]
+    assert unpacked and all(event["dur"] > 0 for event in unpacked)
+    sizes = {group.group_id: group.num_bytes for group in handle.groups}
+    assert all(event["args"]["bytes"] == sizes[event["name"]] for event in unpacked)
+    model.alive.clear()
+    handle.remove()
+
+
+@pytest.mark.parametrize("source", ["checkpoint", "ram"])
+def test_a_model_that_runs_is_packed(
+    source: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With "auto" once a plan says so: until then weights are page-locked as they are, and from then on only packed."""
+    resident = routed([2400] * 4)
+    model: Any = copy.deepcopy(resident) if source == "ram" else from_file(resident, tmp_path / "model.safetensors")
+    tune(monkeypatch, segment_bytes=4096)  # a segment for each group
+    gains = {"has_learnt_to_pack": property(lambda self: True), "gain_from_packing": lambda *args: 0.5}
+    handle = offload(model, pack="auto")
+    check(device, model, resident, 3)
+    plain = handle.stats()
+    assert not plain.packed_bytes and plain.pinned_bytes
+    for name, value in gains.items():
+        monkeypatch.setattr(Budgeter, name, value)
+    check(device, model, resident, 3)
+    packed = handle.stats()
+    assert packed.packed_bytes and packed.pinned_bytes < 0.85 * plain.pinned_bytes
+    assert device.pinned_bytes <= packed.pinned_bytes + packed.staging_bytes + (1 << 14)  # pages of what stays plain
+    model.alive.clear()
+    handle.remove()
+    assert_at_rest(model, resident)
+    assert not device.pinned_bytes and not device.allocated_bytes
+
+
+@pytest.mark.parametrize("source", ["checkpoint", "folder"])
+def test_packed_files_are_found_the_next_time(
+    source: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resident = routed([2400] * 4)
+    path, folder = tmp_path / "model.safetensors", tmp_path / "groups"
+    packs: list[object] = []
+    num_packs = 4
+    pack = packed_files.pack
+    monkeypatch.setattr(packed_files, "pack", lambda *args: packs.append(args) or pack(*args))
+    for number in range(3):
+        model: Any = from_file(resident, path) if source == "checkpoint" else copy.deepcopy(resident)
+        handle = offload(model, pack=True, offload_to_disk_path=folder)
+        assert len(packs) == num_packs
+        check(device, model, resident, 2)
+        assert handle.stats().packed_bytes and handle.stats().bytes_unpacked
+        if number == 1:  # what is edited is packed into another file
+            for twin in (model, resident):
+                with torch.no_grad():
+                    twin.blocks[1].up.weight.mul_(2)
+            check(device, model, resident, 2)
+            num_packs = 5 if source == "folder" else 6  # the rest of the group is apart from the edited tensor then
+            assert len(packs) == num_packs
+            if source == "checkpoint":
+                resident = routed([2400] * 4)  # the checkpoint is what it was
+        model.alive.clear()
+        handle.remove()
+    sizes = sum(file.stat().st_size for file in folder.iterdir() if b"packed" in file.read_bytes()[:4096])
+    assert sizes > 0
+
+
+def test_a_damaged_packed_file_is_not_used(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resident = routed([2400] * 3)
+    for _ in range(2):
+        model: Any = from_file(resident, tmp_path / "model.safetensors")
+        handle = offload(model, pack=True, offload_to_disk_path=tmp_path / "groups")
+        check(device, model, resident, 2)
+        model.alive.clear()
+        handle.remove()
+        for file in (tmp_path / "groups").glob("group_*.safetensors"):
+            data = bytearray(file.read_bytes())
+            data[-3000] ^= 1
+            file.write_bytes(data)
+
+
+@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}], ids=str)
+def test_a_transformer_that_is_opened_packed(options: dict[str, Any], device: SimulatedDevice, tmp_path: Path) -> None:
+    resident = tiny.flux_transformer().bfloat16()
+    resident.save_pretrained(tmp_path)
+    given = {
+        name: value.bfloat16() if torch.is_tensor(value) and value.is_floating_point() else value
+        for name, value in tiny.flux_inputs().items()
+    }
+    expected = tiny.call(resident, given)
+    model = from_pretrained(
+        type(resident), tmp_path, torch_dtype=torch.bfloat16, onload_device="cpu", pack=True, **options
+    )
+    with torch.no_grad(), device.running():
+        for _ in range(2):
+            there = {name: device.put(value) if torch.is_tensor(value) else value for name, value in given.items()}
+            assert torch.equal(device.get(model(**there)[0]), expected)
+    handle = api.handle_of(model)
+    assert handle is not None and handle.stats().bytes_unpacked
+    assert_at_rest(model, resident)
+    handle.remove()
+
+
+# ---------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize("value", [1, "yes", None, "Auto"])
+def test_other_values_are_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"pack=.*expected True, False or 'auto'"):
+        apply_group_offloading(nn.Linear(2, 2), "cpu", pack=value)
+
+
+def test_the_cpu_computes_with_weights_where_they_are() -> None:
+    with pytest.raises(ConfigError, match=r"pack=True: 'cpu' computes"):
+        apply_group_offloading(nn.Linear(2, 2), "cpu", pack=True)
+    handle = apply_group_offloading(nn.Linear(2, 2), "cpu", pack="auto")
+    assert handle.config.pack is False
+    handle.remove()
+
+
+def test_a_device_without_triton(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("group_offload.config.can_unpack", lambda device: False)
+    with pytest.raises(DeviceError, match="pip install triton"):
+        offload(nn.Linear(2, 2), pack=True)
+    handle = offload(nn.Linear(2, 2), pack="auto")
+    assert handle.config.pack is False
+    handle.remove()
+
+
+def test_ram_that_is_not_page_locked(device: SimulatedDevice) -> None:
+    with pytest.raises(ConfigError, match="pack=True contradicts low_cpu_mem_usage=True"):
+        offload(nn.Linear(2, 2), pack=True, low_cpu_mem_usage=True)

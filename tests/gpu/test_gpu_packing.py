@@ -1,0 +1,118 @@
+"""Packed weights on a real accelerator: the kernel, its stream, and what stays on the device packed."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from group_offload import apply_group_offloading
+
+from ..support.models import Model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
+]
+
+WIDTH = 1024
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Model(12, WIDTH).to(torch.bfloat16).eval()
+
+
+@pytest.fixture
+def x(device: torch.device) -> torch.Tensor:
+    return torch.randn(256, WIDTH, dtype=torch.bfloat16, device=device)
+
+
+def run(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = model(x)
+    return result
+
+
+def check(model: nn.Module, x: torch.Tensor, expected: torch.Tensor, passes: int = 4) -> None:
+    for _ in range(passes):
+        assert torch.equal(run(model, x), expected)
+
+
+@pytest.mark.parametrize("source", ["ram", "checkpoint", "folder"])
+def test_bits_and_bytes(source: str, model: nn.Module, x: torch.Tensor, device: torch.device, tmp_path: Path) -> None:
+    expected = run(copy.deepcopy(model).to(device), x)
+    options: dict[str, Any] = {"offload_to_disk_path": tmp_path / "groups"} if source == "folder" else {}
+    if source == "checkpoint":
+        save_file(model.state_dict(), tmp_path / "model.safetensors")
+        model.load_state_dict(load_file(tmp_path / "model.safetensors"), assign=True)
+    for _ in range(2):  # a folder has the packed files by the second time
+        handle = apply_group_offloading(model, device, pack=True, **options)
+        check(model, x, expected)
+        before = handle.stats()
+        check(model, x, expected, 1)
+        stats = handle.stats()
+        size = sum(group.num_bytes for group in handle.groups)
+        assert stats.bytes_onloaded["ram"] - before.bytes_onloaded["ram"] < 0.75 * size
+        assert stats.stalls == before.stalls and 0 < stats.packed_bytes < 0.75 * size
+        handle.remove()
+
+
+def test_groups_stay_on_the_device_packed(model: nn.Module, x: torch.Tensor, device: torch.device) -> None:
+    expected = run(copy.deepcopy(model).to(device), x)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    torch.cuda.empty_cache()
+    budget = torch.cuda.memory_allocated() + int(0.95 * size) + (64 << 20)
+    handle = apply_group_offloading(model, device, pack=True, vram_budget=budget)
+    check(model, x, expected, 8)
+    before = handle.stats()
+    check(model, x, expected, 2)
+    after = handle.stats()
+    print(handle.plan)
+    assert after.resident_bytes and after.bytes_unpacked > before.bytes_unpacked
+    assert sum(after.bytes_onloaded.values()) - sum(before.bytes_onloaded.values()) < size
+    handle.remove()
+
+
+def test_an_edit_is_seen_and_packed_again(model: nn.Module, x: torch.Tensor, device: torch.device) -> None:
+    handle = apply_group_offloading(model, device, pack=True)
+    run(model, x)
+    with torch.no_grad():
+        model.blocks[3].up.weight.mul_(2)  # type: ignore[union-attr, index]
+    resident = copy.deepcopy(model).to(device)
+    check(model, x, run(resident, x))
+    assert all(group.packed_bytes for group in handle.groups if group.group_id.startswith("blocks"))
+    handle.remove()
+
+
+def test_compiled_blocks(model: nn.Module, x: torch.Tensor, device: torch.device) -> None:
+    resident = copy.deepcopy(model).to(device)
+    for each in (resident, model):
+        for block in each.blocks:  # type: ignore[union-attr]
+            block.compile(fullgraph=True)
+    handle = apply_group_offloading(model, device, pack=True)
+    check(model, x, run(resident, x))
+    handle.remove()
+
+
+def test_a_lora_is_trained(model: nn.Module, x: torch.Tensor, device: torch.device) -> None:
+    model.requires_grad_(False)
+    model.gain.requires_grad_(True)
+    resident = copy.deepcopy(model).to(device)
+    handle = apply_group_offloading(model, device, pack=True)
+    for _ in range(3):
+        gradients = []
+        for each in (model, resident):
+            each.zero_grad()
+            given = x.clone().requires_grad_()
+            each(given).float().square().mean().backward()
+            gradients.append((given.grad, each.gain.grad))
+        for ours, theirs in zip(*gradients, strict=True):
+            assert torch.equal(ours, theirs)
+    handle.remove()
