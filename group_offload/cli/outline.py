@@ -54,6 +54,8 @@ class OutlinedGroup:
     name: str
     num_bytes: int
     """The size of the group's blob, in RAM or in a group file."""
+    bf16_bytes: int
+    """What bfloat16 weights take of it, which can be packed."""
     is_outer: bool
     """Whether the group is needed around other groups, so that it is on the device during the whole pass."""
 
@@ -305,7 +307,8 @@ def _outline_of(
             [ref.fqn for ref in group.tensors], [ref.tensor.detach() for ref in group.tensors]
         ).num_bytes
         if num_bytes and not group.is_table:
-            groups.append(OutlinedGroup(group.group_id, num_bytes, is_outer=height > 0))
+            bf16_bytes = sum(ref.tensor.nbytes for ref in group.tensors if ref.tensor.dtype == torch.bfloat16)
+            groups.append(OutlinedGroup(group.group_id, num_bytes, min(bf16_bytes, num_bytes), is_outer=height > 0))
     return Outline(name, tuple(groups), num_cast)
 
 

@@ -17,9 +17,18 @@ from ..base.terminal import add_row, new_console, new_table, say
 from ..base.tuning import tuning
 from ..errors import ConfigError, GroupFileError
 from ..integrations.sharing import DENOISERS, NUM_STEPS
+from ..packing.codec import MIN_SAVING
 from ..plan.budgets import describe_bytes, parse_bytes
 from ..plan.chart import draw_chart
-from ..plan.placement import Budgets, Placement, PlannedGroup, Problem, Speeds, smallest_device_bytes
+from ..plan.placement import (
+    ASSUMED_UNPACK,
+    Budgets,
+    Placement,
+    PlannedGroup,
+    Problem,
+    Speeds,
+    smallest_device_bytes,
+)
 from ..plan.planner import Plan, make_plan
 from ..plan.ram_shares import ComponentLoad, share_ram
 from ..plan.speeds import (
@@ -42,14 +51,17 @@ from ..report.facts import (
 )
 from ..report.page import check_path, write_page
 from . import bench
-from .outline import Outline, find_checkpoint, named_dtype, outline
+from .outline import Outline, OutlinedGroup, find_checkpoint, named_dtype, outline
 
 _GIB = 1 << 30
 _PROCESS_RAM = "1.5GiB"
 _MAX_SECONDS = 1e6
 """A pass that is said to take longer is a mistake."""
-_LETTERS = {Placement.DEVICE: "D", Placement.RAM: "R", Placement.FILE: "f"}
+_LETTERS = {Placement.DEVICE: "D", Placement.PACKED: "P", Placement.RAM: "R", Placement.FILE: "f"}
 _LEGEND = "D stays on the device, R rests in RAM and is sent, f is read from its file and sent."
+_PACKED_LEGEND = "P stays on the device packed, and is unpacked for each use. What is sent from RAM is packed too."
+_PACKED_RATIO = 0.72
+"""What packing leaves of bf16 weights, by the measured ratios: 0.70 to 0.73 (docs/benchmarks/packing.md)."""
 
 
 def add_commands(commands: Any) -> None:
@@ -75,6 +87,9 @@ def add_commands(commands: Any) -> None:
     )
     plan.add_argument(
         "--dtype", help="the dtype that weights are cast to, such as bfloat16 (default: that of the files)"
+    )
+    plan.add_argument(
+        "--pack", action="store_true", help="pack bfloat16 weights, to an assumed 0.72 of their size, as pack=True does"
     )
     plan.add_argument("--step-seconds", type=float, metavar="S", help="compute of one pass (default: not known)")
     plan.add_argument(
@@ -116,6 +131,7 @@ class _Asked:
     process_ram: int
     step_seconds: float | None
     num_steps: int
+    packs: bool
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> _Asked:
@@ -137,6 +153,7 @@ class _Asked:
             process_ram=parse_bytes(arguments.process_ram, "--process-ram"),
             step_seconds=seconds,
             num_steps=num_steps,
+            packs=arguments.pack,
         )
 
 
@@ -148,6 +165,7 @@ class _Source:
     h2d: str
     """"given", "measured" or "assumed"."""
     drive: str
+    unpack: str
     measured_on: str
 
 
@@ -191,7 +209,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     if len(components) > 1:
         seconds = sum(each.uses * each.plan.prediction.step_seconds for each in components)
         say(console, f"One image or video, all passes of all models: {seconds:.4g} s.")
-    for sentence in (_LEGEND, *_notes(asked, source, components)):
+    legends = (_LEGEND, _PACKED_LEGEND) if asked.packs else (_LEGEND,)
+    for sentence in (*legends, *_notes(asked, source, components)):
         say(console, sentence)
     if arguments.html is not None:
         say(console, f"Wrote {arguments.html}.")
@@ -213,13 +232,15 @@ def _source(arguments: argparse.Namespace, path: Path) -> _Source:
     link = next((found for found in measured if not found.device.startswith("CPU ")), None)
     where = filesystem_of(path)
     drive = next((found for found in measured if found.filesystem == where and found.drive is not None), None)
+    unpack = next((found.unpack for found in measured if found.unpack is not None), None)
     h2d_given, drive_given = _speed(arguments.h2d, "--h2d"), _speed(arguments.drive, "--drive")
     h2d = h2d_given or (link.h2d if link is not None else ASSUMED_H2D)
     read = drive_given or (drive.drive if drive is not None and drive.drive is not None else ASSUMED_DRIVE)
     return _Source(
-        Speeds(h2d=h2d, drive=read),
+        Speeds(h2d=h2d, drive=read, unpack=unpack or ASSUMED_UNPACK),
         "given" if h2d_given else "measured" if link is not None else "assumed",
         "given" if drive_given else "measured" if drive is not None else "assumed",
+        "assumed" if unpack is None else "measured",
         ", ".join(dict.fromkeys(f"{each.device}, {each.measured_at}" for each in (link, drive) if each is not None)),
     )
 
@@ -237,7 +258,7 @@ def _components(models: Mapping[str, Outline], asked: _Asked, speeds: Speeds) ->
     for name, model in sorted(models.items(), key=lambda item: _turn_bytes(item[1]), reverse=True):
         is_timed = asked.step_seconds is not None and (len(models) == 1 or name.startswith(DENOISERS))
         seconds = asked.step_seconds if is_timed else None
-        problem = _problem(name, model, asked.vram, shares[name], asked.activations, seconds, speeds)
+        problem = _problem(name, model, asked, shares[name], seconds, speeds)
         plan = make_plan(problem)
         gain_from_vram = gain_from_ram = None
         if asked.vram is not None:
@@ -277,12 +298,17 @@ def _turn_bytes(model: Outline) -> int:
     return _outer_bytes(model) + sum(nlargest(2, (group.num_bytes for group in model.groups if not group.is_outer)))
 
 
+def _packed_bytes(group: OutlinedGroup) -> int:
+    """What packing is assumed to leave of a group; 0 if it saves too little."""
+    saved = int((1 - _PACKED_RATIO) * group.bf16_bytes)
+    return group.num_bytes - saved if saved > MIN_SAVING * group.num_bytes else 0
+
+
 def _problem(
     name: str,
     model: Outline,
-    vram: int | None,
+    asked: _Asked,
     ram: int | None,
-    activations: int,
     seconds: float | None,
     speeds: Speeds,
 ) -> Problem:
@@ -290,6 +316,7 @@ def _problem(
     Raises:
         ConfigError: the device's budget is too small.
     """
+    vram, activations = asked.vram, asked.activations
     planned = [group for group in model.groups if not group.is_outer]
     total = sum(group.num_bytes for group in planned) or 1
     groups = tuple(
@@ -298,6 +325,7 @@ def _problem(
             num_bytes=group.num_bytes,
             compute_seconds=(seconds or 0.0) * group.num_bytes / total,
             is_in_file=True,
+            packed_bytes=_packed_bytes(group) if asked.packs else 0,
         )
         for group in planned
     )
@@ -334,13 +362,16 @@ def _show(console: Console, component: _Component, asked: _Asked, dtype: str | N
     for names, size, places in _rows(component):
         add_row(table, names, str(len(places) or 1), describe_bytes(size), places or "during a pass")
     console.print(table)
-    sizes = {place: describe_bytes(num_bytes) for place, num_bytes in _bytes_by_place(plan).items()}
+    taken = _bytes_by_place(plan)
+    taken[Placement.RAM] += taken[Placement.PACKED]  # what stays on the device packed rests in RAM too
+    sizes = {place: describe_bytes(num_bytes) for place, num_bytes in taken.items()}
     held = f", {describe_bytes(component.outer_bytes)} during a pass" if component.outer_bytes else ""
     total = describe_bytes(plan.device_bytes + component.outer_bytes)
+    packed = f", {sizes[Placement.PACKED]} that stay packed" if asked.packs else ""
     say(
         console,
-        f"Device: {total}: {sizes[Placement.DEVICE]} that stay, {describe_bytes(plan.slot_bytes)} to take turns in{held}. "
-        f"RAM: {sizes[Placement.RAM]}. Files alone: {sizes[Placement.FILE]}.",
+        f"Device: {total}: {sizes[Placement.DEVICE]} that stay{packed}, {describe_bytes(plan.slot_bytes)} to take turns "
+        f"in{held}. RAM: {sizes[Placement.RAM]}. Files alone: {sizes[Placement.FILE]}.",
     )
     if model.num_cast:
         say(
@@ -372,9 +403,11 @@ def _rows(component: _Component) -> Iterator[tuple[str, int, str]]:
 
 
 def _bytes_by_place(plan: Plan) -> dict[Placement, int]:
+    """What groups take where they rest."""
     found = dict.fromkeys(Placement, 0)
     for group, place in zip(plan.problem.groups, plan.placements, strict=True):
-        found[place] += group.num_bytes
+        is_packed = group.packed_bytes and place in (Placement.PACKED, Placement.RAM)
+        found[place] += group.packed_bytes if is_packed else group.num_bytes
     return found
 
 
@@ -386,6 +419,8 @@ def _notes(asked: _Asked, source: _Source, components: Sequence[_Component]) -> 
         yield "Without --ram all weights rest in RAM."
     speeds = source.speeds
     said = f"RAM to device {speeds.h2d / 1e9:.3g} GB/s ({source.h2d}), drive {speeds.drive / 1e9:.3g} GB/s ({source.drive})."
+    if asked.packs:
+        said += f" Unpacking {speeds.unpack / 1e9:.3g} GB/s ({source.unpack})."
     if "measured" in (source.h2d, source.drive):
         said += f" Measured on {source.measured_on}."
     if "assumed" in (source.h2d, source.drive):
@@ -418,6 +453,8 @@ def _as_json(
             "h2d_source": source.h2d,
             "drive": source.speeds.drive,
             "drive_source": source.drive,
+            "unpack": source.speeds.unpack,
+            "unpack_source": source.unpack,
         },
         "components": [_component_as_json(component) for component in components],
     }
@@ -512,7 +549,8 @@ def _memories(asked: _Asked, components: Sequence[_Component]) -> Iterator[Memor
             budget_bytes=asked.vram,
             total_bytes=None,
         )
-    in_ram = sum(_bytes_by_place(component.plan)[Placement.RAM] for component in components)
+    places = [_bytes_by_place(component.plan) for component in components]
+    in_ram = sum(each[Placement.RAM] + each[Placement.PACKED] for each in places)
     yield MemoryFacts(
         name="RAM",
         parts=[
