@@ -88,9 +88,9 @@ def pack_model(
                 groups.append(PackedGroup(group_id, size, size if one is None else one.packed.packed_bytes))
                 if one is not None:
                     entries.append(one.entry)
-            manifest = files.publish_manifest(entries)
+            files.publish_manifest(entries)
             files.keep_manifest()
-            num_outdated = give_up_outdated(folder, manifest)
+            num_outdated = give_up_outdated(folder, entries)
         finally:
             for one in found:
                 if one is not None:

@@ -62,11 +62,11 @@ class PackedFrom:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the file that was packed is another one by now, or is gone."""
+        """Whether the file that was packed is another one by now. (If it is not there, its drive may not be either.)"""
         try:
             return facts_of(os.stat(self.path)) != self.source
         except (OSError, ValueError):
-            return True
+            return False
 
 
 def facts_of(found: os.stat_result) -> str:

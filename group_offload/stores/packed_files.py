@@ -256,17 +256,18 @@ def _packed_from(origin: Origin | None, stamp: os.stat_result) -> PackedFrom | N
     return PackedFrom(str(origin.path), origin.facts, origin.place, facts_of(stamp))
 
 
-def give_up_outdated(folder: Path, keep: Path | None) -> int:
-    """Delete the manifests of packed files whose checkpoint has changed since, except `keep`. `prune` then removes the files.
+def give_up_outdated(folder: Path, entries: Sequence[ManifestEntry]) -> int:
+    """Delete the manifests of packed files whose checkpoint was packed again as `entries`, because it has changed.
+
+    `prune` then removes the files.
 
     Returns:
         How many there were.
     """
-    num = 0
+    num, mine = 0, {entry.packed_from.path for entry in entries if entry.packed_from is not None}
     for name, manifest in manifests_in(folder).items():
-        sources = [entry.packed_from for entry in manifest.entries]
-        is_outdated = any(source is not None and source.is_outdated for source in sources)
-        if is_outdated and (keep is None or name != keep.name):
+        sources = [entry.packed_from for entry in manifest.entries if entry.packed_from is not None]
+        if any(source.path in mine and source.is_outdated for source in sources):
             try:
                 num += remove_unused(folder / name)
             except OSError as error:

@@ -171,9 +171,12 @@ def test_a_checkpoint_that_changed_since(tmp_path: Path, checkpoint: Path) -> No
     changed = [weights("normal", len(TENSORS[0]), seed=9)]
     second = packed(tmp_path / "groups", changed, now)
     assert torch.equal(image_in(second), image_of(changed)[0])
-    assert give_up_outdated(tmp_path / "groups", None) == 1
+    assert give_up_outdated(tmp_path / "groups", [packed(tmp_path / "groups").entry]) == 0  # another model
+    assert give_up_outdated(tmp_path / "groups", [second.entry]) == 1
     found = look(tmp_path / "groups")
-    assert found.is_whole and len(found.manifests) == 1 and len(removable(found)) == 1
+    assert found.is_whole and len(found.manifests) == 2 and len(removable(found)) == 1
+    checkpoint.unlink()  # or its drive is not there
+    assert give_up_outdated(tmp_path / "groups", [second.entry]) == 0
 
 
 def test_a_checkpoint_that_is_the_same_under_new_facts(tmp_path: Path, checkpoint: Path) -> None:

@@ -88,7 +88,7 @@ def test_how_well_it_packs(kind: str, bits: int, most: float) -> None:
     assert packed.layout.packed_bytes / packed.layout.plain_bytes < most
 
 
-def test_an_image_that_several_threads_pack() -> None:
+def test_an_image_of_several_parts() -> None:
     tensors = [weights("cauchy", 3_000_000), weights("normal", 2_500_000)]
     with torch.inference_mode():
         image, packed = packed_of(tensors)
