@@ -179,7 +179,11 @@ class Packer:
                 taken += int(size * _USUAL_RATIO)
                 found.append(part)
         if left:
-            logger.warning("%s of weights are not packed: RAM has no room for them.", describe_bytes(left))
+            logger.warning(
+                "%s of weights are not packed, because there is too little RAM for their packed bytes: they are sent, or read "
+                "from the drive, as they are. A larger ram_budget, or less RAM in use, makes room.",
+                describe_bytes(left),
+            )
         return found
 
     def _pack(self, part: Part, buffer: _Buffer, files: PackedFiles | None, limit: LockLimit) -> PackedImage | None:

@@ -315,7 +315,7 @@ def test_memory_that_runs_out_while_slots_are_exchanged(monkeypatch: pytest.Monk
 
             def take() -> None:
                 memory._kept, memory._lease.pooled = memory._lease.pooled, []  # type: ignore[union-attr]
-                memory._release_rings()
+                memory.release_rings()
                 real()
 
             patch.setattr(memory, "take", take)

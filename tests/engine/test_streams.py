@@ -829,8 +829,7 @@ def test_berths_go_to_another_model_while_they_are_unpacked_from() -> None:
             handle.remove()
 
 
-@pytest.mark.parametrize("options", [{}, {"record_stream": True}], ids=str)
-@pytest.mark.parametrize("share", [0.75, 1.0])
+@pytest.mark.parametrize(("share", "options"), [(0.75, {}), (1.0, {}), (0.75, {"record_stream": True})], ids=str)
 def test_packed_weights_stay_on_the_device(share: float, options: dict[str, Any]) -> None:
     """Two models displace one another's groups, packed or not, while these are on their way, or are unpacked."""
     device = SimulatedDevice(0, "lazy")
@@ -1023,6 +1022,7 @@ def scenarios() -> Iterator[partial[Any]]:
     yield partial(test_removed_after_an_interrupt_at_the_end_of_a_pass)
     yield partial(test_weights_come_from_the_device, {})
     yield partial(test_removed_after_an_edit_in_the_middle_of_a_forward)
+    yield partial(test_a_model_is_packed_while_its_files_are_read)
     for seed, options in FIRST:
         yield partial(exercise, seed, "random", options)
     yield partial(test_what_rests_in_ram_does_not_overtake_what_is_read)
@@ -1042,10 +1042,9 @@ def scenarios() -> Iterator[partial[Any]]:
     yield partial(test_slots_go_to_another_model_while_copies_to_them_are_on_their_way)
     for options in either:
         yield partial(test_packed_weights_are_on_their_way, options)
-        for share in (1.0, 0.75):
-            yield partial(test_packed_weights_stay_on_the_device, share, options)
+        yield partial(test_packed_weights_stay_on_the_device, 0.75, options)
+    yield partial(test_packed_weights_stay_on_the_device, 1.0, {})
     yield partial(test_berths_go_to_another_model_while_they_are_unpacked_from)
-    yield partial(test_a_model_is_packed_while_its_files_are_read)
     yield partial(test_files_and_pageable_ram_go_through_the_staging_buffers_in_turn)
     for options in (*either, {"in_files": True}):
         yield partial(test_removed_right_after_a_forward, options)

@@ -41,7 +41,6 @@ def make() -> nn.Module:
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("plain", {}),
-    ("accumulated", {}),
     ("stopped_backward", {"record_stream": True}),
     ("two_by_two", {"in_checkpoint": True}),
     ("plain", {"vram_budget": 420_000}),

@@ -412,12 +412,14 @@ class Reader:
         if job in self._announced:
             self._announced.remove(job)
         elif job in self._submitted:  # not in the middle of a call that was interrupted
-            self._submitted.remove(job)
-            if job.landing is not None:
-                # Also if the job brought nothing: what takes these bytes next waits for this job only.
-                job.landing.wait_for_room()
-                job.landing.ready.record(job.landing.stream)
-                self._staging.last_copies.record(job.landing.stream)
+            try:
+                if job.landing is not None:
+                    # Also if the job brought nothing: what takes these bytes next waits for this job only.
+                    job.landing.wait_for_room()
+                    job.landing.ready.record(job.landing.stream)
+                    self._staging.last_copies.record(job.landing.stream)
+            finally:
+                self._submitted.remove(job)  # only now: as long as it is there, `begin_all` waits for the lock
         job.landing = None  # the job may be kept longer than the slot
         job.chunks.clear()  # so that files do not stay mapped
         job.begun.clear()
