@@ -20,6 +20,8 @@ from .trace import WeightTrace
 
 NUM_RECORDED = 4
 """The number of last recorded passes that are kept. A forward and its backward are two."""
+_INSTANT = 1e-9
+"""Seconds. Clocks that are compared are no more exact: what only touches a pass is no part of it."""
 SENT_AHEAD = "what was sent ahead"
 """The name of copies that a pass that is not recorded has begun for the next one."""
 
@@ -50,7 +52,7 @@ class RecordedPass:
         found = [each for trace in traces for each in trace.slices(self.begun, zero_seconds)]
         if self.ahead is not None:
             found.append(Slice(COPIES, SENT_AHEAD, 0.0, self.trace.host_seconds(self.ahead) - zero_seconds, 0))
-        return seconds, [each for each in found if each.end > 0 and each.start < seconds]
+        return seconds, [each for each in found if each.end > _INSTANT and each.start < seconds - _INSTANT]
 
 
 class Recorder:
