@@ -309,7 +309,7 @@ def test_a_trace_has_a_lane_for_unpacking(device: SimulatedDevice, tmp_path: Pat
         device.get(forward(device, model, inputs()))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    unpacked = [event for event in events if event["ph"] == "X" and lanes[event["tid"]] == "unpacking"]
+    unpacked = [event for event in events if event["ph"] == "X" and lanes[event["tid"]] == "decode"]
     assert unpacked and all(event["dur"] > 0 for event in unpacked)
     sizes = {group.group_id: group.num_bytes for group in handle.groups}
     assert all(event["args"]["bytes"] == sizes[event["name"]] for event in unpacked)
