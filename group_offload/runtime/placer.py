@@ -150,6 +150,7 @@ class Placer:
     def clear(self) -> None:
         """Forget the groups and the plan."""
         self._groups = ()
+        self._packer.begin(())
         self._budgeter.clear()
         self._files.begin(())
 

@@ -258,11 +258,15 @@ class Repeats(Model):
         return x
 
 
-def test_a_block_that_is_needed_again_after_it_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_is_needed_again_after_it_was_given_up() -> None:
     """What was sent in its place gives way, once it has arrived: until then nothing else could use that memory."""
-    tune(monkeypatch, device_margin_bytes=0)
+    a_block_is_needed_again_after_it_was_given_up()
+
+
+def a_block_is_needed_again_after_it_was_given_up() -> None:
     device = SimulatedDevice(0, "lazy")
-    with use_simulated_device(device):
+    with pytest.MonkeyPatch.context() as patch, use_simulated_device(device):
+        tune(patch, device_margin_bytes=0)
         _run_blocks_again(device)
 
 

@@ -348,7 +348,7 @@ class Transfer:
 def _record(
     trace: WeightTrace | None, blobs: Sequence[PlacedBlob | PlacedImage], begun: Event | None, stream: Stream
 ) -> None:
-    if trace is not None and begun is not None:
+    if blobs and trace is not None and begun is not None:
         num_bytes = sum(placed.sent_bytes for placed in blobs)
         trace.copied([placed.label for placed in blobs], begun, stream, num_bytes)
 
