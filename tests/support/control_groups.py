@@ -27,7 +27,9 @@ class Cgroups:
             return real(self._said if str(path) == "/proc/self/cgroup" else path, *args, **kwargs)
 
         patch.setattr(Path, "read_text", read_text)
-        patch.setattr(ram, "locked", type(ram.locked)())  # models of earlier tests may be waiting for Python's collector
+        patch.setattr(
+            ram, "locked", type(ram.locked)()
+        )  # models of earlier tests may be waiting for Python's collector
         patch.setattr(ram.psutil, "virtual_memory", lambda: SimpleNamespace(available=100 * GIB))
 
     def say(self, *lines: str) -> None:
