@@ -19,12 +19,19 @@ from group_offload.runtime.slots import arena
 from ..support.inside import engine_of
 from ..support.models import WIDTH, Model, make
 from ..support.on_device import forward
-from ..support.pretend import IMAGE, WITH_CONTROLNET, Passed, PretendPipeline
+from ..support.pretend import (
+    IMAGE,
+    WITH_CONTROLNET,
+    WITH_EXPERTS,
+    PretendPipeline,
+    need_blocks_again,
+    peak_without_budget,
+    settled,
+)
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.tuning import tune
 
-WITH_EXPERTS = ("encoder", *["transformer"] * 4, *["transformer_2"] * 4, "vae")
 EVERYTHING = 1 << 30
 
 
@@ -34,13 +41,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
     tune(monkeypatch, device_margin_bytes=0)
     with use_simulated_device(SimulatedDevice(0, "random")) as device:
         yield device
-
-
-def settled(pipe: PretendPipeline, names: tuple[str, ...]) -> list[Passed]:
-    """An image once all is learnt."""
-    for _ in range(3):
-        pipe.image(names)
-    return pipe.image(names)
 
 
 def outer_bytes(pipe: PretendPipeline, name: str) -> int:
@@ -66,7 +66,7 @@ def test_models_that_alternate_share_the_room(share: float, device: SimulatedDev
     """They keep what they have there side by side, and a step sends no more than what has no room."""
     pipe = PretendPipeline(device)
     total = sum(tensor.nbytes for name in ("controlnet", "transformer") for tensor in pipe.resident[name].parameters())
-    budget = _peak_without_budget(device) + int(share * total)
+    budget = peak_without_budget(device) + int(share * total)
     pipe.offload(vram_budget=budget)
     pipe.image(WITH_CONTROLNET)
     device.reset_peak()
@@ -78,24 +78,13 @@ def test_models_that_alternate_share_the_room(share: float, device: SimulatedDev
     pipe.remove()
 
 
-def _peak_without_budget(device: SimulatedDevice) -> int:
-    pipe = PretendPipeline(device).offload()
-    device.reset_peak()
-    for _ in range(2):
-        pipe.image(WITH_CONTROLNET)
-    peak = device.peak_bytes_in_use()
-    pipe.remove()
-    device.reset_peak()
-    return peak
-
-
 @pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}], ids=str)
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
 def test_a_budget_holds_for_all_models(share: float, options: dict[str, Any], device: SimulatedDevice) -> None:
     names = (*WITH_CONTROLNET, "vae", "vae")
     pipe = PretendPipeline(device, vae=2)
     total = sum(tensor.nbytes for model in pipe.resident.values() for tensor in model.parameters())
-    budget = _peak_without_budget(device) + int(share * total)
+    budget = peak_without_budget(device) + int(share * total)
     pipe.offload(vram_budget=budget, **options)
     device.reset_peak()
     for _ in range(3):
@@ -109,7 +98,7 @@ def test_an_expert_displaces_the_one_before_it(device: SimulatedDevice) -> None:
     """Each runs four steps in a row: with room for one of the two, the later steps of both send nothing."""
     pipe = PretendPipeline(device, transformer_2=5)
     one = sum(tensor.nbytes for tensor in pipe.resident["transformer"].parameters())
-    budget = _peak_without_budget(device) + one
+    budget = peak_without_budget(device) + one
     pipe.offload(vram_budget=budget)
     for at, passed in enumerate(settled(pipe, WITH_EXPERTS)):
         if passed.name.startswith("transformer") and WITH_EXPERTS[at - 1] == passed.name:
@@ -121,7 +110,7 @@ def with_one_expert(device: SimulatedDevice, **options: Any) -> tuple[PretendPip
     """A pipeline of two experts with room for the blocks of one, and its budget."""
     pipe = PretendPipeline(device, transformer_2=5)
     one = sum(tensor.nbytes for tensor in pipe.resident["transformer"].parameters())
-    budget = _peak_without_budget(device) + one
+    budget = peak_without_budget(device) + one
     return pipe.offload(vram_budget=budget, **options), budget
 
 
@@ -246,58 +235,16 @@ def _fail(*args: Any) -> None:
     raise ValueError("stop")
 
 
-class Repeats(Model):
-    """Calls its first blocks again at the end, when it is told to."""
-
-    again = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = super().forward(x)
-        for block in self.blocks[: self.again]:
-            x = block(x)
-        return x
-
-
 def test_a_block_that_is_needed_again_after_it_was_given_up() -> None:
     """What was sent in its place gives way, once it has arrived: until then nothing else could use that memory."""
-    a_block_is_needed_again_after_it_was_given_up()
-
-
-def a_block_is_needed_again_after_it_was_given_up() -> None:
-    device = SimulatedDevice(0, "lazy")
-    with pytest.MonkeyPatch.context() as patch, use_simulated_device(device):
-        tune(patch, device_margin_bytes=0)
-        _run_blocks_again(device)
-
-
-def _run_blocks_again(device: SimulatedDevice) -> None:
-    pipe = PretendPipeline(device, transformer_2=5)
-    for models in (pipe.components, pipe.resident):
-        models["transformer"].__class__ = Repeats
-    one = sum(tensor.nbytes for tensor in pipe.resident["transformer"].parameters())
-    budget = _peak_without_budget(device) + one
-    pipe.offload(vram_budget=budget)
-    settled(pipe, WITH_EXPERTS)
-    device.reset_peak()
-    for name in ("encoder", *["transformer"] * 3):
-        pipe.call(name)
-    for models in (pipe.components, pipe.resident):
-        models["transformer"].again = 2  # type: ignore[assignment]
-    x, waits = torch.randn(3, WIDTH), device.num_host_waits
-    output = forward(device, pipe.components["transformer"], x)
-    assert device.num_host_waits > waits
-    assert torch.equal(device.get(output), run(pipe.resident["transformer"], x))
-    for name in ("transformer_2", "transformer_2", "vae"):
-        pipe.call(name)
-        assert device.peak_bytes_in_use() <= budget
-    pipe.remove()
+    need_blocks_again()
 
 
 def test_an_encoder_and_a_decoder_leave_the_denoiser_alone(device: SimulatedDevice) -> None:
     """With room for the denoiser and their slots it is sent in the first image, and in no later one."""
     pipe = PretendPipeline(device)
     one = sum(tensor.nbytes for tensor in pipe.resident["transformer"].parameters())
-    pipe.offload(vram_budget=_peak_without_budget(device) + int(1.2 * one))  # tensors are aligned in groups
+    pipe.offload(vram_budget=peak_without_budget(device) + int(1.2 * one))  # tensors are aligned in groups
     steps = [passed for passed in settled(pipe, IMAGE) if passed.name == "transformer"]
     for passed in steps:
         assert passed.resident_bytes == block_bytes(pipe, "transformer")
@@ -308,7 +255,7 @@ def test_an_encoder_and_a_decoder_leave_the_denoiser_alone(device: SimulatedDevi
 def test_activations_displace_what_other_models_left(device: SimulatedDevice) -> None:
     pipe = PretendPipeline(device)
     total = sum(tensor.nbytes for model in pipe.resident.values() for tensor in model.parameters())
-    budget = _peak_without_budget(device) + total
+    budget = peak_without_budget(device) + total
     pipe.offload(vram_budget=budget)
     settled(pipe, IMAGE)
     device.synchronize()
