@@ -90,7 +90,7 @@ ABOUT_LINUX = {
     "engine/test_streams.py::test_what_rests_in_ram_does_not_overtake_what_is_read": "weights that rest in their checkpoint",
     "engine/test_streams.py::test_packed_weights_are_on_their_way": "packed weights, whose edits the page map tells",
     "engine/test_streams.py::test_packed_weights_stay_on_the_device": "packed weights, whose edits the page map tells",
-    "engine/test_streams.py::test_berths_go_to_another_model_while_they_are_unpacked_from": "packed weights, whose edits the page map tells",
+    "engine/test_streams.py::test_berths_go_to_another_model_while_they_are_unpacked_from": "packed weights, as above",
     "cli/test_cli.py::test_folders_that_are_none": "descriptors of folders, of which one is refused",
     "engine/weights/test_quantised.py::test_copies_never_wait_on_the_host": "copies across passes",
     "engine/weights/test_tensor_subclasses.py::test_attributes_of_a_weight_land_in_slots": "copies across passes",
