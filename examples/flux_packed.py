@@ -1,6 +1,6 @@
 """FLUX.1 in bfloat16 on a card with 16 GB, with weights that are packed without loss.
 
-The transformer has 22 GiB. Packed they are 16: blocks that fit stay on the card as they are or packed, and the others are sent
+The transformer has 22 GiB, and about 16 packed. Blocks that fit stay on the card as they are or packed, and the others are sent
 packed. The device unpacks them right before they compute, and every bit is what it was.
 
     python examples/flux_packed.py "a lighthouse in the fog"

@@ -28,7 +28,7 @@ from .groups.part import Part
 logger = logging.getLogger("group_offload")
 
 _USUAL_RATIO = 0.7
-"""Packed bytes for each plain one, before anything was packed: bfloat16 weights have 0.66 to 0.70."""
+"""Packed bytes for each plain one, before anything was packed: 0.70 to 0.73 were measured (docs/benchmarks/packing.md)."""
 
 
 class Packer:
