@@ -80,11 +80,7 @@ class Packer:
 
     def expected_bytes(self, group: Group) -> int:
         """What `packed_bytes` would be if blobs were packed."""
-        was_on, self.is_on = self.is_on, True
-        try:
-            return self.packed_bytes(group)
-        finally:
-            self.is_on = was_on
+        return self._bytes_of(group, is_on=True)
 
     def limit(self, groups: Iterable[Group], room: int) -> int:
         """Pack only as many of these groups, which rest in RAM, as there is room for their packed bytes besides.
@@ -115,24 +111,28 @@ class Packer:
 
     def packed_bytes(self, group: Group) -> int:
         """What is sent of a group if it is packed, about, as long as it was not; 0 if it is not going to be packed."""
-        sizes = [
-            part.packed.num_bytes if part.packed is not None else int(part.blob.layout.num_bytes * _USUAL_RATIO)
-            for part in group.parts
-            if part.packed is not None or self._may_pack(part)
-        ]
-        others = [
-            part.blob.layout.num_bytes for part in group.parts if part.packed is None and not self._may_pack(part)
-        ]
-        return sum(sizes) + sum(others) if sizes else 0
+        return self._bytes_of(group, is_on=self.is_on)
+
+    def _bytes_of(self, group: Group, *, is_on: bool) -> int:
+        total, has_packed = 0, False
+        for part in group.parts:
+            num_bytes = part.blob.layout.num_bytes
+            if part.packed is not None:
+                total, has_packed = total + part.packed.num_bytes, True
+            elif is_on and self._could_pack(part):
+                total, has_packed = total + int(num_bytes * _USUAL_RATIO), True
+            else:
+                total += num_bytes
+        return total if has_packed else 0
 
     def lacking(self) -> list[Part]:
         """The parts that have no packed bytes, or out-of-date ones, and could have some."""
         if not self.is_on:
             return []
-        return [part for part in _parts_of(self._groups) if part.sent_packed is None and self._may_pack(part)]
+        return [part for part in _parts_of(self._groups) if part.sent_packed is None and self._could_pack(part)]
 
-    def _may_pack(self, part: Part) -> bool:
-        return self.is_on and part.may_pack and not part.blob.is_outdated and part.blob.detects_edits
+    def _could_pack(self, part: Part) -> bool:
+        return part.may_pack and not part.blob.is_outdated and part.blob.detects_edits
 
     def pack(self, parts: Sequence[Part]) -> None:
         """Pack the blobs of these parts, one after another. Where it saves too little, or RAM is short, they stay plain.
