@@ -10,12 +10,14 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from examples import demo
 
@@ -111,7 +113,9 @@ def test_as_on_a_card(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     for builder in re.findall(r"tiny\.(\w+)\(\)", (EXAMPLES / f"{script}.py").read_text()):
         option = {"flux_controlnet": ["--controlnet"], "pictures": []}.get(builder, ["--model"])
         arguments += [*option, getattr(tiny, builder)()]
-    run(script, *arguments)
+    # The gradients of fused attention with heads of 16 are NaN on an H100 (torch 2.11), also where nothing is offloaded.
+    with sdpa_kernel(SDPBackend.MATH) if script == "train_lora" else nullcontext():
+        run(script, *arguments)
     check(capsys.readouterr().out)
 
 

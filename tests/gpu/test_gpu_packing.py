@@ -14,6 +14,7 @@ from torch import nn
 from group_offload import apply_group_offloading
 
 from ..support.models import Model
+from ..support.tuning import tune
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,7 +47,15 @@ def check(model: nn.Module, x: torch.Tensor, expected: torch.Tensor, passes: int
 
 
 @pytest.mark.parametrize("source", ["ram", "checkpoint", "folder"])
-def test_bits_and_bytes(source: str, model: nn.Module, x: torch.Tensor, device: torch.device, tmp_path: Path) -> None:
+def test_bits_and_bytes(
+    source: str,
+    model: nn.Module,
+    x: torch.Tensor,
+    device: torch.device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tune(monkeypatch, locked_share=0.5)  # as users have it
     expected = run(copy.deepcopy(model).to(device), x)
     options: dict[str, Any] = {"offload_to_disk_path": tmp_path / "groups"} if source == "folder" else {}
     if source == "checkpoint":
@@ -67,8 +76,7 @@ def test_bits_and_bytes(source: str, model: nn.Module, x: torch.Tensor, device: 
 def test_groups_stay_on_the_device_packed(model: nn.Module, x: torch.Tensor, device: torch.device) -> None:
     expected = run(copy.deepcopy(model).to(device), x)
     size = sum(parameter.nbytes for parameter in model.parameters())
-    torch.cuda.empty_cache()
-    budget = torch.cuda.memory_allocated() + int(0.95 * size) + (64 << 20)
+    budget = torch.cuda.memory_allocated() + int(0.9 * size)  # too little for plain weights
     handle = apply_group_offloading(model, device, pack=True, vram_budget=budget)
     check(model, x, expected, 8)
     before = handle.stats()
