@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
@@ -50,7 +51,15 @@ def pack(
         None if packing saves less than `MIN_SAVING`.
     """
     device = image.device if device is None else device
-    there = image.to(device)
+    with ThreadPoolExecutor(1, "group_offload.hash") as thread:  # the CPU has nothing else to do while a device packs
+        hashed = thread.submit(lambda: hash_of(image.cpu()))
+        return _pack(image.to(device), layout, hashed.result, memory)
+
+
+def _pack(
+    there: torch.Tensor, layout: BlobLayout, hashed: Callable[[], str], memory: Callable[[int], torch.Tensor]
+) -> Packed | None:
+    device = there.device
     spans = choose_spans(layout, lambda start, end: operators.count_exponents(there, start, end))
     largest = layout.num_bytes - int(layout.num_bytes * MIN_SAVING)
     if packed_size(spans, 0) > largest:
@@ -67,7 +76,7 @@ def pack(
         data[end : end + each.numel()] = each
         end += each.numel()
     data = data[:size]
-    found = replace(draft, packed_bytes=size, num_escapes=num_escapes, hash=hash_of(image.cpu()))
+    found = replace(draft, packed_bytes=size, num_escapes=num_escapes, hash=hashed())
     again = torch.empty_like(there)
     if can_unpack(device):
         unpack(data, found, again)
