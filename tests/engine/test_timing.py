@@ -149,6 +149,14 @@ def test_auto_packs_only_where_that_is_faster(
         assert budget is None or device.peak_bytes_in_use() <= budget
 
 
+def test_auto_packs_nothing_where_the_host_would_set_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at leaf level: each packed group takes the host longer than its bytes take on the link."""
+    tune(monkeypatch, packed_group_seconds=0.43 / 57)
+    with offloaded(monkeypatch, pack="auto") as (device, model, handle):
+        steps(device, model, 6)
+        assert not handle.stats().packed_bytes
+
+
 @pytest.mark.parametrize("percent", [15, 25, 40, 60, 80])
 def test_budgets_reach_their_limit_with_packed_weights(percent: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No slower than what is sent takes, within the budget, and less is sent than of plain weights."""

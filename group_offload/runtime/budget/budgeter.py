@@ -347,11 +347,12 @@ class Budgeter:
         packed = [replace(planned, packed_bytes=packed_bytes(group)) for planned, group in pairs]
         problem = replace(now.problem, groups=tuple(packed))
         try:
-            then = make_plan(problem).prediction
+            then = make_plan(problem).prediction.step_seconds
         except ConfigError:
             return None  # the budgets have no room for packed bytes
+        of_host = tuning().packed_group_seconds * sum(planned.packed_bytes > 0 for planned in packed)
         before = now.prediction.step_seconds
-        return 1 - then.step_seconds / before if before else None
+        return 1 - max(then, of_host) / before if before else None
 
     # ---------------------------------------------------------------- measurements of passes
 
