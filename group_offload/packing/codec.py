@@ -52,7 +52,7 @@ def pack(
     """
     device = image.device if device is None else device
     with ThreadPoolExecutor(1, "group_offload.hash") as thread:  # the CPU has nothing else to do while a device packs
-        hashed = thread.submit(lambda: hash_of(image.cpu()))
+        hashed = thread.submit(hash_of, image.cpu())
         return _pack(image.to(device), layout, hashed.result, memory)
 
 
