@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
@@ -13,6 +12,7 @@ import torch
 import xxhash
 
 from ..base.layout import BlobLayout, memory_of
+from ..base.pool import on_pool
 from . import operators
 from .layout import MOST_ESCAPES, SPAN_ALIGNMENT, TILE_WEIGHTS, PackedError, PackedLayout, packed_size
 from .spans import choose_spans
@@ -51,15 +51,8 @@ def pack(
         None if packing saves less than `MIN_SAVING`.
     """
     device = image.device if device is None else device
-    with ThreadPoolExecutor(1, "group_offload.hash") as thread:  # the CPU has nothing else to do while a device packs
-        hashed = thread.submit(hash_of, image.cpu())
-        return _pack(image.to(device), layout, hashed.result, memory)
-
-
-def _pack(
-    there: torch.Tensor, layout: BlobLayout, hashed: Callable[[], str], memory: Callable[[int], torch.Tensor]
-) -> Packed | None:
-    device = there.device
+    hashed = on_pool(hash_of, image.cpu())  # the CPU has nothing else to do while a device packs
+    there = image.to(device)
     spans = choose_spans(layout, lambda start, end: operators.count_exponents(there, start, end))
     largest = layout.num_bytes - int(layout.num_bytes * MIN_SAVING)
     if packed_size(spans, 0) > largest:
@@ -76,7 +69,8 @@ def _pack(
         data[end : end + each.numel()] = each
         end += each.numel()
     data = data[:size]
-    found = replace(draft, packed_bytes=size, num_escapes=num_escapes, hash=hashed())
+    hashed.wait()
+    found = replace(draft, packed_bytes=size, num_escapes=num_escapes, hash=hashed.result())
     again = torch.empty_like(there)
     if can_unpack(device):
         unpack(data, found, again)
