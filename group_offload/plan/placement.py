@@ -10,7 +10,8 @@ from heapq import nlargest
 from ..errors import ConfigError
 
 ASSUMED_UNPACK = 400_000_000_000
-"""Bytes per second where unpacking was not measured."""
+"""Bytes of weights per second where unpacking was not measured: a third of the memory bandwidth of a card with 1.2 TB/s. An
+H200 unpacks 1.65 TB/s, which is a third of its bandwidth (docs/benchmarks/packing.md)."""
 NUM_BERTHS = 2
 """How many packed groups may be on their way to the device, or be unpacked there, at once: one is sent while the other is
 unpacked, which takes a small part of that time."""
