@@ -96,7 +96,9 @@ class Placer:
         self._is_tight = is_tight
         # A function and not a method: the budgeter and the placer would keep each other alive.
         speeds = partial(_measure_speeds, self._backend, files, unpacks=config.pack is not False)
-        self._budgeter = Budgeter(self._backend, speeds, packer.packed_bytes, config.num_slots)
+        self._budgeter = Budgeter(
+            self._backend, speeds, packer.packed_bytes, config.num_slots, reads_packed=packer.reads_packed
+        )
         self._groups: tuple[Group, ...] = ()
         self._ram: int | None = None
         """RAM for weights in bytes, as found when the module was offloaded; None for no limit."""
@@ -309,6 +311,7 @@ class Placer:
                 self._packer.pack(lacking)
             finally:
                 self.reside()  # berths may need another size
+            self._files.look()
             self._publish()
 
     def make_room(self, kind: Kind) -> None:
@@ -427,7 +430,7 @@ class Placer:
         )
 
     def _share_out_packed(self, in_ram: frozenset[Group]) -> None:
-        """Pack the groups that the plan puts in RAM. Where RAM is limited, drop the packed bytes of the others."""
+        """Pack the groups that the plan puts in RAM. Where RAM is limited, the packed bytes of others stay in their files."""
         if self._packer.is_on:
             if self._budgeter.ram_bytes is not None:
                 self._packer.choose(self._groups, in_ram)
