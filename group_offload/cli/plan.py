@@ -410,7 +410,7 @@ def _bytes_by_place(plan: Plan) -> dict[Placement, int]:
     """What groups take where they rest."""
     found = dict.fromkeys(Placement, 0)
     for group, place in zip(plan.problem.groups, plan.placements, strict=True):
-        is_packed = group.packed_bytes and place is not Placement.DEVICE
+        is_packed = group.packed_bytes and place in (Placement.PACKED, Placement.RAM)
         found[place] += group.packed_bytes if is_packed else group.num_bytes
     return found
 

@@ -37,11 +37,10 @@ from ..support.tuning import tune
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
-    with packing(), many_frames(), use_simulated_device(SimulatedDevice(0, "lazy")) as device:
-        tune(monkeypatch, locked_share=0.0)
-        with watch_file_reads(device):
-            yield device
+def device() -> Iterator[SimulatedDevice]:
+    device = SimulatedDevice(0, "lazy")
+    with packing(locked_share=0.0), many_frames(), use_simulated_device(device), watch_file_reads(device):
+        yield device
 
 
 def routed(widths: list[int]) -> RoutedModel:
@@ -365,7 +364,11 @@ def test_a_trace_shows_what_is_read_and_unpacked(device: SimulatedDevice, tmp_pa
             lane[event["name"]] = lane.get(event["name"], 0) + event["args"]["bytes"]
     for group in groups_of(handle)[1:]:
         assert sums["decode"][group.group_id] == group.num_bytes
-        assert sums["reads"][group.group_id] == sums["copies"][group.group_id] == group.packed_bytes
+        assert sums["H2D"][group.group_id] == group.packed_bytes
+    packed = sum(group.packed_bytes for group in groups_of(handle))
+    assert (
+        0 < sum(sums["file reads"].values()) < 1.2 * packed
+    )  # some of it was read before, and some is for the next pass
     end(device, model, resident, handle)
 
 
