@@ -138,8 +138,14 @@ class DeviceMemory:
         """The bytes of the berths: see [Note: The life of a berth]."""
         return self._berth_bytes
 
-    def fitting(self, blobs: Iterable[PlacedBlob]) -> list[PlacedBlob]:
-        """The same blobs. Those whose packed bytes no berth has room for are sent as they are at rest."""
+    def fitting(self, blobs: Iterable[PlacedBlob], *, has_berths: bool = True) -> list[PlacedBlob]:
+        """The same blobs. Those whose packed bytes no berth has room for are sent as they are at rest.
+
+        Args:
+            has_berths: Whether there are berths by now, or will be.
+        """
+        if not has_berths:
+            return [placed if placed.on_device is not None else placed._replace(packed=None) for placed in blobs]
         room = {True: self._reading_bytes, False: (self._berth_bytes - self._reading_bytes) // NUM_BERTHS}
         return [
             placed._replace(packed=None)

@@ -144,7 +144,8 @@ class Placer:
             max((blob.layout.num_bytes for blob in blobs), default=0),
             sum(part.blob.layout.num_bytes for group in groups for part in group.parts if part.is_read),
             *tuning().ring(
-                is_scarce=self._config.low_cpu_mem_usage or any(blob.is_direct for blob in in_files),
+                is_scarce=self._config.low_cpu_mem_usage
+                or any(blob.is_direct or blob.is_read_packed for blob in in_files),
                 is_of_leaves=self._config.is_leaf_level and not in_files,
             ),
         )

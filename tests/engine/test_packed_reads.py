@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import logging
 import os
@@ -17,12 +18,14 @@ import torch
 from torch import nn
 
 from group_offload import GroupFileError, OffloadHandle, OffloadStats, api
+from group_offload.cli.main import main
 from group_offload.config import ModelOptions
-from group_offload.packing import codec
 from group_offload.plan.placement import Placement
 from group_offload.runtime import packer
+from group_offload.runtime.budget.budgeter import Budgeter
 from group_offload.runtime.groups.group import Group
 from group_offload.stores import packed_files
+from group_offload.stores.descriptors import KeptDescriptors
 from group_offload.stores.packed import FileImage, RamImage
 
 from ..support.asserts import assert_at_rest
@@ -179,6 +182,40 @@ def test_a_budget_of_ram_leaves_packed_bytes_in_their_files(
     end(device, model, resident, handle)
 
 
+@pytest.mark.parametrize("share", [0, 1])
+def test_groups_come_before_their_model_has_berths(
+    share: int, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model should run next, and another one has the slots: what is to stay on the device is sent as it is."""
+    tune(monkeypatch, device_margin_bytes=0)
+    residents = [routed([2400] * 4), routed([2400] * 4)]
+    size = sum(parameter.nbytes for parameter in residents[0].parameters())
+    options = {"pack": True, "vram_budget": 3 * size, "onload_device": "cpu", "ram_budget": "auto"}
+    models: list[Any] = []
+    for number, resident in enumerate(residents):
+        models.append(from_file(resident, tmp_path / f"{number}.safetensors"))
+        options["offload_to_disk_path"] = tmp_path / "groups"
+        api.offload(models[-1], ModelOptions(**options), ram_share=share * size)
+    handles = [api.handle_of(model) for model in models]
+    assert handles[0] is not None and handles[1] is not None
+    for _ in range(4):
+        for model, resident in zip(models, residents, strict=True):
+            check(device, model, resident)
+    assert handles[0].stats().resident_bytes
+    engine = engine_of(handles[0])
+    for slot in [*engine._memory.staying.slots]:
+        engine._memory.free(slot)
+    check(device, models[1], residents[1])
+    brought = engine._passes.bring(size)
+    assert brought
+    for model, resident, handle in zip(models, residents, handles, strict=True):
+        check(device, model, resident, 2)
+        model.alive.clear()
+        assert handle is not None
+        handle.remove()
+    assert not device.pinned_bytes and not device.allocated_bytes
+
+
 def test_the_next_set_up_reads_and_packs_nothing(
     device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +230,47 @@ def test_the_next_set_up_reads_and_packs_nothing(
     monkeypatch.setattr(packed_files.PackedFile, "read", lambda *args: calls.append("read"))
     model, handle = offloaded("checkpoint", resident, tmp_path)
     assert not calls and len(groups_of(handle)) == 4
+    check(device, model, resident, 2)
+    end(device, model, resident, handle)
+
+
+def test_a_model_that_runs_is_packed(device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With "auto" once a plan says so."""
+    resident = routed([2400] * 4)
+    model: Any = from_file(resident, tmp_path / "model.safetensors")
+    handle = offload(model, pack="auto", offload_to_disk_path=tmp_path / "groups")
+    check(device, model, resident, 3)
+    assert not handle.stats().bytes_unpacked
+    monkeypatch.setattr(Budgeter, "has_learnt_to_pack", True)
+    monkeypatch.setattr(Budgeter, "gain_from_packing", lambda *args: 0.5)
+    check(device, model, resident, 2)
+    before = settled(handle)
+    check(device, model, resident)
+    assert gained(handle, before, "bytes_read") < 0.8 * sum(group.num_bytes for group in handle.groups)
+    assert handle.stats().bytes_unpacked and not handle.stats().packed_bytes
+    end(device, model, resident, handle)
+
+
+def test_no_descriptor_stays_open(device: SimulatedDevice, tmp_path: Path) -> None:
+    resident = routed([2400] * 4)
+    counts = []
+    for _ in range(2):
+        model, handle = offloaded("folder", resident, tmp_path)
+        check(device, model, resident, 2)
+        end(device, model, resident, handle)
+        gc.collect()
+        counts.append(KeptDescriptors.num_open())
+    assert counts[0] == counts[1]
+
+
+def test_prune_leaves_files_that_are_read(device: SimulatedDevice, tmp_path: Path) -> None:
+    resident = routed([2400] * 4)
+    model, handle = offloaded("checkpoint", resident, tmp_path)
+    for file in (tmp_path / "groups").glob("manifest_*"):
+        file.unlink()
+    files = packed_names(tmp_path)
+    main(["prune", str(tmp_path / "groups"), "--yes"])
+    assert packed_names(tmp_path) == files and len(files) == 4
     check(device, model, resident, 2)
     end(device, model, resident, handle)
 
@@ -401,10 +479,10 @@ def test_what_no_code_makes_smaller_is_read_as_it_is(
     with caplog.at_level(logging.WARNING, "group_offload"):
         model, handle = offloaded("folder", resident, tmp_path)
     assert not groups_of(handle) and not caplog.text
+    assert handle.stats().file_bytes
     x = torch.randn(2, DIM).bfloat16()
     for _ in range(2):
         out = device.get(forward(device, model, x))
         assert torch.equal(out.view(torch.int16), run(resident, x).view(torch.int16))
     model.alive.clear()
     handle.remove()
-    assert codec.MIN_SAVING > 0

@@ -258,7 +258,7 @@ def test_what_does_not_fit_into_ram_is_read_as_it_is(
     resident = routed([600] * 3)
     model: Any = from_file(resident, tmp_path / "model.safetensors")
     with caplog.at_level(logging.WARNING, "group_offload"), watch_file_reads(device):
-        handle = offload(model, pack=True)
+        handle = offload(model, pack=True, offload_device="disk")
         assert "A larger ram_budget" in caplog.text and "offload_to_disk_path" in caplog.text
         check(device, model, resident, 2)
         assert not handle.stats().bytes_unpacked and {group.tier for group in handle.groups} == {"file"}

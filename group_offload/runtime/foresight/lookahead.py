@@ -273,18 +273,18 @@ class LookAhead:
         walk.met.add(ahead)
         self._ahead.update(dict.fromkeys(run, ahead))
 
-    def _take_ahead(self, run: list[Group]) -> ReadJob | None:
+    def _take_ahead(self, run: list[Group], blobs: list[PlacedBlob]) -> ReadJob | None:
         """The read of `run` that was started ahead, if it is good. Other reads of the run's groups are given up."""
         ahead = self._ahead.get(run[0])
-        if ahead is not None and ahead.run == run and self._is_good(ahead):
+        if ahead is not None and ahead.run == run and self._is_good(ahead, blobs):
             self._forget_ahead(ahead)
             return ahead.job
         self._give_up_ahead(run)
         return None
 
-    def _is_good(self, ahead: _Ahead) -> bool:
-        """Whether the same bytes would be read now."""
-        blobs = self._memory.fitting(_blobs_of(ahead.run))
+    def _is_good(self, ahead: _Ahead, blobs: list[PlacedBlob] | None = None) -> bool:
+        """Whether the same bytes would be read now, for these blobs of its run."""
+        blobs = self._memory.fitting(_blobs_of(ahead.run)) if blobs is None else blobs
         return ahead.states == _states_of(blobs) and all(group.slot is None for group in ahead.run)
 
     def _give_up_ahead(self, run: list[Group]) -> None:
@@ -354,15 +354,15 @@ class LookAhead:
 
     def _send(self, run: list[Group], slot: Slot[Group], evicted: list[Slot[Group]]) -> None:
         self._before_send(run)
-        job = self._take_ahead(run)
         for group in run:
             self._bring_packed(group)
-        blobs = self._memory.fitting(_blobs_of(run))
+        berths = self._memory.berths
+        blobs = self._memory.fitting(_blobs_of(run), has_berths=berths is not None)
+        job = self._take_ahead(run, blobs)
         after = self._memory.occupy(slot, run, evicted)
         after += [group.packed.slot.ready for group in run if group.packed.slot is not None]
         self._counters.onloads += len(run)
         try:
-            berths = self._memory.berths
             slot.job = self._transfer.send(blobs, slot.memory, after, slot.ready, job=job, berths=berths)
         except EXPECTED:  # the forward may catch the error, and call again
             self._memory.free(slot)
