@@ -94,7 +94,8 @@ class GroupInfo:
     num_bytes: int
     """Bytes of the group at rest, with what aligns its tensors."""
     packed_bytes: int
-    """Bytes of the group's packed weights, in page-locked RAM beside the weights at rest; 0 if none are packed."""
+    """Bytes of the group's packed weights, beside the weights at rest: in page-locked RAM, or in a file that is read (then
+    `tier` is "file"); 0 if none are packed."""
 
 
 class OffloadHandle:
@@ -145,7 +146,7 @@ class OffloadHandle:
         blobs = [part.blob for group in engine.groups for part in group.parts]
         waits = engine.seconds_stalled
         in_files = sum(blob.layout.num_bytes for blob in blobs if blob.tier is Tier.FILE)
-        packed = sum(group.packed_bytes for group in engine.groups)
+        packed = sum(group.packed_ram_bytes for group in engine.groups)
         return OffloadStats(
             passes=counters.passes,
             backward_passes=counters.backward_passes,
@@ -287,13 +288,16 @@ class OffloadHandle:
 
 def _describe(group: Group) -> GroupInfo:
     blobs = [part.blob for part in group.parts]
-    packed_bytes = group.packed_bytes
+    packed_bytes, in_ram = group.packed_bytes, group.packed_ram_bytes
+    tier = blobs[0].tier.value if blobs and not in_ram else Tier.RAM.value
+    from_files = packed_bytes - in_ram
     return GroupInfo(
         group_id=group.group_id,
-        tier=blobs[0].tier.value if blobs and not packed_bytes else Tier.RAM.value,
+        tier=Tier.FILE.value if from_files else tier,
         where=(", ".join(dict.fromkeys(blob.where for blob in blobs)) or "nothing to move")
         + (", rows are gathered there" if group.is_table else "")
-        + (f", sent from {describe_bytes(packed_bytes)} of packed RAM" if packed_bytes else ""),
+        + (f", sent from {describe_bytes(in_ram)} of packed RAM" if in_ram else "")
+        + (f", read from {describe_bytes(from_files)} of packed files" if from_files else ""),
         way=", ".join(dict.fromkeys(blob.way for blob in blobs if isinstance(blob, FileBlob))),
         num_tensors=sum(len(part.refs) for part in group.parts),
         num_bytes=sum(blob.layout.num_bytes for blob in blobs),

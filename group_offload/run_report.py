@@ -8,7 +8,7 @@ from typing import Any
 
 from .base.ram import ram_in_use
 from .base.timeline import COMPUTE, COPIES, READS, STALLS, Slice
-from .plan.budgets import total_ram
+from .plan.budgets import describe_bytes, total_ram
 from .plan.report import OffloadPlan
 from .report.facts import (
     GainFacts,
@@ -103,17 +103,22 @@ def _group(group: Group, *, is_staying: bool, is_packed: bool) -> GroupFacts:
         place = Place.DEVICE
     elif is_packed:
         place = Place.PACKED
-    elif any(isinstance(blob, FileBlob) and not blob.is_locked for blob in blobs):
+    elif any(isinstance(part.blob, FileBlob) and part.is_read and not part.blob.is_locked for part in group.parts):
         place = Place.FILE
     else:
-        is_locked = blobs and all(blob.pinned_bytes for blob in blobs if blob.layout.num_bytes)
+        parts = [part for part in group.parts if part.blob.layout.num_bytes]
+        is_locked = parts and all(part.packed is not None or part.blob.pinned_bytes for part in parts)
         place = Place.LOCKED if is_locked else Place.RAM
     details = [*dict.fromkeys(blob.where for blob in blobs)]
     details += dict.fromkeys(
-        f"read: {blob.way}" for blob in blobs if isinstance(blob, FileBlob) and blob.way != "locked"
+        f"read: {blob.way}"
+        for blob in blobs
+        if isinstance(blob, FileBlob) and blob.way != "locked" and not blob.is_packed
     )
-    if group.largest_packed:
+    if group.packed_ram_bytes:
         details.append("packed")
+    if group.packed_ram_bytes < group.packed_bytes:
+        details.append(f"{describe_bytes(group.packed_bytes - group.packed_ram_bytes)} of packed files are read")
     if group.is_table:
         details.append("rows are gathered there")
     if group.height:

@@ -247,6 +247,7 @@ SCENARIOS = [
     Scenario("simulated budget", {"vram_budget": 60_000, "in_checkpoint": True}, True),
     Scenario("simulated, blocks that a hook may skip", {"has_skips": True}, True),
     Scenario("simulated packed", {"pack": True}, True),
+    Scenario("simulated packed files", {"pack": True, "in_checkpoint": True, "reads_packed": True}, True),
     Scenario("simulated packed, budget", {"pack": True, "vram_budget": 150_000}, True),
     Scenario("simulated pipeline", {"in_checkpoint": True, "in_pipeline": True}, True),
     Scenario("simulated pipeline, budget", {"vram_budget": 60_000, "in_pipeline": True}, True),
@@ -266,7 +267,7 @@ class Rig:
         self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         self.options = dict(scenario.options)
         if self.options.get("pack"):
-            stack.enter_context(packing())
+            stack.enter_context(packing(locked_share=0.0 if self.options.pop("reads_packed", False) else 0.5))
         self.resident = Model(is_wide=bool(self.options.get("pack")))
         self.model = copy.deepcopy(self.resident)
         if self.options.pop("has_skips", False):

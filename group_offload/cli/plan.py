@@ -59,7 +59,10 @@ _MAX_SECONDS = 1e6
 """A pass that is said to take longer is a mistake."""
 _LETTERS = {Placement.DEVICE: "D", Placement.PACKED: "P", Placement.RAM: "R", Placement.FILE: "f"}
 _LEGEND = "D stays on the device, R rests in RAM and is sent, f is read from its file and sent."
-_PACKED_LEGEND = "P stays on the device packed, and is unpacked for each use. What is sent from RAM is packed too."
+_PACKED_LEGEND = (
+    "P stays on the device packed, and is unpacked for each use. What is sent from RAM is packed too, and so is what is read: "
+    "that takes a folder for packed files (offload_to_disk_path)."
+)
 _PACKED_RATIO = 0.72
 """What packing leaves of bf16 weights, by the measured ratios: 0.70 to 0.73 (docs/benchmarks/packing.md)."""
 
@@ -326,6 +329,7 @@ def _problem(
             compute_seconds=(seconds or 0.0) * group.num_bytes / total,
             is_in_file=True,
             packed_bytes=_packed_bytes(group) if asked.packs else 0,
+            reads_packed=asked.packs,
         )
         for group in planned
     )

@@ -20,12 +20,16 @@ Places are 64 bits wide.
 from __future__ import annotations
 
 from functools import cache
+from threading import Lock
 
 import torch
 import triton
 import triton.language as tl
 
 from .layout import PackedLayout
+
+_launching = Lock()
+"""Triton compiles at the first launch, and threads that read files launch too."""
 
 
 def decode(data: torch.Tensor, layout: PackedLayout, out: torch.Tensor) -> None:
@@ -34,7 +38,7 @@ def decode(data: torch.Tensor, layout: PackedLayout, out: torch.Tensor) -> None:
     if out.device.type == "cpu":  # Triton's interpreter
         _decode[(layout.num_tiles,)](data, out, *sizes)
         return
-    with torch.get_device_module(out.device).device(out.device):
+    with _launching, torch.get_device_module(out.device).device(out.device):
         _decode[(layout.num_tiles,)](data, out, *sizes, num_warps=_num_warps(out.device), enable_fp_fusion=False)
 
 

@@ -18,6 +18,7 @@ item at a time and in order of use: the drive reads, the link copies to the devi
 - The drive is never further ahead of the link than the staging memory. It reads on while slots are taken.
 - A packed group in RAM needs no slot to be sent, but one of two berths, which are free once the use two before was unpacked. It
   is unpacked when it has arrived and its slot is free. A group that stays on the device packed takes no time on the link.
+- A packed group in a file is read packed. It needs the reading berth, which is free once the one before was unpacked.
 - The device computes nothing else while it unpacks. (It does, but how much slower was not measured.)
 """
 
@@ -128,7 +129,7 @@ def foresee(problem: Problem, placements: Sequence[Placement]) -> list[Slice]:
         group = model.groups[index]
         num_bytes = model.sent[index] if unpack[index] else group.num_bytes
         if read is not None:
-            found.append(Slice(READS, group.name, is_read - zero - read.seconds, is_read - zero, group.num_bytes))
+            found.append(Slice(READS, group.name, is_read - zero - read.seconds, is_read - zero, num_bytes))
         # A copy that waits for the drive is not busy all the time: what counts is its end.
         start = max(start, arrived - num_bytes / problem.speeds.h2d)
         found.append(Slice(COPIES, group.name, start - zero, arrived - zero, num_bytes))
@@ -189,6 +190,12 @@ class PassModel:
         self.is_packed = [group.packed_bytes > 0 for group in self.groups]
         self.sent = [group.packed_bytes or group.num_bytes for group in self.groups]
         """What each group takes in RAM, and on the link from there."""
+        self.reads_packed = [group.reads_packed and group.packed_bytes > 0 for group in self.groups]
+        self.read = [
+            group.packed_bytes if packed else group.num_bytes
+            for group, packed in zip(self.groups, self.reads_packed, strict=True)
+        ]
+        """What is read of each group from its file, and sent then."""
         num_uses = [0] * len(self.groups)
         for index in problem.order:
             num_uses[index] += 1
@@ -238,9 +245,11 @@ class PassModel:
         berths, unpacked = 0, 0
         if any(is_packed):
             resident += sum([in_ram[index] for index in streamed if placements[index] is kept])
-            packed = [index for index in streamed if is_packed[index] and placements[index] is not file]
+            from_file = [i for i in streamed if self.reads_packed[i] and placements[i] is file]
+            packed = [i for i in streamed if is_packed[i] and placements[i] is not file]
             from_ram = [in_ram[index] for index in packed if placements[index] is not kept]
-            berths = NUM_BERTHS * max(from_ram, default=0)
+            berths = NUM_BERTHS * max(from_ram, default=0) + max([self.read[i] for i in from_file], default=0)
+            packed += from_file
             unpacked = sum([sizes[index] * sent[index] for index in packed])
         ram = sum(
             [in_ram[index] for index in streamed if placements[index] is not file and self.groups[index].is_in_file]
@@ -249,7 +258,7 @@ class PassModel:
         on_device = resident + slots + berths
         if not_resident <= slots:
             return Footprint(slots, berths, on_device, ram, not_resident, 0, 0, 0)
-        drive = sum([sizes[index] * sent[index] for index in streamed if placements[index] is file])
+        drive = sum([self.read[index] * sent[index] for index in streamed if placements[index] is file])
         h2d = drive + sum(
             [in_ram[i] * sent[i] for i in streamed if placements[i] is not file and placements[i] is not kept]
         )
@@ -257,8 +266,10 @@ class PassModel:
 
     def are_unpacked(self, placements: Sequence[Placement]) -> list[bool]:
         """For each group, whether it is unpacked before each use that it is not there for already."""
-        is_plain = Placement.DEVICE, Placement.FILE
-        return [packed and at not in is_plain for packed, at in zip(self.is_packed, placements, strict=True)]
+        return [
+            is_read if at is Placement.FILE else is_packed and at is not Placement.DEVICE
+            for is_packed, is_read, at in zip(self.is_packed, self.reads_packed, placements, strict=True)
+        ]
 
     def fits(self, footprint: Footprint) -> bool:
         """Whether a placement is within the budgets."""
@@ -355,7 +366,9 @@ class _Clocks:
         self._ends = [0.0] * len(sent.groups)
         """When the compute of each use ended. Before the first pass stands one that took no time."""
         self._berths = [0.0] * NUM_BERTHS
-        """When each use that was sent packed could be unpacked: it had arrived, and its slot was free."""
+        """When each use that was sent packed from RAM could be unpacked: it had arrived, and its slot was free."""
+        self._reading_berth = 0.0
+        """The same for the last use that was read packed from a file."""
         self._starts = [0.0] * (sum(read is not None for read in sent.reads) + 1)
         """When the copy of each use that is read from a file began."""
 
@@ -378,7 +391,9 @@ class _Clocks:
                 if moves is not None:
                     moves.append((link, None, compute - seconds, self._drive))
                 continue
-            free = self._berths[-NUM_BERTHS] if is_packed else ends[-back]
+            free = ends[-back]
+            if is_packed:
+                free = self._berths[-NUM_BERTHS] if read is None else self._reading_berth
             start = free if free > link else link
             link = start + copy
             if read is not None:
@@ -386,8 +401,10 @@ class _Clocks:
             stall = link - compute if link > compute else 0.0
             stalls.append(stall)
             compute += stall
-            if is_packed:
+            if is_packed and read is None:
                 self._berths.append(max(link, ends[-back]))
+            elif is_packed:
+                self._reading_berth = max(link, ends[-back])
             compute += seconds
             ends.append(compute)
             if moves is not None:
@@ -420,7 +437,7 @@ def _sent_uses(model: PassModel, placements: Sequence[Placement], slot_bytes: in
     gaps[0] += gap  # residents at the end of a pass are computed before the first use of the next one
     largest = max(size for size, placement in zip(sizes, placements, strict=True) if placement is not Placement.DEVICE)
     sent_sizes = [sizes[index] for index in groups]
-    reads = _reads([sizes[index] for index in groups if placements[index] is Placement.FILE], model.problem)
+    reads = _reads([model.read[index] for index in groups if placements[index] is Placement.FILE], model.problem)
     return _SentUses(
         groups=groups,
         gaps=gaps,

@@ -13,8 +13,8 @@ ASSUMED_UNPACK = 400_000_000_000
 """Bytes of weights per second where unpacking was not measured: a third of the memory bandwidth of a card with 1.2 TB/s. An
 H200 unpacks 1.65 TB/s, which is a third of its bandwidth (docs/benchmarks/packing.md)."""
 NUM_BERTHS = 2
-"""How many packed groups may be on their way to the device, or be unpacked there, at once: one is sent while the other is
-unpacked, which takes a small part of that time."""
+"""How many packed groups from RAM may be on their way to the device, or be unpacked there, at once: one is sent while the
+other is unpacked, which takes a small part of that time. One more packed group may be on its way from a file."""
 
 
 class Placement(str, Enum):
@@ -27,7 +27,7 @@ class Placement(str, Enum):
     RAM = "ram"
     """The group rests in page-locked RAM and is sent to the device for each use: packed, if it has packed bytes."""
     FILE = "file"
-    """The group is read from the drive and sent to the device for each use."""
+    """The group is read from the drive and sent to the device for each use: packed, if a file holds its packed bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +48,8 @@ class PlannedGroup:
     """Whether `Placement.DEVICE` and `Placement.PACKED` are possible."""
     packed_bytes: int = 0
     """What is sent of the group, and what it takes on the device, if it is packed. 0: it is not."""
+    reads_packed: bool = False
+    """Whether a file holds the packed bytes, so that `Placement.FILE` reads these."""
 
     def __post_init__(self) -> None:
         for name, num_bytes in (("num_bytes", self.num_bytes), ("packed_bytes", self.packed_bytes)):
@@ -130,7 +132,10 @@ class Problem:
 def smallest_device_bytes(problem: Problem) -> int:
     """The smallest device budget that works: slots, and room for packed bytes on their way, and no resident groups."""
     slots = sum(nlargest(problem.num_slots, (group.num_bytes for group in problem.groups)))
-    return slots + NUM_BERTHS * max(group.packed_bytes for group in problem.groups)
+    packed = [group.packed_bytes for group in problem.groups]
+    read = [group.packed_bytes if group.reads_packed and group.is_in_file else 0 for group in problem.groups]
+    sent = [each for each, from_file in zip(packed, read, strict=True) if not from_file]
+    return slots + max(NUM_BERTHS * max(packed), NUM_BERTHS * max(sent, default=0) + max(read))
 
 
 def smallest_ram_bytes(problem: Problem) -> int:

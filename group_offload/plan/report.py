@@ -86,7 +86,10 @@ def _rows(plan: Plan, words: Mapping[Placement, str]) -> Iterator[tuple[str, str
 
 
 def _where(group: PlannedGroup, placement: Placement, words: Mapping[Placement, str]) -> str:
-    return _PACKED_IN_RAM if placement is Placement.RAM and group.packed_bytes else words[placement]
+    is_packed = group.packed_bytes and (
+        placement is Placement.RAM or (placement is Placement.FILE and group.reads_packed)
+    )
+    return f"{words[placement]}, packed" if is_packed else words[placement]
 
 
 _WHERE_ON_CPU = {Placement.DEVICE: "RAM", Placement.RAM: "RAM", Placement.FILE: "drive"}
@@ -96,7 +99,6 @@ _WHERE = {
     Placement.RAM: "RAM",
     Placement.FILE: "drive",
 }
-_PACKED_IN_RAM = "RAM, packed"
 
 
 def _gains(plan: Plan) -> Iterator[str]:

@@ -185,7 +185,7 @@ def lower_bound(model: PassModel) -> float:
         room = used
     sent = _least_sent(model, model.used, room, model.sent)
     in_file = [index for index in model.used if model.groups[index].is_in_file]
-    read = _least_sent(model, in_file, room + model.ram_room, model.sizes)
+    read = _least_sent(model, in_file, room + model.ram_room, model.read)
     return max(model.compute_seconds, sent / model.problem.speeds.h2d, read / model.problem.speeds.drive)
 
 
@@ -380,7 +380,8 @@ def _room(model: PassModel, placements: Sequence[Placement]) -> int:
     berths = 0
     if any(model.is_packed) and model.ram_room > 0:
         largest = max(size for size, is_packed in zip(model.sent, model.is_packed, strict=True) if is_packed)
-        berths = NUM_BERTHS * largest - footprint.berth_bytes
+        read = max((size for size, is_read in zip(model.read, model.reads_packed, strict=True) if is_read), default=0)
+        berths = max(0, NUM_BERTHS * largest + read - footprint.berth_bytes)
     return model.device_budget - footprint.device_bytes - berths
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..base.compiled import is_compiled
 from ..base.device import Backend, Event
-from ..base.layout import span_bytes
+from ..base.layout import ALIGNMENT, span_bytes
 from ..base.tuning import tuning
 from ..config import OffloadConfig
 from ..partition import partition
@@ -72,6 +72,8 @@ class DeviceMemory:
         """The groups that the pass in progress has given up of it."""
         self._berth_bytes = 0
         """The bytes that packed bytes land in."""
+        self._reading_bytes = 0
+        """The part of them for packed bytes that are read from files."""
         self.holds_all = False
         """Whether the ring has room for all groups that take turns in it in some passes."""
         self._largest: dict[int, int] = {}
@@ -102,10 +104,13 @@ class DeviceMemory:
             if not residents.issuperset(slot.groups):
                 self.free(slot)
         sent = [group for group in streamed if group.packed not in residents]
-        berth_bytes = NUM_BERTHS * max((group.largest_packed for group in sent), default=0)
-        if (sizes, berth_bytes) != (self.ring_sizes, self._berth_bytes):
+        sent_bytes = NUM_BERTHS * max((group.largest_packed(is_read=False) for group in sent), default=0)
+        reading_bytes = max((group.largest_packed(is_read=True) for group in streamed), default=0)
+        reading_bytes = -(-reading_bytes // ALIGNMENT) * ALIGNMENT
+        berth_bytes = sent_bytes + reading_bytes
+        if (sizes, berth_bytes, reading_bytes) != (self.ring_sizes, self._berth_bytes, self._reading_bytes):
             self.release_rings()
-        self.ring_sizes, self._berth_bytes = sizes, berth_bytes
+        self.ring_sizes, self._berth_bytes, self._reading_bytes = sizes, berth_bytes, reading_bytes
         self.holds_all = False
 
     def hold(self, groups: Iterable[Group], limit: int) -> None:
@@ -133,12 +138,20 @@ class DeviceMemory:
         """The bytes of the berths: see [Note: The life of a berth]."""
         return self._berth_bytes
 
-    def fitting(self, blobs: Iterable[PlacedBlob]) -> list[PlacedBlob]:
-        """The same blobs. Those whose packed bytes no berth has room for are sent as they are at rest."""
-        room = self._berth_bytes // NUM_BERTHS
+    def fitting(self, blobs: Iterable[PlacedBlob], *, has_berths: bool = True) -> list[PlacedBlob]:
+        """The same blobs. Those whose packed bytes no berth has room for are sent as they are at rest.
+
+        Args:
+            has_berths: Whether there are berths by now, or will be.
+        """
+        if not has_berths:
+            return [placed if placed.on_device is not None else placed._replace(packed=None) for placed in blobs]
+        room = {True: self._reading_bytes, False: (self._berth_bytes - self._reading_bytes) // NUM_BERTHS}
         return [
             placed._replace(packed=None)
-            if placed.packed is not None and placed.on_device is None and placed.packed.num_bytes > room
+            if placed.packed is not None
+            and placed.on_device is None
+            and placed.packed.num_bytes > room[placed.packed.is_read]
             else placed
             for placed in blobs
         ]
@@ -256,7 +269,7 @@ class DeviceMemory:
                 lease.rings[height] = Ring(memory, self._backend, largest)
                 start += size
             if self._berth_bytes:
-                lease.berths = Berths(lease.memory[start:], self._backend)
+                lease.berths = Berths(lease.memory[start:], self._backend, self._reading_bytes)
         for slot in [slot for slot in self.staying.slots if not slot.groups]:
             self.staying.slots.remove(slot)  # another module's pass was interrupted as it took the slot's memory
         counters.pooled_bytes = sum(slot.memory.numel() for slot in lease.pooled)

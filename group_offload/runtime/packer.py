@@ -18,7 +18,7 @@ from ..plan.budgets import describe_bytes
 from ..stores.base import Tier
 from ..stores.files import FileBlob
 from ..stores.folder import Folder
-from ..stores.packed import LockedMemory, PackedImage, is_packable, pack_image, read_image
+from ..stores.packed import LockedMemory, PackedImage, is_packable, open_image, pack_image, read_image
 from ..stores.packed_files import PackedFiles, origin_of
 from ..stores.pinned import RamBlob
 from .copies.transfer import Transfer
@@ -55,6 +55,13 @@ class Packer:
         """The groups whose packed bytes are wanted."""
         self._ids: dict[Part, str] = {}
         """What blobs are called in files."""
+        self._to_read: set[Part] = set()
+        """The parts whose packed bytes stay in their files, and are read each time."""
+
+    @property
+    def reads_packed(self) -> bool:
+        """Whether there is a folder of packed files, so that what rests in files is read packed."""
+        return self._folder is not None
 
     def begin(self, groups: Sequence[Group]) -> None:
         """The module was cut into these groups. All of them are to be packed."""
@@ -66,6 +73,7 @@ class Packer:
         }
         for part in _parts_of(groups):
             part.may_pack = part.may_pack and is_packable(part.blob.layout)
+        self._to_read.intersection_update(self._ids)
 
     def switch_on(self) -> None:
         """Pack from now on. What is page-locked itself so far is not any more: `begin` comes next."""
@@ -102,8 +110,17 @@ class Packer:
         return taken
 
     def choose(self, groups: Sequence[Group], in_ram: Collection[Group]) -> None:
-        """RAM is limited: of the groups whose weights a file holds, want the packed bytes of those `in_ram` alone."""
-        self._groups = tuple(group for group in groups if group in in_ram or not group.is_in_file)
+        """RAM is limited: of the groups whose weights a file holds, want the packed bytes of those `in_ram` alone there.
+
+        Those of the others stay in their packed files, if there is a folder of them.
+        """
+        read = {group for group in groups if group.is_in_file and group not in in_ram}
+        if not self.reads_packed:
+            self._groups = tuple(group for group in groups if group not in read)
+        else:
+            # What is needed around others rests in RAM as it is, whatever a plan says.
+            self._groups = tuple(group for group in groups if group not in read or not group.height)
+            self._to_read = {part for part in _parts_of(read) if isinstance(part.blob, FileBlob)}
         for group in groups:
             if group not in self._groups:
                 for part in group.parts:
@@ -129,13 +146,25 @@ class Packer:
         """The parts that have no packed bytes, or out-of-date ones, and could have some."""
         if not self.is_on:
             return []
-        return [part for part in _parts_of(self._groups) if part.sent_packed is None and self._could_pack(part)]
+        parts = [part for part in _parts_of(self._groups) if self._could_pack(part)]
+        for part in parts:
+            if part.packed is not None and part.packed.is_lost:  # the same file would be found again
+                logger.warning("The packed weights of group %r are lost: it is read as it is.", self._ids[part])
+                part.drop_packed()
+                part.may_pack = False
+        return [part for part in parts if part.may_pack and self._is_lacking(part)]
+
+    def _is_lacking(self, part: Part) -> bool:
+        packed = part.sent_packed
+        return packed is None or packed.is_read != (part in self._to_read)
 
     def _could_pack(self, part: Part) -> bool:
         return part.may_pack and not part.blob.is_outdated and part.blob.detects_edits
 
     def pack(self, parts: Sequence[Part]) -> None:
         """Pack the blobs of these parts, one after another. Where it saves too little, or RAM is short, they stay plain.
+
+        Where RAM is short and there is a folder, packed bytes stay in their files.
 
         Raises:
             GroupFileError: a blob cannot be read from its file.
@@ -166,25 +195,34 @@ class Packer:
         limit.report()
 
     def _with_room(self, parts: Sequence[Part]) -> list[Part]:
-        """The parts that RAM has room for, packed. The others stay as they are."""
-        num_bytes = sum(part.blob.layout.num_bytes for part in parts if isinstance(part.blob, FileBlob))
-        is_much = self._spares_ram and num_bytes * _USUAL_RATIO > available_ram() * tuning().locked_share
-        taken, left, found = 0, 0, []
-        for part in parts:
-            size = part.blob.layout.num_bytes
-            if (is_much and isinstance(part.blob, FileBlob)) or not fits(taken + int(size * _USUAL_RATIO)):
+        """The parts that RAM has room for, packed, or that are read packed. The others stay as they are."""
+        to_ram = [part for part in parts if part not in self._to_read]
+        num_bytes = sum(part.blob.layout.num_bytes for part in to_ram if isinstance(part.blob, FileBlob))
+        room = available_ram() * tuning().locked_share
+        is_much = self._spares_ram and num_bytes * _USUAL_RATIO > room
+        taken, left, passed = 0, 0, 0
+        for part in to_ram:
+            size, is_in_file = part.blob.layout.num_bytes, isinstance(part.blob, FileBlob)
+            packed_bytes = int(size * _USUAL_RATIO)
+            passed += size * is_in_file
+            # Files are read beside the link: so what is read is spread evenly over what is sent from RAM.
+            most = room * passed / max(1, num_bytes) if self.reads_packed else 0
+            is_too_much = is_much and is_in_file and taken + packed_bytes > most
+            if not is_too_much and fits(taken + packed_bytes):
+                taken += packed_bytes
+            elif is_in_file and self.reads_packed:
+                self._to_read.add(part)
+            else:
                 part.may_pack = False
                 left += size
-            else:
-                taken += int(size * _USUAL_RATIO)
-                found.append(part)
         if left:
             logger.warning(
                 "%s of weights are not packed, because there is too little RAM for their packed bytes: they are sent, or read "
-                "from the drive, as they are. A larger ram_budget, or less RAM in use, makes room.",
+                "from the drive, as they are. A larger ram_budget, or less RAM in use, makes room; packed bytes of weights in "
+                "files are read from the folder offload_to_disk_path, if there is one.",
                 describe_bytes(left),
             )
-        return found
+        return [part for part in parts if part.may_pack]
 
     def _pack(self, part: Part, buffer: _Buffer, files: PackedFiles | None, limit: LockLimit) -> PackedImage | None:
         blob = part.blob
@@ -200,7 +238,11 @@ class Packer:
         blob.check()
         origin = origin_of(blob.source.path, blob.pieces, blob.layout)
         found = files.find_or_pack(self._ids[part], blob.layout, blob.rest, origin=origin, device=device)
-        return None if found is None else read_image(found, blob.generation, memory)
+        if found is None:
+            return None
+        if part in self._to_read:
+            return open_image(found, blob.generation, is_verified=self._folder is not None and self._folder.is_verified)
+        return read_image(found, blob.generation, memory)
 
 
 def _parts_of(groups: Iterable[Group]) -> Iterator[Part]:

@@ -96,7 +96,9 @@ class Placer:
         self._is_tight = is_tight
         # A function and not a method: the budgeter and the placer would keep each other alive.
         speeds = partial(_measure_speeds, self._backend, files, unpacks=config.pack is not False)
-        self._budgeter = Budgeter(self._backend, speeds, packer.packed_bytes, config.num_slots)
+        self._budgeter = Budgeter(
+            self._backend, speeds, packer.packed_bytes, config.num_slots, reads_packed=packer.reads_packed
+        )
         self._groups: tuple[Group, ...] = ()
         self._ram: int | None = None
         """RAM for weights in bytes, as found when the module was offloaded; None for no limit."""
@@ -142,7 +144,8 @@ class Placer:
             max((blob.layout.num_bytes for blob in blobs), default=0),
             sum(part.blob.layout.num_bytes for group in groups for part in group.parts if part.is_read),
             *tuning().ring(
-                is_scarce=self._config.low_cpu_mem_usage or any(blob.is_direct for blob in in_files),
+                is_scarce=self._config.low_cpu_mem_usage
+                or any(blob.is_direct or blob.is_read_packed for blob in in_files),
                 is_of_leaves=self._config.is_leaf_level and not in_files,
             ),
         )
@@ -309,6 +312,7 @@ class Placer:
                 self._packer.pack(lacking)
             finally:
                 self.reside()  # berths may need another size
+            self._files.look()
             self._publish()
 
     def make_room(self, kind: Kind) -> None:
@@ -427,7 +431,7 @@ class Placer:
         )
 
     def _share_out_packed(self, in_ram: frozenset[Group]) -> None:
-        """Pack the groups that the plan puts in RAM. Where RAM is limited, drop the packed bytes of the others."""
+        """Pack the groups that the plan puts in RAM. Where RAM is limited, the packed bytes of others stay in their files."""
         if self._packer.is_on:
             if self._budgeter.ram_bytes is not None:
                 self._packer.choose(self._groups, in_ram)

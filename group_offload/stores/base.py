@@ -13,7 +13,7 @@ from ..base.layout import BlobLayout, as_bytes
 from ..base.pagemap import NO_LOOKS, Looks
 from .moves import Move, Stage
 from .origin import Origin
-from .packed import PackedImage
+from .packed import PackedImage, RamImage
 
 
 class Tier(Enum):
@@ -144,7 +144,9 @@ class PlacedBlob(NamedTuple):
     @property
     def tier(self) -> Tier:
         """Where its bytes are sent from."""
-        return self.blob.tier if self.packed is None else Tier.RAM
+        if self.packed is None:
+            return self.blob.tier
+        return Tier.FILE if self.packed.is_read else Tier.RAM
 
     @property
     def sent_bytes(self) -> int:
@@ -159,7 +161,7 @@ class PlacedImage(NamedTuple):
     at: int
     """The byte of the slot that they begin at."""
     label: str
-    image: PackedImage
+    image: RamImage
 
     @property
     def tier(self) -> Tier:

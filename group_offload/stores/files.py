@@ -39,6 +39,8 @@ class FileBlob:
         """Whether parts that are not in the page cache are read past it."""
         self.is_packed = False
         """Whether packed bytes of the blob are sent in its place: then the file is not read in passes."""
+        self.is_read_packed = False
+        """Whether these are read from a file of their own."""
         self._is_locked = False
         self._asked: tuple[SourceFile, int] | None = None
         """The file, and its `num_lockings`, when `_is_locked` was found out."""

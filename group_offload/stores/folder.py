@@ -68,7 +68,7 @@ class Folder:
         """
         self.path = path
         self.model_class = model_class
-        self._is_verified = is_verified
+        self.is_verified = is_verified
         self._trusted = {0, user()}
         """The users whose files are used: others could change theirs later. Network file systems may map users."""
         self._num_of_others = 0
@@ -280,7 +280,7 @@ class Folder:
         try:
             mark_in_use(fd)
             stamp = os.fstat(fd)
-            is_trusted = self._is_verified or stamp.st_uid in self._trusted
+            is_trusted = self.is_verified or stamp.st_uid in self._trusted
             self._num_of_others += not is_trusted
             if is_trusted and is_right(fd):
                 return fd, stamp

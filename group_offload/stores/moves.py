@@ -61,7 +61,7 @@ class Read:
     """Bytes of a file, or of RAM that is not page-locked. Other threads read them later, and copy them to the slot."""
 
     at: int
-    """The byte of the slot that the first byte goes to."""
+    """The byte of the slot that the first byte goes to; with `unpack`, the byte of a berth."""
     num_bytes: int
     source: SourceFile | PageableMemory
     position: int
@@ -72,6 +72,8 @@ class Read:
     """The name of the group that needs the bytes, for errors and traces."""
     proof: Proof | None = None
     """A check of the bytes. It is shown what was read, in the order of the moves."""
+    unpack: Unpack | None = None
+    """What is done with the bytes once all of them are in a berth, if they are packed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,11 +84,11 @@ class Unpack:
     """The byte of the slot that the first byte goes to."""
     num_bytes: int
     layout: PackedLayout
-    packed: torch.Tensor
-    """The packed bytes, flat uint8, in page-locked memory or on the device."""
+    packed: torch.Tensor | None
+    """The packed bytes, flat uint8, in page-locked memory or on the device. None: they are read from a file."""
     label: str
     """The name of the group that needs the bytes, for traces."""
-    is_on_device: bool
+    is_on_device: bool = False
     """Whether the packed bytes are on the device already."""
 
     def kernel(self, packed: torch.Tensor, target: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Packed images: the bytes of a blob once more, in fewer bytes of page-locked RAM. They are what is sent to the device.
+"""Packed images: the bytes of a blob once more, in fewer bytes of page-locked RAM, or of a file. They are what is sent.
 
 [Note: Packed weights at rest]
 The weights at rest stay what they are without packing: views of their checkpoint, of a group file, or of RAM. So they can be
@@ -7,12 +7,17 @@ good as long as the blob has the same `generation`: after an edit the blob itsel
 
 Memory that is only read does not have to be page-locked. So what rests in a checkpoint or in a group file takes no RAM beside
 its packed image, and what rests in RAM takes its own size and that of the image.
+
+Where RAM has no room for a packed image it stays in its packed group file, and is read from there each time. What is read the
+first time is compared with its hash, as the file may have been packed long ago. From then on the file is watched as every file
+is that weights are read from ([Note: Which file it is] in `source`), and with `verify_files` each read is compared. If the file
+is damaged, the forward that needed it raises, and later ones read the weights as they are at rest.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -21,15 +26,61 @@ from ..base.mapping import flat_view, map_anonymous
 from ..base.page_lock import LockLimit, PageLock
 from ..base.release import release_later
 from ..base.tuning import tuning
+from ..errors import GroupFileError
 from ..packing.codec import pack
 from ..packing.layout import PackedLayout
 from .manifest import ManifestEntry
-from .moves import Copy, Unpack
+from .moves import Copy, Read, Unpack
 from .packed_files import PackedFile
+from .source import Piece, Proof, SourceFile
 
 
 class PackedImage:
     """The packed bytes of a blob. See [Note: Packed weights at rest]."""
+
+    is_read: bool
+    """Whether the packed bytes are read from a file each time that they are sent."""
+
+    def __init__(self, layout: PackedLayout, generation: int, entry: ManifestEntry | None) -> None:
+        """
+        Args:
+            generation: The blob's, when it was packed.
+            entry: What the manifest says of the packed file, if there is one.
+        """
+        self.layout = layout
+        self.generation = generation
+        self.entry = entry
+
+    @property
+    def num_bytes(self) -> int:
+        return self.layout.packed_bytes
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the packed bytes cannot be had any more, so that the blob is sent as it is."""
+        return False
+
+    @property
+    def ram_bytes(self) -> int:
+        """What the packed bytes take of page-locked RAM."""
+        return 0 if self.is_read else self.num_bytes
+
+    def unpack(self, at: int, label: str, on_device: torch.Tensor | None) -> Unpack | Read:
+        """How the blob gets to byte `at` of a slot: see `Blob.moves`.
+
+        Args:
+            on_device: The packed bytes in memory of the device, if they are there.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Give up the memory, or the file."""
+
+
+class RamImage(PackedImage):
+    """Packed bytes in page-locked RAM."""
+
+    is_read = False
 
     def __init__(
         self,
@@ -43,25 +94,12 @@ class PackedImage:
         Args:
             memory: Page-locked, flat uint8.
             lock: None if the driver allocated the memory.
-            generation: The blob's, when it was packed.
-            entry: What the manifest says of the packed file, if there is one.
         """
-        self.layout = layout
-        self.generation = generation
-        self.entry = entry
+        super().__init__(layout, generation, entry)
         self._memory = memory
         self._lock = lock
 
-    @property
-    def num_bytes(self) -> int:
-        return self.layout.packed_bytes
-
     def unpack(self, at: int, label: str, on_device: torch.Tensor | None) -> Unpack:
-        """How the blob gets to byte `at` of a slot: see `Blob.moves`.
-
-        Args:
-            on_device: The packed bytes in memory of the device, if they are there.
-        """
         packed = self._memory if on_device is None else on_device
         return Unpack(at, self.layout.plain_bytes, self.layout, packed, label, on_device is not None)
 
@@ -74,6 +112,79 @@ class PackedImage:
         memory: list[object] = [self._lock, self._memory]
         self._lock, self._memory = None, flat_view(b"", 0, 0)
         release_later(memory)
+
+
+class FileImage(PackedImage):
+    """Packed bytes in a packed group file. The file is closed with the last read that is on its way."""
+
+    is_read = True
+
+    def __init__(self, file: PackedFile, generation: int, *, is_verified: bool) -> None:
+        """
+        Args:
+            file: Its descriptor is the caller's to close.
+            is_verified: Whether each read is compared with what was packed.
+
+        Raises:
+            GroupFileError: the file cannot be mapped.
+        """
+        super().__init__(file.packed, generation, file.entry)
+        self.name = file.entry.group_id
+        self.content: str | None = file.entry.content
+        self.pieces: Sequence[Piece] = [Piece(0, file.start, self.num_bytes)]
+        try:
+            self.source = _PackedSource(file.path, file.fd, file.start, file.entry.num_bytes, file.stamp)
+        except OSError as error:
+            raise GroupFileError(f"Cannot map {file.path}, which has packed weights: {error}") from error
+        self.source.avoid_readahead()
+        self.source.blobs.add(self)
+        self._is_verified = is_verified
+        self.is_proven = False
+        """Whether the bytes were compared with their hash since the file was opened."""
+
+    @property
+    def is_lost(self) -> bool:
+        return self.source.is_lost
+
+    def prove(self) -> None:
+        """See `Contents.prove`."""
+        proof = _ImageProof(self)
+        for chunk in self.source.chunks(self.pieces[0].position, self.num_bytes):
+            proof.update(chunk)
+
+    def unpack(self, at: int, label: str, on_device: torch.Tensor | None) -> Read:
+        """See `PackedImage.unpack`. The bytes do not stay on the device."""
+        is_checked = self._is_verified or self.source.is_adrift or not self.is_proven
+        unpack = Unpack(at, self.layout.plain_bytes, self.layout, None, label)
+        proof = _ImageProof(self) if is_checked else None
+        # Past the page cache: packed bytes that there is RAM for are in RAM.
+        return Read(0, self.num_bytes, self.source, self.pieces[0].position, True, label, proof, unpack)
+
+
+class _ImageProof(Proof):
+    """Notes that an image is proven."""
+
+    def __init__(self, image: FileImage) -> None:
+        super().__init__(image)
+        self._image = image
+
+    def update(self, data: memoryview) -> bool:
+        is_whole = super().update(data)
+        self._image.is_proven |= is_whole
+        return is_whole
+
+
+class _PackedSource(SourceFile):
+    """A packed group file. It is not the only place of its weights."""
+
+    is_lost = False
+
+    def lost(self, position: int, what: str) -> GroupFileError:
+        self.is_lost = True
+        return GroupFileError(
+            f"Cannot read the packed weights in {self.path} at byte {position:,}: {what}. No weight is lost: the next forward "
+            f"reads them as they are at rest. Delete the file, and it is packed again when the model is offloaded again."
+        )
 
 
 def is_packable(layout: BlobLayout) -> bool:
@@ -104,7 +215,7 @@ class LockedMemory:
 
     def image(self, layout: PackedLayout, generation: int, entry: ManifestEntry | None = None) -> PackedImage | None:
         """What is in the memory that was allocated last; None if it is not page-locked."""
-        return None if self._found is None else PackedImage(layout, *self._found, generation, entry)
+        return None if self._found is None else RamImage(layout, *self._found, generation, entry)
 
 
 def pack_image(
@@ -140,3 +251,15 @@ def read_image(file: PackedFile, generation: int, memory: LockedMemory) -> Packe
     finally:
         os.close(file.fd)
     return memory.image(file.packed, generation, file.entry)
+
+
+def open_image(file: PackedFile, generation: int, *, is_verified: bool) -> FileImage:
+    """What was packed before, to be read from its file each time. Nothing is read now, and the descriptor is closed.
+
+    Raises:
+        GroupFileError: the file cannot be mapped.
+    """
+    try:
+        return FileImage(file, generation, is_verified=is_verified)
+    finally:
+        os.close(file.fd)

@@ -548,8 +548,11 @@ class Proof:
         self._hash = xxhash.xxh3_128()
         self._num_left = sum(piece.num_bytes for piece in contents.pieces)
 
-    def update(self, data: memoryview) -> None:
+    def update(self, data: memoryview) -> bool:
         """Take in the next bytes. The hash of the first whole reading becomes the one that is known.
+
+        Returns:
+            Whether these were the last ones, so that all of them are proven.
 
         Raises:
             GroupFileError: these were the last bytes, and all of them together have another hash than the known one.
@@ -557,7 +560,7 @@ class Proof:
         self._hash.update(data)
         self._num_left -= len(data)
         if self._num_left:
-            return
+            return False
         found, known = self._hash.hexdigest(), self._contents.content
         if known is None:
             self._contents.content = found
@@ -567,3 +570,4 @@ class Proof:
                 f"the content of {self._contents.name!r} and what lies beside it was not what it should be (XXH3 "
                 f"{found}, not {known}): the drive, or memory, fails, or another program changed it",
             )
+        return True

@@ -253,12 +253,13 @@ def test_without_room_in_ram_weights_stay_plain(
 def test_what_does_not_fit_into_ram_is_read_as_it_is(
     device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """There is no folder that packed bytes could be read from: test_packed_reads.py."""
     tune(monkeypatch, locked_share=0.0)
-    model = routed([600] * 3)
-    resident = copy.deepcopy(model)
+    resident = routed([600] * 3)
+    model: Any = from_file(resident, tmp_path / "model.safetensors")
     with caplog.at_level(logging.WARNING, "group_offload"), watch_file_reads(device):
-        handle = offload(model, pack=True, offload_to_disk_path=tmp_path)
-        assert "A larger ram_budget" in caplog.text
+        handle = offload(model, pack=True, offload_device="disk")
+        assert "A larger ram_budget" in caplog.text and "offload_to_disk_path" in caplog.text
         check(device, model, resident, 2)
         assert not handle.stats().bytes_unpacked and {group.tier for group in handle.groups} == {"file"}
         model.alive.clear()

@@ -33,6 +33,7 @@ from group_offload.runtime import engine, memory, packer, passes, placer
 from group_offload.runtime.budget.budgeter import Budgeter
 from group_offload.runtime.copies import jobs, reader, room, staging, transfer
 from group_offload.runtime.copies import last as copies
+from group_offload.runtime.copies.reader import Reader
 from group_offload.runtime.copies.transfer import Transfer
 from group_offload.runtime.foresight import lookahead
 from group_offload.runtime.foresight.schedule import Schedule
@@ -83,6 +84,9 @@ OPTIONS: list[dict[str, Any]] = [
     {"pack": True},
     {"pack": True, "in_checkpoint": True, "record_stream": True},
     {"pack": True, "use_stream": False, "non_blocking": True},
+    {"pack": True, "in_files": True, "reads_packed": True},
+    {"pack": True, "in_checkpoint": True, "reads_packed": True, "record_stream": True},
+    {"pack": True, "in_files": True, "reads_packed": True, "use_stream": False},
 ]
 
 
@@ -830,6 +834,89 @@ def test_berths_go_to_another_model_while_they_are_unpacked_from() -> None:
             handle.remove()
 
 
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}], ids=str)
+def test_packed_files_are_read(options: dict[str, Any]) -> None:
+    """Two models take the slots and the reading berth from one another; reads are given up; the models are removed."""
+    device = SimulatedDevice(0, "lazy")
+    residents = [RoutedModel([600, 900, 600, 600, 600]).bfloat16() for _ in range(2)]
+    models = copy.deepcopy(residents)
+    x = torch.randn(2, DIM).bfloat16()
+    with (
+        packing(locked_share=0.0),
+        use_simulated_device(device),
+        watch_file_reads(device),
+        many_frames(),
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        handles = [offload(model, pack=True, offload_to_disk_path=folder, **options) for model in models]
+        outputs = []
+        for number in range(3):
+            for model, resident in zip(models, residents, strict=True):
+                outputs += [(forward(device, model, x), run(resident, x)) for _ in range(2)]
+                model.stop_at = 1 + number
+                with pytest.raises(Stop):
+                    forward(device, model, x)
+                model.stop_at = -1
+        for model, handle in zip(models, handles, strict=True):
+            assert handle.stats().bytes_unpacked and not handle.stats().packed_bytes
+            model.alive.clear()
+            handle.remove()
+        assert device.pinned_bytes == 0
+        for output, expected in outputs:
+            assert torch.equal(device.get(output), expected)
+        del outputs, output
+        assert device.allocated_bytes == 0
+
+
+def test_the_reading_berth_goes_to_another_model_while_it_is_filled() -> None:
+    """A read is given up between two chunks of a packed image, and the copy of the first one has not run yet."""
+    device = SimulatedDevice(0, "lazy")
+    one, two = (RoutedModel([600] * 4).bfloat16() for _ in range(2))
+    x = torch.randn(2, DIM).bfloat16()
+    expected = run(two, x)
+    with (
+        packing(locked_share=0.0),
+        use_simulated_device(device),
+        watch_file_reads(device),
+        many_frames(),
+        tempfile.TemporaryDirectory() as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        handles = [offload(model, pack=True, offload_to_disk_path=folder) for model in (one, two)]
+        device.get(forward(device, one, x))
+        engine = engine_of(handles[0])
+        engine._lookahead.abandon()
+        device.synchronize()
+        group = next(group for group in engine.groups if group.packed_bytes)
+        is_given_up, read = threading.Event(), Reader._read
+
+        def reading(self: Reader, job: Any, chunk: Any) -> None:
+            if chunk.spans[0][0].at:  # not the first chunk
+                is_given_up.wait(60)
+            read(self, job, chunk)
+
+        patch.setattr(Reader, "_read", reading)
+        memory, ready, allocated = device.empty(group.num_bytes), device.new_event(), device.new_event()
+        allocated.record(device.current_stream())
+        before = engine.transfer.num_copies
+        blobs = group.blobs_at(0)
+        job = engine.transfer.send(blobs, memory, [allocated], ready, berths=engine._memory.berths)
+        assert job is not None
+        deadline = time.monotonic() + 60
+        while engine.transfer.num_copies == before and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        assert job.num_left and on_their_way(device)
+        job.cancel()
+        is_given_up.set()
+        assert torch.equal(device.get(forward(device, two, x)), expected)
+        device.synchronize()
+        del memory
+        one.alive.clear()
+        two.alive.clear()
+        for handle in handles:
+            handle.remove()
+
+
 @pytest.mark.parametrize(("share", "options"), [(0.75, {}), (1.0, {}), (0.75, {"record_stream": True})], ids=str)
 def test_packed_weights_stay_on_the_device(share: float, options: dict[str, Any]) -> None:
     """Two models displace one another's groups, packed or not, while these are on their way, or are unpacked."""
@@ -1047,6 +1134,9 @@ def scenarios() -> Iterator[partial[Any]]:
         yield partial(test_packed_weights_stay_on_the_device, 0.75, options)
     yield partial(test_packed_weights_stay_on_the_device, 1.0, {})
     yield partial(test_berths_go_to_another_model_while_they_are_unpacked_from)
+    for options in either:
+        yield partial(test_packed_files_are_read, options)
+    yield partial(test_the_reading_berth_goes_to_another_model_while_it_is_filled)
     yield partial(test_files_and_pageable_ram_go_through_the_staging_buffers_in_turn)
     for options in (*either, {"in_files": True}):
         yield partial(test_removed_right_after_a_forward, options)
@@ -1062,6 +1152,7 @@ FIRST: list[tuple[int, dict[str, Any]]] = [
     (0, {"offload_type": "leaf_level"}),
     (0, {"in_files": True, "use_stream": False}),
     (0, {"pack": True}),
+    (0, {"pack": True, "in_files": True, "reads_packed": True}),
     (1, {"in_files": True}),
 ]
 

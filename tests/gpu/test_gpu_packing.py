@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from group_offload import apply_group_offloading
+from group_offload import api, apply_group_offloading
+from group_offload.config import ModelOptions
 
+from ..support.inside import engine_of
 from ..support.models import Model
 from ..support.tuning import tune
 
@@ -71,6 +73,37 @@ def test_bits_and_bytes(
         assert stats.bytes_onloaded["ram"] - before.bytes_onloaded["ram"] < 0.75 * size
         assert stats.stalls == before.stalls and 0 < stats.packed_bytes < 0.75 * size
         handle.remove()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3])
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)
+def test_packed_files_are_read(
+    options: dict[str, Any],
+    share: float,
+    model: nn.Module,
+    x: torch.Tensor,
+    device: torch.device,
+    tmp_path: Path,
+) -> None:
+    """What a budget of RAM leaves on the drive is read in fewer bytes than plain weights, and has the same bits."""
+    expected = run(copy.deepcopy(model).to(device), x)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    budgets = {"ram_budget": "auto", "offload_to_disk_path": tmp_path / "groups", "onload_device": device, **options}
+    read: dict[bool, float] = {}
+    for pack in (False, True, True):  # the second time the packed files are there
+        model.load_state_dict(load_file(tmp_path / "model.safetensors"), assign=True)
+        handle = api.offload(model, ModelOptions(pack=pack, **budgets), ram_share=int(share * size))
+        check(model, x, expected, 4)
+        engine_of(handle).transfer.wait_until_enqueued()
+        before = sum(handle.stats().bytes_read.values())
+        check(model, x, expected, 4)
+        engine_of(handle).transfer.wait_until_enqueued()
+        read[pack] = (sum(handle.stats().bytes_read.values()) - before) / 4
+        stats = handle.stats()
+        assert not pack or (stats.bytes_unpacked and stats.packed_bytes <= share * size)
+        handle.remove()
+    assert 0 < read[True] < 0.75 * read[False]
 
 
 def test_groups_stay_on_the_device_packed(model: nn.Module, x: torch.Tensor, device: torch.device) -> None:

@@ -45,10 +45,10 @@ def from_file(model: nn.Module, path: Path) -> nn.Module:
 
 
 @contextmanager
-def packing() -> Iterator[None]:
-    """Let small blobs be packed, and what rests in files."""
+def packing(locked_share: float = 0.5) -> Iterator[None]:
+    """Let small blobs be packed, and what rests in files. With a share of 0 packed bytes are read from a folder."""
     with pytest.MonkeyPatch.context() as patch:
-        tune(patch, min_packed_bytes=4096, locked_share=0.5)
+        tune(patch, min_packed_bytes=4096, locked_share=locked_share)
         yield
 
 
@@ -87,14 +87,18 @@ def exercise(seed: int, laziness: Any, options: dict[str, Any], *, num_passes: i
         if options.get("in_checkpoint"):
             model = from_file(resident, Path(folder) / "model.safetensors")
             options = {**options, "offload_device": "disk"}
-        if options.get("in_files"):
+        if options.get("reads_packed"):  # RAM has room for none of the packed bytes, or for some
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            room = rng.choice([0, 1]) * sum(parameter.nbytes for parameter in model.parameters()) * 2 // 3
+            patch.setattr("group_offload.runtime.packer.available_ram", lambda: room)
+        if options.get("in_files") or options.get("reads_packed"):
             options = {**options, "offload_to_disk_path": folder}
         if {"in_files", "in_checkpoint"} & options.keys():
             stack.enter_context(late_reads(rng))
         if not options.get("is_told_of_edits", True):
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             patch.setattr("group_offload.stores.pinned.can_detect_writes", lambda: False)
-        ours = ("in_files", "in_checkpoint", "is_told_of_edits")
+        ours = ("in_files", "in_checkpoint", "is_told_of_edits", "reads_packed")
         options = {name: value for name, value in options.items() if name not in ours}
         handle = offload(model, **options)
         other_handle = offload(other)

@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from group_offload.base.timeline import READS
 from group_offload.errors import ConfigError
-from group_offload.plan.pass_model import Prediction, simulate
+from group_offload.plan.pass_model import Prediction, foresee, simulate
 from group_offload.plan.placement import (
     Budgets,
     Placement,
@@ -304,8 +305,8 @@ def test_gain_without_budgets() -> None:
 # Packed bytes
 
 
-def packed(groups: Sequence[PlannedGroup], ratio: float = 0.7) -> list[PlannedGroup]:
-    return [replace(group, packed_bytes=int(group.num_bytes * ratio)) for group in groups]
+def packed(groups: Sequence[PlannedGroup], ratio: float = 0.7, *, reads_packed: bool = False) -> list[PlannedGroup]:
+    return [replace(group, packed_bytes=int(group.num_bytes * ratio), reads_packed=reads_packed) for group in groups]
 
 
 def test_packed_bytes_cross_the_link_and_are_unpacked() -> None:
@@ -320,10 +321,23 @@ def test_packed_bytes_cross_the_link_and_are_unpacked() -> None:
     assert on_device.stall_seconds == pytest.approx(0.0)
 
 
-def test_what_is_read_from_a_file_is_not_packed() -> None:
-    problem = problem_of(packed(groups_of([10 * MIB] * 4)))
-    prediction = simulate(problem, [F] * 4)
-    assert (prediction.drive_bytes, prediction.h2d_bytes, prediction.unpack_bytes) == (40 * MIB, 40 * MIB, 0)
+def test_what_is_read_is_packed_if_a_file_holds_the_packed_bytes() -> None:
+    groups, speeds = groups_of([100 * MIB] * 4, 0.1), Speeds(h2d=1000 * MIB, drive=100 * MIB, unpack=2000 * MIB)
+    plain = simulate(problem_of(packed(groups, 0.5), speeds=speeds), [F] * 4)
+    assert (plain.drive_bytes, plain.h2d_bytes, plain.unpack_bytes) == (400 * MIB, 400 * MIB, 0)
+    assert (plain.step_seconds, plain.bound) == (pytest.approx(4.0), "drive")
+    problem = problem_of(packed(groups, 0.5, reads_packed=True), speeds=speeds)
+    read = simulate(problem, [F] * 4)
+    assert (read.drive_bytes, read.h2d_bytes, read.unpack_bytes) == (200 * MIB, 200 * MIB, 400 * MIB)
+    assert (read.step_seconds, read.unpack_seconds) == (pytest.approx(2.0), pytest.approx(0.2))
+    # One berth for what is read, and two for what is sent from RAM.
+    assert smallest_device_bytes(problem) == (2 * 100 + 2 * 50) * MIB
+    plan = make_plan(within(problem, None, 60 * MIB))
+    assert_sound(plan)
+    assert sorted(plan.placements) == [F] * 3 + [R]
+    assert plan.slot_bytes == (2 * 100 + 2 * 50 + 50) * MIB and plan.prediction.drive_bytes == 150 * MIB
+    slices = [each for each in foresee(problem, [F] * 4) if each.lane == READS]
+    assert slices and all(each.num_bytes == 50 * MIB for each in slices)
 
 
 def test_a_group_that_is_not_packed_cannot_stay_packed() -> None:
@@ -385,7 +399,8 @@ def problems(draw: st.DrawFn, min_groups: int = 1, max_groups: int = 6) -> Probl
     groups = draw(st.lists(group, min_size=min_groups, max_size=max_groups))
     if is_any_packed:
         ratios = st.sampled_from([0.0, 0.7, 0.7, 0.9])
-        groups = [replace(group, packed_bytes=int(group.num_bytes * draw(ratios))) for group in groups]
+        reads = draw(st.booleans())
+        groups = [packed([group], draw(ratios), reads_packed=reads)[0] for group in groups]
     again = draw(st.lists(st.integers(0, len(groups) - 1), max_size=2))
     first = draw(st.integers(0, min(1, len(groups) - 1)))
     problem = problem_of(
@@ -437,6 +452,7 @@ def footprint(problem: Problem, places: Sequence[Placement]) -> tuple[int, int]:
     resident = sum(group.num_bytes for group, place in both if place is D)
     resident += sum(group.packed_bytes for group, place in both if place is P)
     berths = 2 * max((group.packed_bytes for group, place in both if place is R), default=0)
+    berths += max((group.packed_bytes for group, place in both if place is F and group.reads_packed), default=0)
     ram = sum(group.num_bytes + group.packed_bytes for group in problem.groups if not group.is_in_file)
     in_ram = [group for group, place in both if place in (R, P) and group.is_in_file]
     return resident + slots + berths, ram + sum(group.packed_bytes or group.num_bytes for group in in_ram)

@@ -103,12 +103,19 @@ class Budgeter:
     """Keeps a module within its budgets. An engine owns it, and uses it under the engine's lock."""
 
     def __init__(
-        self, backend: Backend, speeds: Callable[[], Speeds], packed_bytes: Callable[[Group], int], num_slots: int
+        self,
+        backend: Backend,
+        speeds: Callable[[], Speeds],
+        packed_bytes: Callable[[Group], int],
+        num_slots: int,
+        *,
+        reads_packed: bool,
     ) -> None:
         """
         Args:
             speeds: Function that returns the speeds. It is called once, when they are first needed.
             packed_bytes: Function that returns what is sent of a group if it is packed; 0 if it is not to be packed.
+            reads_packed: Whether packed bytes are in files too, so that these are read.
         """
         _budgeters.add(self)
         self._backend = backend
@@ -122,6 +129,7 @@ class Budgeter:
         """RAM for weights that are in no file, and for page-locked files."""
         self._speeds = cache(speeds)
         self._packed_bytes = packed_bytes
+        self._reads_packed = reads_packed
         self.drive = DriveMeter()
         """The drive's speed, measured in passes."""
         self._num_slots = num_slots
@@ -302,6 +310,7 @@ class Budgeter:
                 is_in_file=group.is_in_file,
                 may_reside=group.detects_edits,
                 packed_bytes=self._packed_bytes(group),
+                reads_packed=self._reads_packed,
             )
             for group in self.groups
         ]
@@ -495,7 +504,9 @@ def _plan_if_better(problem: Problem, before: Plan) -> Plan:
 
 def _is_read(group: Group) -> bool:
     return any(
-        isinstance(part.blob, FileBlob) and not (part.blob.is_locked or part.blob.is_packed) for part in group.parts
+        isinstance(part.blob, FileBlob)
+        and (part.blob.is_read_packed or not (part.blob.is_locked or part.blob.is_packed))
+        for part in group.parts
     )
 
 

@@ -10,10 +10,12 @@ from dataclasses import replace
 
 import torch
 
-from ...base.device import Event, Stream
+from ...base.device import Backend, Event, Stream
 from ...base.reading import BLOCK, blocks_around
-from ...stores.moves import Read
+from ...stores.moves import Read, Unpack
 from ...stores.source import SourceFile
+from ..measure.trace import WeightTrace
+from ..slots.berths import Berth
 from .room import Room
 
 _MAX_READS_PER_CHUNK = 64
@@ -23,20 +25,30 @@ _MAX_READS_PER_CHUNK = 64
 class Landing:
     """The memory of a slot, and the order of the copies to it among what else is enqueued."""
 
-    __slots__ = ("_after", "_has_waited", "_room", "memory", "ready", "stream")
+    __slots__ = ("_after", "_has_waited", "_room", "berth", "copy_stream", "memory", "ready", "stream")
 
     def __init__(
-        self, memory: torch.Tensor, stream: Stream, after: Sequence[Event], ready: Event, room: Room | None
+        self,
+        memory: torch.Tensor,
+        stream: Stream,
+        after: Sequence[Event],
+        ready: Event,
+        room: Room | None,
+        copy_stream: Stream,
+        berth: Berth | None,
     ) -> None:
         """
         Args:
             memory: The slot's memory.
-            stream: The stream that copies run on.
+            stream: The stream that writes to the slot.
             after: Events behind the last use of what was in the memory before: copies wait for all of them.
             ready: The event that is recorded behind the last copy.
             room: What other streams that write to slots have waited for; None if there is only one such stream.
+            copy_stream: The stream that packed bytes are copied on.
+            berth: Where packed bytes land that are read from files; None if there are none.
         """
         self.memory, self.stream, self.ready = memory, stream, ready
+        self.copy_stream, self.berth = copy_stream, berth
         self._after, self._room = after, room
         self._has_waited = False
 
@@ -54,6 +66,25 @@ class Landing:
                 self.stream.wait_event(event)
         self._has_waited, self._after = True, ()
 
+    def unpack(
+        self, backend: Backend, move: Unpack, packed: torch.Tensor, berth: Berth | None, trace: WeightTrace | None
+    ) -> None:
+        """Enqueue the unpacking of `packed`, in memory of the device, to its place in the slot, once the slot has room.
+
+        Args:
+            berth: The berth that has the packed bytes, or gets them; None if they stay on the device.
+        """
+        if berth is not None:
+            self.stream.wait_event(berth.arrived)
+        begun = None if trace is None else trace.now(self.stream)
+        try:
+            backend.transform(move.kernel, self.memory[move.at : move.at + move.num_bytes], packed, self.stream)
+        finally:
+            if berth is not None:
+                berth.unpacked.record(self.stream)
+        if trace is not None and begun is not None:
+            trace.unpacked(move.label, begun, self.stream, move.num_bytes)
+
 
 class ReadJob:
     """All that one slot needs from files. Guarded by its reader's lock."""
@@ -69,7 +100,10 @@ class ReadJob:
             chunk_bytes: The size of a chunk, at most.
             cancel: A method of the job's reader. The job does not keep the reader alive.
         """
-        self.chunks = deque(Chunk(part) for part in parts_of(_in_order_of_files(reads), chunk_bytes))
+        ordered = _in_order_of_files(reads)
+        # Packed bytes are copied on another stream than others, and a frame waits for one stream.
+        kinds = [read for read in ordered if read.unpack is None], [read for read in ordered if read.unpack is not None]
+        self.chunks = deque(Chunk(part) for kind in kinds for part in parts_of(kind, chunk_bytes))
         """Chunks that no thread has begun to read."""
         self.begun: deque[Chunk] = deque()
         """Chunks in frames: they are being read, or were read."""
@@ -120,6 +154,8 @@ class Chunk:
         self.is_read = False
         self.error: BaseException | None = None
         self.num_bytes = sum(read.num_bytes for read in reads)
+        self.is_packed = reads[0].unpack is not None
+        """Whether these are packed bytes, which go to a berth."""
         for read in reads:
             last, inside = self.spans[-1] if self.spans else (None, [])
             if last is not None and _is_next_to(last, read):

@@ -6,6 +6,9 @@ page-locked once; a thread of the pool reads the chunk into the frame; then the 
 copy is done the frame is free again. Chunks are read side by side and in any order, and enqueued in the order of their
 jobs: so the drive, the link to the device and compute are all busy at once, and the groups that are needed first come first.
 
+Chunks of packed bytes are copied to the reading berth, one packed image after another, and not to the slot. The last chunk of
+an image is followed by its unpacking: see [Note: The life of a berth].
+
 A job may be *announced* before there is a slot for it: it is read as far as there are frames, and sent when it is
 *submitted* with its slot. So the drive, which is slower than the link, works on while compute still needs the slots. A job
 that is needed sooner takes frames from announced jobs, whose chunks are read again later.
@@ -74,6 +77,7 @@ class Reader:
         """Whether a worker waits for a copy to free a frame."""
         self._staging = Staging(backend)
         self.num_copies = 0
+        self.bytes_unpacked = 0
         self.bytes_read = {False: 0, True: 0}
         """Bytes that were read through the page cache (False), and past it (True)."""
         self._num_reading = 0
@@ -184,6 +188,7 @@ class Reader:
         other = Reader(self._backend, self._recorder)
         other._staging.resize(self._staging.num_frames, self._staging.frame_bytes)
         other.num_copies, other.bytes_read, other._busy_seconds = self.num_copies, self.bytes_read, self._busy_seconds
+        other.bytes_unpacked = self.bytes_unpacked
         return other
 
     def reset_after_fork(self) -> None:
@@ -387,6 +392,15 @@ class Reader:
         except GroupFileError as error:
             self._end(job, error)
             return
+        if chunk.is_packed:
+            self._send_packed(job, chunk, memory, landing)
+        else:
+            self._send_plain(job, chunk, memory, landing)
+        job.num_left -= 1
+        if not job.num_left:
+            self._end(job, None)
+
+    def _send_plain(self, job: ReadJob, chunk: Chunk, memory: torch.Tensor, landing: Landing) -> None:
         landing.wait_for_room()
         trace = self._recorder.trace
         begun = None if trace is None else trace.now(landing.stream)
@@ -400,9 +414,33 @@ class Reader:
             self._staging.give_back_after(chunk.start, landing.stream)
         if trace is not None and begun is not None:
             trace.copied([read.label for read, _ in chunk.pieces()], begun, landing.stream, chunk.num_bytes)
-        job.num_left -= 1
-        if not job.num_left:
-            self._end(job, None)
+
+    def _send_packed(self, job: ReadJob, chunk: Chunk, memory: torch.Tensor, landing: Landing) -> None:
+        """Copy packed bytes to the reading berth, and unpack each image that is there as a whole by now."""
+        job.begun.popleft()
+        try:
+            for read, start in chunk.pieces():
+                self._fill(landing, read, memory[start : start + read.num_bytes])
+        finally:
+            self._staging.give_back_after(chunk.start, landing.copy_stream)
+
+    def _fill(self, landing: Landing, read: Read, source: torch.Tensor) -> None:
+        berth, move, stream = landing.berth, read.unpack, landing.copy_stream
+        assert berth is not None and move is not None
+        if not read.at:
+            stream.wait_event(berth.unpacked)
+        trace = self._recorder.trace
+        begun = None if trace is None else trace.now(stream)
+        self._backend.copy(berth.memory[read.at : read.at + read.num_bytes], source, stream)
+        self.num_copies += 1
+        berth.arrived.record(stream)
+        if trace is not None and begun is not None:
+            trace.copied([read.label], begun, stream, read.num_bytes)
+        packed_bytes = move.layout.packed_bytes
+        if read.at + read.num_bytes == packed_bytes:
+            landing.wait_for_room()
+            landing.unpack(self._backend, move, berth.memory[:packed_bytes], berth, trace)
+            self.bytes_unpacked += move.num_bytes
 
     def _end(self, job: ReadJob, error: BaseException | None) -> None:
         job.error = error
@@ -417,7 +455,8 @@ class Reader:
                     # Also if the job brought nothing: what takes these bytes next waits for this job only.
                     job.landing.wait_for_room()
                     job.landing.ready.record(job.landing.stream)
-                    self._staging.last_copies.record(job.landing.stream)
+                    for stream in (job.landing.stream, job.landing.copy_stream):
+                        self._staging.last_copies.record(stream)
             finally:
                 self._submitted.remove(job)  # only now: as long as it is there, `begin_all` waits for the lock
         job.landing = None  # the job may be kept longer than the slot

@@ -57,11 +57,15 @@ class Transfer:
         self._num_copies = 0
         self._bytes_locked = 0
         self.bytes_sent = dict.fromkeys(Tier, 0)
-        self.bytes_unpacked = 0
+        self._bytes_unpacked = 0
 
     @property
     def num_copies(self) -> int:
         return self._num_copies + self._reader.num_copies
+
+    @property
+    def bytes_unpacked(self) -> int:
+        return self._bytes_unpacked + self._reader.bytes_unpacked
 
     @property
     def bytes_read(self) -> dict[str, int]:
@@ -153,9 +157,10 @@ class Transfer:
         """
         moves = _moves_of(blobs)
         stream = self.stream
-        if self._unpack_stream is not None and any(isinstance(move, Unpack) for move in moves):
+        if self._unpack_stream is not None and any(map(_is_packed, moves)):
             stream = self._unpack_stream  # it writes to the slot all that goes there: see [Note: The life of a berth]
-        landing = Landing(memory, stream, after, ready, self._room)
+        berth = None if berths is None else berths.reading
+        landing = Landing(memory, stream, after, ready, self._room, self.stream, berth)
         if is_profiler_enabled():
             names = " ".join(dict.fromkeys(placed.label for placed in blobs))
             with record_function(f"group_offload.onload {names}"):
@@ -200,7 +205,7 @@ class Transfer:
                 self.last_copies.record(each)
         for placed in blobs:
             self.bytes_sent[placed.tier] += placed.sent_bytes
-            if isinstance(placed, PlacedBlob) and placed.tier is Tier.FILE:
+            if isinstance(placed, PlacedBlob) and placed.packed is None and placed.tier is Tier.FILE:
                 self._bytes_locked += placed.blob.pinned_bytes
         if not reads:
             return None
@@ -292,37 +297,27 @@ class Transfer:
 
     def _unpack(self, landing: Landing, move: Unpack, berths: Berths | None) -> None:
         packed, berth = move.packed, None
+        assert packed is not None
         if not move.is_on_device:
             assert berths is not None
-            berth = berths.next()
-            packed = berth.memory[: packed.numel()]
-            self._fill(berth, packed, move)
+            berth, source = berths.next(), packed
+            packed = berth.memory[: source.numel()]
+            self._fill(berth, packed, source, move.label)
         self._wait_for_room(landing)
-        if berth is not None:
-            landing.stream.wait_event(berth.arrived)
-        trace = self._recorder.trace
-        begun = None if trace is None else trace.now(landing.stream)
-        target = landing.memory[move.at : move.at + move.num_bytes]
-        try:
-            self._backend.transform(move.kernel, target, packed, landing.stream)
-        finally:
-            if berth is not None:
-                berth.unpacked.record(landing.stream)
-        if trace is not None and begun is not None:
-            trace.unpacked(move.label, begun, landing.stream, move.num_bytes)
-        self.bytes_unpacked += move.num_bytes
+        landing.unpack(self._backend, move, packed, berth, self._recorder.trace)
+        self._bytes_unpacked += move.num_bytes
 
-    def _fill(self, berth: Berth, target: torch.Tensor, move: Unpack) -> None:
+    def _fill(self, berth: Berth, target: torch.Tensor, source: torch.Tensor, label: str) -> None:
         """Copy packed bytes to a berth. It waits for no slot: see [Note: The life of a berth]."""
         stream = self.stream
         stream.wait_event(berth.unpacked)
         trace = self._recorder.trace
         begun = None if trace is None else trace.now(stream)
-        self._backend.copy(target, move.packed, stream, blocking=self._blocking)
+        self._backend.copy(target, source, stream, blocking=self._blocking)
         self._num_copies += 1
         berth.arrived.record(stream)
         if trace is not None and begun is not None:
-            trace.copied([move.label], begun, stream, target.numel())
+            trace.copied([label], begun, stream, target.numel())
 
     def _enqueue(self, landing: Landing, at: int, source: torch.Tensor) -> None:
         self._wait_for_room(landing)
@@ -351,6 +346,10 @@ def _record(
     if blobs and trace is not None and begun is not None:
         num_bytes = sum(placed.sent_bytes for placed in blobs)
         trace.copied([placed.label for placed in blobs], begun, stream, num_bytes)
+
+
+def _is_packed(move: Move) -> bool:
+    return isinstance(move, Unpack) or (isinstance(move, Read) and move.unpack is not None)
 
 
 def _has_memory(reads: Sequence[Read]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import accumulate
 
 from ...base.tuning import tuning
@@ -215,7 +215,7 @@ class LookAhead:
                 if resides:
                     self._send([group], self._memory.resident_slot(group), [])
                     continue
-                if ahead is not None and ahead.run[0] is group and ahead.is_good:
+                if ahead is not None and ahead.run[0] is group and self._is_good(ahead):
                     self._start_run(ahead.run, walk)
                     walk.soon.update(ahead.run)
                     continue
@@ -255,12 +255,13 @@ class LookAhead:
 
     def _read_ahead(self, run: list[Group], walk: _Walk) -> None:
         ahead = self._ahead.get(run[0])
-        if ahead is not None and ahead.run == run and ahead.is_good:
+        if ahead is not None and ahead.run == run and self._is_good(ahead):
             walk.met.add(ahead)
             return
         self._before_send(run)
         self._give_up_ahead(run)
-        reads = self._transfer.reads_of(_blobs_of(run))
+        blobs = self._memory.fitting(_blobs_of(run))
+        reads = self._transfer.reads_of(blobs)
         if not reads:
             return
         while not self._transfer.has_room_ahead:
@@ -268,18 +269,23 @@ class LookAhead:
             if stale is None:
                 return
             self._give_up_ahead(stale.run)  # the walk does not expect this run so soon any more
-        ahead = _Ahead(run, self._transfer.read_ahead(reads))
+        ahead = _Ahead(run, self._transfer.read_ahead(reads), _states_of(blobs))
         walk.met.add(ahead)
         self._ahead.update(dict.fromkeys(run, ahead))
 
-    def _take_ahead(self, run: list[Group]) -> ReadJob | None:
+    def _take_ahead(self, run: list[Group], blobs: list[PlacedBlob]) -> ReadJob | None:
         """The read of `run` that was started ahead, if it is good. Other reads of the run's groups are given up."""
         ahead = self._ahead.get(run[0])
-        if ahead is not None and ahead.run == run and ahead.is_good:
+        if ahead is not None and ahead.run == run and self._is_good(ahead, blobs):
             self._forget_ahead(ahead)
             return ahead.job
         self._give_up_ahead(run)
         return None
+
+    def _is_good(self, ahead: _Ahead, blobs: list[PlacedBlob] | None = None) -> bool:
+        """Whether the same bytes would be read now, for these blobs of its run."""
+        blobs = self._memory.fitting(_blobs_of(ahead.run)) if blobs is None else blobs
+        return ahead.states == _states_of(blobs) and all(group.slot is None for group in ahead.run)
 
     def _give_up_ahead(self, run: list[Group]) -> None:
         """Give up the reads ahead of all groups of `run`."""
@@ -348,15 +354,15 @@ class LookAhead:
 
     def _send(self, run: list[Group], slot: Slot[Group], evicted: list[Slot[Group]]) -> None:
         self._before_send(run)
-        job = self._take_ahead(run)
         for group in run:
             self._bring_packed(group)
-        blobs = self._memory.fitting(_blobs_of(run))
+        berths = self._memory.berths
+        blobs = self._memory.fitting(_blobs_of(run), has_berths=berths is not None)
+        job = self._take_ahead(run, blobs)
         after = self._memory.occupy(slot, run, evicted)
         after += [group.packed.slot.ready for group in run if group.packed.slot is not None]
         self._counters.onloads += len(run)
         try:
-            berths = self._memory.berths
             slot.job = self._transfer.send(blobs, slot.memory, after, slot.ready, job=job, berths=berths)
         except EXPECTED:  # the forward may catch the error, and call again
             self._memory.free(slot)
@@ -393,21 +399,15 @@ class _Walk:
 class _Ahead:
     """A run of groups that is read from files, or from RAM, before there is a slot for it."""
 
-    def __init__(self, run: list[Group], job: ReadJob) -> None:
+    def __init__(self, run: list[Group], job: ReadJob, states: list[tuple[object, ...]]) -> None:
         self.run = run
         self.job = job
-        self._states = _states_of(run)
-
-    @property
-    def is_good(self) -> bool:
-        """Whether the same bytes would be read now."""
-        return self._states == _states_of(self.run) and all(group.slot is None for group in self.run)
+        self.states = states
 
 
-def _states_of(run: list[Group]) -> list[tuple[int, bool, int]]:
+def _states_of(blobs: Iterable[PlacedBlob]) -> list[tuple[object, ...]]:
     """The states of blobs that decide how they are read: a page-locked blob is copied from its place, not read."""
-    blobs = [part.blob for group in run for part in group.parts]
-    return [(blob.generation, blob.is_outdated, blob.pinned_bytes) for blob in blobs]
+    return [(blob.generation, blob.is_outdated, blob.pinned_bytes, packed) for _, _, blob, packed, _ in blobs]
 
 
 def _blobs_of(run: Sequence[Group]) -> list[PlacedBlob]:

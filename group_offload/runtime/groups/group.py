@@ -103,9 +103,14 @@ class Group:
         return sum(part.packed.num_bytes for part in self.parts if part.packed is not None)
 
     @property
-    def largest_packed(self) -> int:
-        """The packed bytes of the part that has most; 0 if none is sent packed."""
-        return max((part.packed.num_bytes for part in self.parts if part.packed is not None), default=0)
+    def packed_ram_bytes(self) -> int:
+        """The part of `packed_bytes` that is in RAM."""
+        return sum(part.packed.ram_bytes for part in self.parts if part.packed is not None)
+
+    def largest_packed(self, *, is_read: bool) -> int:
+        """The packed bytes of the part that has most, of those that are read from files, or that are in RAM; 0 if none is."""
+        packed = [part.packed for part in self.parts if part.packed is not None and part.packed.is_read is is_read]
+        return max((each.num_bytes for each in packed), default=0)
 
     @property
     def detects_edits(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from ...base.layout import ALIGNMENT
 from ...stores.base import PlacedImage
-from ...stores.packed import PackedImage
+from ...stores.packed import RamImage
 from ..slots.slot import Slot
 from .part import Part
 
@@ -29,12 +29,13 @@ class PackedGroup:
         self._parts = parts
         self.slot: Slot[Any] | None = None
         """The slot that the packed bytes are in, or on their way to."""
-        self._sent: list[PackedImage | None] = []
+        self._sent: list[RamImage | None] = []
         """For each part, what was sent to the slot."""
 
     @property
-    def _images(self) -> list[PackedImage | None]:
-        return [part.sent_packed for part in self._parts]
+    def _images(self) -> list[RamImage | None]:
+        sent = [part.sent_packed for part in self._parts]
+        return [image if isinstance(image, RamImage) else None for image in sent]
 
     @property
     def num_bytes(self) -> int:
@@ -64,7 +65,7 @@ class PackedGroup:
         return [None if image is None else slot.memory[at : at + image.num_bytes] for at, image in starts]
 
 
-def _starts(images: Sequence[PackedImage | None]) -> list[int]:
+def _starts(images: Sequence[RamImage | None]) -> list[int]:
     """Where each image begins, and the end."""
     sizes = [0 if image is None else -(-image.num_bytes // ALIGNMENT) * ALIGNMENT for image in images]
     return [*accumulate(sizes, initial=0)]

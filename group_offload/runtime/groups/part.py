@@ -79,18 +79,19 @@ class Part:
         if packed is not None:
             packed.close()
         if isinstance(self.blob, FileBlob):
-            self.blob.is_packed = False
+            self.blob.is_packed = self.blob.is_read_packed = False
 
     def take_packed(self, packed: PackedImage | None) -> None:
         """Send these bytes from now on. None: packing saves too little."""
         self.packed, self.may_pack = packed, packed is not None
         if isinstance(self.blob, FileBlob):
             self.blob.is_packed = packed is not None
+            self.blob.is_read_packed = packed is not None and packed.is_read
 
     @property
     def is_read(self) -> bool:
         """Whether threads read the blob, from a file or from RAM that is not page-locked, each time that it is sent."""
-        return self.blob.tier is not Tier.RAM and self.packed is None
+        return self.packed.is_read if self.packed is not None else self.blob.tier is not Tier.RAM
 
     def close(self, *, forget: bool) -> None:
         """Give up the memory or the file of the blob, and its packed bytes. See `Blob.close`."""

@@ -1,0 +1,488 @@
+"""Packed group files that are read in forwards, because RAM has no room for their bytes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from group_offload import GroupFileError, OffloadHandle, OffloadStats, api
+from group_offload.cli.main import main
+from group_offload.config import ModelOptions
+from group_offload.plan.placement import Placement
+from group_offload.runtime import packer
+from group_offload.runtime.budget.budgeter import Budgeter
+from group_offload.runtime.groups.group import Group
+from group_offload.stores import packed_files
+from group_offload.stores.descriptors import KeptDescriptors
+from group_offload.stores.packed import FileImage, RamImage
+
+from ..support.asserts import assert_at_rest
+from ..support.inside import engine_of
+from ..support.models import DIM, RoutedModel
+from ..support.on_device import forward, from_file, offload, packing
+from ..support.reads import many_frames, watch_file_reads
+from ..support.rigs import run
+from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.speeds import KNOWN_SPEEDS
+from ..support.tuning import tune
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedDevice]:
+    device = SimulatedDevice(0, "lazy")
+    with packing(locked_share=0.0), many_frames(), use_simulated_device(device), watch_file_reads(device):
+        yield device
+
+
+def routed(widths: list[int]) -> RoutedModel:
+    torch.manual_seed(0)
+    return RoutedModel(widths).bfloat16()
+
+
+def offloaded(source: str, resident: RoutedModel, folder: Path, **options: Any) -> tuple[Any, OffloadHandle]:
+    model: Any = copy.deepcopy(resident) if source == "folder" else from_file(resident, folder / "model.safetensors")
+    return model, offload(model, pack=True, offload_to_disk_path=folder / "groups", **options)
+
+
+def check(device: SimulatedDevice, model: Any, resident: Any, num_passes: int = 1) -> None:
+    for seed in range(num_passes):
+        x = torch.randn(2, DIM, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+    assert_at_rest(model, resident)
+
+
+def end(device: SimulatedDevice, model: Any, resident: nn.Module, handle: OffloadHandle) -> None:
+    model.alive.clear()
+    handle.remove()
+    assert_at_rest(model, resident)
+    assert not device.pinned_bytes and not device.allocated_bytes
+
+
+def settled(handle: OffloadHandle) -> OffloadStats:
+    """Once all that is read ahead was read."""
+    engine_of(handle).transfer.wait_until_enqueued()
+    return handle.stats()
+
+
+def gained(handle: OffloadHandle, before: OffloadStats, name: str) -> int:
+    now, then = getattr(settled(handle), name), getattr(before, name)
+    return sum(now.values()) - sum(then.values()) if isinstance(now, dict) else now - then
+
+
+def groups_of(handle: OffloadHandle) -> list[Group]:
+    return [group for group in engine_of(handle).groups if group.packed_bytes]
+
+
+def packed_names(folder: Path) -> list[Path]:
+    files = (folder / "groups").glob("group_*.safetensors")
+    return sorted(file for file in files if b'"group_offload.packed"' in file.read_bytes()[:8192])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}, {"use_stream": False}], ids=str
+)
+@pytest.mark.parametrize("source", ["checkpoint", "folder"])
+def test_packed_bytes_come_from_the_drive(
+    source: str, options: dict[str, Any], device: SimulatedDevice, tmp_path: Path
+) -> None:
+    resident = routed([2400] * 5)
+    model, handle = offloaded(source, resident, tmp_path, **options)
+    check(device, model, resident, 3)
+    before = settled(handle)
+    check(device, model, resident)
+    plain = sum(group.num_bytes for group in handle.groups if not group.packed_bytes)
+    packed = sum(group.packed_bytes for group in handle.groups)
+    size = sum(group.num_bytes for group in handle.groups)
+    assert 0 < packed < 0.9 * (size - plain) and plain < size / 10
+    assert packed <= gained(handle, before, "bytes_read") <= packed + plain
+    assert gained(handle, before, "bytes_unpacked") == size - plain
+    assert gained(handle, before, "bytes_onloaded") <= packed + plain
+    assert not handle.stats().packed_bytes  # of RAM
+    blocks = [group for group in handle.groups if group.packed_bytes]
+    assert all(group.tier == "file" and "of packed files" in group.where for group in blocks)
+    if options.get("use_stream") is not False:
+        assert gained(handle, before, "stalls") == 0
+    end(device, model, resident, handle)
+
+
+@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"use_stream": False}], ids=str)
+def test_device_memory_is_the_formula(options: dict[str, Any], device: SimulatedDevice, tmp_path: Path) -> None:
+    """What plain weights take, and once the largest packed blob."""
+    resident = routed([600, 600, 900, 600, 600])
+    model, handle = offloaded("folder", resident, tmp_path, **options)
+    sizes = sorted((g.num_bytes for g in handle.groups if g.packed_bytes), reverse=True)
+    rest = sum(g.num_bytes for g in handle.groups) - sum(sizes)
+    packed = max(g.packed_bytes for g in handle.groups)
+    check(device, model, resident, 3)
+    limit = rest + sum(sizes[: 1 if options.get("use_stream") is False else 2]) + packed
+    assert device.peak_bytes <= limit
+    assert handle.stats().peak_device_bytes == device.peak_bytes
+    end(device, model, resident, handle)
+
+
+def test_what_ram_has_room_for_is_in_ram(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spread over the pass: the drive works while the link sends what rests in RAM."""
+    resident = routed([2400] * 8)
+    size = sum(parameter.nbytes for parameter in resident.parameters())
+    tune(monkeypatch, locked_share=0.5)
+    monkeypatch.setattr(packer, "available_ram", lambda: int(0.7 * size))
+    model, handle = offloaded("folder", resident, tmp_path)
+    kinds = [type(group.parts[0].packed) for group in groups_of(handle)]
+    assert {*kinds} == {RamImage, FileImage} and 3 <= kinds.count(RamImage) <= 5
+    assert max(len(run) for run in "".join(kind.__name__[0] for kind in kinds).split("R")) <= 2
+    stats = handle.stats()
+    assert 0 < stats.packed_bytes == sum(group.packed_ram_bytes for group in groups_of(handle))
+    check(device, model, resident, 3)
+    assert handle.stats().stalls == 0 or handle.stats().stalls <= stats.stalls + 9
+    end(device, model, resident, handle)
+
+
+def test_a_budget_of_ram_leaves_packed_bytes_in_their_files(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan counts what is read packed, and the engine carries that out."""
+    tune(monkeypatch, device_margin_bytes=0)
+    slow = replace(KNOWN_SPEEDS, h2d=2, drive=1)
+    monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: slow)
+    resident = routed([2400] * 8)
+    model: Any = from_file(resident, tmp_path / "model.safetensors")
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    budget = int(0.8 * size)
+    options = {"pack": True, "vram_budget": budget, "ram_budget": "auto", "onload_device": "cpu"}
+    options["offload_to_disk_path"] = tmp_path / "groups"
+    handle = api.offload(model, ModelOptions(**options), ram_share=int(0.2 * size))
+    for _ in range(5):
+        check(device, model, resident)
+        model.alive.clear()
+        resident.alive.clear()
+    before = settled(handle)
+    check(device, model, resident)
+    plan = handle.plan.details
+    assert plan is not None and {Placement.FILE, Placement.RAM} <= {*plan.placements}
+    read = [g for g, at in zip(plan.problem.groups, plan.placements, strict=True) if at is Placement.FILE]
+    assert plan.prediction.drive_bytes == sum(group.packed_bytes or group.num_bytes for group in read)
+    assert gained(handle, before, "bytes_read") == plan.prediction.drive_bytes
+    assert 0 < handle.stats().packed_bytes <= 0.2 * size
+    assert device.peak_bytes_in_use() <= budget
+    assert "drive, packed" in str(handle.plan)
+    end(device, model, resident, handle)
+
+
+@pytest.mark.parametrize("source", ["ram", "checkpoint"])
+def test_groups_come_before_their_model_has_berths(
+    source: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model should run next, and another one has the slots: what is to stay on the device is sent as it is."""
+    tune(monkeypatch, device_margin_bytes=0)
+    residents = [routed([2400] * 8), routed([2400] * 8)]
+    size = sum(parameter.nbytes for parameter in residents[0].parameters())
+    options: dict[str, Any] = {"pack": True, "vram_budget": int(1.3 * size), "onload_device": "cpu"}
+    models: list[Any] = copy.deepcopy(residents)
+    if source == "checkpoint":
+        options |= {"ram_budget": "auto", "offload_to_disk_path": tmp_path / "groups"}
+        models = [from_file(resident, tmp_path / f"{number}") for number, resident in enumerate(residents)]
+    for model in models:
+        api.offload(model, ModelOptions(**options), ram_share=size // 20 if source == "checkpoint" else None)
+    handles = [api.handle_of(model) for model in models]
+    assert handles[0] is not None and handles[1] is not None
+    for _ in range(4):
+        for model, resident in zip(models, residents, strict=True):
+            check(device, model, resident)
+    engine = engine_of(handles[0])
+    for slot in [*engine._memory.staying.slots]:
+        engine._memory.free(slot)
+    check(device, models[1], residents[1])
+    brought = engine._passes.bring(size)
+    assert brought
+    for model, resident, handle in zip(models, residents, handles, strict=True):
+        check(device, model, resident, 2)
+        model.alive.clear()
+        assert handle is not None
+        handle.remove()
+    assert not device.pinned_bytes and not device.allocated_bytes
+
+
+def test_the_next_set_up_reads_and_packs_nothing(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the manifest proves is not read, as with weights that are views of a checkpoint."""
+    resident = routed([2400] * 4)
+    model, handle = offloaded("checkpoint", resident, tmp_path)
+    check(device, model, resident)
+    end(device, model, resident, handle)
+    calls: list[str] = []
+    for owner, name in ((packed_files, "pack"), (packed_files, "content_of"), (packed_files, "content_of_file")):
+        monkeypatch.setattr(owner, name, lambda *args, name=name: calls.append(name))
+    monkeypatch.setattr(packed_files.PackedFile, "read", lambda *args: calls.append("read"))
+    model, handle = offloaded("checkpoint", resident, tmp_path)
+    assert not calls and len(groups_of(handle)) == 4
+    check(device, model, resident, 2)
+    end(device, model, resident, handle)
+
+
+def test_a_model_that_runs_is_packed(device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With "auto" once a plan says so."""
+    resident = routed([2400] * 4)
+    model: Any = from_file(resident, tmp_path / "model.safetensors")
+    handle = offload(model, pack="auto", offload_to_disk_path=tmp_path / "groups")
+    check(device, model, resident, 3)
+    assert not handle.stats().bytes_unpacked
+    monkeypatch.setattr(Budgeter, "has_learnt_to_pack", True)
+    monkeypatch.setattr(Budgeter, "gain_from_packing", lambda *args: 0.5)
+    check(device, model, resident, 2)
+    before = settled(handle)
+    check(device, model, resident)
+    assert gained(handle, before, "bytes_read") < 0.8 * sum(group.num_bytes for group in handle.groups)
+    assert handle.stats().bytes_unpacked and not handle.stats().packed_bytes
+    end(device, model, resident, handle)
+
+
+def test_no_descriptor_stays_open(device: SimulatedDevice, tmp_path: Path) -> None:
+    resident = routed([2400] * 4)
+    counts = []
+    for _ in range(2):
+        model, handle = offloaded("folder", resident, tmp_path)
+        check(device, model, resident, 2)
+        end(device, model, resident, handle)
+        gc.collect()
+        counts.append(KeptDescriptors.num_open())
+    assert counts[0] == counts[1]
+
+
+def test_prune_leaves_files_that_are_read(device: SimulatedDevice, tmp_path: Path) -> None:
+    resident = routed([2400] * 4)
+    model, handle = offloaded("checkpoint", resident, tmp_path)
+    for file in (tmp_path / "groups").glob("manifest_*"):
+        file.unlink()
+    files = packed_names(tmp_path)
+    main(["prune", str(tmp_path / "groups"), "--yes"])
+    assert packed_names(tmp_path) == files and len(files) == 4
+    check(device, model, resident, 2)
+    end(device, model, resident, handle)
+
+
+@pytest.mark.parametrize("source", ["checkpoint", "folder"])
+def test_an_edited_group_is_read_as_it_is_and_packed_again(
+    source: str, device: SimulatedDevice, tmp_path: Path
+) -> None:
+    resident = routed([2400] * 4)
+    model, handle = offloaded(source, resident, tmp_path)
+    check(device, model, resident, 2)
+    for number in range(3):
+        for twin in (model, resident):
+            with torch.no_grad():
+                if number == 1:
+                    twin.blocks[number].up.weight.data = twin.blocks[number].up.weight * 3
+                else:
+                    twin.blocks[number].up.weight.mul_(1.5)
+        check(device, model, resident, 2)
+        before = settled(handle)
+        check(device, model, resident)
+        blocks = [group for group in handle.groups if group.group_id.startswith("blocks")]
+        assert all(group.packed_bytes and group.tier == "file" for group in blocks)
+        assert gained(handle, before, "bytes_unpacked") > 0.95 * sum(group.num_bytes for group in blocks)
+    end(device, model, resident, handle)
+
+
+def _flip(file: Path, place: int) -> None:
+    """Below what `stat` tells: as a drive that fails does."""
+    before = file.stat()
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1
+    with file.open("r+b") as opened:
+        opened.write(data)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut off": (lambda file: os.truncate(file, file.stat().st_size - 4096), "it was cut off"),
+    "written to": (lambda file: (_flip(file, -3000), os.utime(file)), "another program changed it"),
+    "a byte, quietly": (lambda file: _flip(file, -3000), "was not what it should be"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_file_that_is_damaged_while_it_is_used(damage: str, device: SimulatedDevice, tmp_path: Path) -> None:
+    """The forward raises an error that names the file; the next one reads the weights as they are. Nothing is lost."""
+    resident = routed([2400] * 4)
+    model, handle = offloaded("folder", resident, tmp_path)
+    check(device, model, resident, 2)
+    group = groups_of(handle)[2]
+    image = group.parts[0].packed
+    assert isinstance(image, FileImage)
+    do, message = DAMAGES[damage]
+    engine_of(handle)._lookahead.abandon()  # else the group may be read already
+    do(image.source.path)
+    with pytest.raises(GroupFileError, match=message) as caught:
+        check(device, model, resident)
+    assert image.source.path.name in str(caught.value) and "No weight is lost" in str(caught.value)
+    assert group.group_id in str(caught.value)
+    check(device, model, resident, 3)
+    named = {info.group_id: info for info in handle.groups}
+    assert not named[group.group_id].packed_bytes and named[group.group_id].tier == "file"
+    assert sum(info.packed_bytes > 0 for info in handle.groups) == 3
+    end(device, model, resident, handle)
+    image.source.path.unlink()
+    model, handle = offloaded("folder", resident, tmp_path)
+    check(device, model, resident, 2)
+    assert len(groups_of(handle)) == 4
+    end(device, model, resident, handle)
+
+
+def test_damage_from_before_the_set_up_is_found_by_the_first_read(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that the manifest knows of the file is as it was."""
+    resident = routed([2400] * 3)
+    model, handle = offloaded("checkpoint", resident, tmp_path)
+    end(device, model, resident, handle)
+    file = packed_names(tmp_path)[1]
+    _flip(file, -3000)
+    facts = packed_files.facts_of
+    monkeypatch.setattr(packed_files, "facts_of", lambda found: "" if found.st_size == 0 else facts(found))
+    by_facts = packed_files.PackedFiles.find
+
+    def found_anyway(self: Any, *args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            entries = {entry.packed_from.file for entry in self._known.values() if entry.file == file.name}
+            patch.setattr(
+                packed_files,
+                "facts_of",
+                lambda stat: next(iter(entries)) if stat.st_ino == file.stat().st_ino else facts(stat),
+            )
+            return by_facts(self, *args)
+
+    monkeypatch.setattr(packed_files.PackedFiles, "find", found_anyway)
+    model, handle = offloaded("checkpoint", resident, tmp_path)
+    assert len(groups_of(handle)) == 3
+    with pytest.raises(GroupFileError, match="was not what it should be"):
+        check(device, model, resident)
+    check(device, model, resident, 3)
+    end(device, model, resident, handle)
+
+
+def test_other_files_are_packed_again(device: SimulatedDevice, tmp_path: Path) -> None:
+    """One is of another version, one is cut off, and one is gone when the model is offloaded."""
+    resident = routed([2400] * 4)
+    model, handle = offloaded("checkpoint", resident, tmp_path)
+    end(device, model, resident, handle)
+    one, two, three, _ = packed_names(tmp_path)
+    one.write_bytes(one.read_bytes().replace(b'\\"version\\":1,', b'\\"version\\":2,'))
+    os.truncate(two, two.stat().st_size - 4096)
+    three.unlink()
+    model, handle = offloaded("checkpoint", resident, tmp_path)
+    assert len(groups_of(handle)) == 4
+    check(device, model, resident, 2)
+    end(device, model, resident, handle)
+
+
+def test_a_checkpoint_that_changed_since_is_packed_again(device: SimulatedDevice, tmp_path: Path) -> None:
+    resident = routed([2400] * 3)
+    model, handle = offloaded("checkpoint", resident, tmp_path)
+    end(device, model, resident, handle)
+    (tmp_path / "model.safetensors").unlink()
+    with torch.no_grad():
+        resident.blocks[1].up.weight.mul_(2)
+    model, handle = offloaded("checkpoint", resident, tmp_path)
+    check(device, model, resident, 2)
+    assert len(groups_of(handle)) == 3
+    end(device, model, resident, handle)
+
+
+def test_a_file_that_is_deleted_is_read_on(device: SimulatedDevice, tmp_path: Path) -> None:
+    resident = routed([2400] * 4)
+    model, handle = offloaded("folder", resident, tmp_path)
+    check(device, model, resident)
+    for file in packed_names(tmp_path):
+        file.unlink()
+    check(device, model, resident, 2)
+    assert len(groups_of(handle)) == 4
+    end(device, model, resident, handle)
+
+
+@pytest.mark.parametrize("verifies", [True, False])
+def test_with_verify_files_each_read_is_compared(verifies: bool, device: SimulatedDevice, tmp_path: Path) -> None:
+    resident = routed([2400] * 3)
+    model, handle = offloaded("folder", resident, tmp_path, verify_files=verifies)
+    check(device, model, resident, 2)
+    images = [part.packed for group in groups_of(handle) for part in group.parts]
+    for image in images:
+        assert isinstance(image, FileImage) and image.is_proven
+        assert (image.unpack(0, "", None).proof is not None) is verifies
+    end(device, model, resident, handle)
+
+
+def test_a_trace_shows_what_is_read_and_unpacked(device: SimulatedDevice, tmp_path: Path) -> None:
+    resident = routed([2400] * 3)
+    model, handle = offloaded("folder", resident, tmp_path)
+    check(device, model, resident, 2)
+    settled(handle)
+    with handle.trace(tmp_path / "trace.json"):
+        check(device, model, resident)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    sums: dict[str, dict[str, int]] = {}
+    for event in events:
+        if event["ph"] == "X" and "bytes" in event.get("args", {}):
+            lane = sums.setdefault(lanes[event["tid"]], {})
+            lane[event["name"]] = lane.get(event["name"], 0) + event["args"]["bytes"]
+    for group in groups_of(handle)[1:]:
+        assert sums["decode"][group.group_id] == group.num_bytes
+        assert sums["H2D"][group.group_id] == group.packed_bytes
+    packed = sum(group.packed_bytes for group in groups_of(handle))
+    assert (
+        0 < sum(sums["file reads"].values()) < 1.2 * packed
+    )  # some of it was read before, and some is for the next pass
+    end(device, model, resident, handle)
+
+
+def test_a_page_of_a_run(device: SimulatedDevice, tmp_path: Path) -> None:
+    resident = routed([2400] * 3)
+    model, handle = offloaded("folder", resident, tmp_path)
+    check(device, model, resident, 2)
+    page = handle.report(tmp_path / "page.html").read_text()
+    assert "of packed files are read" in page
+    assert str(handle.plan).count("drive, packed")
+    end(device, model, resident, handle)
+
+
+def test_packing_and_reading_from_another_thread(device: SimulatedDevice, tmp_path: Path) -> None:
+    resident = routed([2400] * 3)
+    model, handle = offloaded("folder", resident, tmp_path)
+    thread = threading.Thread(target=check, args=(device, model, resident, 2))
+    thread.start()
+    thread.join()
+    check(device, model, resident)
+    end(device, model, resident, handle)
+
+
+def test_what_no_code_makes_smaller_is_read_as_it_is(
+    device: SimulatedDevice, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    resident = routed([600] * 3)
+    for parameter in resident.blocks.parameters():
+        parameter.data = torch.randint(-(1 << 15), 1 << 15, parameter.shape, dtype=torch.int16).view(torch.bfloat16)
+    with caplog.at_level(logging.WARNING, "group_offload"):
+        model, handle = offloaded("folder", resident, tmp_path)
+    assert not groups_of(handle) and not caplog.text
+    assert handle.stats().file_bytes
+    x = torch.randn(2, DIM).bfloat16()
+    for _ in range(2):
+        out = device.get(forward(device, model, x))
+        assert torch.equal(out.view(torch.int16), run(resident, x).view(torch.int16))
+    model.alive.clear()
+    handle.remove()
