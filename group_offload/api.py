@@ -70,9 +70,10 @@ def apply_group_offloading(module: nn.Module, options: ModelOptions) -> OffloadH
             only the rows that a call needs go to the device. A table moves as other weights do if another module holds it
             too, if it is trained, or if `verify_files` is given. By name only.
         pack: Whether weights are packed without loss: RAM holds a page-locked copy of about 0.7 of their size, which is sent in
-            their place, and the device unpacks it. `"auto"` packs once a plan says that this is faster. Weights that are in no
-            file stay in RAM too, so that they can be read. What packing makes hardly smaller stays as it is. Needs a device
-            that runs Triton. By name only.
+            their place, and the device unpacks it. With `offload_to_disk_path` packed bytes are in that folder too, and what
+            RAM has no room for is read from there. `"auto"` packs once a plan says that this is faster. Weights that are in
+            no file stay in RAM too, so that they can be read. What packing makes hardly smaller stays as it is. Needs a
+            device that runs Triton. By name only.
 
     Returns:
         The handle: groups, statistics, and `remove()`.
