@@ -113,7 +113,7 @@ def test_as_on_a_card(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     for builder in re.findall(r"tiny\.(\w+)\(\)", (EXAMPLES / f"{script}.py").read_text()):
         option = {"flux_controlnet": ["--controlnet"], "pictures": []}.get(builder, ["--model"])
         arguments += [*option, getattr(tiny, builder)()]
-    # The gradients of fused attention with heads of 16 are NaN on an H100 (torch 2.11), also where nothing is offloaded.
+    # The gradients of fused attention with heads of 16 are NaN on an H200 (torch 2.11), also where nothing is offloaded.
     with sdpa_kernel(SDPBackend.MATH) if script == "train_lora" else nullcontext():
         run(script, *arguments)
     check(capsys.readouterr().out)
