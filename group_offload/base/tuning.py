@@ -31,8 +31,8 @@ class Tuning:
     """The least size of a blob that is packed: a smaller one saves less time on the link than two launches take."""
 
     packed_group_seconds: float = 1e-3
-    """What the host takes, about, to bring a packed group and to run its module. FLUX.1 at leaf level took 0.9 ms for each group
-    on one H200, more than the link needs (docs/benchmarks/packing.md)."""
+    """What the host takes, about, to bring a packed group and to run its module. FLUX.1 at leaf level took 0.9 ms for each
+    group on one H200, more than the link needs (docs/benchmarks/packing.md)."""
 
     # Copies and reads
     max_staging_bytes: int = 64 << 20

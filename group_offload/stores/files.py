@@ -58,6 +58,11 @@ class FileBlob:
         return self._is_locked
 
     @property
+    def is_read(self) -> bool:
+        """Whether each pass reads the blob, from its file or from a packed one."""
+        return self.is_read_packed or not (self.is_locked or self.is_packed)
+
+    @property
     def pinned_bytes(self) -> int:
         return self.layout.num_bytes if self.is_locked else 0
 

@@ -17,6 +17,7 @@ is damaged, the forward that needed it raises, and later ones read the weights a
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
@@ -35,7 +36,7 @@ from .packed_files import PackedFile
 from .source import Piece, Proof, SourceFile
 
 
-class PackedImage:
+class PackedImage(ABC):
     """The packed bytes of a blob. See [Note: Packed weights at rest]."""
 
     is_read: bool
@@ -65,15 +66,15 @@ class PackedImage:
         """What the packed bytes take of page-locked RAM."""
         return 0 if self.is_read else self.num_bytes
 
+    @abstractmethod
     def unpack(self, at: int, label: str, on_device: torch.Tensor | None) -> Unpack | Read:
         """How the blob gets to byte `at` of a slot: see `Blob.moves`.
 
         Args:
             on_device: The packed bytes in memory of the device, if they are there.
         """
-        raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Give up the memory, or the file."""
 
 

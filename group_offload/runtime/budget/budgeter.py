@@ -503,11 +503,7 @@ def _plan_if_better(problem: Problem, before: Plan) -> Plan:
 
 
 def _is_read(group: Group) -> bool:
-    return any(
-        isinstance(part.blob, FileBlob)
-        and (part.blob.is_read_packed or not (part.blob.is_locked or part.blob.is_packed))
-        for part in group.parts
-    )
+    return any(isinstance(part.blob, FileBlob) and part.blob.is_read for part in group.parts)
 
 
 def ram_for_weights(

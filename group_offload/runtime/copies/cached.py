@@ -158,4 +158,4 @@ class CachedFiles:
 
     def look(self) -> None:
         """Find out whether some blobs are not locked."""
-        self.are_read = any(blob.is_read_packed or not (blob.is_locked or blob.is_packed) for blob in self.blobs)
+        self.are_read = any(blob.is_read for blob in self.blobs)

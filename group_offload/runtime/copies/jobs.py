@@ -66,6 +66,27 @@ class Landing:
                 self.stream.wait_event(event)
         self._has_waited, self._after = True, ()
 
+    def fill(
+        self,
+        backend: Backend,
+        berth: Berth,
+        at: int,
+        source: torch.Tensor,
+        label: str,
+        trace: WeightTrace | None,
+        *,
+        blocking: bool = False,
+    ) -> None:
+        """Enqueue the copy of packed bytes to byte `at` of a berth. It waits for no slot: see [Note: The life of a berth]."""
+        stream = self.copy_stream
+        if not at:
+            stream.wait_event(berth.unpacked)
+        begun = None if trace is None else trace.now(stream)
+        backend.copy(berth.memory[at : at + source.numel()], source, stream, blocking=blocking)
+        berth.arrived.record(stream)
+        if trace is not None and begun is not None:
+            trace.copied([label], begun, stream, source.numel())
+
     def unpack(
         self, backend: Backend, move: Unpack, packed: torch.Tensor, berth: Berth | None, trace: WeightTrace | None
     ) -> None:

@@ -425,17 +425,10 @@ class Reader:
             self._staging.give_back_after(chunk.start, landing.copy_stream)
 
     def _fill(self, landing: Landing, read: Read, source: torch.Tensor) -> None:
-        berth, move, stream = landing.berth, read.unpack, landing.copy_stream
+        berth, move, trace = landing.berth, read.unpack, self._recorder.trace
         assert berth is not None and move is not None
-        if not read.at:
-            stream.wait_event(berth.unpacked)
-        trace = self._recorder.trace
-        begun = None if trace is None else trace.now(stream)
-        self._backend.copy(berth.memory[read.at : read.at + read.num_bytes], source, stream)
+        landing.fill(self._backend, berth, read.at, source, read.label, trace)
         self.num_copies += 1
-        berth.arrived.record(stream)
-        if trace is not None and begun is not None:
-            trace.copied([read.label], begun, stream, read.num_bytes)
         packed_bytes = move.layout.packed_bytes
         if read.at + read.num_bytes == packed_bytes:
             landing.wait_for_room()

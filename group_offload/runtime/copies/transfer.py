@@ -17,7 +17,7 @@ from ...stores.moves import Copy, Move, PageableMemory, Read, Stage, Unpack, joi
 from ..measure.drive import DriveMeter
 from ..measure.recorder import Recorder
 from ..measure.trace import WeightTrace
-from ..slots.berths import Berth, Berths
+from ..slots.berths import Berths
 from .jobs import Landing, ReadJob
 from .last import LastCopies
 from .reader import Reader
@@ -296,28 +296,17 @@ class Transfer:
             sent.record(landing.stream)
 
     def _unpack(self, landing: Landing, move: Unpack, berths: Berths | None) -> None:
-        packed, berth = move.packed, None
+        packed, berth, trace = move.packed, None, self._recorder.trace
         assert packed is not None
         if not move.is_on_device:
             assert berths is not None
-            berth, source = berths.next(), packed
-            packed = berth.memory[: source.numel()]
-            self._fill(berth, packed, source, move.label)
+            berth = berths.next()
+            landing.fill(self._backend, berth, 0, packed, move.label, trace, blocking=self._blocking)
+            self._num_copies += 1
+            packed = berth.memory[: packed.numel()]
         self._wait_for_room(landing)
-        landing.unpack(self._backend, move, packed, berth, self._recorder.trace)
+        landing.unpack(self._backend, move, packed, berth, trace)
         self._bytes_unpacked += move.num_bytes
-
-    def _fill(self, berth: Berth, target: torch.Tensor, source: torch.Tensor, label: str) -> None:
-        """Copy packed bytes to a berth. It waits for no slot: see [Note: The life of a berth]."""
-        stream = self.stream
-        stream.wait_event(berth.unpacked)
-        trace = self._recorder.trace
-        begun = None if trace is None else trace.now(stream)
-        self._backend.copy(target, source, stream, blocking=self._blocking)
-        self._num_copies += 1
-        berth.arrived.record(stream)
-        if trace is not None and begun is not None:
-            trace.copied([label], begun, stream, target.numel())
 
     def _enqueue(self, landing: Landing, at: int, source: torch.Tensor) -> None:
         self._wait_for_room(landing)
