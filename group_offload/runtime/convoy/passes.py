@@ -87,6 +87,10 @@ class SharedPasses(Passes):
         """A number that rises with each edit of weights that was committed."""
         return self._counters.rebuilds + sum(part.blob.generation for part in self._group_of)
 
+    def were_touched(self) -> bool:
+        """Whether weights at rest were changed in place, or replaced, since the last pass, as far as torch counts that."""
+        return any(group.was_touched() or group.was_replaced() for group in self._groups)
+
     def ran_out(self, num_forwards: int) -> None:
         """So many forwards had no room in one pass."""
         self._least_too_many = min(self._least_too_many, num_forwards)

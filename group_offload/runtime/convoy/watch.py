@@ -96,7 +96,7 @@ class Survey:
     structure: int = 0
     """Tells which modules there are, and how they process attention."""
     mark: int = 0
-    """Tells which objects the attributes of modules are, and the weights, and how often these were changed in place."""
+    """Tells which objects the attributes of modules are, and the weights."""
 
 
 def survey(root: nn.Module, is_ours: Callable[[Any], bool]) -> Survey:
@@ -126,9 +126,6 @@ def survey(root: nn.Module, is_ours: Callable[[Any], bool]) -> Survey:
             marks.append(id(value))
             if value and type(value) is dict:
                 marks += map(id, value.values())
-        for tensor in (*attributes["_parameters"].values(), *attributes["_buffers"].values()):
-            if tensor is not None and not tensor.is_inference():
-                marks.append(tensor._version)
     return Survey(None, hash(tuple(structure)), hash(tuple(marks)))
 
 
