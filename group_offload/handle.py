@@ -35,6 +35,12 @@ class OffloadStats:
     """Forwards of the module, or of a part of it that was called by itself."""
     backward_passes: int
     """Runs of autograd that needed weights, or that called modules again for a gradient checkpoint."""
+    passes_shared: int
+    """Forwards that shared a pass with others. See `share_passes`."""
+    passes_predicted: int
+    """Forwards that were run beside the first call of a step, before they were called for."""
+    passes_discarded: int
+    """Those of them whose results were thrown away, because something else was called for."""
     onloads: int
     """Blobs brought to the device."""
     stalls: int
@@ -149,6 +155,9 @@ class OffloadHandle:
         return OffloadStats(
             passes=counters.passes,
             backward_passes=counters.backward_passes,
+            passes_shared=counters.shared,
+            passes_predicted=counters.predicted,
+            passes_discarded=counters.discarded,
             onloads=counters.onloads,
             stalls=counters.stalls,
             stalled_seconds=sum(waits.values()),

@@ -21,6 +21,8 @@ from typing import Any
 from ...base.tuning import tuning
 
 TIMEOUT_MAX = threading.TIMEOUT_MAX
+IN_THE_ENGINE = float("inf")
+"""See `Traveller.since`."""
 
 
 class Cancelled(BaseException):
@@ -269,17 +271,19 @@ class TurnLock:
 
     def _wait_for_turn(self, traveller: Traveller) -> None:
         me = threading.get_ident()
-        traveller.is_waiting, traveller.leads = True, False
+        traveller.leads = False
         try:
-            self._pass_on()
-            while self._owner != me:
+            while True:
+                traveller.is_waiting = self._owner != me
+                self._pass_on()
+                if self._owner == me:
+                    return
                 if traveller.is_cancelled:
                     traveller.is_cancelled = False  # the calls that it unwinds through need the lock
                     raise Cancelled
                 patience = tuning().traveller_patience_seconds
                 if not traveller.turn.wait(patience / 4):
                     self._overtake(patience)
-                    self._pass_on()
         finally:
             traveller.is_waiting = False
             if self._owner != me:
@@ -299,7 +303,7 @@ class TurnLock:
             chosen = next((each for each in waiting if not each.is_behind), waiting[0])
         self._owner, self._depth = chosen.thread, chosen.depth
         chosen.is_waiting, chosen.leads = False, leads
-        chosen.since = time.monotonic()
+        chosen.since = IN_THE_ENGINE
         self._switch(chosen)
         chosen.turn.notify()
 

@@ -27,11 +27,8 @@ from ..calls import Call
 from ..groups.group import Group
 from ..measure.counters import Counters
 from ..passes import Passes, State
-from .lock import Traveller, TurnLock
+from .lock import IN_THE_ENGINE, Traveller, TurnLock
 from .watch import Watch
-
-_IN_THE_ENGINE = float("inf")
-
 
 class Broken(StateError):
     """Another traveller was interrupted in the middle of a step of the engine."""
@@ -104,7 +101,7 @@ class SharedPasses(Passes):
             if self.watch is not None:
                 self.watch.look_at(call.module)
             return
-        traveller.since = _IN_THE_ENGINE
+        traveller.since = IN_THE_ENGINE
         try:
             self._come_to(call, traveller)
             has_failed = traveller.convoy.has_begun and self._state is State.FAILED
@@ -121,7 +118,7 @@ class SharedPasses(Passes):
                 self.watch.look_at(call.module)
             super().end_call(call)
             return
-        traveller.since = _IN_THE_ENGINE
+        traveller.since = IN_THE_ENGINE
         try:
             self._turns.regain(traveller)
             super().end_call(call)
@@ -150,7 +147,6 @@ class SharedPasses(Passes):
                 if group.num_bytes
             )
 
-        self._turns.regain(traveller)
         if len(convoy.travellers) > 1 or convoy.lingering:
             if not can_go() and self._turns.give_way(traveller, can_go):
                 self._drop_lingering(traveller)
