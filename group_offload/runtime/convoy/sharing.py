@@ -43,8 +43,9 @@ _MOST_KINDS = 256
 _MOST_CALLS = 4
 """The most calls of a step that are foreseen."""
 _MOST_MISSES = 2
-_MOST_DRAWS = 3
-"""How often a kind of calls is watched before random numbers count as drawn by the forward, and not by another thread."""
+_MOST_FINDINGS = 3
+"""How often a kind of calls is watched before it goes alone for good. A first forward may move a table to the device, and
+another thread may draw random numbers meanwhile."""
 
 
 class Verdict(Enum):
@@ -172,8 +173,8 @@ class Sharing:
         self._verdicts: dict[Hashable, Verdict] = {}
         self._structure = 0
         """The modules that the verdicts are about."""
-        self._draws: dict[Hashable, int] = {}
-        """For each kind, how often random numbers were drawn while a call was watched. Another thread may have done that."""
+        self._findings: dict[Hashable, int] = {}
+        """For each kind, how often in a row a call was found to change something."""
         self._said: set[str] = set()
         self.alone: Callable[..., Any] = lambda *args, **kwargs: None
         """A call of the module that shares a pass only if its thread is a traveller's."""
@@ -209,6 +210,7 @@ class Sharing:
         if state.structure != self._structure:  # the modules are others than the verdicts are about
             self._structure = state.structure
             self._verdicts.clear()
+            self._findings.clear()
         now = Arguments(args, kwargs)
         found = self._result_for(steps, now, state.mark)
         if found is not None:
@@ -372,16 +374,13 @@ class Sharing:
                 finally:
                     self.passes.watch = None
                 finding = watch.end()
-                if finding is None and watch.has_drawn():
-                    self._draws[key] = self._draws.get(key, 0) + 1
-                    if self._draws[key] < _MOST_DRAWS:
-                        return output
-                    finding = "random numbers are drawn in it"
                 if finding is None and self.passes.counters.brought_back != brought_back:
                     finding = "it changes its weights or buffers"
             if finding is None and not now.are_unchanged():
                 finding = "it changes its inputs"
-            self._judge([key], Verdict.WATCHED if finding is None else Verdict.APART, finding)
+            self._findings[key] = 0 if finding is None else self._findings.get(key, 0) + 1
+            if not 0 < self._findings[key] < _MOST_FINDINGS:
+                self._judge([key], Verdict.WATCHED if finding is None else Verdict.APART, finding)
             return output
         finally:
             self._lock.release()
@@ -441,6 +440,7 @@ class Sharing:
     def _judge(self, keys: list[Hashable], verdict: Verdict, finding: str | None) -> None:
         if len(self._verdicts) >= _MOST_KINDS:
             self._verdicts.clear()
+            self._findings.clear()
         for key in keys:
             if self._verdicts.get(key) is not Verdict.APART:
                 self._verdicts[key] = verdict

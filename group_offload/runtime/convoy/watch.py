@@ -56,11 +56,9 @@ class Watch:
             What the forward changes; None if nothing was found.
         """
         self._compare((self._root,))
+        if self.finding is None and self._random != self._random_states():
+            self.finding = "random numbers are drawn in it"  # or in another thread meanwhile
         return self.finding
-
-    def has_drawn(self) -> bool:
-        """Whether random numbers were drawn since, in this thread or in another one."""
-        return self._random != self._random_states()
 
     def _compare(self, tops: Any) -> None:
         for top in tops:
@@ -124,7 +122,7 @@ def survey(root: nn.Module, is_ours: Callable[[Any], bool]) -> Survey:
         structure += id(module), id(attributes.get("processor"))
         for value in attributes.values():
             marks.append(id(value))
-            if value and type(value) is dict:
+            if type(value) is dict and value:
                 marks += map(id, value.values())
     return Survey(None, hash(tuple(structure)), hash(tuple(marks)))
 
