@@ -10,7 +10,7 @@ import torch
 
 from ...base.torch_internals import tree_flatten, tree_unflatten
 
-_SMALL = 1024
+_SMALL = 32
 """The most elements of a tensor that is compared by its values, and kept for that."""
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -74,6 +74,8 @@ class Arguments:
         leaves, self._form = tree_flatten((args, kwargs))
         top = {id(each) for each in (*args, *kwargs.values())}
         self._leaves = [_Leaf(each, is_top=id(each) in top) for each in leaves]
+        self.shared: list[bool] = []
+        """For each argument, whether it is the same as in the first call of the step: see `relate`."""
         self._first = next((at for at, leaf in enumerate(self._leaves) if leaf.is_tensor), None)
 
     @property
@@ -117,23 +119,20 @@ class Arguments:
             mine.is_same(theirs) for mine, theirs in zip(self._leaves, other._leaves, strict=True)
         )
 
-    def foresee(self, first: Arguments, now: Arguments) -> Arguments | None:
-        """The arguments of the call that comes after `now` as these came after `first` in the last step.
+    def relate(self, first: Arguments) -> None:
+        """Note which arguments are the same as in the first call of the step. Later the latents are gone."""
+        pairs = zip(self._leaves, first._leaves, strict=True)
+        self.shared = [mine.is_same(before) for mine, before in pairs]
 
-        What was the same in the two calls is taken from `now`, and what was not is to come again.
+    def foresee(self, now: Arguments) -> Arguments | None:
+        """The arguments of this call in the next step, which begins with `now`.
+
+        What was the same in the first call of this step is taken from `now`, and what was not is to come again.
         """
-        if not (self._form == first._form == now._form) or now._first is None:
-            return None
-        found = []
-        for mine, before, current in zip(self._leaves, first._leaves, now._leaves, strict=True):
-            if mine.is_same(before):
-                found.append(current)
-            elif mine.is_still():
-                found.append(mine)
-            else:
-                return None
-        if found[now._first] is not now._leaves[now._first]:
+        if self._form != now._form or now._first is None or not (self.shared and self.shared[now._first]):
             return None
         foreseen = Arguments.__new__(Arguments)
-        foreseen._leaves, foreseen._form, foreseen._first = found, self._form, now._first
-        return foreseen
+        foreseen._form, foreseen._first, foreseen.shared = self._form, self._first, self.shared
+        pairs = zip(self.shared, self._leaves, now._leaves, strict=True)
+        foreseen._leaves = [current if is_shared else mine for is_shared, mine, current in pairs]
+        return foreseen if all(leaf.is_still() for leaf in foreseen._leaves) else None

@@ -110,8 +110,6 @@ class _Steps:
         self.calls: list[Arguments] = []
         """The calls of the step in progress."""
         self.outputs: list[_Output] = []
-        self.last: list[Arguments] = []
-        """The calls of the last step."""
         self.foreseen: list[Arguments] = []
         """What the rest of this step should be called with."""
         self.ahead: list[_Ahead] = []
@@ -121,7 +119,7 @@ class _Steps:
         self.misses: dict[Hashable, int] = {}
 
     def forget(self) -> None:
-        self.calls, self.outputs, self.last, self.foreseen, self.ahead = [], [], [], [], []
+        self.calls, self.outputs, self.foreseen, self.ahead = [], [], [], []
 
 
 class _Output:
@@ -214,6 +212,7 @@ class Sharing:
         now = Arguments(args, kwargs)
         found = self._result_for(steps, now, state.mark)
         if found is not None:
+            now.shared = found.arguments.shared
             steps.calls.append(now)
             return found.output
         self._begin_step(steps, now)
@@ -268,15 +267,15 @@ class Sharing:
     def _begin_step(self, steps: _Steps, now: Arguments) -> None:
         """Note that a step begins, if this is its first call, and foresee the others."""
         if steps.calls and now.is_of_same_step(steps.calls[0]):
+            now.relate(steps.calls[0])
             return
+        if steps.calls and now.has_inference_tensors and now.first is steps.calls[0].first:
+            self._say("its inputs are inference tensors, in which nobody sees changes: call it under torch.no_grad()")
         self._discard(steps)
-        steps.last, steps.calls, steps.outputs = steps.calls, [], []
-        first, *others = steps.last or [now]
+        others, steps.calls, steps.outputs = steps.calls[1:], [], []
         if not 0 < len(others) < _MOST_CALLS:
             return
-        if now.has_inference_tensors:
-            self._say("its inputs are inference tensors, in which nobody can see changes: use torch.no_grad()")
-        foreseen = [each.foresee(first, now) for each in others]
+        foreseen = [each.foresee(now) for each in others]
         if all(each is not None for each in foreseen):
             steps.foreseen = [each for each in foreseen if each is not None]
 
@@ -334,6 +333,10 @@ class Sharing:
             return self.alone(*args, **kwargs)
         if ahead:
             self.passes.counters.predicted += len(ahead)
+            if not calls[0].are_unchanged():
+                self._judge([calls[0].key], Verdict.APART, "it changes its inputs")
+                self.passes.counters.discarded += len(ahead)
+                return output
             steps.ahead, steps.mark = ahead, (mark, self._stream, self._edits())
             latents = calls[0].first
             if latents is not None:
