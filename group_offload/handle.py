@@ -16,7 +16,7 @@ from .base.text import table
 from .config import OffloadConfig
 from .errors import StateError
 from .plan.budgets import describe_bytes
-from .plan.report import OffloadPlan
+from .plan.report import OffloadPlan, SharedForwards
 from .report.facts import ReportFacts
 from .report.page import check_path, write_page
 from .run_report import Run, facts_of, memory_of, wait_for_work
@@ -193,7 +193,14 @@ class OffloadHandle:
         engine = self._live
         with engine.lock:
             has_memory = engine.config.backend.has_streams
-            return OffloadPlan(type(self.module).__name__, engine.current_plan(), device_has_memory=has_memory)
+            counters = engine.counters
+            shared = SharedForwards(counters.passes, counters.shared, counters.bytes_spared)
+            return OffloadPlan(
+                type(self.module).__name__,
+                engine.current_plan(),
+                device_has_memory=has_memory,
+                shared=shared if engine.config.share_passes else None,
+            )
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:

@@ -103,9 +103,10 @@ try:
     dispatch_stack_length: Any = torch._C._len_torch_dispatch_stack
 
     # A thread that calls a model in another one's place gets the modes that are in force there.
-    from torch.overrides import _get_current_function_mode_stack as function_modes
+    from torch.overrides import _get_current_function_mode_stack
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
 
+    function_modes: Any = _get_current_function_mode_stack
     push_function_mode: Any = torch._C._push_on_torch_function_stack
     pop_function_mode: Any = torch._C._pop_torch_function_stack
 

@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def test_threads_send_each_group_once(device: SimulatedDevice) -> None:
     num_bytes = sum(group.num_bytes for group in handle.groups)
     assert sent[-1] - sent[0] <= 2 * num_bytes, "two rounds of four forwards"
     assert stats.passes_shared >= 8
-    assert "shared" in str(handle.plan)
+    assert "Shared passes: " in str(handle.plan)
     handle.remove()
 
 
@@ -103,9 +104,7 @@ def test_threads_send_each_group_once(device: SimulatedDevice) -> None:
 def test_threads_on_any_tier(tier: str, level: str, tmp_path: Path) -> None:
     model, resident = pair()
     folder = tmp_path if tier == "file" else None
-    handle = apply_group_offloading(
-        model, "cpu", offload_type=level, offload_to_disk_path=folder, share_passes=True
-    )
+    handle = apply_group_offloading(model, "cpu", offload_type=level, offload_to_disk_path=folder, share_passes=True)
 
     def job(number: int) -> Callable[[], None]:
         def work() -> None:
@@ -556,7 +555,9 @@ class Pipe:
         for step, (one, other) in enumerate(zip(found, expected, strict=True)):
             assert torch.equal(one, other), f"step {step}"
 
-    def _loop(self, model: nn.Module, put: Callable[[torch.Tensor], torch.Tensor], num_steps: int) -> list[torch.Tensor]:
+    def _loop(
+        self, model: nn.Module, put: Callable[[torch.Tensor], torch.Tensor], num_steps: int
+    ) -> list[torch.Tensor]:
         prompts, found = [put(prompt) for prompt in self.prompts], []
         latents = put(inputs(9))
         with torch.no_grad():
@@ -729,12 +730,8 @@ def test_an_error_in_one_call_of_a_step(number: int, any_device: SimulatedDevice
     put = (lambda tensor: tensor.clone()) if any_device is None else any_device.put
     steps: list[int] = []
     pipe.between = lambda step, model: steps.append(step)
-    with pytest.raises(Stop):
-        if any_device is None:
-            pipe._loop(pipe.model, put, 8)
-        else:
-            with any_device.running():
-                pipe._loop(pipe.model, put, 8)
+    with any_device.running() if any_device is not None else nullcontext(), pytest.raises(Stop):
+        pipe._loop(pipe.model, put, 8)
     assert len(steps) == 4 + number, "the first call of that step returned"
     pipe.prompts[number] = inputs(5, 4, WIDTH)
     pipe.run(5)
@@ -757,8 +754,7 @@ def test_an_interrupt_in_a_step(at: int, device: SimulatedDevice, monkeypatch: p
 
     monkeypatch.setattr(Transfer, "send", strike)
     with pytest.raises(KeyboardInterrupt):
-        for _ in range(8):
-            pipe.run()
+        pipe.run(40)
     monkeypatch.undo()
     pipe.run()
     pipe.close()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from ...base.tuning import tuning
@@ -32,7 +32,7 @@ class Cancelled(BaseException):
 class Traveller:
     """One forward in a convoy. The mutex of its lock guards its fields, except `calls`."""
 
-    def __init__(self, convoy: Convoy, mutex: threading.Lock, shapes: Hashable) -> None:
+    def __init__(self, convoy: Convoy, mutex: threading.Lock, shapes: Collection[Any]) -> None:
         self.convoy = convoy
         self.shapes = shapes
         self.thread = 0
@@ -70,6 +70,8 @@ class Convoy:
         self.has_begun = False
         """Whether the convoy's pass has begun."""
         self.formed_at = time.monotonic()
+        self.is_torn = False
+        """Whether a traveller has left that still held groups."""
         self.departs_at = self.formed_at + tuning().convoy_wait_seconds
         self.users: dict[Any, set[Traveller]] = {}
         """For each group that is held, the travellers that have used it since it was brought."""
@@ -114,7 +116,7 @@ class TurnLock:
                 return True
             traveller = self._here.get(me)
             if traveller is not None:
-                self._wait_for_turn(traveller)
+                self._wait_for_turn(traveller, may_end=True)
                 self._depth += 1
                 return True
             if not blocking:
@@ -136,10 +138,13 @@ class TurnLock:
         me = threading.get_ident()
         with self._mutex:
             traveller = self._here.get(me)
-            if self._owner != me and traveller is not None:
+            if self._owner != me and traveller is not None:  # interrupted where it waited to end a call
+                traveller.convoy.is_torn = True
                 self._wait_for_turn(traveller)
             assert self._owner == me, "the lock is another thread's"
             self._depth -= 1
+            if traveller is not None:
+                traveller.since = time.monotonic()
             if not self._depth:
                 self._owner = 0
                 if traveller is not None:
@@ -180,7 +185,7 @@ class TurnLock:
             self._recent[threading.get_ident()] = self._number
             return len(self._expected)
 
-    def board(self, shapes: Collection[Hashable], most: int) -> list[Traveller]:
+    def board(self, shapes: Collection[Collection[Any]], most: int) -> list[Traveller]:
         """Join the convoy that forms, with as many forwards as there are `shapes`, and wait until it departs.
 
         The first of the travellers is the calling thread's. `embark` is for the threads of the others.
@@ -258,7 +263,7 @@ class TurnLock:
             try:
                 if self._owner == traveller.thread:
                     traveller.depth, self._owner, self._depth = self._depth, 0, 0
-                self._wait_for_turn(traveller)
+                self._wait_for_turn(traveller, may_end=True)
             finally:
                 traveller.can_go = None
             return traveller.leads
@@ -269,7 +274,11 @@ class TurnLock:
             if self._owner != traveller.thread:
                 self._wait_for_turn(traveller)
 
-    def _wait_for_turn(self, traveller: Traveller) -> None:
+    def _wait_for_turn(self, traveller: Traveller, *, may_end: bool = False) -> None:
+        """
+        Args:
+            may_end: Whether a forward that nobody wants may end here: no call of it is about to end.
+        """
         me = threading.get_ident()
         traveller.leads = False
         try:
@@ -278,7 +287,7 @@ class TurnLock:
                 self._pass_on()
                 if self._owner == me:
                     return
-                if traveller.is_cancelled:
+                if may_end and traveller.is_cancelled:
                     traveller.is_cancelled = False  # the calls that it unwinds through need the lock
                     raise Cancelled
                 patience = tuning().traveller_patience_seconds

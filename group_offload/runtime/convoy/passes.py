@@ -30,6 +30,7 @@ from ..passes import Passes, State
 from .lock import IN_THE_ENGINE, Traveller, TurnLock
 from .watch import Watch
 
+
 class Broken(StateError):
     """Another traveller was interrupted in the middle of a step of the engine."""
 
@@ -118,12 +119,9 @@ class SharedPasses(Passes):
                 self.watch.look_at(call.module)
             super().end_call(call)
             return
-        traveller.since = IN_THE_ENGINE
-        try:
-            self._turns.regain(traveller)
-            super().end_call(call)
-        finally:
-            traveller.since = time.monotonic()
+        traveller.since = IN_THE_ENGINE  # until the gate releases the lock
+        self._turns.regain(traveller)
+        super().end_call(call)
 
     def settle(self, module: Any) -> None:
         traveller = self._turns.here
@@ -147,9 +145,11 @@ class SharedPasses(Passes):
                 if group.num_bytes
             )
 
-        if len(convoy.travellers) > 1 or convoy.lingering:
-            if not can_go() and self._turns.give_way(traveller, can_go):
-                self._drop_lingering(traveller)
+        has_company = len(convoy.travellers) > 1 or convoy.lingering
+        if has_company and not can_go() and self._turns.give_way(traveller, can_go):
+            self._drop_lingering(traveller)
+        if convoy.is_torn:
+            self._state = State.UNKNOWN
         if convoy.has_begun and self._state is State.UNKNOWN:
             raise Broken(
                 f"A forward of {type(self.root).__name__} shares its pass with one of another thread that was interrupted. "
@@ -178,9 +178,7 @@ class SharedPasses(Passes):
     @staticmethod
     def _kind_of_all(traveller: Traveller, kind: Kind) -> Kind:
         """The kind of a pass of these travellers: its activations are those of all."""
-        shapes: list[Any] = []
-        for each in traveller.convoy.travellers:
-            shapes += each.shapes
+        shapes = [shape for each in traveller.convoy.travellers for shape in each.shapes]
         return Kind(kind.top, tuple(sorted(shapes, key=repr)), kind.with_grad) if shapes else kind
 
     @property
@@ -195,6 +193,8 @@ class SharedPasses(Passes):
         convoy = traveller.convoy
         if convoy.travellers != [traveller]:
             return  # it leaves the convoy as it releases the lock
+        if convoy.is_torn:
+            self._state = State.UNKNOWN
         if self._state is State.OPEN:
             self._drop_lingering(traveller)
             self._counters.bytes_spared += (convoy.size - 1) * (self._bytes_sent - convoy.bytes_before)

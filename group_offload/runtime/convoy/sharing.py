@@ -289,15 +289,18 @@ class Sharing:
         num_callers = turns.announce()
         if verdict is Verdict.SHARED:
             ahead = steps.foreseen if at == 0 and self._may_foresee(steps) else []
-            return self._travel(steps, [now, *ahead], mark, args, kwargs)
-        output = self._watched(key, now, args, kwargs) if verdict is None else self.alone(*args, **kwargs)
-        if self._verdict(key) is not Verdict.WATCHED:
-            return output
+            output = self._travel(steps, [now, *ahead], mark, args, kwargs)
+        elif verdict is None:
+            output = self._watched(key, now, args, kwargs)
+        else:
+            output = self.alone(*args, **kwargs)
         steps.outputs.append(_Output(output))
-        if at and at == len(steps.foreseen) and len(steps.outputs) == at + 1:
-            if all(map(Arguments.are_same, steps.calls[1:], steps.foreseen)):
+        verdicts = {self._verdict(each.key) for each in steps.calls}
+        if at and verdicts <= {Verdict.SHARED, Verdict.WATCHED} and Verdict.WATCHED in verdicts:
+            is_last = at == len(steps.foreseen) and len(steps.outputs) == at + 1
+            if is_last and all(map(Arguments.are_same, steps.calls[1:], steps.foreseen)):
                 self._try_step(steps, output)
-        elif verdict is not None and num_callers > 1:
+        elif verdict is Verdict.WATCHED and num_callers > 1:
             self._try_with_others(now, output, args, kwargs)
         return output
 

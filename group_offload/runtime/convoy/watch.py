@@ -1,4 +1,4 @@
-"""What a forward may depend on, or change, besides its inputs and the weights. Forwards share passes only if that is nothing."""
+"""What a forward depends on, or changes, besides inputs and weights. Forwards share passes only if that is nothing."""
 
 from __future__ import annotations
 
