@@ -26,7 +26,7 @@ from ..support.models import DIM, WIDTH, Block, Model, Stop, inputs, make
 from ..support.on_device import forward, offload
 from ..support.rigs import LEVELS, TIERS, pair, run
 from ..support.simulated import SimulatedDevice, use_simulated_device
-from ..support.travellers import Travelling, in_threads, taken_as_shared, travel
+from ..support.travellers import Travelling, in_threads, interrupt_at_the_end_of_a_call, taken_as_shared, travel
 from ..support.tuning import tune
 
 
@@ -137,7 +137,7 @@ def test_inputs_of_several_sizes_share_a_pass(device: SimulatedDevice) -> None:
 
 
 def test_a_slow_forward_holds_up_nobody(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    tune(monkeypatch, traveller_patience_seconds=0.2)
+    tune(monkeypatch, traveller_patience_seconds=0.2, convoy_wait_seconds=2.0)
     model = Travelling([8] * 4)
     resident = copy.deepcopy(model)
     handle = offload(model, share_passes=True)
@@ -149,14 +149,18 @@ def test_a_slow_forward_holds_up_nobody(device: SimulatedDevice, monkeypatch: py
             output = model(device.put(x), route, -1, pause)
         assert torch.equal(device.get(output), run(resident, x, route))
 
-    def slow() -> None:
-        call()
+    def meet() -> None:
+        for _ in range(3):
+            barrier.wait(30)
+            call()
         barrier.wait(30)
+
+    def slow() -> None:
+        meet()
         call(lambda: is_over.wait(30))
 
     def usual() -> None:
-        call()
-        barrier.wait(30)
+        meet()
         began = time.monotonic()
         call()
         took.append(time.monotonic() - began)
@@ -228,6 +232,10 @@ def test_an_interrupt_in_one_forward(at: int, device: SimulatedDevice, monkeypat
         in_threads([work] * 3)
     assert len(interrupted) == 1
     handle.remove()
+
+
+def test_an_interrupt_where_a_forward_waits_to_end_a_call() -> None:
+    interrupt_at_the_end_of_a_call()
 
 
 def test_memory_that_runs_out_in_a_shared_pass(device: SimulatedDevice, said: Callable[[], list[str]]) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from group_offload.runtime.convoy.lock import Traveller, TurnLock
 from group_offload.runtime.convoy.sharing import Sharing, Verdict
 
 from .models import DIM, RoutedBlock, Stop
@@ -26,13 +27,20 @@ from .simulated import SimulatedDevice, use_simulated_device
 from .tuning import tune
 
 
+class PausingBlock(RoutedBlock):
+    def forward(self, x: torch.Tensor, pause: Any = None) -> torch.Tensor:
+        if pause is not None:
+            pause()
+        return super().forward(x)
+
+
 class Travelling(nn.Module):
     """Blocks that each forward calls in an order of its own. Forwards keep no state."""
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
         self.embed = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList(RoutedBlock(width, counts=False) for width in widths)
+        self.blocks = nn.ModuleList(PausingBlock(width, counts=False) for width in widths)
         self.shift = nn.Parameter(torch.randn(DIM))
         self.eval()
 
@@ -41,9 +49,7 @@ class Travelling(nn.Module):
         for position, index in enumerate(route):
             if position == stop_at:
                 raise Stop
-            if pause is not None and position == len(route) // 2:
-                pause()
-            x = self.blocks[index](x)
+            x = self.blocks[index](x, pause if position == len(route) // 2 else None)
         return x * self.shift
 
 
@@ -146,3 +152,44 @@ def travel(
         assert device.pinned_bytes == 0
         assert device.allocated_bytes == 0
     return stats
+
+
+def interrupt_at_the_end_of_a_call(seconds: float = 20) -> None:
+    """Ctrl-C strikes a forward that was left behind, where it waits for its turn to end a call. The others are right."""
+    device = SimulatedDevice(0, "lazy")
+    model = Travelling([8] * 4)
+    resident = copy.deepcopy(model)
+    x, route = torch.randn(2, DIM), (0, 1, 2, 3)
+    struck: list[int] = []
+    regain = TurnLock.regain
+
+    def strike(self: TurnLock, traveller: Traveller) -> None:
+        if not (self._is_owned() or struck):
+            struck.append(1)
+            raise KeyboardInterrupt
+        regain(self, traveller)
+
+    with use_simulated_device(device), taken_as_shared(), pytest.MonkeyPatch.context() as patch:
+        tune(patch, traveller_patience_seconds=0.05)
+        handle = offload(model, share_passes=True)
+
+        def job(is_slow: bool) -> Callable[[], None]:
+            def work() -> None:
+                for _ in range(4):
+                    pause = (lambda: time.sleep(0.3)) if is_slow else None
+                    try:
+                        with torch.no_grad(), device.running():
+                            output = model(device.put(x), route, -1, pause)
+                    except KeyboardInterrupt:
+                        continue
+                    assert torch.equal(device.get(output), run(resident, x, route))
+
+            return work
+
+        with pytest.MonkeyPatch.context() as struck_by:
+            struck_by.setattr(TurnLock, "regain", strike)
+            in_threads([job(is_slow=False), job(is_slow=False), job(is_slow=True)], seconds)
+        assert struck
+        in_threads([job(is_slow=False)] * 2, seconds)
+        handle.remove()
+        assert device.allocated_bytes == 0

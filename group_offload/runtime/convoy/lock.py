@@ -25,7 +25,7 @@ IN_THE_ENGINE = float("inf")
 """See `Traveller.since`."""
 
 
-class Cancelled(BaseException):
+class CalledOff(BaseException):
     """Ends the forward of a traveller whose result nobody wants any more. No handler of errors is meant to catch it."""
 
 
@@ -46,7 +46,7 @@ class Traveller:
         self.is_waiting = False
         self.is_behind = False
         """Whether the traveller was left behind. Nobody waits for it any more."""
-        self.is_cancelled = False
+        self.is_called_off = False
         self.leads = False
         """Whether the traveller got the lock because no other one could go on."""
         self.since = time.monotonic()
@@ -151,7 +151,8 @@ class TurnLock:
                     self._remove(traveller)
                 self._moved()
 
-    __enter__ = acquire
+    def __enter__(self) -> None:
+        self.acquire()
 
     def __exit__(self, *args: object) -> None:
         self.release()
@@ -239,10 +240,10 @@ class TurnLock:
             self._remove(traveller)
             self._moved()
 
-    def cancel(self, traveller: Traveller) -> None:
+    def call_off(self, traveller: Traveller) -> None:
         """Let the traveller's forward end at the next gate that it waits at."""
         with self._mutex:
-            traveller.is_cancelled = True
+            traveller.is_called_off = True
             traveller.turn.notify()
 
     # ---------------------------------------------------------------- on the way
@@ -287,9 +288,9 @@ class TurnLock:
                 self._pass_on()
                 if self._owner == me:
                     return
-                if may_end and traveller.is_cancelled:
-                    traveller.is_cancelled = False  # the calls that it unwinds through need the lock
-                    raise Cancelled
+                if may_end and traveller.is_called_off:
+                    traveller.is_called_off = False  # the calls that it unwinds through need the lock
+                    raise CalledOff
                 patience = tuning().traveller_patience_seconds
                 if not traveller.turn.wait(patience / 4):
                     self._overtake(patience)

@@ -121,6 +121,7 @@ class SharedPasses(Passes):
             return
         traveller.since = IN_THE_ENGINE  # until the gate releases the lock
         self._turns.regain(traveller)
+        assert self._turns._is_owned()
         super().end_call(call)
 
     def settle(self, module: Any) -> None:
@@ -145,9 +146,11 @@ class SharedPasses(Passes):
                 if group.num_bytes
             )
 
+        assert self._turns._is_owned()
         has_company = len(convoy.travellers) > 1 or convoy.lingering
         if has_company and not can_go() and self._turns.give_way(traveller, can_go):
             self._drop_lingering(traveller)
+        assert self._turns._is_owned()
         if convoy.is_torn:
             self._state = State.UNKNOWN
         if convoy.has_begun and self._state is State.UNKNOWN:

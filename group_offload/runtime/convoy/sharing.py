@@ -357,7 +357,7 @@ class Sharing:
             return output
         except BaseException:
             for each in ahead:
-                self.turns.cancel(each.traveller)
+                self.turns.call_off(each.traveller)
             for each in ahead:
                 each.join(tuning().traveller_patience_seconds)
             raise
