@@ -72,10 +72,10 @@ class OffloadPlan:
         )
         if self.details is not None:
             p = self.details.prediction
-            yield (
-                f"Each further forward in a pass spares sending {describe_bytes(p.h2d_bytes)} and reading "
-                f"{describe_bytes(p.drive_bytes)} from the drive."
-            )
+            spared = [f"sending {describe_bytes(p.h2d_bytes)}"] if self.device_has_memory else []
+            spared += [f"reading {describe_bytes(p.drive_bytes)} from the drive"] if p.drive_bytes else []
+            if spared:
+                yield f"Each further forward in a pass spares {' and '.join(spared)}."
 
     def _lines(self) -> list[str]:
         plan = self.details

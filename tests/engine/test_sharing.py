@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from group_offload import ConfigError, OffloadHandle, apply_group_offloading
 from group_offload.runtime.copies.transfer import Transfer
 
+from ..support.inside import engine_of
 from ..support.models import DIM, WIDTH, Block, Model, Stop, inputs, make
 from ..support.on_device import forward, offload
 from ..support.rigs import LEVELS, TIERS, pair, run
@@ -247,9 +248,7 @@ def test_memory_that_runs_out_in_a_shared_pass(device: SimulatedDevice, said: Ca
     failed = []
 
     def run_out() -> None:
-        engine = handle._engine
-        assert engine is not None
-        if not failed and engine.counters.shared > 3:
+        if not failed and engine_of(handle).counters.shared > 3:
             failed.append(1)
             raise torch.OutOfMemoryError("no room")
 

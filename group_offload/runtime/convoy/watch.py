@@ -103,11 +103,16 @@ def survey(root: nn.Module, is_ours: Callable[[Any], bool]) -> Survey:
     Args:
         is_ours: Whether a hook belongs to the engine.
     """
+    added: set[int] = set()
     structure: list[int] = []
     marks: list[int] = []
     for module in root.modules():
         attributes = module.__dict__
-        if attributes["training"]:
+        if type(module).__module__.startswith(
+            "peft."
+        ):  # it adds layers to a model in eval mode, and leaves them in the other
+            added.update(map(id, module.modules()))
+        if attributes["training"] and id(module) not in added:
             return Survey(f"{_name_of(root, module)} is in training mode: call eval()")
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             if attributes[name] and not all(map(is_ours, attributes[name].values())):
@@ -117,7 +122,8 @@ def survey(root: nn.Module, is_ours: Callable[[Any], bool]) -> Survey:
             others = [each for each in registry.hooks if each != MARKER]
             if others:
                 return Survey(f"{_name_of(root, module)} has the hook {others[0]!r} of diffusers, which keeps state")
-        if "forward" in attributes:
+        own = attributes.get("forward")
+        if own is not None and getattr(own, "__func__", None) is not type(module).forward:
             return Survey(f"the forward of {_name_of(root, module)} was replaced")
         structure += id(module), id(attributes.get("processor"))
         for value in attributes.values():
