@@ -588,7 +588,7 @@ class Pipe:
         return stats  # type: ignore[return-value]
 
 
-@pytest.fixture(params=["random", "lazy", "cpu"])
+@pytest.fixture(params=["random", "cpu"])
 def any_device(request: pytest.FixtureRequest) -> Iterator[SimulatedDevice | None]:
     gc.collect()
     if request.param == "cpu":

@@ -181,6 +181,8 @@ class SharedPasses(Passes):
     @staticmethod
     def _kind_of_all(traveller: Traveller, kind: Kind) -> Kind:
         """The kind of a pass of these travellers: its activations are those of all."""
+        if traveller.convoy.size == 1:
+            return kind
         shapes = [shape for each in traveller.convoy.travellers for shape in each.shapes]
         return Kind(kind.top, tuple(sorted(shapes, key=repr)), kind.with_grad) if shapes else kind
 

@@ -332,6 +332,7 @@ class Sharing:
         else:
             retry = False
         if retry:
+            ahead.clear()
             self._discard(steps)
             return self.alone(*args, **kwargs)
         if ahead:
