@@ -29,6 +29,7 @@ __all__ = [
     "dispatch_stack_length",
     "function_modes",
     "has_compatible_shallow_copy_type",
+    "has_global_hooks",
     "is_profiler_enabled",
     "is_traceable_wrapper_subclass",
     "neg_view",
@@ -109,6 +110,11 @@ try:
     function_modes: Any = _get_current_function_mode_stack
     push_function_mode: Any = torch._C._push_on_torch_function_stack
     pop_function_mode: Any = torch._C._pop_torch_function_stack
+
+    # Hooks for all modules of the process would see forwards that share a pass in another order.
+    from torch.nn.modules.module import _has_any_global_hook
+
+    has_global_hooks: Any = _has_any_global_hook
 
     # Inputs and outputs may be nested, also in classes that somebody has registered there.
     from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from group_offload import ConfigError, OffloadHandle, apply_group_offloading
+from group_offload.base.pagemap import Detection
 from group_offload.runtime.copies.transfer import Transfer
 
 from ..support.inside import engine_of
@@ -413,6 +414,10 @@ def replaced(model: nn.Module) -> None:
     block.forward = lambda x, own=block.forward: own(x)
 
 
+def scripted(model: nn.Module) -> None:
+    model.get_submodule("blocks").append(torch.jit.script(nn.Linear(WIDTH, WIDTH)).eval())  # type: ignore[operator]
+
+
 APART: list[tuple[type[Model], Any, str]] = [
     (Draws, None, "random numbers are drawn"),
     (Counts, None, "it changes calls of Counts"),
@@ -421,6 +426,7 @@ APART: list[tuple[type[Model], Any, str]] = [
     (Overwrites, None, "it changes its inputs"),
     (Model, hooked, "blocks.1 has a hook"),
     (Model, trained, "blocks.1 is in training mode"),
+    (Model, scripted, "blocks.4 is scripted"),
     (Model, replaced, "the forward of blocks.1 was replaced"),
 ]
 
@@ -442,6 +448,18 @@ def test_what_is_no_function_goes_alone(
     assert handle.stats().passes_shared == 0
     assert len(said()) == 1 and reason in said()[0], said()
     assert handle.stats().passes == 10
+    handle.remove()
+
+
+def test_a_hook_for_all_modules(device: SimulatedDevice, said: Callable[[], list[str]]) -> None:
+    model = make(Model)
+    handle = offload(model, share_passes=True)
+    hook = nn.modules.module.register_module_forward_hook(lambda *args: None)
+    try:
+        device.get(forward(device, model, inputs()))
+    finally:
+        hook.remove()
+    assert "a hook for all modules" in said()[0]
     handle.remove()
 
 
@@ -840,6 +858,16 @@ def test_inference_tensors_are_not_foreseen(said: Callable[[], list[str]]) -> No
         pipe.run()
     assert pipe.handle.stats().passes_predicted == 0
     assert any("inference tensors" in each for each in said())
+    pipe.close()
+
+
+def test_where_a_look_for_edits_takes_long(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
+) -> None:
+    monkeypatch.setattr("group_offload.runtime.convoy.sharing.detection", lambda: Detection.ENTRIES)
+    pipe = Pipe(device)
+    pipe.run()
+    assert pipe.handle.stats().passes_predicted == 0 and "no quick way" in said()[0]
     pipe.close()
 
 

@@ -27,8 +27,9 @@ import torch
 from torch import nn
 
 from ...base.device import Backend
+from ...base.pagemap import Detection, detection
 from ...base.tensors import map_tensors
-from ...base.torch_internals import set_eval_frame
+from ...base.torch_internals import has_global_hooks, set_eval_frame
 from ...base.tuning import tuning
 from .arguments import Arguments
 from .caller import Caller
@@ -307,6 +308,9 @@ class Sharing:
     def _may_foresee(self, steps: _Steps) -> bool:
         if not steps.foreseen:
             return False
+        if self._backend.has_streams and detection() is not Detection.SCAN:
+            self._say("this system has no quick way to tell whether weights were edited between two calls of a step")
+            return False
         key = self._key_of(steps.foreseen)
         return steps.misses.get(key, 0) < _MOST_MISSES and all(
             self._verdict(each.key) is Verdict.SHARED for each in steps.foreseen
@@ -471,6 +475,8 @@ def _drop(ahead: list[Any]) -> None:
 def _state_of_thread() -> str | None:
     if torch.is_grad_enabled():
         return "gradients are enabled: call it under torch.no_grad()"
+    if has_global_hooks():
+        return "there is a hook for all modules of the process"
     compiler = set_eval_frame(None)
     set_eval_frame(compiler)
     if compiler:

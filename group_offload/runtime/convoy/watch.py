@@ -108,6 +108,8 @@ def survey(root: nn.Module, is_ours: Callable[[Any], bool]) -> Survey:
     marks: list[int] = []
     for module in root.modules():
         attributes = module.__dict__
+        if isinstance(module, torch.jit.ScriptModule):
+            return Survey(f"{_name_of(root, module)} is scripted")
         if type(module).__module__.startswith(
             "peft."
         ):  # it adds layers to a model in eval mode, and leaves them in the other
