@@ -28,7 +28,14 @@ from ..support.models import DIM, WIDTH, Block, Model, Stop, inputs, make
 from ..support.on_device import forward, offload
 from ..support.rigs import LEVELS, TIERS, pair, run
 from ..support.simulated import SimulatedDevice, use_simulated_device
-from ..support.travellers import Travelling, in_threads, interrupt_at_the_end_of_a_call, taken_as_shared, travel
+from ..support.travellers import (
+    Travelling,
+    in_threads,
+    interrupt_at_the_end_of_a_call,
+    interrupt_on_lines,
+    taken_as_shared,
+    travel,
+)
 from ..support.tuning import tune
 
 
@@ -139,7 +146,7 @@ def test_inputs_of_several_sizes_share_a_pass(device: SimulatedDevice) -> None:
 
 
 def test_a_slow_forward_holds_up_nobody(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    tune(monkeypatch, traveller_patience_seconds=0.2, convoy_wait_seconds=2.0)
+    tune(monkeypatch, traveller_patience_seconds=0.2, convoy_wait_seconds=1.0)
     model = Travelling([8] * 4)
     resident = copy.deepcopy(model)
     handle = offload(model, share_passes=True)
@@ -169,6 +176,7 @@ def test_a_slow_forward_holds_up_nobody(device: SimulatedDevice, monkeypatch: py
         is_over.set()
 
     with taken_as_shared():
+        call()  # a first pass tells how many have room in one
         in_threads([slow, usual])
     assert handle.stats().passes_shared >= 2
     assert took[0] < 10
@@ -238,6 +246,10 @@ def test_an_interrupt_in_one_forward(at: int, device: SimulatedDevice, monkeypat
 
 def test_an_interrupt_where_a_forward_waits_to_end_a_call() -> None:
     interrupt_at_the_end_of_a_call()
+
+
+def test_an_interrupt_on_any_line() -> None:
+    interrupt_on_lines(0, 8)
 
 
 def test_memory_that_runs_out_in_a_shared_pass(device: SimulatedDevice, said: Callable[[], list[str]]) -> None:

@@ -10,12 +10,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from group_offload.runtime.convoy import lock
 from group_offload.runtime.convoy.lock import Traveller, TurnLock
 from group_offload.runtime.convoy.sharing import Sharing, Verdict
 
@@ -191,5 +193,53 @@ def interrupt_at_the_end_of_a_call(seconds: float = 20) -> None:
             in_threads([job(is_slow=False), job(is_slow=False), job(is_slow=True)], seconds)
         assert struck
         in_threads([job(is_slow=False)] * 2, seconds)
+        handle.remove()
+        assert device.allocated_bytes == 0
+
+
+def interrupt_on_lines(seed: int, num_strikes: int) -> None:
+    """Ctrl-C strikes one of three forwards on any line of what lets them share passes. The others are right, and later ones."""
+    rng = random.Random(seed)
+    folder = str(Path(lock.__file__).parent)
+    device = SimulatedDevice(0, "eager")
+    model = Travelling([8] * 4)
+    resident = copy.deepcopy(model)
+    x, route = torch.randn(2, DIM), (0, 1, 2, 3)
+    expected = run(resident, x, route)
+
+    def call() -> None:
+        with torch.no_grad(), device.running():
+            output = model(device.put(x), route)
+        assert torch.equal(device.get(output), expected)
+
+    def usual() -> None:
+        for _ in range(4):
+            call()
+
+    def struck() -> None:
+        left = rng.randrange(1, 900)
+
+        def on_line(frame: Any, event: str, argument: Any) -> Any:
+            nonlocal left
+            left -= event == "line"
+            if event == "line" and left == 0:
+                raise KeyboardInterrupt
+            return on_line
+
+        sys.settrace(lambda frame, *_: on_line if frame.f_code.co_filename.startswith(folder) and left > 0 else None)
+        try:
+            for _ in range(3):
+                call()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        call()
+
+    with use_simulated_device(device), taken_as_shared(), pytest.MonkeyPatch.context() as patch:
+        tune(patch, traveller_patience_seconds=0.3)
+        handle = offload(model, share_passes=True)
+        for _ in range(num_strikes):
+            in_threads([struck, usual, usual], 30)
         handle.remove()
         assert device.allocated_bytes == 0

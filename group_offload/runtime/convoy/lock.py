@@ -96,8 +96,8 @@ class TurnLock:
         """The lock was released, or a convoy has departed or ended."""
         self._owner = 0
         self._depth = 0
-        self._num_outsiders = 0
-        """The threads of no convoy that wait for the lock."""
+        self._outsiders: dict[int, float] = {}
+        """The threads of no convoy that wait for the lock, and since when."""
         self._is_lent = False
         """Whether a traveller waits for something that a thread of no convoy does under the lock."""
         self._here: dict[int, Traveller] = {}
@@ -122,7 +122,7 @@ class TurnLock:
             if not blocking:
                 timeout = 0
             deadline = time.monotonic() + (TIMEOUT_MAX if timeout < 0 else timeout)
-            self._num_outsiders += 1
+            self._outsiders[me] = time.monotonic()
             try:
                 while self._owner or self._is_reserved:
                     left = deadline - time.monotonic()
@@ -132,7 +132,7 @@ class TurnLock:
                 self._owner, self._depth = me, 1
                 return True
             finally:
-                self._num_outsiders -= 1
+                del self._outsiders[me]
 
     def release(self) -> None:
         me = threading.get_ident()
@@ -348,10 +348,13 @@ class TurnLock:
 
     def _may_depart(self, convoy: Convoy) -> bool:
         now, wait = time.monotonic(), tuning().convoy_wait_seconds
-        if self._num_outsiders and now - convoy.formed_at < tuning().traveller_patience_seconds:
-            convoy.departs_at = now + wait  # they go first, and some may come along afterwards
+        missing = self._expected - convoy.callers
+        is_complete = len(convoy.travellers) >= convoy.most or not missing
+        # Those who waited before it formed go first, and those who may come along afterwards.
+        goes_first = any(at < convoy.formed_at or thread in missing for thread, at in self._outsiders.items())
+        if goes_first and now - convoy.formed_at < tuning().traveller_patience_seconds:
+            convoy.departs_at = now + wait
             return False
-        is_complete = len(convoy.travellers) >= convoy.most or not self._expected - convoy.callers
         if self._owner and not is_complete:
             convoy.departs_at = now + wait
         return is_complete or now >= convoy.departs_at

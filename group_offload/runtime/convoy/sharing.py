@@ -196,8 +196,8 @@ class Sharing:
     def call(self, args: Any, kwargs: Any) -> Any:
         """Call the module: alone, or in a pass that other forwards share."""
         turns = self.turns
-        if turns.here is not None or turns._is_owned():
-            return self.alone(*args, **kwargs)  # inside of another call
+        if turns.here is not None or turns._is_owned() or self._backend.is_capturing():
+            return self.alone(*args, **kwargs)  # inside of another call, or refused
         steps = self._steps
         state = survey(self._root, self._is_ours)
         reason = state.reason or self._why_not() or _state_of_thread() or self._lock_is_shared()
