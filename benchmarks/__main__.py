@@ -20,6 +20,7 @@ NAMES = {
     "activations": "training steps with activations on the device, recomputed, and offloaded",
     "hooks": "the host's work for one group",
     "quantised": "quantised weights of several kinds: resident, under this package, under diffusers' group offloading",
+    "shared": "forwards that share passes: guidance, and requests of several threads",
     "packing": "packed weights: how many bytes are left, and how fast they are packed and unpacked",
 }
 

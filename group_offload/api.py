@@ -73,6 +73,10 @@ def apply_group_offloading(module: nn.Module, options: ModelOptions) -> OffloadH
             their place, and the device unpacks it. `"auto"` packs once a plan says that this is faster. Weights that are in no
             file stay in RAM too, so that they can be read. What packing makes hardly smaller stays as it is. Needs a device
             that runs Triton. By name only.
+        share_passes: Whether forwards of several threads that come at about the same time share one pass: each group is
+            onloaded once, and all of them compute with it. The calls of one step of guidance share passes too: after a step
+            has shown which these are, the first call of a step runs the others beside it. Forwards that are no functions of
+            their inputs and the weights go alone, and the log says why. By name only.
 
     Returns:
         The handle: groups, statistics, and `remove()`.

@@ -56,6 +56,7 @@ class OffloadOptions:
     ram_budget: int | str | None = None
     embeddings_on_cpu: bool = True
     pack: bool | str = False
+    share_passes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,8 @@ class OffloadConfig:
     """Whether large embedding tables stay where they rest, and only the rows that a call needs go to the device."""
     pack: bool | Literal["auto"]
     """Whether weights are sent packed; "auto": once a plan says that this is faster. False where the device cannot unpack."""
+    share_passes: bool
+    """Whether forwards of several threads, and those of one step of guidance, may share passes."""
     ram_share: int | None
     """Bytes of RAM for weights that rest in files, if several modules share a budget."""
     block_modules: tuple[str, ...] | None
@@ -186,6 +189,7 @@ class OffloadConfig:
             "low_cpu_mem_usage": options.low_cpu_mem_usage,
             "verify_files": options.verify_files,
             "embeddings_on_cpu": options.embeddings_on_cpu,
+            "share_passes": options.share_passes,
         }
         for name, value in flags.items():
             if not isinstance(value, bool):

@@ -87,6 +87,10 @@ class Tuning:
     """The time that a driver may take to page-lock a file that is in the page cache. It takes a second for 8 GiB."""
     turn_patience_seconds: float = 30.0
     """The time to wait for a forward that is itself waiting for a thread before a deadlock is reported."""
+    convoy_wait_seconds: float = 0.1
+    """How long forwards that share passes wait for those that came along last time. A pass of a large model takes longer."""
+    traveller_patience_seconds: float = 10.0
+    """The time after which a traveller that stays in a module's own code is left behind, if others wait for it."""
     backward_patience_seconds: float = 3600.0
     """The time that a pass waits for a pass of another thread. Two passes that wait for each other would never end."""
     file_patience_seconds: float = 10.0

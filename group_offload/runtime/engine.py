@@ -25,6 +25,7 @@ from . import turns
 from .backward import Backward
 from .budget.budgeter import Kind
 from .changes import Changes
+from .convoy.passes import SharedPasses
 from .copies.cached import CachedFiles
 from .copies.transfer import Transfer
 from .foresight.lookahead import LookAhead
@@ -124,7 +125,7 @@ class Engine:
             self._publish_manifest,
             is_tight=is_tight,
         )
-        self._passes = Passes(
+        self._passes = (SharedPasses if config.share_passes else Passes)(
             root,
             backend,
             self._memory,
@@ -139,6 +140,8 @@ class Engine:
         )
         self._backward = Backward(self._passes, backend)
         self._gates = Gates(root, config, self._passes, self._backward, self._placer)
+        if isinstance(self._passes, SharedPasses):
+            self._gates.share(self._passes, self.refresh)
         self.lock = self._passes.lock
         """The lock that a pass holds for its length."""
 
@@ -176,6 +179,8 @@ class Engine:
         The method raises midway if memory runs out, and no weight is lost: tensors moved so far stay as they are, the
         next forward offloads them again, and another `remove()` goes on with the rest.
         """
+        if self._gates.sharing is not None:
+            self._gates.sharing.close()
         with self.lock:
             self._backward.settle()
             self._passes.forget_interrupted_calls()

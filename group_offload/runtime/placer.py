@@ -388,6 +388,12 @@ class Placer:
             self._weighed = self._activations.setdefault(top, Weighing())
             self._weighed.begin(self._other_bytes() if self._is_tight else 0)
 
+    def forwards_that_fit(self, kind: Kind) -> int:
+        """How many forwards of this kind have room beside one another, if all of them compute with the same weights."""
+        plan = self._budgeter.plan
+        weights = 0 if plan is None else smallest_device_bytes(plan.problem)
+        return self._budgeter.forwards_that_fit(kind, self._bytes_of_no_weights, weights)
+
     def is_timed(self, kind: Kind) -> bool:
         """Whether the compute of the pass that begins is to be measured."""
         return self._budgeter.is_timed(kind)
