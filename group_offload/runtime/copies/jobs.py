@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
@@ -53,6 +54,16 @@ class Landing:
             for event in self._after:
                 self.stream.wait_event(event)
         self._has_waited, self._after = True, ()
+
+
+class Job(Protocol):
+    """What a slot waits for before its ready event tells anything."""
+
+    def wait(self) -> None:
+        """Return once `ready` is recorded."""
+
+    def cancel(self) -> None:
+        """Enqueue nothing more. What was enqueued before is behind `ready`."""
 
 
 class ReadJob:
