@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from ...base.device import Backend, Event, Stream
 from ...base.timeline import COMPUTE, COPIES, DECODE, GATHERS, READS, STALLS, Timeline
 
-
 _LANES = (COPIES, GATHERS, DECODE, COMPUTE, STALLS)
 
 

@@ -1,16 +1,16 @@
 """What the ranks of one host tell each other, in memory that all of them have mapped.
 
 [Note: How ranks agree]
-Collectives hang if ranks enqueue them in another order, or if one rank leaves one out. What a rank needs, and when, is not known
-to the others: caches skip blocks, and ranks are not equally fast. So nothing is foretold. A rank *offers* a group once the copy of
-its share has begun: its slot is free, and nothing but the link stands between. The rank whose offer is the last one that was
-missing enters the group in the *log*, in the same step. All ranks enqueue the gathers of the log, in the order of the log, and at
-once: a thread does that which waits for nothing else. Therefore each gather that one rank enqueues is enqueued by all, in one
-order, and ends.
+Collectives hang if ranks enqueue them in another order, or if one rank leaves one out. What a rank needs, and when, is not
+known to the others: caches skip blocks, and ranks are not equally fast. So nothing is foretold. A rank *offers* a group once
+the copy of its share has begun: its slot is free, and nothing but the link stands between. The rank whose offer is the last
+one that was missing enters the group in the *log*, in the same step. All ranks enqueue the gathers of the log, in the order of
+the log, and at once: a thread does that which waits for nothing else. Therefore each gather that one rank enqueues is enqueued
+by all, in one order, and ends.
 
-A rank takes an offer back as long as the group is not in the log. It does so when it has waited for longer than sharing can save,
-when others have *declined* the group, and when the slot is needed for something else. It declines the group then, and brings
-the rest of it by itself. So a rank that skips, repeats or reorders groups, or that left, makes the others slower, and that is all.
+A rank takes an offer back as long as the group is not in the log. It does so when it has waited for longer than sharing can
+save, when others have *declined* the group, and when the slot is needed for something else. It declines the group then, and
+brings the rest of it by itself. So a rank that skips, repeats or reorders groups makes the others slower, and that is all.
 
 An offer has a digest of the group's bytes. Groups whose digests differ are never gathered.
 """
@@ -49,10 +49,13 @@ class State:
     """The number of the first key of `log`, counted from the beginning."""
     enqueued: list[int] = field(default_factory=list)
     """How many gathers each rank has enqueued."""
+    absent: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    """By model and rank, the keys of groups that were on the device when the rank's pass began."""
     declined: dict[str, dict[str, list[str]]] = field(default_factory=dict)
-    """By model and rank, the keys that the rank does not offer in its pass."""
-    awaited: dict[str, str] = field(default_factory=dict)
-    """By rank, the key that its compute waits for, if that is not in the log."""
+    """By model and rank, the keys that the rank does not offer in its pass any more."""
+    awaited: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    """By rank, the key that its compute waits for, if that is not in the log, and whether it has gathered nothing yet in its
+    pass."""
     left: dict[str, list[str]] = field(default_factory=dict)
     """By model, the ranks that do not run it any more."""
     residents: dict[str, list[str]] = field(default_factory=dict)
@@ -90,7 +93,8 @@ class State:
 
     def begin_pass(self, rank: int, model: str, absent: Sequence[str]) -> None:
         """A pass begins, in which all groups may be offered but `absent`: they are on the device."""
-        self.declined.setdefault(model, {})[str(rank)] = [*absent]
+        self.absent.setdefault(model, {})[str(rank)] = [*absent]
+        self.declined.setdefault(model, {})[str(rank)] = []
 
     def leave(self, rank: int, model: str) -> None:
         left = self.left.setdefault(model, [])
@@ -107,18 +111,28 @@ class State:
             del self.log[:num_over]
             self.first += num_over
 
-    def is_hopeless(self, rank: int, key: str, num_ranks: int) -> bool:
-        """Whether another rank will not offer the group now: it declined it, left, has other bytes, or waits for another one."""
+    def is_hopeless(self, rank: int, key: str, num_ranks: int, *, is_first: bool) -> bool:
+        """Whether another rank will not offer the group now.
+
+        It has left, or has other bytes, or has the group on its device, or has declined it, or waits for another one.
+
+        Args:
+            is_first: Whether this rank has gathered nothing yet in its pass. The others may be in the middle of passes of their
+                own then. It waits for their next ones: so the ranks get into step again.
+        """
         offers, model = self.offers.get(key, {}), model_of(key)
         if len(set(offers.values())) > 1:
             return True
         for other in (str(each) for each in range(num_ranks) if each != rank):
-            if other in self.left.get(model, ()):
+            if other in self.left.get(model, ()) or key in self.absent.get(model, {}).get(other, ()):
                 return True
-            declined, awaited = self.declined.get(model, {}).get(other, ()), self.awaited.get(other, key)
-            if other not in offers and (
-                key in declined or all_of(model) in declined or (awaited != key and awaited in self.offers)
-            ):
+            if other in offers:
+                continue
+            awaited, is_first_too = self.awaited.get(other, (key, False))
+            if awaited != key and awaited in self.offers and (is_first_too or not is_first):
+                return True
+            declined = self.declined.get(model, {}).get(other, ())
+            if not is_first and (key in declined or all_of(model) in declined):
                 return True
         return False
 

@@ -22,6 +22,7 @@ _BUSY_SECONDS = 1e-4
 """The time between two looks while copies are about to begin, or compute waits."""
 _IDLE_SECONDS = 2e-3
 """The same while groups are offered that nobody waits for."""
+_JOIN_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
 """The time between two looks at whether the other ranks are still there, while something waits for them."""
 
@@ -92,10 +93,12 @@ class Courier:
         if self.error is not None:
             self._settle_all()
 
-    def close(self) -> None:
-        """End the thread."""
+    def leave_all(self) -> None:
+        """This process ends, as it should: the others go on without it."""
+        for model in [*self._models]:
+            self._requests.put(("leave", model))
         self._requests.put(("close", None))
-        self._thread.join()
+        self._thread.join(_JOIN_SECONDS)
 
     # ---------------------------------------------------------------- the thread
 
@@ -196,7 +199,7 @@ class Courier:
     def _on_end(self, name: str) -> None:
         """A pass has failed. The jobs were cancelled before."""
         with self._board.change() as state:
-            state.begin_pass(self._rank, name, [all_of(name)])
+            state.decline(self._rank, [all_of(name)])
 
     def _on_leave(self, name: str) -> None:
         self._models.pop(name, None)
@@ -249,8 +252,7 @@ class Courier:
         if fresh:
             with self._board.change() as state:
                 state.was_enqueued(self._rank, self._num_enqueued)
-                if state.awaited.get(str(self._rank)) in fresh:
-                    del state.awaited[str(self._rank)]
+                self._forget_awaited(state, fresh)
 
     def _look(self) -> None:
         self._turn = self._board.turn  # before: a change that comes between is looked at once more
@@ -267,7 +269,7 @@ class Courier:
                     continue
                 since = max(job.wanted_at, *(each.offered_at for each in waiting))
                 is_late = now - since > model.patience
-                hopeless = [each for each in waiting if is_late or self._is_hopeless(each)]
+                hopeless = [each for each in waiting if is_late or self._is_hopeless(each, model)]
                 if hopeless:
                     model.patience -= now - since
                     if is_late:
@@ -278,18 +280,22 @@ class Courier:
                         self._on_decline([all_of(name)])
                     continue
                 if now - since > _IDLE_SECONDS:
-                    self._say_what_is_awaited(waiting[0].key)
+                    self._say_what_is_awaited(waiting[0].key, model)
                 if now - self._looked_at > _LOOK_SECONDS:
                     self._refuse_dead(name)
 
-    def _is_hopeless(self, shared: Shared) -> bool:
-        return self._state.is_hopeless(self._rank, shared.key, self._board.num_ranks)
+    def _is_hopeless(self, shared: Shared, model: _Model) -> bool:
+        return self._state.is_hopeless(self._rank, shared.key, self._board.num_ranks, is_first=not model.num_gathered)
 
-    def _say_what_is_awaited(self, key: str) -> None:
-        if self._state.awaited.get(str(self._rank)) != key:
+    def _say_what_is_awaited(self, key: str, model: _Model) -> None:
+        if self._state.awaited.get(str(self._rank), ("",))[0] != key:
             with self._board.change() as state:
                 if key in state.offers:
-                    state.awaited[str(self._rank)] = key
+                    state.awaited[str(self._rank)] = key, not model.num_gathered
+
+    def _forget_awaited(self, state: State, keys: Sequence[str]) -> None:
+        if state.awaited.get(str(self._rank), ("",))[0] in keys:
+            del state.awaited[str(self._rank)]
 
     def _withdraw(self, job: ShareJob, shared: list[Shared]) -> None:
         with self._board.change() as state:
@@ -299,8 +305,7 @@ class Courier:
                     if self._offered.get(each.key) == (job, each):
                         del self._offered[each.key]
                     state.decline(self._rank, [each.key])
-            if state.awaited.get(str(self._rank)) in [each.key for each in shared]:
-                del state.awaited[str(self._rank)]
+            self._forget_awaited(state, [each.key for each in shared])
         self._settle(job)  # else the log has them
 
     def _settle(self, job: ShareJob) -> None:
@@ -322,6 +327,6 @@ class Courier:
 
 def _has_ended(peer: Peer) -> StateError:
     return StateError(
-        f"Rank {peer.rank} (process {peer.pid}), which shares the weights of an offloaded model, has ended. Start all ranks again; "
-        f"a rank that ends before the others has to call remove() first."
+        f"Rank {peer.rank} (process {peer.pid}), which shares the weights of an offloaded model, has ended. Start all ranks "
+        f"again; a rank that ends before the others has to call remove() first."
     )

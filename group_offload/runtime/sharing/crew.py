@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -71,7 +74,7 @@ class Roll:
             if time.monotonic() > limit:
                 raise StateError(
                     f"{_names(missing)} did not offload a model with this process_group within "
-                    f"{tuning().share_setup_seconds:g} s. All ranks of the group have to make the same calls, in the same order."
+                    f"{tuning().share_setup_seconds:g} s. All ranks of it have to make the same calls, in the same order."
                 )
             time.sleep(_POLL_SECONDS)
 
@@ -111,6 +114,9 @@ class Crew:
         self.ranks = [peer.rank for peer in peers]
         """The ranks of the crew, as the process group numbers all of them."""
         self.courier = Courier(board, peers, self._enter)
+        Finalize(
+            None, _leave, (weakref.ref(self.courier),), exitpriority=100
+        )  # `atexit` is not called in children of Python
         self.is_forked = False
         """Whether this process is a fork of the one that takes part."""
 
@@ -130,6 +136,13 @@ class Crew:
     def _enter(self) -> None:
         if self.backend.has_streams and self.backend.device.index is not None:
             torch.accelerator.set_device_index(self.backend.device.index)
+
+
+def _leave(courier: weakref.ref[Courier]) -> None:
+    """The process ends. If that is because of an error, the others shall know."""
+    found = courier()
+    if found is not None and getattr(sys, "last_value", None) is None and sys.exc_info()[0] is None:
+        found.leave_all()
 
 
 _crews: dict[tuple[object, ...], tuple[Any, Roll, Crew | None]] = {}
@@ -185,8 +198,8 @@ def crew_of(process_group: Any, backend: Backend, roll: Roll, model: str) -> tup
         for rank in here:
             if rank != roll.rank and found[rank]["device"] == mine["device"]:
                 raise ConfigError(
-                    f"Ranks {min(rank, roll.rank)} and {max(rank, roll.rank)} of process_group compute on the same device. Call "
-                    f"torch.accelerator.set_device_index(local_rank) before, or pass onload_device=f'cuda:{{local_rank}}'."
+                    f"Ranks {min(rank, roll.rank)} and {max(rank, roll.rank)} of process_group compute on the same device. "
+                    f"Call torch.accelerator.set_device_index(local_rank) before, or pass onload_device=f'cuda:{{local_rank}}'."
                 )
     group = _new_group([ranks for ranks in hosts.values() if len(ranks) > 1], here, backend, len(roll.ranks))
     if len(here) == 1:

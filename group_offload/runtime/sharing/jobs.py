@@ -52,7 +52,7 @@ class Shared:
     offered_at: float = 0.0
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(eq=False)
 class ShareJob:
     """All that one slot gets from several ranks. It takes the place of a `ReadJob`.
 

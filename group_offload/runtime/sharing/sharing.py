@@ -2,8 +2,8 @@
 
 [Note: A shared group]
 The bytes of a group in its slot are cut into pieces, and each piece into one part for each rank. A rank copies its parts to
-their places in the slot, on the copy stream. Behind each of them it records an event. Once the other ranks have offered the group
-too (see [Note: How ranks agree]), the thread of the crew enqueues a gather for each piece on a stream of its own, behind
+their places in the slot, on the copy stream. Behind each of them it records an event. Once the other ranks have offered the
+group too (see [Note: How ranks agree]), the thread of the crew enqueues a gather for each piece on a stream of its own, behind
 that event. So pieces are gathered while the next ones are sent. The ready event of the slot is recorded behind the last
 gather, on that stream. The thread that computes waits, on the host, until that is done: as with files, it does not wait for the
 device.
@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 import xxhash
 
-from ...base.device import Backend, Event
+from ...base.device import Event
 from ...base.layout import as_bytes, memory_of
 from ...base.tuning import tuning
 from ...config import OffloadConfig
@@ -125,7 +125,7 @@ class Sharing:
         if crew is not None and (share is True or (share == "auto" and pays(crew.speeds))):
             self.crew = crew
             self._leave = weakref.finalize(self, crew.courier.post, "leave", self._model)
-            self._leave.atexit = False  # type: ignore[attr-defined]
+            self._leave.atexit = False
         elif crew is not None:
             self.why_not = "share=False" if share is False else "sharing would not make weights arrive faster here"
         if self.crew is None:

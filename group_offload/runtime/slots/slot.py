@@ -75,7 +75,8 @@ class Slot(Generic[T]):
         """Whether the slot is given up only if device memory runs short."""
         self.ready = new_event()
         self.job: Job | None = None
-        """The bytes that have yet to be read from files, or gathered from other GPUs, for the slot. Until the job is over, `ready` tells nothing."""
+        """The bytes that have yet to be read from files, or gathered from other GPUs, for the slot. Until the job is over,
+        `ready` tells nothing."""
         self.arrived = new_event()
         """The event behind which compute waits for `ready`."""
         self._last_use = new_event()

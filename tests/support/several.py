@@ -1,0 +1,227 @@
+"""Processes that offload one model together: each of the functions here is what one rank does. `run` starts the ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from group_offload import ModuleError, OffloadHandle, StateError, apply_group_offloading
+from group_offload.base.tuning import tune
+
+from .asserts import same_bits
+from .processes import fork, run_code, status_of
+from .training import DIM, TrainingModel
+
+KILLED = 9
+
+
+def run(case: Callable[..., None], num_ranks: int, *args: object, expected: tuple[int, ...] = ()) -> str:
+    """Run `case(rank, *args)` in each of `num_ranks` processes. Returns what they printed.
+
+    Args:
+        expected: Exit statuses, if they are not all 0.
+    """
+    code = f"import sys; from {__name__} import _ranks; _ranks(*sys.argv[1:])"
+    done = run_code(code, (case.__name__, num_ranks, *args), timeout=60)
+    statuses = tuple(map(int, done.stdout.splitlines()[-1].split())) if done.stdout else ()
+    assert statuses == (expected or (0,) * num_ranks), done.stdout + done.stderr[-6000:]
+    return done.stdout
+
+
+def _ranks(case: str, num_ranks: str, *args: str) -> None:
+    folder = Path(os.environ.get("TMPDIR", "/tmp"))
+    meeting = folder / f"group_offload-meeting-{os.getpid()}"
+    what = partial(_rank, globals()[case], num_ranks=int(num_ranks), meeting=meeting, args=args)
+    pids = [fork(partial(what, rank)) for rank in range(int(num_ranks))]
+    statuses = [status_of(pid) for pid in pids]
+    meeting.unlink(missing_ok=True)
+    print(*statuses, flush=True)
+
+
+def _rank(case: Callable[..., None], rank: int, num_ranks: int, meeting: Path, args: tuple[str, ...]) -> None:
+    warnings.simplefilter("error")
+    signal.alarm(50)
+    torch.set_num_threads(1)
+    tune(min_shared_bytes=1, share_part_bytes=2048, share_patience_seconds=5.0)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=num_ranks)
+    try:
+        case(rank, *args)
+        if case is not is_killed:
+            dist.barrier()
+    except BaseException:
+        print(f"rank {rank}: {traceback.format_exc()}", file=sys.stderr, flush=True)
+        raise
+    sys.stdout.flush()
+
+
+# ------------------------------------------------------------------------------------------------ what ranks do
+
+
+def model(num_blocks: int = 4) -> TrainingModel:
+    torch.manual_seed(0)
+    return TrainingModel(num_blocks).eval().requires_grad_(requires_grad=False)
+
+
+def inputs(seed: int = 0) -> torch.Tensor:
+    return torch.randn(2, 3, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def share(module: nn.Module, **options: Any) -> OffloadHandle:
+    options = {"onload_device": "cpu", "process_group": dist.group.WORLD, "share": True, **options}
+    return apply_group_offloading(module, **options)
+
+
+def check(offloaded: nn.Module, reference: nn.Module, times: int = 2) -> None:
+    for seed in range(times):
+        with torch.no_grad():
+            assert same_bits(offloaded(inputs(seed)), reference(inputs(seed)))
+
+
+def has_same_bits(rank: int, offload_type: str) -> None:
+    offloaded, reference = model(), model()
+    handle = share(offloaded, offload_type=offload_type)
+    check(offloaded, reference, times=3)
+    stats, num_ranks = handle.stats(), dist.get_world_size()
+    whole = sum(group.num_bytes for group in handle.groups) * stats.passes
+    assert stats.gathers_missed == 0
+    assert stats.bytes_gathered + stats.bytes_onloaded["ram"] == whole
+    assert abs(stats.bytes_gathered - whole * (num_ranks - 1) / num_ranks) < 0.1 * whole
+    handle.remove()
+    check(offloaded, reference)
+
+
+def goes_its_own_way(rank: int) -> None:
+    """The ranks run blocks in orders of their own: they skip, repeat and reverse."""
+    offloaded, reference = model(), model()
+    handle = share(offloaded)
+    check(offloaded, reference)
+    for order in ([0, 2], [0, 0, 1, 3], [3, 2, 1, 0], [], [0, 1, 2, 3]):
+        if rank == 1:
+            offloaded.order = reference.order = order
+        check(offloaded, reference, times=1)
+    gathered = handle.stats().bytes_gathered
+    check(offloaded, reference)
+    assert handle.stats().bytes_gathered > gathered
+
+
+def raises_and_goes_on(rank: int) -> None:
+    offloaded, reference = model(), model()
+    handle = share(offloaded)
+    check(offloaded, reference)
+    if rank == 1:
+
+        def fail(*args: object) -> None:
+            raise ValueError("of this test")
+
+        hook = offloaded.blocks[1].register_forward_pre_hook(fail)
+        try:
+            offloaded(inputs())
+        except ValueError:
+            hook.remove()
+    else:
+        check(offloaded, reference, times=1)
+    check(offloaded, reference)
+    gathered = handle.stats().bytes_gathered
+    check(offloaded, reference)
+    assert handle.stats().bytes_gathered > gathered
+
+
+def is_killed(rank: int, where: str) -> None:
+    """Rank 1 is killed. The others raise, and name it."""
+    offloaded, reference = model(), model()
+    share(offloaded)
+    check(offloaded, reference)
+    if rank == 1:
+
+        def die(*args: object) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if where == "in a forward":
+            offloaded.blocks[1].register_forward_pre_hook(die)
+            offloaded(inputs())
+        die()
+    started = time.monotonic()
+    try:
+        while time.monotonic() < started + 20:
+            check(offloaded, reference, times=1)
+    except StateError as error:
+        assert "Rank 1 " in str(error), error
+        assert time.monotonic() < started + 10
+        return
+    raise AssertionError("nothing was raised")
+
+
+def edits_weights(rank: int) -> None:
+    offloaded, reference = model(), model()
+    handle = share(offloaded)
+    check(offloaded, reference)
+
+    def edit(value: float) -> None:
+        with torch.no_grad():
+            for each in (offloaded, reference):
+                next(each.blocks[2].parameters())[0] = value
+
+    edit(3.0)  # on all ranks
+    gathered = handle.stats().bytes_gathered
+    check(offloaded, reference)
+    size = sum(group.num_bytes for group in handle.groups)
+    assert handle.stats().bytes_gathered - gathered > 0.9 * size * 2 * (1 - 1 / dist.get_world_size())
+    if rank == 1:
+        edit(5.0)
+    missed = handle.stats().gathers_missed
+    check(offloaded, reference)
+    assert handle.stats().gathers_missed > missed
+
+
+def has_another_model(rank: int, what: str) -> None:
+    offloaded = model(3 if what == "blocks" and rank == 1 else 4)
+    before = {name: value.clone() for name, value in offloaded.state_dict().items()}
+    if what == "weights" and rank == 1:
+        with torch.no_grad():
+            next(offloaded.blocks[2].parameters())[0] += 1
+            before = {name: value.clone() for name, value in offloaded.state_dict().items()}
+    try:
+        share(offloaded)
+    except ModuleError as error:
+        assert "rank 1" in str(error) and "blocks" in str(error), error
+        assert all(same_bits(value, before[name]) for name, value in offloaded.state_dict().items())
+        return
+    raise AssertionError("nothing was raised")
+
+
+def is_missing(rank: int, what: str) -> None:
+    tune(share_setup_seconds=1.0)
+    if rank == 1 and what == "is missing":
+        time.sleep(1.5)
+        return
+    try:
+        share(model(), ram_budget=1 if rank == 1 else None)
+    except StateError as error:
+        assert ("Rank 1 did not offload" if what == "is missing" else "Rank 1 could not offload") in str(error), error
+        return
+    except ValueError:
+        assert rank == 1 and what == "fails"
+        return
+    raise AssertionError("nothing was raised")
+
+
+def leaves_early(rank: int) -> None:
+    """A rank that is done first takes the model back. The others go on."""
+    offloaded, reference = model(), model()
+    handle = share(offloaded)
+    check(offloaded, reference)
+    if rank == 1:
+        handle.remove()
+    check(offloaded, reference, times=4)
