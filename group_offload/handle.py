@@ -190,7 +190,9 @@ class OffloadHandle:
         engine = self._live
         with engine.lock:
             has_memory = engine.config.backend.has_streams
-            return OffloadPlan(type(self.module).__name__, engine.current_plan(), device_has_memory=has_memory)
+            sharing = "" if engine.sharing is None else engine.sharing.describe()
+            name = type(self.module).__name__
+            return OffloadPlan(name, engine.current_plan(), device_has_memory=has_memory, sharing=sharing)
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:

@@ -25,6 +25,8 @@ class OffloadPlan:
     device_has_memory: bool = True
     """Whether the device has its own memory. If not, it is the CPU: it computes with weights in RAM where they are, and
     only weights that are read from files move."""
+    sharing: str = ""
+    """What other GPUs of the host bring, with the speeds that were measured; empty without `process_group`."""
 
     @property
     def step_seconds(self) -> float | None:
@@ -48,7 +50,7 @@ class OffloadPlan:
         )
 
     def __str__(self) -> str:
-        return "\n".join(map(printable, self._lines()))
+        return "\n".join(map(printable, [*self._lines(), *filter(None, [self.sharing])]))
 
     def _lines(self) -> list[str]:
         plan = self.details

@@ -95,7 +95,7 @@ class Placer:
         self._publish = publish
         self._is_tight = is_tight
         # A function and not a method: the budgeter and the placer would keep each other alive.
-        speeds = partial(_measure_speeds, self._backend, files, unpacks=config.pack is not False)
+        speeds = partial(_measure_speeds, self._backend, files, transfer, unpacks=config.pack is not False)
         self._budgeter = Budgeter(self._backend, speeds, packer.packed_bytes, config.num_slots)
         self._groups: tuple[Group, ...] = ()
         self._ram: int | None = None
@@ -284,6 +284,8 @@ class Placer:
             if self._backend.has_streams:
                 self._share_out_files()
             self.reside()
+        elif self._transfer.sharing is not None and self._transfer.sharing.has_news:
+            self.reside()
 
     def _pack_if_faster(self) -> None:
         """Pack from now on, if a plan says that it is worth it."""
@@ -407,7 +409,12 @@ class Placer:
     def reside(self) -> None:
         """Let only the groups stay on the device that the plan puts there, as far as they are there."""
         packed = {group.packed for group in self._budgeter.at(Placement.PACKED)}
-        self._memory.reside(self._budgeter.at(Placement.DEVICE) | packed, self._groups, self._config)
+        staying = self._budgeter.at(Placement.DEVICE)
+        sharing = self._transfer.sharing
+        if sharing is not None and sharing.crew is not None:
+            names = set(sharing.agree([group.group_id for group in self._groups if group in staying]))
+            staying = frozenset(group for group in self._groups if group.group_id in names)
+        self._memory.reside(staying | packed, self._groups, self._config)
 
     def _note_times(self) -> None:
         for timed, by_group, rest, total in self._stopwatch.results():
@@ -486,7 +493,10 @@ class Placer:
         return self._backend.bytes_in_use() - self._counters.device_bytes - self._memory.lent_bytes
 
 
-def _measure_speeds(backend: Backend, files: CachedFiles, *, unpacks: bool) -> Speeds:
+def _measure_speeds(backend: Backend, files: CachedFiles, transfer: Transfer, *, unpacks: bool) -> Speeds:
     found = known_speeds(backend, next((blob.source.path for blob in files.blobs), None), unpacks=unpacks)
     h2d = found.h2d if backend.has_streams else _IN_PLACE
+    sharing = transfer.sharing
+    if sharing is not None and sharing.speeds is not None:
+        h2d = sharing.speeds.shared if sharing.crew is not None else min(h2d, sharing.speeds.alone)
     return Speeds(h2d=h2d, drive=found.drive or ASSUMED_DRIVE, unpack=found.unpack or ASSUMED_UNPACK)

@@ -179,7 +179,7 @@ class Transfer:
         """`send` where other GPUs bring their shares: see [Note: A shared group]."""
         parts = sharing.parts_of(blobs, alone=alone)
         if job is not None and any(part.cut is None for part in parts):
-            job.cancel()  # it has this rank's share only
+            _drop(job)  # it has this rank's share only
             job = None
         moves = sharing.moves_of(parts)
         shared = sharing.job_for(parts, ready, lambda shared: self._bring_rest(sharing, parts, shared, memory))
@@ -187,25 +187,20 @@ class Transfer:
             sharing.decline(parts)
         if shared is None:
             return self._send_all(blobs, moves, memory, after, ready, job, berths)
-        try:
+        with shared.cancelled_on_error():
             shared.reads = self._send_all(blobs, moves, memory, after, shared.sent, job, berths, shared, parts)
             sharing.submit(shared)
             if self._copy_stream is not None:
                 return shared
             shared.wait()  # copies run on the stream that computes: no kernel may come in between
-        except BaseException:
-            shared.cancel()
-            raise
         return None
 
     def _bring_rest(self, sharing: Sharing, parts: Sequence[Part], shared: ShareJob, memory: torch.Tensor) -> None:
         """Bring what other GPUs did not: behind this rank's share, in whose place in the slot nothing is left."""
         moves = sharing.rest_of(parts, shared)
-        rest = self._backend.new_event()
-        job = self._send_all([], moves, memory, [], rest, None, None)
-        if job is not None:
-            job.wait()
-        shared.stream.wait_event(rest)
+        reads = self._send_all([], moves, memory, [], shared.rest, None, None)
+        if reads is not None:
+            reads.wait()
         self.bytes_sent[Tier.RAM] += sum(move.num_bytes for move in moves if isinstance(move, Copy))
         self.bytes_sent[Tier.FILE] += sum(move.num_bytes for move in moves if isinstance(move, Read))
 
@@ -447,6 +442,10 @@ def _record(
     if blobs and trace is not None and begun is not None:
         num_bytes = sum(placed.sent_bytes for placed in blobs)
         trace.copied([placed.label for placed in blobs], begun, stream, num_bytes)
+
+
+def _drop(job: ReadJob) -> None:
+    job.cancel()
 
 
 def _has_memory(reads: Sequence[Read]) -> bool:

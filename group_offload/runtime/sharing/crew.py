@@ -263,11 +263,10 @@ def _measure(crew: Crew, roll: Roll, model: str, here: list[int]) -> GatherSpeed
     """Send and gather, on all ranks at once, and take the slowest rank's times of the best try."""
     backend, num_bytes = crew.backend, tuning().share_trial_bytes
     source = backend.empty_pinned(num_bytes)
-    target = backend.empty(num_bytes) if source is not None else None
-    if source is None or target is None:
-        roll.exchange(f"{model}/measured", None, here)
+    if not all(roll.exchange(f"{model}/locked", source is not None, here)) or source is None:
         return None
     copies, shares = backend.new_stream(), cut(num_bytes, crew.num_ranks, tuning().share_part_bytes)
+    target = backend.empty(num_bytes, copies)
 
     def alone() -> None:
         backend.copy(target, source, copies)
@@ -300,8 +299,6 @@ def _measure(crew: Crew, roll: Roll, model: str, here: list[int]) -> GatherSpeed
         times.append(mine)
     best = [min(each) for each in zip(*times, strict=True)]
     found = roll.exchange(f"{model}/measured", best, here)
-    if any(each is None for each in found):
-        return None
     speeds = [num_bytes / max(each) for each in zip(*found, strict=True)]
     return GatherSpeeds(*speeds)
 

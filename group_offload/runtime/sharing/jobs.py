@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -65,6 +66,8 @@ class ShareJob:
     """It is reached once the copies have begun."""
     sent: Event
     """It is behind the copies of this rank's share."""
+    rest: Event
+    """It is behind what `bring_rest` has brought."""
     ready: Event
     """It is behind all bytes of the slot, once `wait` has returned."""
     stream: Stream
@@ -122,6 +125,7 @@ class ShareJob:
     def finish(self) -> None:
         if not self.is_over:
             self.stream.wait_event(self.sent)
+            self.stream.wait_event(self.rest)
             self.ready.record(self.stream)
             self.is_over = True
 
@@ -136,6 +140,14 @@ class ShareJob:
             with self.until_settled:
                 pass
         self.finish()
+
+    @contextmanager
+    def cancelled_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.cancel()
+            raise
 
     def settle(self, error: BaseException | None = None) -> None:
         """Let the thread that waits go on. Repeated calls do nothing."""

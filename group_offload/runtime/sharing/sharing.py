@@ -103,6 +103,8 @@ class Sharing:
         self.bytes_gathered = 0
         self.num_alone = 0
         """Groups that were shared out, and brought by this rank alone after all."""
+        self._agreed: list[str] | None = None
+        """The groups that the first rank leaves on the device, as `agree` has said."""
         self._leave: Callable[[], object] | None = None
         self._jobs: weakref.WeakSet[ShareJob] = weakref.WeakSet()
         """Those that may not be over."""
@@ -208,14 +210,40 @@ class Sharing:
             done.record(self.crew.stream)
             done.synchronize()
 
-    def agree(self, names: Sequence[str]) -> list[str]:
-        """The groups that stay on the device, which are those of the first rank: what it has said last."""
+    def agree(self, names: Sequence[str]) -> Sequence[str]:
+        """The groups that stay on the device: those of the first rank, which are its plan's. All ranks then need the others.
+
+        Args:
+            names: Those of this rank's plan.
+        """
         assert self.crew is not None
+        courier = self.crew.courier
         if self.crew.rank == 0:
-            if self.crew.courier.residents.get(self._model) != [*names]:
-                self.crew.courier.post("reside", (self._model, [*names]))
-            return [*names]
-        return self.crew.courier.residents.get(self._model, [*names])
+            if self._agreed != [*names]:
+                courier.post("reside", (self._model, [*names]))
+            self._agreed = [*names]
+        else:
+            self._agreed = courier.residents.get(self._model)
+        return names if self._agreed is None else self._agreed
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the first rank's plan leaves other groups on the device than `agree` has said."""
+        crew = self.crew
+        return crew is not None and crew.rank > 0 and crew.courier.residents.get(self._model) != self._agreed
+
+    def describe(self) -> str:
+        """What the plan has to say of the other GPUs."""
+        crew, speeds = self.crew, self.speeds
+        figures = ""
+        if speeds is not None:
+            figures = (
+                f" Measured with all of them at it: {speeds.alone / 1e9:.3g} GB/s reach each over its own link, "
+                f"{speeds.gather / 1e9:.3g} GB/s are gathered, and {speeds.shared / 1e9:.3g} GB/s reach each if they share."
+            )
+        if crew is None:
+            return f"Each GPU goes alone: {self.why_not}.{figures}"
+        return f"{crew.num_ranks} GPUs share each group: each sends 1/{crew.num_ranks} and gathers the rest.{figures}"
 
     # ---------------------------------------------------------------- what is sent
 
@@ -298,6 +326,7 @@ class Sharing:
             shared=shared,
             begun=self._backend.new_event(),
             sent=self._backend.new_event(),
+            rest=self._backend.new_event(),
             ready=ready,
             stream=crew.stream,
             post=crew.courier.post,
