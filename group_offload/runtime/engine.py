@@ -159,9 +159,9 @@ class Engine:
             try:
                 sharing.join()
                 self._build(casts)
-                sharing.check(self.groups)
+                sharing.check([group for group in self.groups if group.num_bytes])
             except BaseException as error:
-                sharing.fail(f"{type(error).__name__}: {error}")
+                sharing.fail(error)
                 raise
 
     @property
@@ -362,6 +362,7 @@ class Engine:
             casts,
             self._trained.ids,
             packs=self._packer.is_on,
+            host=None if before or self.sharing is None else self.sharing.one_copy,
         )
         self._replaced |= dict.fromkeys(part for group in before for part in group.parts)
         self.groups = groups

@@ -18,13 +18,13 @@ An offer has a digest of the group's bytes. Groups whose digests differ are neve
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from mmap import mmap
 
 from ...base.system import lock, unlock
 from ...errors import StateError
@@ -164,7 +164,7 @@ class Board:
         """
         self.rank, self.num_ranks = rank, num_ranks
         self._fd: int | None = fd
-        self._memory = mmap(fd, BOARD_BYTES)
+        self._memory = mmap.mmap(fd, BOARD_BYTES)
 
     @property
     def turn(self) -> int:

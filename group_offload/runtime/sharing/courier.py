@@ -131,9 +131,9 @@ class Courier:
         """The error for the user: what ended, if that is why something failed."""
         limit = time.monotonic() + 1
         while not isinstance(error, StateError) and time.monotonic() < limit:
-            for peer in self._peers:
-                if not peer.is_there:
-                    return _has_ended(peer)
+            gone = [peer for peer in self._peers if not peer.is_there]
+            if gone:
+                return _have_ended(gone)
             time.sleep(_LOOK_SECONDS)  # the connection breaks a moment before the process has ended
         if isinstance(error, StateError):
             return error
@@ -166,10 +166,10 @@ class Courier:
         return _BUSY_SECONDS if is_busy else _IDLE_SECONDS
 
     def _is_all_there(self) -> bool:
-        gone = next((peer for peer in self._peers if not peer.is_there), None)
-        if gone is not None:
-            logger.critical("%s The gather that it takes part in cannot end.", _has_ended(gone))
-        return gone is None
+        gone = [peer for peer in self._peers if not peer.is_there]
+        if gone:
+            logger.critical("%s The gather that it takes part in cannot end.", _have_ended(gone))
+        return not gone
 
     def _on_submit(self, job: ShareJob) -> None:
         self._model(job.model).jobs[job] = None
@@ -320,13 +320,15 @@ class Courier:
         """
         self._looked_at = time.monotonic()
         left = self._state.left.get(name, ())
-        for rank, peer in enumerate(self._peers):
-            if rank != self._rank and str(rank) not in left and not peer.is_there:
-                raise _has_ended(peer)
+        others = [peer for rank, peer in enumerate(self._peers) if rank != self._rank and str(rank) not in left]
+        gone = [peer for peer in others if not peer.is_there]
+        if gone:
+            raise _have_ended(gone)
 
 
-def _has_ended(peer: Peer) -> StateError:
+def _have_ended(gone: Sequence[Peer]) -> StateError:
+    names = " and ".join(f"Rank {peer.rank} (process {peer.pid})" for peer in gone)
     return StateError(
-        f"Rank {peer.rank} (process {peer.pid}), which shares the weights of an offloaded model, has ended. Start all ranks "
-        f"again; a rank that ends before the others has to call remove() first."
+        f"{names}, with which the weights of an offloaded model are shared, ended without remove(). Start all ranks again; a "
+        f"rank that ends before the others has to call remove() first."
     )

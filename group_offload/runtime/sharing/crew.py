@@ -20,7 +20,7 @@ from ...base.device import Backend, Event, Stream
 from ...base.system import name_of_shared_file, new_shared_file, on_fork, place_of_process, started_at
 from ...base.torch_internals import store_of_processes
 from ...base.tuning import tuning
-from ...errors import ConfigError, StateError
+from ...errors import ConfigError, ModuleError, StateError
 from .board import BOARD_BYTES, Board
 from .courier import Courier, Peer
 from .cut import cut
@@ -32,6 +32,17 @@ _LEAD_SECONDS = 0.03
 _NUM_TRIES = 3
 _MIN_GAIN = 1.1
 """Weights have to arrive faster by this factor than without sharing."""
+
+
+class OtherModel(ModuleError):
+    """A rank has another model than the first one."""
+
+    def __init__(self, rank: int, first: int, what: str) -> None:
+        super().__init__(
+            f"All ranks of process_group have to offload the same module, and rank {rank} has another one than rank {first}: "
+            f"{what}."
+        )
+        self.args_of_all = rank, first, what
 
 
 class Roll:
@@ -54,6 +65,11 @@ class Roll:
     def tell(self, topic: str, content: object) -> None:
         self._store.set(self._key(topic, self.rank), json.dumps(content))
 
+    def fail(self, model: str, error: BaseException) -> None:
+        """This rank could not set the model up: the others do not wait any longer, and raise."""
+        what = error.args_of_all if isinstance(error, OtherModel) else f"{type(error).__name__}: {error}"
+        self.tell(f"{model}/failed", what)
+
     def exchange(self, topic: str, content: object, among: list[int]) -> list[Any]:
         """What each of the ranks `among` has to say.
 
@@ -61,22 +77,31 @@ class Roll:
             StateError: a rank says nothing in time, or that it has failed.
         """
         self.tell(topic, content)
-        model, limit = topic.partition("/")[0], time.monotonic() + tuning().share_setup_seconds
-        missing = [rank for rank in among if rank != self.rank]
-        while True:
-            missing = [rank for rank in missing if not self._store.check([self._key(topic, rank)])]
-            if not missing:
-                return [json.loads(self._store.get(self._key(topic, rank))) for rank in among]
-            for rank in missing:
-                if self._store.check([self._key(f"{model}/failed", rank)]):
-                    why = json.loads(self._store.get(self._key(f"{model}/failed", rank)))
-                    raise StateError(f"Rank {rank} could not offload its model: {why}")
-            if time.monotonic() > limit:
-                raise StateError(
-                    f"{_names(missing)} did not offload a model with this process_group within "
-                    f"{tuning().share_setup_seconds:g} s. All ranks of it have to make the same calls, in the same order."
-                )
+        return [content if rank == self.rank else self.hear(rank, topic) for rank in among]
+
+    def hear(self, rank: int, *topics: str) -> Any:
+        """What another rank says to the first of these topics that it says something to.
+
+        Raises:
+            StateError: it says nothing in time, or that it has failed.
+        """
+        failed, limit = f"{topics[0].partition('/')[0]}/failed", time.monotonic() + tuning().share_setup_seconds
+        while time.monotonic() < limit:
+            for topic in (*topics, failed):
+                if self._store.check([self._key(topic, rank)]):
+                    found = json.loads(self._store.get(self._key(topic, rank)))
+                    if topic == failed:
+                        raise (
+                            OtherModel(*found)
+                            if isinstance(found, list)
+                            else StateError(f"Rank {rank} could not offload its model: {found}")
+                        )
+                    return found
             time.sleep(_POLL_SECONDS)
+        raise StateError(
+            f"Rank {rank} did not offload a model with this process_group within {tuning().share_setup_seconds:g} s. All ranks "
+            f"of it have to make the same calls, in the same order."
+        )
 
     def _key(self, topic: str, rank: int) -> str:
         return f"{self._prefix}/{topic}/{rank}"
@@ -312,7 +337,3 @@ def _finish(backend: Backend, stream: Stream) -> None:
 def pays(speeds: GatherSpeeds | None) -> bool:
     """Whether weights arrive faster if each rank sends its share."""
     return speeds is not None and speeds.shared > _MIN_GAIN * speeds.alone
-
-
-def _names(ranks: list[int]) -> str:
-    return f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))}"

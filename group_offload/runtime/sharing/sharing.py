@@ -25,14 +25,15 @@ from ...base.device import Event
 from ...base.layout import as_bytes, memory_of
 from ...base.tuning import tuning
 from ...config import OffloadConfig
-from ...errors import ConfigError, ModuleError, StateError
+from ...errors import ConfigError, StateError
 from ...stores.base import PlacedBlob, PlacedImage
 from ...stores.moves import Gather, Move, joined, may_be_cut, moves_within
 from ..measure.recorder import Recorder
 from .board import key_of
-from .crew import Crew, GatherSpeeds, Roll, crew_of, pays, roll_of
+from .crew import Crew, GatherSpeeds, OtherModel, Roll, crew_of, pays, roll_of
 from .cut import Cut, cut
 from .jobs import Shared, ShareJob
+from .one_copy import OneCopy
 
 logger = logging.getLogger("group_offload")
 
@@ -96,6 +97,8 @@ class Sharing:
         self.why_not = ""
         """Why each rank goes alone."""
         self.speeds: GatherSpeeds | None = None
+        self.one_copy: OneCopy | None = None
+        """RAM that the ranks of this host have in common, while the model is set up."""
         self._model = ""
         self._is_checked = False
         self._digests: dict[str, tuple[tuple[Any, ...], str]] = {}
@@ -130,6 +133,8 @@ class Sharing:
             self._leave.atexit = False
         elif crew is not None:
             self.why_not = "share=False" if share is False else "sharing would not make weights arrive faster here"
+        if crew is not None and share is not False and not self._config.low_cpu_mem_usage:
+            self.one_copy = OneCopy(self._roll, self._model, crew.ranks)
         if self.crew is None:
             logger.info("%s is not shared among GPUs: %s.", self._title, self.why_not)
 
@@ -141,29 +146,25 @@ class Sharing:
             StateError: a rank has failed, or is missing.
         """
         assert self._roll is not None
-        if self._is_checked:
-            return
-        mine = [(group.group_id, group.num_bytes, _sample_of(group)) for group in groups if group.num_bytes]
+        if self.one_copy is not None:
+            self.one_copy.end()
+            self.one_copy = None
+        mine = [(group.group_id, group.num_bytes, _sample_of(group)) for group in groups]
         all_of_them = self._roll.exchange(f"{self._model}/groups", [self._title, mine], self._roll.ranks)
         first = self._roll.ranks[0]
         for rank, (title, found) in zip(self._roll.ranks, all_of_them, strict=True):
             problem = _difference(all_of_them[0][0], all_of_them[0][1], title, found)
             if problem:
-                raise ModuleError(
-                    f"All ranks of process_group have to offload the same module, and rank {rank} has another one than rank "
-                    f"{first}: {problem}."
-                )
+                raise OtherModel(rank, first, problem)
         self._is_checked = True
-        for group in groups:
-            if group.num_bytes:
-                blobs = group.blobs_at(0)
-                digest = next(digest for name, _, digest in mine if name == group.group_id)
-                self._digests[group.group_id] = _state_of(blobs), f"{_layout_of(blobs, 0)} {digest}"
+        for group, (_, _, digest) in zip(groups, mine, strict=True):
+            blobs = group.blobs_at(0)
+            self._digests[group.group_id] = _state_of(blobs), f"{_layout_of(blobs, 0)} {digest}"
 
-    def fail(self, why: str) -> None:
+    def fail(self, error: BaseException) -> None:
         """Offloading has failed here: let the other ranks know, if they are still at it."""
         if self._roll is not None and not self._is_checked:
-            self._roll.tell(f"{self._model}/failed", why)
+            self._roll.fail(self._model, error)
 
     def close(self) -> None:
         """The model is not offloaded any more, or never was."""
@@ -193,7 +194,7 @@ class Sharing:
         for group in groups:
             if group.slot is None:
                 missing_bytes += group.num_bytes
-            elif not isinstance(group.slot.job, ShareJob) or group.slot.job.is_over:
+            elif group.slot.is_resident:
                 absent.append(key_of(self._model, group.group_id))
         link = _ASSUMED_LINK if crew.speeds is None else crew.speeds.alone
         patience = tuning().share_patience_seconds + missing_bytes * (1 - 1 / crew.num_ranks) / link
