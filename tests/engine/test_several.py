@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from ..support import several
@@ -42,3 +44,31 @@ def test_a_rank_that_does_not_offload_is_named(what: str) -> None:
 
 def test_a_rank_may_leave_early() -> None:
     run(several.leaves_early, 2)
+
+
+def test_weights_in_files(tmp_path: Path) -> None:
+    run(several.rests_in_files, 2, tmp_path)
+
+
+def test_groups_and_meshes() -> None:
+    run(several.is_in_groups, 4)
+
+
+def test_hosts_share_for_themselves() -> None:
+    run(several.is_on_two_hosts, 5)
+
+
+def test_ram_has_one_copy() -> None:
+    run(several.has_one_copy, 3)
+
+
+def test_training_under_ddp() -> None:
+    run(several.trains, 2)
+
+
+def test_context_parallel() -> None:
+    run(several.is_context_parallel, 2)
+
+
+def test_a_pipeline() -> None:
+    run(several.is_a_pipeline, 2)

@@ -16,12 +16,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from group_offload import ConfigError, ModuleError, OffloadHandle, StateError, apply_group_offloading
+from group_offload.base.mapping import mapping_at
 from group_offload.base.tuning import tune
+from group_offload.runtime.sharing import crew
 
-from .asserts import same_bits
+from .asserts import assert_same, same_bits
 from .processes import fork, run_code, status_of
 from .training import DIM, TrainingModel
 
@@ -216,3 +221,124 @@ def leaves_early(rank: int) -> None:
     if rank == 1:
         handle.remove()
     check(offloaded, reference, times=4)
+
+
+def rests_in_files(rank: int, folder: str) -> None:
+    """Weights that are views of one checkpoint: each rank reads its share of the file."""
+    reference, path = model(), Path(folder) / "model.safetensors"
+    if rank == 0:
+        save_file(reference.state_dict(), path)
+    dist.barrier()
+    for options in ({"offload_device": "disk"}, {"offload_device": "disk", "offload_type": "leaf_level"}, {}):
+        offloaded = model()
+        offloaded.load_state_dict(load_file(path), assign=True)
+        handle = share(offloaded, **options)
+        check(offloaded, reference)
+        stats, num_ranks = handle.stats(), dist.get_world_size()
+        sent = stats.bytes_onloaded["file"]
+        assert stats.gathers_missed == 0 and stats.bytes_gathered > 0.7 * (num_ranks - 1) * sent, stats
+        handle.remove()
+
+
+def is_in_groups(rank: int) -> None:
+    """Two groups of two ranks, each given as a mesh; a mesh of two dimensions; and a group that this rank is not in."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    offloaded, reference = model(), model()
+    with pytest.raises(ConfigError, match="one dimension"):
+        share(offloaded, process_group=mesh)
+    handle = share(offloaded, process_group=mesh["cp"])
+    check(offloaded, reference)
+    assert "2 GPUs share each group" in str(handle.plan)
+    gathered, sent = handle.stats().bytes_gathered, handle.stats().bytes_onloaded["ram"]
+    assert abs(gathered / (gathered + sent) - 0.5) < 0.05
+    again = share(other := model(), process_group=mesh["cp"].get_group())
+    check(other, reference)
+    assert again.stats().bytes_gathered > 0
+
+
+def is_on_two_hosts(rank: int) -> None:
+    """Ranks of several hosts: each host's share among themselves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(crew, "place_of_process", lambda: f"host {rank // 2}" if rank < 4 else "")
+        offloaded, reference = model(), model()
+        handle = share(offloaded, share=True if rank < 4 else "auto")
+    check(offloaded, reference)
+    if rank == 4:
+        assert "no other rank" in str(handle.plan)
+        return
+    gathered, sent = handle.stats().bytes_gathered, handle.stats().bytes_onloaded["ram"]
+    assert abs(gathered / (gathered + sent) - 0.5) < 0.05
+
+
+def has_one_copy(rank: int) -> None:
+    """Weights that are in no file are in RAM once, and edits of one rank are not seen by the others."""
+    offloaded, reference = model(), model()
+    handle = share(offloaded)
+    mappings = [mapping_at(parameter.data_ptr()) for parameter in offloaded.parameters()]
+    places = [None if mapping is None else (mapping.identity, mapping.is_private) for mapping in mappings]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, places)
+    assert all(each == found[0] for each in found) and None not in places
+    if rank == 1:
+        with torch.no_grad():
+            for each in (offloaded, reference):
+                next(each.blocks[2].parameters())[0] = 3.0
+    dist.barrier()
+    check(offloaded, reference)
+    handle.remove()
+    check(offloaded, reference)
+
+
+def trains(rank: int) -> None:
+    """DDP of some weights over shared ones, with checkpoints and without: the gradients of DDP over resident ones."""
+    for is_checkpointed in (False, True):
+        gradients = []
+        for is_shared in (False, True):
+            module = model().train()
+            module.head.requires_grad_(requires_grad=True)
+            torch.manual_seed(rank)
+            if is_checkpointed:
+                module.run_block = lambda block, *args: checkpoint(block, *args, use_reentrant=False)
+            handle = share(module) if is_shared else None
+            parallel = nn.parallel.DistributedDataParallel(module)
+            for seed in range(2):
+                x = inputs(seed + 10 * rank).requires_grad_()
+                parallel(x).square().mean().backward()
+            gradients.append([parameter.grad.clone() for parameter in module.head.parameters()] + [x.grad])
+            if handle is not None:
+                stats = handle.stats()
+                assert stats.bytes_gathered > 0 and stats.backward_passes == 2
+                handle.remove()
+        assert all(same_bits(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def is_context_parallel(rank: int) -> None:
+    """diffusers' context parallel, before sharing and after it."""
+    from . import parallel_inference
+
+    warnings.simplefilter("ignore")  # diffusers calls what torch has renamed
+    parallel_inference.use_the_cpu()
+    for order in ("before", "after"):
+        expected, offloaded = parallel_inference.make(), parallel_inference.make()
+        handle = share(offloaded, onload_device=None) if order == "after" else None
+        for each in (expected, offloaded):
+            each.enable_parallelism(config=parallel_inference.CONTEXT_KINDS["ulysses"]())
+        handle = handle or share(offloaded, onload_device=None)
+        assert_same(parallel_inference.outputs(offloaded), parallel_inference.outputs(expected))
+        assert handle.stats().bytes_gathered > 0
+        handle.remove()
+
+
+def is_a_pipeline(rank: int) -> None:
+    from group_offload import disable_group_offload, enable_group_offload
+
+    from . import tiny_models as tiny
+
+    expected = tiny.run(tiny.flux_pipeline())
+    pipe = tiny.flux_pipeline()
+    handles = enable_group_offload(pipe, onload_device="cpu", process_group=dist.group.WORLD, share=True)
+    for _ in range(2):
+        assert_same(tiny.run(pipe), expected)
+    assert handles["transformer"].stats().bytes_gathered > 0
+    disable_group_offload(pipe)
+    assert_same(tiny.run(pipe), expected)
