@@ -68,7 +68,7 @@ def _rank(cases: list[list[str]], num_ranks: int, device: str, meeting: Path, ra
     warnings.simplefilter("error" if device == "cpu" else "ignore")
     signal.alarm(80)
     torch.set_num_threads(1)
-    tune(min_shared_bytes=1, share_part_bytes=2048, share_patience_seconds=5.0, share_trial_bytes=1 << 20)
+    tune(min_shared_bytes=1, share_part_bytes=2048, share_patience_seconds=2.0, share_trial_bytes=1 << 20)
     if device != "cpu":
         DEVICE = torch.device(device, rank)
         torch.accelerator.set_device_index(rank)
