@@ -10,7 +10,6 @@ With `--train` they train instead: a LoRA, under DDP, over weights that are shar
 import argparse
 import os
 import tempfile
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -75,10 +74,13 @@ def run(args):
         dist.init_process_group()
     pipe = FluxPipeline.from_pretrained(args.model, dtype=torch.bfloat16)
     handles = enable_group_offload(pipe, process_group=dist.group.WORLD, **options)
-    train(pipe, 2 if args.tiny else 100) if args.train else make_image(pipe, args, size, steps)
+    if not args.train:
+        make_image(pipe, args, size, steps)
+    if args.train or args.tiny:
+        train(pipe, 2 if args.tiny else 100)
     if dist.get_rank() == 0:
         print(handles["transformer"].plan)
-        print(f"{handles['transformer'].stats().bytes_gathered / 2**20:.1f} MiB came from other ranks.")
+        print(f"{handles['transformer'].stats().bytes_gathered / 2**20:.1f} MiB came from the other GPUs (groups below 2 MiB are not shared).")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -95,7 +97,6 @@ if __name__ == "__main__":
         import tiny
 
         args.model = tiny.flux()
-        args.output = str(Path(args.output).absolute())
         with tempfile.TemporaryDirectory() as folder:
             torch.multiprocessing.spawn(run_tiny, (args, folder), nprocs=2)
     else:

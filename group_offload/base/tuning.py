@@ -83,7 +83,7 @@ class Tuning:
     """What one GPU sends of a piece, at most, before the piece is gathered. PCIe is at full speed with it."""
     min_shared_bytes: int = 2 << 20
     """The least size of a group that is shared: agreeing on a smaller one takes longer than sending it."""
-    share_trial_bytes: int = 128 << 20
+    share_trial_bytes: int = 64 << 20
     """What is sent and gathered to find out whether sharing pays."""
 
     # Patience

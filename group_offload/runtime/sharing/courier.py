@@ -18,8 +18,8 @@ from .jobs import Progress, Shared, ShareJob
 
 logger = logging.getLogger("group_offload")
 
-_BUSY_SECONDS = 1e-4
-"""The time between two looks while copies are about to begin, or compute waits."""
+_BUSY_SECONDS = 2e-4
+"""The time between two looks while copies are about to begin, or compute waits. A copy of a group takes longer."""
 _IDLE_SECONDS = 2e-3
 """The same while groups are offered that nobody waits for."""
 _JOIN_SECONDS = 5.0
