@@ -10,11 +10,13 @@ With `--train` they train instead: a LoRA, under DDP, over weights that are shar
 import argparse
 import os
 import tempfile
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig, FluxPipeline
 from peft import LoraConfig
+from torch import multiprocessing
 from torch.nn.parallel import DistributedDataParallel
 
 from group_offload import enable_group_offload
@@ -27,7 +29,7 @@ parser.add_argument("--train", action="store_true", help="train a LoRA on noise,
 parser.add_argument("--tiny", action="store_true", help="random weights, on the CPU, in seconds")
 
 
-def make_image(pipe, args, size, steps):
+def make_image(pipe: Any, args: argparse.Namespace, size: int, steps: int) -> None:
     if not args.tiny:  # diffusers runs models in parallel on accelerators only
         pipe.transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=dist.get_world_size()))
     generator = torch.Generator().manual_seed(0)
@@ -37,7 +39,7 @@ def make_image(pipe, args, size, steps):
         print(f"Wrote an image of {size} x {size} pixels in {steps} steps to {args.output}.")
 
 
-def train(pipe, steps):
+def train(pipe: Any, steps: int) -> None:
     transformer, config = pipe.transformer, pipe.transformer.config
     transformer.requires_grad_(False)
     transformer.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v"]))
@@ -65,8 +67,9 @@ def train(pipe, steps):
             print(f"step {step + 1}: loss {loss.item():.4f}")
 
 
-def run(args):
-    options, size, steps = {}, 1024, 28
+def run(args: argparse.Namespace) -> None:
+    options: dict[str, Any] = {}
+    size, steps = 1024, 28
     if args.tiny:
         options, size, steps = {"onload_device": "cpu", "share": True}, 64, 2
     else:
@@ -80,12 +83,13 @@ def run(args):
         train(pipe, 2 if args.tiny else 100)
     if dist.get_rank() == 0:
         print(handles["transformer"].plan)
-        print(f"{handles['transformer'].stats().bytes_gathered / 2**20:.1f} MiB came from the other GPUs (groups below 2 MiB are not shared).")
+        gathered = handles["transformer"].stats().bytes_gathered
+        print(f"{gathered / 2**20:.1f} MiB came from other GPUs. (Groups below 2 MiB are not shared.)")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def run_tiny(rank, args, folder):
+def run_tiny(rank: int, args: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     run(args)
@@ -98,6 +102,6 @@ if __name__ == "__main__":
 
         args.model = tiny.flux()
         with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(run_tiny, (args, folder), nprocs=2)
+            multiprocessing.spawn(run_tiny, (args, folder), nprocs=2)  # type: ignore[no-untyped-call, attr-defined]
     else:
         run(args)
