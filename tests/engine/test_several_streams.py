@@ -12,6 +12,7 @@ import pytest
 from group_offload import StateError
 from group_offload.runtime.copies.transfer import Transfer
 from group_offload.runtime.sharing.jobs import ShareJob
+from group_offload.runtime.sharing.sharing import Sharing
 
 from ..support.on_device import exercise
 from ..support.phantom import PhantomCrew, phantom_rank
@@ -43,7 +44,7 @@ WAITS: list[tuple[type, str, str]] = [
     (ShareJob, "finish", "self.stream.wait_event(self.sent)"),
     (ShareJob, "finish", "self.stream.wait_event(self.rest)"),
     (ShareJob, "finish", "self.ready.record(self.stream)"),
-    (Transfer, "_land", "landed.record(landing.stream)"),
+    (Sharing, "record", "landed.record(stream)"),
     (Transfer, "_bring_rest", "reads.wait()"),
 ]
 

@@ -249,7 +249,7 @@ class Transfer:
             begun = trace.now(stream)
         if shared is not None:
             self._wait_for_room(landing)
-            shared.begun.record(stream)
+            shared.begin(stream)
         has_failed = True
         try:
             for move in moves:
@@ -295,10 +295,8 @@ class Transfer:
     def _land(self, shared: ShareJob | None, move: Gather, landing: Landing, *, is_read: bool) -> None:
         """This rank's part of what is to be gathered is on its way to the slot: the gather comes behind it."""
         assert shared is not None and self.sharing is not None
-        landed = shared.sent  # threads enqueue copies of what they read later
-        if not is_read:
-            landed = self._backend.new_event()
-            landed.record(landing.stream)
+        # Threads enqueue copies of what they read later.
+        landed = shared.sent if is_read else self.sharing.record(landing.stream)
         self.sharing.has_landed(shared, move, landing.memory, landed)
 
     def _moves_of(self, blobs: Sequence[PlacedBlob]) -> list[Move]:
