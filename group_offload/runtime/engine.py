@@ -157,7 +157,7 @@ class Engine:
                 self._build(casts)
                 return
             try:
-                sharing.join()
+                sharing.join(self)
                 self._build(casts)
                 sharing.check([group for group in self.groups if group.num_bytes])
             except BaseException as error:

@@ -31,6 +31,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         (several.has_another_model, "weights"),
         (several.is_missing, "fails"),
         several.leaves_early,
+        several.is_dropped,
         (several.is_missing, "is missing"),
     )
 

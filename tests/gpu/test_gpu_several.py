@@ -31,6 +31,7 @@ def test_two_gpus(tmp_path: Path) -> None:
         several.has_one_copy,
         (several.has_another_model, "weights"),
         several.leaves_early,
+        several.is_dropped,
         device="cuda",
     )
 

@@ -82,7 +82,7 @@ class PhantomSharing(Sharing):
             job.begun = Reached(job.begun)
         return job
 
-    def join(self) -> None:
+    def join(self, owner: object) -> None:
         self.crew, self._model = PhantomCrew(self._backend, random.Random(0)), "1"
 
     def check(self, groups: Sequence[Shareable]) -> None:

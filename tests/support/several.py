@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import tempfile
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -232,6 +234,21 @@ def is_missing(rank: int, what: str) -> None:
         share(model(), ram_budget=1 if rank == 1 else None)
 
 
+def is_dropped(rank: int) -> None:
+    """A model that is dropped without remove() leaves nothing behind, and the others do not wait for it."""
+    offloaded, reference = model(), resident()
+    handle = share(offloaded)
+    check(offloaded, reference)
+    dist.barrier()
+    if rank == 1:
+        gone = weakref.ref(handle)
+        del offloaded, handle
+        gc.collect()
+        assert gone() is None
+        return
+    check(offloaded, reference)
+
+
 def leaves_early(rank: int) -> None:
     """A rank that is done first takes the model back. The others go on."""
     offloaded, reference = model(), resident()
@@ -248,7 +265,12 @@ def rests_in_files(rank: int, folder: str) -> None:
     if rank == 0:
         save_file(reference.state_dict(), path)
     dist.barrier()
-    for options in ({"offload_device": "disk"}, {"offload_device": "disk", "offload_type": "leaf_level"}, {}):
+    for options in (
+        {"offload_device": "disk"},
+        {"offload_device": "disk", "offload_type": "leaf_level"},
+        {"ram_budget": "1GiB"},
+        {},
+    ):
         offloaded = model()
         offloaded.load_state_dict(load_file(path), assign=True)
         handle = share(offloaded, **options)

@@ -202,7 +202,8 @@ class Courier:
             state.decline(self._rank, [all_of(name)])
 
     def _on_leave(self, name: str) -> None:
-        self._models.pop(name, None)
+        for job in [*self._model(name).jobs]:
+            self._on_cancel(job)
         with self._board.change() as state:
             state.leave(self._rank, name)
 

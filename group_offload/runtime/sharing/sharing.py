@@ -114,8 +114,11 @@ class Sharing:
 
     # ---------------------------------------------------------------- set-up
 
-    def join(self) -> None:
+    def join(self, owner: object) -> None:
         """Meet the other ranks. Each of them has to call this.
+
+        Args:
+            owner: The object that this rank leaves with, if nobody calls `close`.
 
         Raises:
             StateError: a rank does not call this in time, or has failed.
@@ -132,7 +135,7 @@ class Sharing:
             raise ConfigError(f"share=True, and {self.why_not}. Pass share='auto', which goes alone then.")
         if crew is not None and (share is True or pays(crew.speeds)):
             self.crew = crew
-            self._leave = weakref.finalize(self, crew.courier.post, "leave", self._model)
+            self._leave = weakref.finalize(owner, crew.courier.post, "leave", self._model)
             self._leave.atexit = False
         elif crew is not None:
             self.why_not = "sharing would not make weights arrive faster here"
