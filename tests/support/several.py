@@ -58,6 +58,8 @@ def run(
 
 
 def _ranks(cases: str, num_ranks: str, device: str) -> None:
+    if is_a_pipeline.__name__ in cases:
+        from . import parallel_inference, tiny_models  # noqa: F401  (once, and not in each rank)
     with tempfile.TemporaryDirectory() as folder:
         what = partial(_rank, json.loads(cases), int(num_ranks), device, Path(folder) / "meeting")
         pids = [fork(partial(what, rank)) for rank in range(int(num_ranks))]
