@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from group_offload import StateError
 from group_offload.runtime.copies.transfer import Transfer
 from group_offload.runtime.sharing.jobs import ShareJob
 from group_offload.runtime.sharing.sharing import Sharing
 
-from ..support.on_device import exercise
+from ..support.inside import engine_of
+from ..support.models import DIM, RoutedModel
+from ..support.on_device import exercise, forward, offload
 from ..support.phantom import PhantomCrew, phantom_rank
+from ..support.rigs import run
+from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.tuning import tune
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -31,6 +39,35 @@ OPTIONS: list[dict[str, Any]] = [
 def test_random_models_match_the_resident_one(options: dict[str, Any], laziness: str) -> None:
     with phantom_rank():
         exercise(9, laziness, {**options, "process_group": "phantom", "share": True})
+
+
+def test_groups_that_stay_are_those_of_the_first_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With a budget each rank has a plan of its own, and all leave the same groups on the device."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tune(monkeypatch, device_margin_bytes=0)
+    device, model = SimulatedDevice(0, "random"), RoutedModel([64] * 6)
+    reference = copy.deepcopy(model)
+    with phantom_rank(), use_simulated_device(device):
+        handle = offload(model, vram_budget=20_000, process_group="phantom", share=True)
+        sharing = engine_of(handle).sharing
+        assert sharing is not None and sharing.crew is not None
+
+        def step() -> set[str]:
+            x = torch.randn(2, DIM)
+            assert torch.equal(device.get(forward(device, model, x)), run(reference, x))
+            return {group.group_id for group in engine_of(handle).groups_staying}
+
+        for _ in range(4):
+            mine = step()
+        assert mine and handle.stats().resident_bytes and "2 GPUs share each group" in str(handle.plan)
+        other = {"blocks_5_5"} - mine or {"blocks_4_4"}
+        sharing.crew.courier.post("reside", ("1", [*other]))  # as if another rank were the first one
+        sharing.crew.rank = 1
+        for _ in range(4):
+            staying = step()
+        assert staying == other
+        sharing.crew.rank = 0
+        handle.remove()
 
 
 def run_all() -> None:
