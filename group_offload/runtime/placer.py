@@ -285,6 +285,8 @@ class Placer:
                 self._share_out_files()
             self.reside()
         elif self._transfer.sharing is not None and self._transfer.sharing.has_news:
+            if self._backend.has_streams:
+                self._share_out_files()
             self.reside()
 
     def _pack_if_faster(self) -> None:
@@ -409,12 +411,16 @@ class Placer:
     def reside(self) -> None:
         """Let only the groups stay on the device that the plan puts there, as far as they are there."""
         packed = {group.packed for group in self._budgeter.at(Placement.PACKED)}
-        staying = self._budgeter.at(Placement.DEVICE)
-        sharing = self._transfer.sharing
-        if sharing is not None and sharing.crew is not None:
-            names = set(sharing.agree([group.group_id for group in self._groups if group in staying]))
-            staying = frozenset(group for group in self._groups if group.group_id in names)
+        staying = self._agreed("device", self._budgeter.at(Placement.DEVICE))
         self._memory.reside(staying | packed, self._groups, self._config)
+
+    def _agreed(self, what: str, groups: frozenset[Group]) -> frozenset[Group]:
+        """The groups that all ranks put there: those of the first one. Without other ranks, `groups`."""
+        sharing = self._transfer.sharing
+        if sharing is None or sharing.crew is None:
+            return groups
+        names = set(sharing.agree(what, [group.group_id for group in self._groups if group in groups]))
+        return frozenset(group for group in self._groups if group.group_id in names)
 
     def _note_times(self) -> None:
         for timed, by_group, rest, total in self._stopwatch.results():
@@ -423,7 +429,7 @@ class Placer:
 
     def _share_out_files(self) -> None:
         """Lock the groups in RAM that the plan puts there, and the groups that are needed around others, or pack them."""
-        in_ram = self._budgeter.at(Placement.RAM) | self._budgeter.at(Placement.PACKED)
+        in_ram = self._agreed("ram", self._budgeter.at(Placement.RAM)) | self._budgeter.at(Placement.PACKED)
         self._share_out_packed(in_ram)
         self._files.share_out(
             part.blob

@@ -61,7 +61,7 @@ def test_groups_that_stay_are_those_of_the_first_rank(monkeypatch: pytest.Monkey
             mine = step()
         assert mine and handle.stats().resident_bytes and "2 GPUs share each group" in str(handle.plan)
         other = {"blocks_5_5"} - mine or {"blocks_4_4"}
-        sharing.crew.courier.post("reside", ("1", [*other]))  # as if another rank were the first one
+        sharing.crew.courier.post("reside", ("1/device", [*other]))  # as if another rank were the first one
         sharing.crew.rank = 1
         for _ in range(4):
             staying = step()

@@ -59,7 +59,7 @@ class State:
     left: dict[str, list[str]] = field(default_factory=dict)
     """By model, the ranks that do not run it any more."""
     residents: dict[str, list[str]] = field(default_factory=dict)
-    """By model, the groups that the first rank leaves on the device."""
+    """By model and place, the groups that the first rank puts there."""
 
     def offer(self, rank: int, key: str, digest: str, num_ranks: int) -> None:
         """Offer a group. The last offer that was missing enters it in the log."""

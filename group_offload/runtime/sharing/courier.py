@@ -79,7 +79,7 @@ class Courier:
         self.error: BaseException | None = None
         """Why nothing is shared any more."""
         self.residents: dict[str, list[str]] = {}
-        """By model, the groups that the first rank leaves on the device."""
+        """By model and place, the groups that the first rank puts there."""
         self.last: Event | None = None
         """It is behind the last gather."""
         self._thread = threading.Thread(target=self._run, name="group_offload sharing", daemon=True)

@@ -106,8 +106,8 @@ class Sharing:
         self.bytes_gathered = 0
         self.num_alone = 0
         """Groups that were shared out, and brought by this rank alone after all."""
-        self._agreed: list[str] | None = None
-        """The groups that the first rank leaves on the device, as `agree` has said."""
+        self._agreed: dict[str, list[str] | None] = {}
+        """The groups of the first rank's plan, by the place where they rest, as `agree` has said."""
         self._leave: Callable[[], object] | None = None
         self._jobs: weakref.WeakSet[ShareJob] = weakref.WeakSet()
         """Those that may not be over."""
@@ -217,27 +217,31 @@ class Sharing:
             done.record(self.crew.stream)
             done.synchronize()
 
-    def agree(self, names: Sequence[str]) -> Sequence[str]:
-        """The groups that stay on the device: those of the first rank, which are its plan's. All ranks then need the others.
+    def agree(self, what: str, names: Sequence[str]) -> Sequence[str]:
+        """The groups that rest somewhere: those of the first rank's plan. All ranks then need the same ones from elsewhere.
 
         Args:
+            what: The place.
             names: Those of this rank's plan.
         """
         assert self.crew is not None
-        courier = self.crew.courier
+        courier, key = self.crew.courier, f"{self._model}/{what}"
         if self.crew.rank == 0:
-            if self._agreed != [*names]:
-                courier.post("reside", (self._model, [*names]))
-            self._agreed = [*names]
+            if self._agreed.get(what) != [*names]:
+                courier.post("reside", (key, [*names]))
+            self._agreed[what] = [*names]
         else:
-            self._agreed = courier.residents.get(self._model)
-        return names if self._agreed is None else self._agreed
+            self._agreed[what] = courier.residents.get(key)
+        agreed = self._agreed[what]
+        return names if agreed is None else agreed
 
     @property
     def has_news(self) -> bool:
-        """Whether the first rank's plan leaves other groups on the device than `agree` has said."""
-        crew = self.crew
-        return crew is not None and crew.rank > 0 and crew.courier.residents.get(self._model) != self._agreed
+        """Whether the first rank's plan puts other groups somewhere than `agree` has said."""
+        if self.crew is None or self.crew.rank == 0:
+            return False
+        residents = self.crew.courier.residents
+        return any(residents.get(f"{self._model}/{what}") != names for what, names in self._agreed.items())
 
     def describe(self) -> str:
         """What the plan has to say of the other GPUs."""
