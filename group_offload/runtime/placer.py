@@ -280,11 +280,9 @@ class Placer:
         memory = self._memory
         others = max(0, self._backend.bytes_in_use() - memory.held_bytes - memory.others_bytes)
         order = self._lookahead.schedule.order_of(kind.top)
-        if self._budgeter.before_pass(kind, order, others) is not None:
-            if self._backend.has_streams:
-                self._share_out_files()
-            self.reside()
-        elif self._transfer.sharing is not None and self._transfer.sharing.has_news:
+        sharing = self._transfer.sharing
+        has_news = sharing is not None and sharing.has_news
+        if self._budgeter.before_pass(kind, order, others) is not None or has_news:
             if self._backend.has_streams:
                 self._share_out_files()
             self.reside()
