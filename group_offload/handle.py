@@ -59,6 +59,10 @@ class OffloadStats:
     bytes_read: dict[str, int]
     """Bytes from files, by the way they were read: "locked" (page-locked in the page cache and copied from there), "page
     cache" (read through it), "direct" (read from the drive). See `GroupInfo.way`."""
+    bytes_gathered: int
+    """Bytes of weights that other GPUs of the host have sent. See `process_group`."""
+    gathers_missed: int
+    """Groups that this process had sent its share of, and then brought alone, because the others did not need them then."""
     tensors_brought_back: int
     """Tensors that a forward changed, and that were copied back from the device."""
     rebuilds: int
@@ -167,6 +171,8 @@ class OffloadHandle:
             bytes_onloaded={tier.value: num_bytes for tier, num_bytes in transfer.bytes_sent.items()},
             bytes_unpacked=transfer.bytes_unpacked,
             bytes_read=transfer.bytes_read,
+            bytes_gathered=0 if engine.sharing is None else engine.sharing.bytes_gathered,
+            gathers_missed=0 if engine.sharing is None else engine.sharing.num_alone,
             tensors_brought_back=counters.brought_back,
             rebuilds=counters.rebuilds,
             peak_device_bytes=counters.peak_device_bytes,
@@ -201,6 +207,7 @@ class OffloadHandle:
                 engine.current_plan(),
                 device_has_memory=has_memory,
                 shared=shared if engine.config.share_passes else None,
+                gpus="" if engine.sharing is None else engine.sharing.describe(),
             )
 
     @contextmanager

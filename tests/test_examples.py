@@ -26,8 +26,8 @@ from .support.simulated import SimulatedDevice, use_simulated_device
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in ("demo", "tiny"))
-HERE = [script for script in SCRIPTS if script != "quantised"]
-"""Importing torchao prints warnings, so the other one runs in a process of its own."""
+HERE = [script for script in SCRIPTS if script not in ("quantised", "two_gpus")]
+"""Importing torchao prints warnings, so that one runs in a process of its own. The other one is several processes."""
 OURS = ("tiny-", "offload")
 """How the names of what is no output begin: tiny checkpoints, and folders of group files."""
 
@@ -88,6 +88,14 @@ def test_tiny_quantised(capsys: pytest.CaptureFixture[str]) -> None:
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         command = [sys.executable, str(EXAMPLES / "quantised.py"), "--tiny"]
         check(subprocess.check_output(command, env={**os.environ, "PYTHONPATH": path}, text=True))
+
+
+def test_tiny_two_gpus() -> None:
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, str(EXAMPLES / "two_gpus.py"), "--tiny"]
+    said = subprocess.check_output(command, env={**os.environ, "PYTHONPATH": path}, text=True)
+    check(said)
+    assert "2 GPUs share each group" in said
 
 
 @pytest.mark.parametrize("script", [script for script in HERE if script not in ("train_lora", "serve")])

@@ -43,6 +43,7 @@ __all__ = [
     "push_saved_tensors_hooks",
     "set_eval_frame",
     "storage_use_count",
+    "store_of_processes",
     "top_saved_tensors_hooks",
     "tree_flatten",
     "tree_leaves",
@@ -156,6 +157,14 @@ try:
     from torch._C._dynamo.guards import TensorGuards
 except ImportError:
     TensorGuards = None  # type: ignore[assignment,misc]
+
+
+def store_of_processes() -> Any:
+    """Where the processes of `torch.distributed` meet: ranks find each other there, and say which one is missing."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
 
 COMPILED_CALL = "_compiled_call_impl"
 """The attribute of a module where torch looks for what to call in place of its forward: there gates stand."""

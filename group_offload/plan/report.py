@@ -37,6 +37,8 @@ class OffloadPlan:
     only weights that are read from files move."""
     shared: SharedForwards | None = None
     """What forwards have shared passes; None if they may not."""
+    gpus: str = ""
+    """What other GPUs of the host bring, with the speeds that were measured; empty without `process_group`."""
 
     @property
     def step_seconds(self) -> float | None:
@@ -60,7 +62,7 @@ class OffloadPlan:
         )
 
     def __str__(self) -> str:
-        return "\n".join(map(printable, [*self._lines(), *self._sharing()]))
+        return "\n".join(map(printable, [*self._lines(), *filter(None, [self.gpus]), *self._sharing()]))
 
     def _sharing(self) -> Iterator[str]:
         if self.shared is None:

@@ -44,6 +44,7 @@ from .packer import Packer
 from .passes import Passes
 from .placer import Placer
 from .probe import Probe
+from .sharing.sharing import Sharing
 
 _MOST_REBUILDS = 3
 """Most rebuilds before a pass. More can be needed only if another thread goes on changing the module."""
@@ -78,6 +79,8 @@ class Engine:
             blocking=not config.use_stream and not config.non_blocking,
             unpacks=config.pack is not False,
         )
+        if config.process_group is not None:
+            self.transfer.sharing = Sharing(config, type(root).__name__, self.recorder)
         self._packer = Packer(
             backend,
             self.transfer,
@@ -151,8 +154,23 @@ class Engine:
         Args:
             casts: New dtypes of parameters and buffers, by `id` of the tensor.
         """
+        sharing = self.sharing
         with self.lock:
-            self._build(casts)
+            if sharing is None:
+                self._build(casts)
+                return
+            try:
+                sharing.join(self)
+                self._build(casts)
+                sharing.check([group for group in self.groups if group.num_bytes])
+            except BaseException as error:
+                sharing.fail(error)
+                raise
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """The other processes that offload the same module; None if there are none."""
+        return self.transfer.sharing
 
     def refresh(self) -> None:
         """Commit changes since the last pass now, and not at the next pass."""
@@ -210,6 +228,8 @@ class Engine:
             self._placer.clear()
             self._backward.close()
             self.transfer.close()
+            if self.sharing is not None:
+                self.sharing.close()
             self._passes.stay_clean()
             turns.leave(self._passes)
 
@@ -347,6 +367,7 @@ class Engine:
             casts,
             self._trained.ids,
             packs=self._packer.is_on,
+            host=None if before or self.sharing is None else self.sharing.one_copy,
         )
         self._replaced |= dict.fromkeys(part for group in before for part in group.parts)
         self.groups = groups
