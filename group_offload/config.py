@@ -228,8 +228,8 @@ class OffloadConfig:
         if options.process_group is not None and share is not False:
             if options.share_passes:
                 raise ConfigError(
-                    "share_passes=True contradicts process_group: forwards that travel together need groups at other moments in "
-                    "each process. Drop one of the two, or pass share=False, with which each process offloads alone."
+                    "share_passes=True contradicts process_group: forwards that travel together need groups at other moments "
+                    "in each process. Drop one of the two, or pass share=False, with which each process offloads alone."
                 )
             share, pack = _check_share(share, pack, verify_files=options.verify_files, backend=backend)
         kind = _as_offload_type(options.offload_type)
