@@ -74,6 +74,15 @@ def apply_group_offloading(module: nn.Module, options: ModelOptions) -> OffloadH
             RAM has no room for is read from there. `"auto"` packs once a plan says that this is faster. Weights that are in
             no file stay in RAM too, so that they can be read. What packing makes hardly smaller stays as it is. Needs a
             device that runs Triton. By name only.
+        share_passes: Whether forwards of several threads that come at about the same time share one pass: each group is
+            onloaded once, and all of them compute with it. The calls of one step of guidance share passes too: after a step
+            has shown which these are, the first call of a step runs the others beside it. Forwards that are no functions of
+            their inputs and the weights go alone, and the log says why. By name only.
+        process_group: The processes that offload the same module, each on a GPU of its own: a `torch.distributed.ProcessGroup`,
+            or a `DeviceMesh` of one dimension. The GPUs of one host each bring a share of every group, and gather the rest.
+            All ranks make the same calls, in the same order. By name only.
+        share: Whether they do: True, False (each process goes alone), or `"auto"` for where weights arrive faster, which is
+            measured while the module is set up. By name only.
 
     Returns:
         The handle: groups, statistics, and `remove()`.
@@ -82,8 +91,10 @@ def apply_group_offloading(module: nn.Module, options: ModelOptions) -> OffloadH
         ConfigError: an option is not understood, or contradicts another one; or a parameter is in no file, with
             `offload_device="disk"` and no folder.
         DeviceError: the device does not exist, or has no streams.
-        ModuleError: the module has no weights, has meta weights, or is offloaded by accelerate.
-        StateError: the module, or a part of it, is group-offloaded already.
+        ModuleError: the module has no weights, has meta weights, or is offloaded by accelerate; or another rank of
+            `process_group` has another module.
+        StateError: the module, or a part of it, is group-offloaded already; or another rank of `process_group` is missing, or
+            has failed.
         GroupFileError: the folder cannot be written, or is too small. The module is left as it was.
         TypeError: an option has no such name.
 

@@ -15,6 +15,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 import torch
 
 from .base.device import Backend, backend_for, default_device
+from .base.pagemap import can_detect_writes
 from .errors import ConfigError, DeviceError
 from .packing.codec import can_unpack
 from .plan.budgets import Budget, parse_budget, total_ram
@@ -56,6 +57,9 @@ class OffloadOptions:
     ram_budget: int | str | None = None
     embeddings_on_cpu: bool = True
     pack: bool | str = False
+    share_passes: bool = False
+    process_group: Any = None
+    share: bool | str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,12 @@ class OffloadConfig:
     """Whether large embedding tables stay where they rest, and only the rows that a call needs go to the device."""
     pack: bool | Literal["auto"]
     """Whether weights are sent packed; "auto": once a plan says that this is faster. False where the device cannot unpack."""
+    share_passes: bool
+    """Whether forwards of several threads, and those of one step of guidance, may share passes."""
+    process_group: Any
+    """The `torch.distributed.ProcessGroup` of the processes that offload the same module; None for this one alone."""
+    share: bool | Literal["auto"]
+    """Whether the GPUs of a host each send a share of every group, and gather the others'; "auto": where that is faster."""
     ram_share: int | None
     """Bytes of RAM for weights that rest in files, if several modules share a budget."""
     block_modules: tuple[str, ...] | None
@@ -186,6 +196,7 @@ class OffloadConfig:
             "low_cpu_mem_usage": options.low_cpu_mem_usage,
             "verify_files": options.verify_files,
             "embeddings_on_cpu": options.embeddings_on_cpu,
+            "share_passes": options.share_passes,
         }
         for name, value in flags.items():
             if not isinstance(value, bool):
@@ -213,6 +224,14 @@ class OffloadConfig:
             _check_pack(backend, low_cpu_mem_usage=options.low_cpu_mem_usage)
         elif options.low_cpu_mem_usage or not (backend.has_streams and can_unpack(backend.device)):
             pack = False
+        share = _as_share(options.share, has_group=options.process_group is not None)
+        if options.process_group is not None and share is not False:
+            if options.share_passes:
+                raise ConfigError(
+                    "share_passes=True contradicts process_group: forwards that travel together need groups at other moments "
+                    "in each process. Drop one of the two, or pass share=False, with which each process offloads alone."
+                )
+            share, pack = _check_share(share, pack, verify_files=options.verify_files, backend=backend)
         kind = _as_offload_type(options.offload_type)
         count = options.num_blocks_per_group
         if kind is OffloadType.LEAF_LEVEL:
@@ -240,6 +259,8 @@ class OffloadConfig:
             exclude_kwargs=_as_names(options.exclude_kwargs or (), "exclude_kwargs"),
             group_prefix=group_prefix,
             pack=pack,
+            process_group=None if options.process_group is None else _as_group(options.process_group),
+            share=share,
             **flags,
         )
 
@@ -283,6 +304,56 @@ def _check_pack(backend: Backend, *, low_cpu_mem_usage: bool) -> None:
             f"pack=True contradicts low_cpu_mem_usage=True: packed weights are page-locked, and edits of weights that rest in "
             f"RAM could not be noticed. {otherwise}"
         )
+
+
+def _as_share(value: Any, *, has_group: bool) -> bool | Literal["auto"]:
+    if not isinstance(value, bool) and value != "auto":
+        raise ConfigError(f"share={value!r}: expected True, False or 'auto'.")
+    if value is True and not has_group:
+        raise ConfigError("share=True needs process_group: the processes whose GPUs share the weights.")
+    return "auto" if value == "auto" else bool(value)
+
+
+def _check_share(
+    share: bool | Literal["auto"], pack: bool | Literal["auto"], *, verify_files: bool, backend: Backend
+) -> tuple[bool | Literal["auto"], bool | Literal["auto"]]:
+    """The two options as they go together."""
+    otherwise = "Drop one of the two, or pass share=False, with which each process offloads alone."
+    if pack is True:
+        raise ConfigError(f"pack=True contradicts process_group: packed weights are not shared among GPUs. {otherwise}")
+    if verify_files and share is True:
+        raise ConfigError(
+            f"verify_files=True contradicts share=True: a process that reads a share of a file cannot tell whether all of it "
+            f"is sound. {otherwise}"
+        )
+    if backend.has_streams and not can_detect_writes():
+        if share is True:
+            raise ConfigError(
+                "share=True needs a system that tells which pages of RAM were written to (/proc/self/pagemap), and this one "
+                "does not: edits of weights in one process would not be noticed in the others. Pass share='auto'."
+            )
+        return False, pack
+    return (False if verify_files else share), False
+
+
+def _as_group(value: Any) -> Any:
+    """The process group that was given, or that a device mesh of one dimension stands for."""
+    expected = "expected a torch.distributed.ProcessGroup, or a DeviceMesh of one dimension"
+    if type(value).__name__ == "DeviceMesh":
+        if value.ndim != 1:
+            names = value.mesh_dim_names
+            example = (
+                f"mesh[{names[-1]!r}]" if names else "a DeviceMesh with mesh_dim_names, and one of them: mesh['dp']"
+            )
+            raise ConfigError(f"process_group: {expected}, got a mesh of {value.ndim} dimensions. Pass {example}.")
+        value = value.get_group()
+    import torch.distributed as dist
+
+    if not dist.is_available() or not isinstance(value, dist.ProcessGroup):
+        raise ConfigError(f"process_group={value!r}: {expected}. dist.group.WORLD stands for all processes.")
+    if dist.get_rank() not in dist.get_process_group_ranks(value):
+        raise ConfigError(f"process_group: this process, rank {dist.get_rank()}, is none of its ranks.")
+    return value
 
 
 def _as_count(value: Any) -> int:

@@ -16,7 +16,7 @@ from .base.text import table
 from .config import OffloadConfig
 from .errors import StateError
 from .plan.budgets import describe_bytes
-from .plan.report import OffloadPlan
+from .plan.report import OffloadPlan, SharedForwards
 from .report.facts import ReportFacts
 from .report.page import check_path, write_page
 from .run_report import Run, facts_of, memory_of, wait_for_work
@@ -35,6 +35,12 @@ class OffloadStats:
     """Forwards of the module, or of a part of it that was called by itself."""
     backward_passes: int
     """Runs of autograd that needed weights, or that called modules again for a gradient checkpoint."""
+    passes_shared: int
+    """Forwards that shared a pass with others. See `share_passes`."""
+    passes_predicted: int
+    """Forwards that were run beside the first call of a step, before they were called for."""
+    passes_discarded: int
+    """Those of them whose results were thrown away, because something else was called for."""
     onloads: int
     """Blobs brought to the device."""
     stalls: int
@@ -53,6 +59,10 @@ class OffloadStats:
     bytes_read: dict[str, int]
     """Bytes from files, by the way they were read: "locked" (page-locked in the page cache and copied from there), "page
     cache" (read through it), "direct" (read from the drive). See `GroupInfo.way`."""
+    bytes_gathered: int
+    """Bytes of weights that other GPUs of the host have sent. See `process_group`."""
+    gathers_missed: int
+    """Groups that this process had sent its share of, and then brought alone, because the others did not need them then."""
     tensors_brought_back: int
     """Tensors that a forward changed, and that were copied back from the device."""
     rebuilds: int
@@ -150,6 +160,9 @@ class OffloadHandle:
         return OffloadStats(
             passes=counters.passes,
             backward_passes=counters.backward_passes,
+            passes_shared=counters.shared,
+            passes_predicted=counters.predicted,
+            passes_discarded=counters.discarded,
             onloads=counters.onloads,
             stalls=counters.stalls,
             stalled_seconds=sum(waits.values()),
@@ -158,6 +171,8 @@ class OffloadHandle:
             bytes_onloaded={tier.value: num_bytes for tier, num_bytes in transfer.bytes_sent.items()},
             bytes_unpacked=transfer.bytes_unpacked,
             bytes_read=transfer.bytes_read,
+            bytes_gathered=0 if engine.sharing is None else engine.sharing.bytes_gathered,
+            gathers_missed=0 if engine.sharing is None else engine.sharing.num_alone,
             tensors_brought_back=counters.brought_back,
             rebuilds=counters.rebuilds,
             peak_device_bytes=counters.peak_device_bytes,
@@ -185,7 +200,15 @@ class OffloadHandle:
         engine = self._live
         with engine.lock:
             has_memory = engine.config.backend.has_streams
-            return OffloadPlan(type(self.module).__name__, engine.current_plan(), device_has_memory=has_memory)
+            counters = engine.counters
+            shared = SharedForwards(counters.passes, counters.shared, counters.bytes_spared)
+            return OffloadPlan(
+                type(self.module).__name__,
+                engine.current_plan(),
+                device_has_memory=has_memory,
+                shared=shared if engine.config.share_passes else None,
+                gpus="" if engine.sharing is None else engine.sharing.describe(),
+            )
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:

@@ -453,6 +453,14 @@ def test_packing_is_measured(tmp_path: Path, benchmark_here: Run) -> None:
     assert result_of(tmp_path, "packing")["num_threads"] == 1
 
 
+def test_shared_passes_are_measured(tmp_path: Path, benchmark_here: Run) -> None:
+    options = ("--small", "--steps", "1", "--threads", "2", "--device", "cpu", "--files", tmp_path / "groups")
+    table = benchmark_here("shared", *options, "--output", tmp_path)
+    arms = result_of(tmp_path, "shared")["arms"]
+    assert all(arm["is_equal"] for arm in arms.values()) and "| guidance, shared " in table
+    assert arms["guidance, shared"]["num_shared"] and arms["threads, shared"]["num_shared"]
+
+
 def test_what_packing_leaves_is_measured(tmp_path: Path, benchmark_here: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "NUM_RANDOM", 1 << 17)
     table = benchmark_here("packing", "--ratios", "--threads", "1", "--output", tmp_path)

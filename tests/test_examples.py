@@ -26,8 +26,8 @@ from .support.simulated import SimulatedDevice, use_simulated_device
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in ("demo", "tiny"))
-HERE = [script for script in SCRIPTS if script != "quantised"]
-"""Importing torchao prints warnings, so the other one runs in a process of its own."""
+HERE = [script for script in SCRIPTS if script not in ("quantised", "two_gpus")]
+"""Importing torchao prints warnings, so that one runs in a process of its own. The other one is several processes."""
 OURS = ("tiny-", "offload")
 """How the names of what is no output begin: tiny checkpoints, and folders of group files."""
 
@@ -71,7 +71,10 @@ def check(said: str) -> None:
 @pytest.mark.parametrize("script", HERE)
 def test_tiny(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     run(script, "--tiny")
-    check(capsys.readouterr().out)
+    said = capsys.readouterr().out
+    check(said)
+    shared = [int(number) for number in re.findall(r"Shared passes: (\d+) of \d+ forwards", said)]
+    assert not shared if script != "serve" else max(shared) > 0
 
 
 def test_tiny_quantised(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,11 +90,19 @@ def test_tiny_quantised(capsys: pytest.CaptureFixture[str]) -> None:
         check(subprocess.check_output(command, env={**os.environ, "PYTHONPATH": path}, text=True))
 
 
-@pytest.mark.parametrize("script", [script for script in HERE if script != "train_lora"])
+def test_tiny_two_gpus() -> None:
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, str(EXAMPLES / "two_gpus.py"), "--tiny"]
+    said = subprocess.check_output(command, env={**os.environ, "PYTHONPATH": path}, text=True)
+    check(said)
+    assert "2 GPUs share each group" in said
+
+
+@pytest.mark.parametrize("script", [script for script in HERE if script not in ("train_lora", "serve")])
 def test_options_of_a_real_run(
     script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A CPU has no memory for a `vram_budget`, and the simulated device has. (Training gives no options.)"""
+    """A CPU has no memory for a `vram_budget`, and the simulated device has. (Training gives no options; threads leave it.)"""
     import tiny
 
     text = (EXAMPLES / f"{script}.py").read_text()
@@ -109,7 +120,7 @@ def test_as_on_a_card(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     """With the budgets, sizes and steps of a real run; only the checkpoint is tiny."""
     import tiny
 
-    arguments = ["--steps", "4"] if script == "train_lora" else []
+    arguments = {"train_lora": ["--steps", "4"], "serve": ["--try", "--port", "0"]}.get(script, [])
     for builder in re.findall(r"tiny\.(\w+)\(\)", (EXAMPLES / f"{script}.py").read_text()):
         option = {"flux_controlnet": ["--controlnet"], "pictures": []}.get(builder, ["--model"])
         arguments += [*option, getattr(tiny, builder)()]

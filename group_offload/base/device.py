@@ -57,6 +57,9 @@ class Backend(Protocol):
 
     def new_stream(self) -> Stream: ...
 
+    def on_stream(self, stream: Stream) -> contextlib.AbstractContextManager[object]:
+        """Make a stream, and its device, the current ones of this thread."""
+
     def new_event(self) -> Event: ...
 
     def is_capturing(self) -> bool:
@@ -176,6 +179,9 @@ class HostBackend:
     def new_stream(self) -> Stream:
         return _NO_STREAM
 
+    def on_stream(self, stream: Stream) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
     def new_event(self) -> Event:
         return _NO_EVENT
 
@@ -258,6 +264,9 @@ class AcceleratorBackend:
 
     def new_stream(self) -> Stream:
         return torch.Stream(device=self.device)
+
+    def on_stream(self, stream: Stream) -> contextlib.AbstractContextManager[object]:
+        return _on(stream)
 
     def new_event(self) -> Event:
         return torch.Event(device=self.device, enable_timing=True)

@@ -176,10 +176,13 @@ class TwiceMapped:
     alone (the kernel can tell which, see `pagemap`), until `forget_writes`.
     """
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, names: Sequence[str] = ()) -> None:
         """
+        Args:
+            names: The `names` of such memory of another process, of the same size. Then this is the same memory.
+
         Raises:
-            OSError: the system has no such memory.
+            OSError: the system has no such memory, or the other process does not let this one see it.
         """
         self.shared, self.private = reserve(num_bytes), reserve(num_bytes)
         whole_pages = -(-num_bytes // _MAX_PIECES // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -187,14 +190,21 @@ class TwiceMapped:
         self._files: list[int] = []
         self._finalizer = weakref.finalize(self, _close_all, self._files)
         # Several files in memory, side by side: threads that write to the same file take turns in the kernel.
-        for start in range(0, num_bytes, self._piece_bytes):
+        for index, start in enumerate(range(0, num_bytes, self._piece_bytes)):
             size = min(self._piece_bytes, num_bytes - start)
-            fd = os.memfd_create("group_offload", os.MFD_CLOEXEC)
-            self._files.append(fd)
-            os.ftruncate(fd, size)
+            if names:
+                self._files.append(fd := os.open(names[index], os.O_RDWR | os.O_CLOEXEC))
+            else:
+                self._files.append(fd := os.memfd_create("group_offload", os.MFD_CLOEXEC))
+                os.ftruncate(fd, size)
             for buffer, flags in ((self.shared, mmap.MAP_SHARED), (self.private, mmap.MAP_PRIVATE)):
                 address = ctypes.addressof(buffer) + start
                 _mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags | _MAP_FIXED, fd, 0)
+
+    @property
+    def names(self) -> list[str]:
+        """What another process finds the memory by, until `seal`."""
+        return [f"/proc/{os.getpid()}/fd/{fd}" for fd in self._files]
 
     def write(self, runs: Sequence[tuple[int, memoryview]]) -> None:
         """Write runs of bytes, each an offset and its content, with several threads; take memory for all the others.

@@ -217,6 +217,52 @@ def lock(fd: int, *, is_shared: bool = False) -> None:
     fcntl.flock(fd, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
 
 
+def unlock(fd: int) -> None:
+    """Undo `lock`."""
+    if fcntl is not None:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def new_shared_file(num_bytes: int) -> int:
+    """A descriptor of a file in RAM, which other processes open by `name_of_shared_file` as long as it is open here.
+
+    Raises:
+        OSError: the system has no such files, or no memory.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise missing()
+    fd = os.memfd_create("group_offload", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, num_bytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def name_of_shared_file(fd: int) -> str:
+    return f"/proc/{os.getpid()}/fd/{fd}"
+
+
+def place_of_process() -> str:
+    """A text that two processes have in common only if each may look at the other's descriptors; empty if that cannot be."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')} {user()}"
+    except OSError:
+        return ""
+
+
+def started_at(pid: int) -> str | None:
+    """When a process was started, in ticks of the system; None if it is not there any more, or has ended."""
+    try:
+        # The name of the program is in parentheses, and may have any characters.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else fields[19].decode()
+
+
 def _place(name: str | Path, folder: int | Path | None) -> tuple[str | Path, int | None]:
     return (folder / name, None) if isinstance(folder, Path) else (name, folder)
 

@@ -22,8 +22,8 @@ READS, COPIES, COMPUTE = "file reads", "H2D", "compute"
 """The lanes of weights on their way, and of the work that needs them."""
 STALLS = "stalls"
 """In this lane slices that take no time are left out: they are waits for events that had been reached."""
-DECODE = "decode"
-"""A lane that is left out if nothing is in it."""
+DECODE, GATHERS = "decode", "gathers"
+"""Lanes that are left out if nothing is in them."""
 _NO_TIME = 1e-6
 
 
@@ -160,7 +160,7 @@ class Timeline:
             for number, row in enumerate(side_by_side([each for each in slices if each.lane == lane]) or [[]], 1):
                 rows[lane if number == 1 else f"{lane} {number}"] = row
         used = {each.lane for each in slices}
-        lanes = [*rows, *(lane for lane in self._device_lanes if lane != DECODE or lane in used)]
+        lanes = [*rows, *(lane for lane in self._device_lanes if lane not in (DECODE, GATHERS) or lane in used)]
         found: list[dict[str, object]] = [
             {"ph": "M", "pid": process, "name": "process_name", "args": {"name": self._title}}
         ]

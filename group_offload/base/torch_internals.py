@@ -25,21 +25,29 @@ __all__ = [
     "current_graph_task_id",
     "current_transform",
     "detect_fake_mode",
+    "dispatch_modes",
     "dispatch_stack_length",
+    "function_modes",
     "has_compatible_shallow_copy_type",
+    "has_global_hooks",
     "is_profiler_enabled",
     "is_traceable_wrapper_subclass",
     "neg_view",
     "not_compiled",
     "parse_to",
+    "pop_function_mode",
     "pop_mode",
     "pop_saved_tensors_hooks",
+    "push_function_mode",
     "push_mode",
     "push_saved_tensors_hooks",
     "set_eval_frame",
     "storage_use_count",
+    "store_of_processes",
     "top_saved_tensors_hooks",
+    "tree_flatten",
     "tree_leaves",
+    "tree_unflatten",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -96,8 +104,21 @@ try:
     CACHING_MODES: Any = checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode
     dispatch_stack_length: Any = torch._C._len_torch_dispatch_stack
 
+    # A thread that calls a model in another one's place gets the modes that are in force there.
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
+
+    function_modes: Any = _get_current_function_mode_stack
+    push_function_mode: Any = torch._C._push_on_torch_function_stack
+    pop_function_mode: Any = torch._C._pop_torch_function_stack
+
+    # Hooks for all modules of the process would see forwards that share a pass in another order.
+    from torch.nn.modules.module import _has_any_global_hook
+
+    has_global_hooks: Any = _has_any_global_hook
+
     # Inputs and outputs may be nested, also in classes that somebody has registered there.
-    from torch.utils._pytree import tree_leaves
+    from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
     # Saved-tensor hooks: those of others have to be found, called, and left in their order. The public context manager only
     # pushes and pops its own.
@@ -136,6 +157,14 @@ try:
     from torch._C._dynamo.guards import TensorGuards
 except ImportError:
     TensorGuards = None  # type: ignore[assignment,misc]
+
+
+def store_of_processes() -> Any:
+    """Where the processes of `torch.distributed` meet: ranks find each other there, and say which one is missing."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
 
 COMPILED_CALL = "_compiled_call_impl"
 """The attribute of a module where torch looks for what to call in place of its forward: there gates stand."""

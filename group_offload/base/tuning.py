@@ -82,11 +82,29 @@ class Tuning:
     spill_piece_bytes: int = 8 << 20
     """The bytes of activations that one thread writes or reads at a time."""
 
+    # Several GPUs
+    share_part_bytes: int = 16 << 20
+    """What one GPU sends of a piece, at most, before the piece is gathered. PCIe is at full speed with it."""
+    min_shared_bytes: int = 2 << 20
+    """The least size of a group that is shared: agreeing on a smaller one takes longer than sending it."""
+    share_trial_bytes: int = 64 << 20
+    """What is sent and gathered to find out whether sharing pays."""
+
     # Patience
+    share_patience_seconds: float = 0.02
+    """How long a pass waits for other ranks in all, beside what sharing saves: they are a little apart."""
+    share_setup_seconds: float = 300.0
+    """How long a set-up waits for the other ranks. They may load the model at different speeds."""
+    share_limit_seconds: float = 60.0
+    """How long a gather may take, before torch ends it. Each has begun on all ranks."""
     lock_patience_seconds: float = 30.0
     """The time that a driver may take to page-lock a file that is in the page cache. It takes a second for 8 GiB."""
     turn_patience_seconds: float = 30.0
     """The time to wait for a forward that is itself waiting for a thread before a deadlock is reported."""
+    convoy_wait_seconds: float = 0.1
+    """How long forwards that share passes wait for those that came along last time. A pass of a large model takes longer."""
+    traveller_patience_seconds: float = 10.0
+    """The time after which a traveller that stays in a module's own code is left behind, if others wait for it."""
     backward_patience_seconds: float = 3600.0
     """The time that a pass waits for a pass of another thread. Two passes that wait for each other would never end."""
     file_patience_seconds: float = 10.0

@@ -15,6 +15,16 @@ _GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
+class SharedForwards:
+    """What sharing passes has saved."""
+
+    num_forwards: int
+    num_shared: int
+    bytes_spared: int
+    """Bytes that were not sent, or read, again."""
+
+
+@dataclass(frozen=True, slots=True)
 class OffloadPlan:
     """The plan for a module's budgets. `print` shows it as a table, with one sentence about what bounds a forward."""
 
@@ -25,6 +35,10 @@ class OffloadPlan:
     device_has_memory: bool = True
     """Whether the device has its own memory. If not, it is the CPU: it computes with weights in RAM where they are, and
     only weights that are read from files move."""
+    shared: SharedForwards | None = None
+    """What forwards have shared passes; None if they may not."""
+    gpus: str = ""
+    """What other GPUs of the host bring, with the speeds that were measured; empty without `process_group`."""
 
     @property
     def step_seconds(self) -> float | None:
@@ -48,7 +62,22 @@ class OffloadPlan:
         )
 
     def __str__(self) -> str:
-        return "\n".join(map(printable, self._lines()))
+        return "\n".join(map(printable, [*self._lines(), *filter(None, [self.gpus]), *self._sharing()]))
+
+    def _sharing(self) -> Iterator[str]:
+        if self.shared is None:
+            return
+        found = self.shared
+        yield (
+            f"Shared passes: {found.num_shared} of {found.num_forwards} forwards shared one with others, and "
+            f"{describe_bytes(found.bytes_spared)} of weights did not have to move again."
+        )
+        if self.details is not None:
+            p = self.details.prediction
+            spared = [f"sending {describe_bytes(p.h2d_bytes)}"] if self.device_has_memory else []
+            spared += [f"reading {describe_bytes(p.drive_bytes)} from the drive"] if p.drive_bytes else []
+            if spared:
+                yield f"Each further forward in a pass spares {' and '.join(spared)}."
 
     def _lines(self) -> list[str]:
         plan = self.details

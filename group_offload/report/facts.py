@@ -7,13 +7,20 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ..base.timeline import COMPUTE, COPIES, DECODE, READS, STALLS, Slice
+from ..base.timeline import COMPUTE, COPIES, DECODE, GATHERS, READS, STALLS, Slice
 from ..plan.pass_model import foresee
 from ..plan.placement import Placement
 from ..plan.planner import Plan
 
 GIB = 1 << 30
-LANES = {READS: "drive", COPIES: "link", DECODE: "decode", COMPUTE: "compute", STALLS: "stalls"}
+LANES = {
+    READS: "drive",
+    COPIES: "link",
+    GATHERS: "gather",
+    DECODE: "decode",
+    COMPUTE: "compute",
+    STALLS: "stalls",
+}
 """The lanes of a timeline, from the top, and what the page calls them."""
 
 

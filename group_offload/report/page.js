@@ -2,7 +2,7 @@
 (() => {
   const facts = JSON.parse(document.getElementById("facts").textContent);
   const tip = document.getElementById("tip");
-  const LEFT = 66, TOP = 22, GAP = 6, ROW = { drive: 9, link: 20, decode: 20, compute: 20, around: 6, stalls: 14 };
+  const LEFT = 66, TOP = 22, GAP = 6, ROW = { drive: 9, link: 20, gather: 20, decode: 20, compute: 20, around: 6, stalls: 14 };
 
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
   const clamp = (value, low, high) => Math.min(Math.max(value, low), high);

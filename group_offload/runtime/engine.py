@@ -25,6 +25,7 @@ from . import turns
 from .backward import Backward
 from .budget.budgeter import Kind
 from .changes import Changes
+from .convoy.passes import SharedPasses
 from .copies.cached import CachedFiles
 from .copies.transfer import Transfer
 from .foresight.lookahead import LookAhead
@@ -43,6 +44,7 @@ from .packer import Packer
 from .passes import Passes
 from .placer import Placer
 from .probe import Probe
+from .sharing.sharing import Sharing
 
 _MOST_REBUILDS = 3
 """Most rebuilds before a pass. More can be needed only if another thread goes on changing the module."""
@@ -77,6 +79,8 @@ class Engine:
             blocking=not config.use_stream and not config.non_blocking,
             unpacks=config.pack is not False,
         )
+        if config.process_group is not None:
+            self.transfer.sharing = Sharing(config, type(root).__name__, self.recorder)
         self._packer = Packer(
             backend,
             self.transfer,
@@ -124,7 +128,7 @@ class Engine:
             self._publish_manifest,
             is_tight=is_tight,
         )
-        self._passes = Passes(
+        self._passes = (SharedPasses if config.share_passes else Passes)(
             root,
             backend,
             self._memory,
@@ -139,6 +143,8 @@ class Engine:
         )
         self._backward = Backward(self._passes, backend)
         self._gates = Gates(root, config, self._passes, self._backward, self._placer)
+        if isinstance(self._passes, SharedPasses):
+            self._gates.share(self._passes, self.refresh)
         self.lock = self._passes.lock
         """The lock that a pass holds for its length."""
 
@@ -148,8 +154,23 @@ class Engine:
         Args:
             casts: New dtypes of parameters and buffers, by `id` of the tensor.
         """
+        sharing = self.sharing
         with self.lock:
-            self._build(casts)
+            if sharing is None:
+                self._build(casts)
+                return
+            try:
+                sharing.join(self)
+                self._build(casts)
+                sharing.check([group for group in self.groups if group.num_bytes])
+            except BaseException as error:
+                sharing.fail(error)
+                raise
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """The other processes that offload the same module; None if there are none."""
+        return self.transfer.sharing
 
     def refresh(self) -> None:
         """Commit changes since the last pass now, and not at the next pass."""
@@ -176,6 +197,8 @@ class Engine:
         The method raises midway if memory runs out, and no weight is lost: tensors moved so far stay as they are, the
         next forward offloads them again, and another `remove()` goes on with the rest.
         """
+        if self._gates.sharing is not None:
+            self._gates.sharing.close()
         with self.lock:
             self._backward.settle()
             self._passes.forget_interrupted_calls()
@@ -205,6 +228,8 @@ class Engine:
             self._placer.clear()
             self._backward.close()
             self.transfer.close()
+            if self.sharing is not None:
+                self.sharing.close()
             self._passes.stay_clean()
             turns.leave(self._passes)
 
@@ -342,6 +367,7 @@ class Engine:
             casts,
             self._trained.ids,
             packs=self._packer.is_on,
+            host=None if before or self.sharing is None else self.sharing.one_copy,
         )
         self._replaced |= dict.fromkeys(part for group in before for part in group.parts)
         self.groups = groups

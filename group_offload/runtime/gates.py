@@ -49,6 +49,8 @@ from ..config import OffloadConfig
 from ..partition import NEVER_CALLED, Method, holds_tensors
 from .backward import Backward
 from .calls import Call
+from .convoy.passes import SharedPasses
+from .convoy.sharing import Sharing
 from .groups.group import Group
 from .passes import Passes
 from .placer import Placer
@@ -254,6 +256,20 @@ class Gate(Around):
             set_eval_frame(compiler)
 
 
+class SharedGate(Gate):
+    """Encloses the root's call where forwards may share passes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        sharing = self._gates.sharing
+        if (
+            sharing is None
+            or torch.compiler.is_dynamo_compiling()
+            or (torch.compiler.is_compiling() and _has_fake_tensors())
+        ):
+            return super().__call__(*args, **kwargs)
+        return sharing.call(args, kwargs)
+
+
 class InnerGate(Gate):
     """Encloses the call of a module inside a group's module: a checkpoint between the two repeats only this call.
 
@@ -390,6 +406,10 @@ def _leave_bypassed(module: nn.Module, *args: Any) -> None:
 _OURS = (_allow_trace, _refuse_trace, _leave_bypassed)
 
 
+def _is_ours(hook: Any) -> bool:
+    return any(hook is ours for ours in _OURS)
+
+
 _offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -411,6 +431,8 @@ class Gates:
         self.passes = passes
         self.backward = backward
         self.placer = placer
+        self.sharing: Sharing | None = None
+        """Lets forwards of the root share passes, if an option asks for that."""
         self.records_graphs = False
         """Whether a forward has recorded a graph. A checkpoint may then call modules inside of groups alone."""
         self._gates: dict[nn.Module, Gate] = {}
@@ -439,6 +461,17 @@ class Gates:
     def _all(self) -> tuple[Gate, ...]:
         """All gates, the root's last."""
         return (*self._methods.values(), *self._inner.values(), *reversed(self._gates.values()))
+
+    def share(self, passes: SharedPasses, refresh: Callable[[], None]) -> None:
+        """Let forwards of the root share passes, before gates are installed."""
+        self.sharing = Sharing(self._top, passes, self.backend, _is_ours, self._why_not_shared, refresh)
+
+    def _why_not_shared(self) -> str | None:
+        if self.records_graphs:
+            return "it has recorded a graph"
+        if self.root.compiled is not None or self.root.bypassing is not None:
+            return "it is compiled as a whole: compile its blocks instead"
+        return None
 
     def needs(self, entry: nn.Module | Method) -> tuple[Group, ...]:
         """The groups that a call of a module, or of a method, needs. (The call itself may have replaced the gate.)"""
@@ -475,17 +508,23 @@ class Gates:
                 needs.setdefault(child, [])  # calls of a part of the model (`vae.decode`) are passes too
         self._gates = {} if root_gate is None else {self._top: root_gate}
         for module, found in needs.items():
-            gate = self._gates.get(module, Gate(self, module, is_root=module is self._top))
+            gate = self._gates[module] if module in self._gates else self._new_gate(module)
             gate.tables = tuple(group for group in found if group.is_table)
             gate.groups = _in_turn(found)
             self._gates[module] = gate
             if gate is not root_gate:
                 gate.install()
+        if self.sharing is not None:
+            self.sharing.alone = partial(Gate.__call__, self.root)
         self._install_inner_gates()
         self._install_method_gates(of_methods)
         _offloaded.difference_update(self._modules)
         self._modules = {*self._top.modules()}
         _offloaded.update(self._modules)
+
+    def _new_gate(self, module: nn.Module) -> Gate:
+        is_root = module is self._top
+        return (SharedGate if is_root and self.sharing is not None else Gate)(self, module, is_root=is_root)
 
     def _install_inner_gates(self) -> None:
         """A checkpoint may repeat any module's call. Without gradients only modules outside of blocks are called alone."""

@@ -132,9 +132,12 @@ class Passes:
         """What groups that stay on the device have given up for it in this pass, and it has not taken."""
         self.before_forward: Callable[[nn.Module, Any], None] = lambda root, kwargs: None
         """Called before a forward takes device memory."""
-        self.lock: Any = threading.RLock()
+        self.lock: Any = self._new_lock()
         """The lock that a pass holds for its length. Models that share weights have one lock."""
         join(self)
+
+    def _new_lock(self) -> Any:
+        return threading.RLock()
 
     def set_groups(self, groups: tuple[Group, ...], needs: Callable[[nn.Module | Method], Sequence[Group]]) -> None:
         """Take over the groups that the module was cut into.

@@ -95,7 +95,7 @@ class Placer:
         self._publish = publish
         self._is_tight = is_tight
         # A function and not a method: the budgeter and the placer would keep each other alive.
-        speeds = partial(_measure_speeds, self._backend, files, unpacks=config.pack is not False)
+        speeds = partial(_measure_speeds, self._backend, files, transfer, unpacks=config.pack is not False)
         self._budgeter = Budgeter(
             self._backend, speeds, packer.packed_bytes, config.num_slots, reads_packed=packer.reads_packed
         )
@@ -283,7 +283,9 @@ class Placer:
         memory = self._memory
         others = max(0, self._backend.bytes_in_use() - memory.held_bytes - memory.others_bytes)
         order = self._lookahead.schedule.order_of(kind.top)
-        if self._budgeter.before_pass(kind, order, others) is not None:
+        sharing = self._transfer.sharing
+        has_news = sharing is not None and sharing.has_news
+        if self._budgeter.before_pass(kind, order, others) is not None or has_news:
             if self._backend.has_streams:
                 self._share_out_files()
             self.reside()
@@ -388,6 +390,12 @@ class Placer:
             self._weighed = self._activations.setdefault(top, Weighing())
             self._weighed.begin(self._other_bytes() if self._is_tight else 0)
 
+    def forwards_that_fit(self, kind: Kind) -> int:
+        """How many forwards of this kind have room beside one another, if all of them compute with the same weights."""
+        plan = self._budgeter.plan
+        weights = 0 if plan is None else smallest_device_bytes(plan.problem)
+        return self._budgeter.forwards_that_fit(kind, self._bytes_of_no_weights, weights)
+
     def is_timed(self, kind: Kind) -> bool:
         """Whether the compute of the pass that begins is to be measured."""
         return self._budgeter.is_timed(kind)
@@ -411,7 +419,16 @@ class Placer:
     def reside(self) -> None:
         """Let only the groups stay on the device that the plan puts there, as far as they are there."""
         packed = {group.packed for group in self._budgeter.at(Placement.PACKED)}
-        self._memory.reside(self._budgeter.at(Placement.DEVICE) | packed, self._groups, self._config)
+        staying = self._agreed("device", self._budgeter.at(Placement.DEVICE))
+        self._memory.reside(staying | packed, self._groups, self._config)
+
+    def _agreed(self, what: str, groups: frozenset[Group]) -> frozenset[Group]:
+        """The groups that all ranks put there: those of the first one. Without other ranks, `groups`."""
+        sharing = self._transfer.sharing
+        if sharing is None or sharing.crew is None:
+            return groups
+        names = set(sharing.agree(what, [group.group_id for group in self._groups if group in groups]))
+        return frozenset(group for group in self._groups if group.group_id in names)
 
     def _note_times(self) -> None:
         for timed, by_group, rest, total in self._stopwatch.results():
@@ -420,7 +437,7 @@ class Placer:
 
     def _share_out_files(self) -> None:
         """Lock the groups in RAM that the plan puts there, and the groups that are needed around others, or pack them."""
-        in_ram = self._budgeter.at(Placement.RAM) | self._budgeter.at(Placement.PACKED)
+        in_ram = self._agreed("ram", self._budgeter.at(Placement.RAM)) | self._budgeter.at(Placement.PACKED)
         self._share_out_packed(in_ram)
         self._files.share_out(
             part.blob
@@ -490,7 +507,10 @@ class Placer:
         return self._backend.bytes_in_use() - self._counters.device_bytes - self._memory.lent_bytes
 
 
-def _measure_speeds(backend: Backend, files: CachedFiles, *, unpacks: bool) -> Speeds:
+def _measure_speeds(backend: Backend, files: CachedFiles, transfer: Transfer, *, unpacks: bool) -> Speeds:
     found = known_speeds(backend, next((blob.source.path for blob in files.blobs), None), unpacks=unpacks)
     h2d = found.h2d if backend.has_streams else _IN_PLACE
+    sharing = transfer.sharing
+    if sharing is not None and sharing.speeds is not None:
+        h2d = sharing.speeds.shared if sharing.crew is not None else min(h2d, sharing.speeds.alone)
     return Speeds(h2d=h2d, drive=found.drive or ASSUMED_DRIVE, unpack=found.unpack or ASSUMED_UNPACK)

@@ -96,28 +96,60 @@ class Unpack:
         unpack(packed, self.layout, target)
 
 
-Move = Copy | Stage | Read | Unpack
+@dataclass(frozen=True, slots=True, eq=False)
+class Gather:
+    """Bytes of the slot of which each GPU of the host has brought its part by then, and gets the parts of the others."""
+
+    at: int
+    """The byte of the slot that the first part begins at."""
+    part_bytes: int
+    """The bytes of one part. All parts are equally large, and lie one after another in the order of the ranks."""
+    key: str
+    """The name under which the ranks agree on the group."""
+
+
+Move = Copy | Stage | Read | Unpack | Gather
+
+
+def may_be_cut(moves: Iterable[Move]) -> bool:
+    """Whether a part of these bytes can be brought without the others."""
+    return all(isinstance(move, Copy) or (isinstance(move, Read) and move.proof is None) for move in moves)
+
+
+def moves_within(moves: Iterable[Move], start: int, end: int) -> list[Move]:
+    """The moves of those bytes that go to bytes `start` to `end` of the slot."""
+    found: list[Move] = []
+    for move in moves:
+        assert isinstance(move, (Copy, Read))
+        first, last = max(start, move.at), min(end, move.at + move.num_bytes)
+        if first < last:
+            skipped = first - move.at
+            if isinstance(move, Copy):
+                found.append(replace(move, at=first, num_bytes=last - first, start=move.start + skipped))
+            else:
+                found.append(replace(move, at=first, num_bytes=last - first, position=move.position + skipped))
+    return found
 
 
 def joined(moves: Iterable[Move]) -> list[Move]:
     """The same moves, with neighbours that lie side by side both at rest and in the slot joined into one."""
     found: list[Move] = []
     for move in moves:
-        if found and _continues(found[-1], move):
-            found[-1] = replace(found[-1], num_bytes=found[-1].num_bytes + move.num_bytes)
+        last = found[-1] if found else None
+        if isinstance(last, (Copy, Read)) and not isinstance(move, Gather) and _continues(last, move):
+            found[-1] = replace(last, num_bytes=last.num_bytes + move.num_bytes)
         else:
             found.append(move)
     return found
 
 
-def _continues(last: Move, move: Move) -> bool:
+def _continues(last: Copy | Read, move: Copy | Stage | Read | Unpack) -> bool:
     if last.at + last.num_bytes != move.at:
         return False
     if isinstance(last, Copy):
         return isinstance(move, Copy) and last.memory is move.memory and last.start + last.num_bytes == move.start
     return (
-        isinstance(last, Read)
-        and isinstance(move, Read)
+        isinstance(move, Read)
         and last.source is move.source
         and last.proof is move.proof
         and last.is_direct == move.is_direct

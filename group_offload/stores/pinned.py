@@ -18,9 +18,11 @@ waits for the last copy at the end of each pass (`Blob.detects_edits`).
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -36,6 +38,8 @@ from .base import Tier, belongs_to_checkpoints, moves_of_rest
 from .moves import Copy, Move, PageableMemory, Read
 from .origin import Origin
 
+logger = logging.getLogger("group_offload")
+
 
 class _Forks:
     """How many forks this process has been through, as parent or as child."""
@@ -50,18 +54,42 @@ class _Forks:
 on_fork(before=_Forks.count)
 
 
+class HostMemory(Protocol):
+    """RAM that the processes of a host have in common. Each of them fills segments in the same order."""
+
+    def names(self, num_bytes: int) -> Sequence[str]:
+        """What the next segment is found by, if another process has made it; empty if this one makes it."""
+
+    def was_filled(self, twice: TwiceMapped, num_bytes: int) -> None:
+        """The segment has its content. `twice` is sealed once the other processes have it."""
+
+    def differs(self, fqn: str) -> Exception:
+        """The error for weights that are not those of the process that has made the segment."""
+
+
 class Segment:
     """RAM that holds blobs one after another, page-locked as a whole. See [Note: Edits at rest].
 
     Order of calls: `fill`, `lock`, `fetch`, then blobs are made.
     """
 
-    def __init__(self, num_bytes: int, backend: Backend, *, pin: bool, wait: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        num_bytes: int,
+        backend: Backend,
+        *,
+        pin: bool,
+        wait: Callable[[], None],
+        host: HostMemory | None = None,
+    ) -> None:
         self.backend = backend
+        self._host = host
+        """What other processes have in common with this one, if the segment belongs to that."""
         self._wait = wait
         """A function that returns once no copy is on its way: the pages stay locked until then."""
         self._pins = pin and backend.has_streams and num_bytes > 0
         self._num_bytes = num_bytes
+        self._is_of_another = False
         self._private: torch.Tensor | None = None
         self._scan: PageScan | None = None
         self._blobs: weakref.WeakSet[RamBlob] = weakref.WeakSet()
@@ -74,7 +102,8 @@ class Segment:
         """The memory, as threads read it that bring it to the device, if it is not locked."""
         self._num_forks = _Forks.num
         try:
-            self._twice = TwiceMapped(num_bytes) if self._pins and can_detect_writes() else None
+            is_twice = (self._pins or (host is not None and num_bytes > 0)) and can_detect_writes()
+            self._twice = self._map(num_bytes) if is_twice else None
             if self._twice is not None:
                 self._rest_memory = self._twice.private
                 self._private = flat_view(self._rest_memory, 0, num_bytes)
@@ -86,6 +115,20 @@ class Segment:
         except OSError as error:
             raise _no_room(num_bytes, error) from error
 
+    def _map(self, num_bytes: int) -> TwiceMapped:
+        names = () if self._host is None else self._host.names(num_bytes)
+        self._is_of_another = bool(names)
+        try:
+            return TwiceMapped(num_bytes, names)
+        except OSError as error:
+            if not names:
+                raise
+            logger.warning(
+                "Weights take RAM in each process: the memory of another one cannot be used here (%s).", error
+            )
+            self._is_of_another, self._host = False, None
+            return TwiceMapped(num_bytes)
+
     @property
     def detects_edits(self) -> bool:
         return self._private is not None
@@ -93,19 +136,28 @@ class Segment:
     @property
     def is_shared(self) -> bool:
         """Whether another process sees writes to the memory."""
-        return self._private is not None and self._num_forks != _Forks.num
+        return self._private is not None and (self._num_forks != _Forks.num or self._host is not None)
 
     @property
     def commits_late(self) -> bool:
         return self.detects_edits and not any(blob.origin is not None for blob in self._blobs)
 
     def fill(self, blobs: Sequence[tuple[BlobLayout, Sequence[torch.Tensor]]]) -> None:
-        """Copy the bytes of blobs, one after another. Those in memory of a device have to be fetched later."""
+        """Copy the bytes of blobs, one after another. Those in memory of a device have to be fetched later.
+
+        Raises:
+            ModuleError: the segment is another process's, and has other bytes.
+        """
+        if self._is_of_another:
+            self._compare(blobs)
+            return
         runs = []
         start = 0
         for layout, tensors in blobs:
             for extent in layout.extents:
                 source = extent_bytes(tensors, extent)
+                if self._host is not None:
+                    source = source.cpu()  # all of it has to be there before another process looks
                 if source.device.type != "cpu" or self.backend.holds(source):
                     self._coming.append((start + extent.offset, source))
                 elif self._twice is not None:
@@ -119,7 +171,21 @@ class Segment:
                 self._twice.write(runs)
             except OSError as error:
                 raise _no_room(self._num_bytes, error) from error
-            self._twice.seal()
+            if self._host is not None:
+                self._host.was_filled(self._twice, self._num_bytes)
+            else:
+                self._twice.seal()
+
+    def _compare(self, blobs: Sequence[tuple[BlobLayout, Sequence[torch.Tensor]]]) -> None:
+        assert self._host is not None and self._twice is not None
+        start = 0
+        for layout, tensors in blobs:
+            for extent in layout.extents:
+                source = extent_bytes(tensors, extent).cpu()
+                if not torch.equal(source, self.bytes[start + extent.offset :][: extent.num_bytes]):
+                    raise self._host.differs(layout.specs[extent.tensors[0]].fqn)
+            start += layout.num_bytes
+        self._host.was_filled(self._twice, self._num_bytes)
 
     def lock(self, limit: LockLimit | None) -> None:
         """Page-lock the memory. If the device refuses, memory that the driver allocates serves, else pageable RAM.

@@ -173,10 +173,20 @@ def test_signature_is_that_of_diffusers() -> None:
     hooks = pytest.importorskip("diffusers.hooks")
     theirs = inspect.signature(hooks.apply_group_offloading).parameters
     ours = inspect.signature(apply_group_offloading).parameters
-    assert list(ours) == [*theirs, "verify_files", "vram_budget", "ram_budget", "embeddings_on_cpu", "pack"]
+    assert list(ours) == [
+        *theirs,
+        "verify_files",
+        "vram_budget",
+        "ram_budget",
+        "embeddings_on_cpu",
+        "pack",
+        "share_passes",
+        "process_group",
+        "share",
+    ]
     assert [p.kind for p in ours.values()] == [
         *(p.kind for p in theirs.values()),
-        *[inspect.Parameter.KEYWORD_ONLY] * 5,
+        *[inspect.Parameter.KEYWORD_ONLY] * 8,
     ]
     for name, parameter in theirs.items():
         if parameter.default is not inspect.Parameter.empty and name not in ("offload_device", "use_stream"):
@@ -190,7 +200,7 @@ def test_signatures_of_one_definition() -> None:
     model = inspect.signature(apply_group_offloading).parameters
     pipeline = inspect.signature(enable_group_offload).parameters
     opened = inspect.signature(from_pretrained).parameters
-    assert [*pipeline][1:] == [*[*model][1:10], "exclude_modules", "model_options", *[*model][-5:]]
+    assert [*pipeline][1:] == [*[*model][1:10], "exclude_modules", "model_options", *[*model][-8:]]
     assert {*opened} == {*model, *pipeline, "model_class", "pretrained_model_name_or_path", "loader_options"} - {
         "module",
         "pipeline",

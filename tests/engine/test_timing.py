@@ -7,6 +7,7 @@ the link and the blocks take what they take on one H200.
 from __future__ import annotations
 
 import json
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from group_offload.plan.placement import Placement
 from ..support.simulated import use_simulated_device
 from ..support.speeds import KNOWN_SPEEDS
 from ..support.timed import TimedDevice
+from ..support.travellers import in_threads
 from ..support.tuning import tune
 
 SCALE = 1024
@@ -493,3 +495,65 @@ def test_switching_models_costs_the_stalls_of_one_streamed_pass(monkeypatch: pyt
         assert device.peak_bytes_in_use() <= budget
         for handle in handles:
             handle.remove()
+
+
+class Clock:
+    """A part of the device that is no state of the model."""
+
+    __slots__ = ("compute",)
+
+    def __init__(self, device: TimedDevice) -> None:
+        self.compute = device.compute
+
+
+class Guided(Flux):
+    def forward(self, x: torch.Tensor, prompt: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x) + (0 if prompt is None else prompt)
+
+
+def seconds_of_steps(
+    monkeypatch: pytest.MonkeyPatch, num_threads: int, num_calls: int, scale: float, **options: Any
+) -> float:
+    """The seconds of a step in which each of several threads calls the model, with the same latents and several prompts."""
+    tune(monkeypatch, convoy_wait_seconds=2.0)
+    monkeypatch.setattr("tests.engine.test_timing.Flux", Guided)
+    prompts = [torch.full((64,), float(number)) for number in range(num_calls)]
+    barrier, ends = threading.Barrier(num_threads), []
+    with offloaded(monkeypatch, **options) as (device, model, handle):
+        device.scale = scale
+        model.eval()
+        for module in model.modules():
+            if isinstance(module, Timed):
+                module.device = Clock(device)
+
+        def work() -> None:
+            for _ in range(8):
+                barrier.wait(60)
+                ends.append(device.now)
+                barrier.wait(60)
+                x = torch.zeros(64)
+                with torch.no_grad():
+                    for prompt in prompts:
+                        model(x, prompt)
+
+        in_threads([work] * num_threads)
+        assert handle.stats().passes_shared == 0 or options["share_passes"]
+        return (device.now - ends[-3 * num_threads]) / 3
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "num_calls", "scale", "bar"),
+    [(1, 2, 1.0, 0.53), (1, 3, 1.0, 0.44), (4, 1, 1.0, 0.42), (2, 2, 1.0, 0.42), (1, 2, 4.9, 1.001)],
+    ids=["guidance", "three calls", "four threads", "two threads that guide", "compute bounds"],
+)
+def test_forwards_that_share_passes(
+    num_threads: int, num_calls: int, scale: float, bar: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block takes what it takes on the link once, or what all forwards compute with it, if that is more."""
+    alone, shared = (
+        seconds_of_steps(monkeypatch, num_threads, num_calls, scale, share_passes=share) for share in (False, True)
+    )
+    assert shared <= bar * alone
+    times = num_threads * num_calls * scale
+    double, single = max(DOUBLE / LINK, DOUBLE_SECONDS * times), max(SINGLE / LINK, SINGLE_SECONDS * times)
+    assert shared <= 1.01 * (19 * double + 38 * single + REST_SECONDS * times)

@@ -136,14 +136,18 @@ def run_all(rank: int, file: str, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def use_the_cpu() -> None:
+    """Let models run in parallel on the CPU: diffusers itself does that on accelerators only."""
+    torch.accelerator.device_count = lambda: 2
+    tensor_parallel._SUPPORTED_TP_DEVICES = ("cpu",)
+    attention_dispatch._native_attention_forward_op = attend
+
+
 def main(file: str, device_type: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if device_type == "cpu":
-        # diffusers itself runs models in parallel on accelerators only.
-        torch.accelerator.device_count = lambda: 2
-        tensor_parallel._SUPPORTED_TP_DEVICES = ("cpu",)
-        attention_dispatch._native_attention_forward_op = attend
+        use_the_cpu()
     child = os.fork()
     rank = 0 if child else 1
     if device_type != "cpu":

@@ -332,6 +332,8 @@ class SimulatedDevice:
         finally:
             self._thread.stream = previous
 
+    on_stream = use_stream
+
     def new_stream(self) -> SimulatedStream:
         with self._lock:
             self._streams.append(SimulatedStream(self, f"stream {len(self._streams)}"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -80,6 +81,9 @@ class TimedDevice:
 
     def current_stream(self) -> TimedStream:
         return self._compute
+
+    def on_stream(self, stream: TimedStream) -> Any:
+        return nullcontext()
 
     def new_stream(self) -> TimedStream:
         return TimedStream()

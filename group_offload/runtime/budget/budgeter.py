@@ -49,6 +49,8 @@ TIMED_EVERY = 32
 """Later on one pass in this many is measured, and more often at first: the 4th, 8th, 16th, 32nd, 64th, 96th."""
 NUM_TIMED_KINDS = 8
 """The number of kinds whose times are remembered."""
+MOST_TOGETHER = 16
+"""The most forwards that share a pass."""
 NUM_RECENT = 8
 """The number of last passes whose activations have room."""
 _STEPS = 64
@@ -285,6 +287,14 @@ class Budgeter:
         if not computes:
             return max(0, self.vram - others - tuning().device_margin_bytes - self.outer_bytes)
         return self._room(kind, others) or 0
+
+    def forwards_that_fit(self, kind: Kind, others: int, weights: int) -> int:
+        """How many forwards of this kind have room, beside `weights` that all of them compute with."""
+        if self.vram is None:
+            return MOST_TOGETHER
+        activations = self._activation_bytes(kind)
+        room = self.vram - others - tuning().device_margin_bytes - self.outer_bytes - weights
+        return min(MOST_TOGETHER, room // activations) if activations else 1
 
     def _room(self, kind: Kind, others: int) -> int | None:
         """Device memory for weights."""

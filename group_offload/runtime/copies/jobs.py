@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
@@ -105,6 +106,16 @@ class Landing:
                 berth.unpacked.record(self.stream)
         if trace is not None and begun is not None:
             trace.unpacked(move.label, begun, self.stream, move.num_bytes)
+
+
+class Job(Protocol):
+    """What a slot waits for before its ready event tells anything."""
+
+    def wait(self) -> None:
+        """Return once `ready` is recorded."""
+
+    def cancel(self) -> None:
+        """Enqueue nothing more. What was enqueued before is behind `ready`."""
 
 
 class ReadJob:

@@ -13,12 +13,14 @@ from ...base.page_lock import PageLock
 from ...base.torch_internals import is_profiler_enabled
 from ...base.tuning import tuning
 from ...stores.base import Blob, PlacedBlob, PlacedImage, Tier
-from ...stores.moves import Copy, Move, PageableMemory, Read, Stage, Unpack, joined
+from ...stores.moves import Copy, Gather, Move, PageableMemory, Read, Stage, Unpack, joined
 from ..measure.drive import DriveMeter
 from ..measure.recorder import Recorder
 from ..measure.trace import WeightTrace
+from ..sharing.jobs import ShareJob
+from ..sharing.sharing import Part, Sharing
 from ..slots.berths import Berths
-from .jobs import Landing, ReadJob
+from .jobs import Job, Landing, ReadJob
 from .last import LastCopies
 from .reader import Reader
 from .room import Room
@@ -58,6 +60,8 @@ class Transfer:
         self._bytes_locked = 0
         self.bytes_sent = dict.fromkeys(Tier, 0)
         self._bytes_unpacked = 0
+        self.sharing: Sharing | None = None
+        """The other GPUs that bring their shares of each group; None if there are none."""
 
     @property
     def num_copies(self) -> int:
@@ -104,8 +108,11 @@ class Transfer:
 
     @property
     def writers(self) -> list[Stream]:
-        """The streams that write to slots: those of copies, and of unpacking."""
-        return [self.stream] if self._unpack_stream is None else [self.stream, self._unpack_stream]
+        """The streams that write to slots: those of copies, of gathers, and of unpacking."""
+        found = [self.stream]
+        if self.sharing is not None and self.sharing.crew is not None:
+            found.append(self.sharing.crew.stream)
+        return found if self._unpack_stream is None else [*found, self._unpack_stream]
 
     @property
     def compute_stream(self) -> Stream:
@@ -126,7 +133,7 @@ class Transfer:
         """The bytes in files, and in RAM that is not page-locked, that `send` will need, if they can be read ahead of slots."""
         if isinstance(self._backend, HostBackend) or not all(placed.blob.detects_edits for placed in blobs):
             return []
-        return [move for move in _moves_of(blobs) if isinstance(move, Read)]
+        return [move for move in self._moves_of(blobs) if isinstance(move, Read)]
 
     def read_ahead(self, reads: Sequence[Read]) -> ReadJob:
         """Begin to read."""
@@ -144,18 +151,75 @@ class Transfer:
         *,
         job: ReadJob | None = None,
         berths: Berths | None = None,
-    ) -> ReadJob | None:
+        alone: bool = False,
+    ) -> Job | None:
         """Bring blobs to a slot once all of `after` is reached, and record `ready` behind the last copy.
 
         Args:
             memory: The slot's memory.
             job: The job that `read_ahead` gave for these blobs, if any.
             berths: Where packed bytes land on the device.
+            alone: Whether other GPUs will not bring their shares.
 
         Returns:
-            A job if bytes have yet to be read from files: until it is over, `ready` tells nothing. See `ReadJob.wait`.
+            A job if bytes have yet to be read from files, or are gathered: until it is over, `ready` tells nothing.
         """
-        moves = _moves_of(blobs)
+        if self.sharing is not None and self.sharing.crew is not None:
+            return self._send_share(self.sharing, blobs, memory, after, ready, job, berths, alone=alone)
+        return self._send_all(blobs, _moves_of(blobs), memory, after, ready, job, berths)
+
+    def _send_share(
+        self,
+        sharing: Sharing,
+        blobs: Sequence[PlacedBlob | PlacedImage],
+        memory: torch.Tensor,
+        after: Sequence[Event],
+        ready: Event,
+        job: ReadJob | None,
+        berths: Berths | None,
+        *,
+        alone: bool,
+    ) -> Job | None:
+        """`send` where other GPUs bring their shares: see [Note: A shared group]."""
+        parts = sharing.parts_of(blobs, alone=alone)
+        if job is not None and any(part.cut is None for part in parts):
+            _drop(job)  # it has this rank's share only
+            job = None
+        moves = sharing.moves_of(parts)
+        shared = sharing.job_for(parts, ready, lambda shared: self._bring_rest(sharing, parts, shared, memory))
+        if alone:
+            sharing.decline(parts)
+        if shared is None:
+            return self._send_all(blobs, moves, memory, after, ready, job, berths)
+        with shared.cancelled_on_error():
+            shared.reads = self._send_all(blobs, moves, memory, after, shared.sent, job, berths, shared, parts)
+            sharing.submit(shared)
+            if self._copy_stream is not None:
+                return shared
+            shared.wait()  # copies run on the stream that computes: no kernel may come in between
+        return None
+
+    def _bring_rest(self, sharing: Sharing, parts: Sequence[Part], shared: ShareJob, memory: torch.Tensor) -> None:
+        """Bring what other GPUs did not: behind this rank's share, in whose place in the slot nothing is left."""
+        moves = sharing.rest_of(parts, shared)
+        reads = self._send_all([], moves, memory, [], shared.rest, None, None)
+        if reads is not None:
+            reads.wait()
+        self.bytes_sent[Tier.RAM] += sum(move.num_bytes for move in moves if isinstance(move, Copy))
+        self.bytes_sent[Tier.FILE] += sum(move.num_bytes for move in moves if isinstance(move, Read))
+
+    def _send_all(
+        self,
+        blobs: Sequence[PlacedBlob | PlacedImage],
+        moves: Sequence[Move],
+        memory: torch.Tensor,
+        after: Sequence[Event],
+        ready: Event,
+        job: ReadJob | None,
+        berths: Berths | None,
+        shared: ShareJob | None = None,
+        parts: Sequence[Part] = (),
+    ) -> ReadJob | None:
         stream = self.stream
         if self._unpack_stream is not None and any(map(_is_packed, moves)):
             stream = self._unpack_stream  # it writes to the slot all that goes there: see [Note: The life of a berth]
@@ -164,8 +228,8 @@ class Transfer:
         if is_profiler_enabled():
             names = " ".join(dict.fromkeys(placed.label for placed in blobs))
             with record_function(f"group_offload.onload {names}"):
-                return self._send(blobs, moves, landing, job, berths)
-        return self._send(blobs, moves, landing, job, berths)
+                return self._send(blobs, moves, landing, job, berths, shared, parts)
+        return self._send(blobs, moves, landing, job, berths, shared, parts)
 
     def _send(
         self,
@@ -174,6 +238,8 @@ class Transfer:
         landing: Landing,
         job: ReadJob | None,
         berths: Berths | None,
+        shared: ShareJob | None,
+        parts: Sequence[Part],
     ) -> ReadJob | None:
         stream = landing.stream
         streams = [stream] if stream == self.stream else [stream, self.stream]
@@ -186,10 +252,15 @@ class Transfer:
         if trace is not None and is_whole and not any(isinstance(move, Unpack) for move in moves):
             self._wait_for_room(landing)
             begun = trace.now(stream)
+        if shared is not None:
+            self._wait_for_room(landing)
+            shared.begin(stream)
         has_failed = True
         try:
             for move in moves:
                 match move:
+                    case Gather():
+                        self._land(shared, move, landing, is_read=bool(reads))
                     case Copy():
                         self._enqueue(landing, move.at, move.memory[move.start : move.start + move.num_bytes])
                     case Stage():
@@ -203,8 +274,12 @@ class Transfer:
                 landing.ready.record(stream)
             for each in streams:
                 self.last_copies.record(each)
+        if parts and self.sharing is not None:
+            for part in parts:
+                for placed in part.blobs:
+                    self.bytes_sent[placed.tier] += self.sharing.sent_bytes(part, placed)
         for placed in blobs:
-            self.bytes_sent[placed.tier] += placed.sent_bytes
+            self.bytes_sent[placed.tier] += 0 if parts else placed.sent_bytes
             if isinstance(placed, PlacedBlob) and placed.packed is None and placed.tier is Tier.FILE:
                 self._bytes_locked += placed.blob.pinned_bytes
         if not reads:
@@ -221,6 +296,18 @@ class Transfer:
             return job
         job.wait()  # copies run on the stream that computes: no kernel may come in between
         return None
+
+    def _land(self, shared: ShareJob | None, move: Gather, landing: Landing, *, is_read: bool) -> None:
+        """This rank's part of what is to be gathered is on its way to the slot: the gather comes behind it."""
+        assert shared is not None and self.sharing is not None
+        # Threads enqueue copies of what they read later.
+        landed = shared.sent if is_read else self.sharing.record(landing.stream)
+        self.sharing.has_landed(shared, move, landing.memory, landed)
+
+    def _moves_of(self, blobs: Sequence[PlacedBlob]) -> list[Move]:
+        if self.sharing is None or self.sharing.crew is None:
+            return _moves_of(blobs)
+        return self.sharing.moves_of(self.sharing.parts_of(blobs))
 
     def read_now(self, blob: Blob, target: torch.Tensor) -> None:
         """Bring the bytes of a blob that rests in a file to memory of the CPU.
@@ -265,6 +352,8 @@ class Transfer:
         Args:
             is_whole: Whether the state of the reader is known. If not, its threads are left alone, and a new one takes over.
         """
+        if self.sharing is not None:
+            self.sharing.recover()
         if is_whole:
             self._reader.cancel_pending()
         else:
@@ -339,6 +428,10 @@ def _record(
 
 def _is_packed(move: Move) -> bool:
     return isinstance(move, Unpack) or (isinstance(move, Read) and move.unpack is not None)
+
+
+def _drop(job: ReadJob) -> None:
+    job.cancel()
 
 
 def _has_memory(reads: Sequence[Read]) -> bool:

@@ -112,6 +112,8 @@ class LookAhead:
             is_last: Whether another model's pass should come after this one: then nothing is started for the next one.
         """
         self.schedule.begin(key, scope, guess)
+        if self._transfer.sharing is not None:
+            self._transfer.sharing.begin_pass(scope)
         self._is_last = is_last
         self._is_behind = True
         self._look()
@@ -163,16 +165,18 @@ class LookAhead:
     def onload_now(self, group: Group) -> None:
         """Start the blobs of a group that is needed and was not foreseen."""
         self._is_behind = True
+        # Without a stream nothing is started ahead, on no rank. With one, the others have foreseen something else.
+        alone = self._use_stream
         if self._memory.may_reside(group):
             self._memory.take_lent(group)
-            self._send([group], self._memory.resident_slot(group), [])
+            self._send([group], self._memory.resident_slot(group), [], alone=alone)
             return
         ring = self._memory.ring(group.height)
         is_first = not (self._use_stream or self._memory.holds_all)
         found = None if ring is None else ring.place(group.num_bytes, self._is_free, is_first=is_first)
         if ring is not None and found is None:
             self._warn_of_aliases(ring.slots)
-        self._send([group], *(found or (self._memory.pooled_slot(group.num_bytes), [])))
+        self._send([group], *(found or (self._memory.pooled_slot(group.num_bytes), [])), alone=alone)
 
     def abandon(self) -> None:
         """Give up all reads ahead: no call waits for them."""
@@ -352,7 +356,7 @@ class LookAhead:
                 self._model,
             )
 
-    def _send(self, run: list[Group], slot: Slot[Group], evicted: list[Slot[Group]]) -> None:
+    def _send(self, run: list[Group], slot: Slot[Group], evicted: list[Slot[Group]], *, alone: bool = False) -> None:
         self._before_send(run)
         for group in run:
             self._bring_packed(group)
@@ -363,7 +367,7 @@ class LookAhead:
         after += [group.packed.slot.ready for group in run if group.packed.slot is not None]
         self._counters.onloads += len(run)
         try:
-            slot.job = self._transfer.send(blobs, slot.memory, after, slot.ready, job=job, berths=berths)
+            slot.job = self._transfer.send(blobs, slot.memory, after, slot.ready, job=job, berths=berths, alone=alone)
         except EXPECTED:  # the forward may catch the error, and call again
             self._memory.free(slot)
             raise

@@ -31,7 +31,7 @@ from ...stores.folder import Folder
 from ...stores.group_file import GroupFile
 from ...stores.origin import Origin, Place
 from ...stores.packed import is_packable
-from ...stores.pinned import RamBlob, Segment
+from ...stores.pinned import HostMemory, RamBlob, Segment
 from .group import Group
 from .part import Part
 from .tensors import fit_for
@@ -53,6 +53,7 @@ def build_groups(
     trained: frozenset[int] = frozenset(),
     *,
     packs: bool = False,
+    host: HostMemory | None = None,
 ) -> tuple[Group, ...]:
     """Cut `root` into groups and bring every tensor to its memory at rest.
 
@@ -64,6 +65,7 @@ def build_groups(
         casts: By id, the tensors that get another dtype before they are placed, one group after another.
         trained: By id, the parameters that stay on the device.
         packs: Whether blobs are going to be packed: then these are not page-locked themselves.
+        host: RAM that other processes have in common with this one, for weights that are in no file.
 
     Raises:
         ModuleError, ConfigError: the module cannot be cut (see `partition`), or weights are to stay in the files that they
@@ -106,7 +108,7 @@ def build_groups(
                 plan.fresh = in_turn[plan.spec]
             if folder is not None:
                 _rest_in_files(plans, folder, homes, made, casts)
-            _rest_in_ram(plans, config, homes, made, wait, casts, packs=packs)
+            _rest_in_ram(plans, config, homes, made, wait, casts, packs=packs, host=host)
         for part in made:
             if not isinstance(part.blob, CheckpointBlob):
                 places = {i: origins[id(ref.tensor)] for i, ref in enumerate(part.refs) if id(ref.tensor) in origins}
@@ -196,6 +198,7 @@ def _rest_in_ram(
     casts: Mapping[int, torch.dtype],
     *,
     packs: bool,
+    host: HostMemory | None,
 ) -> None:
     wait_for_releases()
     backend = config.backend
@@ -209,7 +212,7 @@ def _rest_in_ram(
                 _cast(plan.fresh, casts)
             layouts = [_lay_out(plan.fresh) for plan in run]
             num_bytes = sum(layout.num_bytes for layout in layouts)
-            segment = Segment(num_bytes, backend, pin=pins and not run[0].spec.is_table, wait=wait)
+            segment = Segment(num_bytes, backend, pin=pins and not run[0].spec.is_table, wait=wait, host=host)
             tensors = [[ref.tensor.detach() for ref in plan.fresh] for plan in run]
             segment.fill(list(zip(layouts, tensors, strict=True)))
             del tensors

@@ -12,6 +12,14 @@ class Counters:
     passes: int = 0
     """The number of forwards."""
     backward_passes: int = 0
+    shared: int = 0
+    """Forwards that shared a pass with another one."""
+    predicted: int = 0
+    """Forwards that ran before they were called."""
+    discarded: int = 0
+    """Those of them whose results nobody called for."""
+    bytes_spared: int = 0
+    """Bytes that were not sent again, because forwards shared a pass."""
     onloads: int = 0
     stalls: int = 0
     brought_back: int = 0

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...base.device import Backend, Event, Stream
-from ...base.timeline import COMPUTE, COPIES, DECODE, READS, STALLS, Timeline
+from ...base.timeline import COMPUTE, COPIES, DECODE, GATHERS, READS, STALLS, Timeline
+
+_LANES = (COPIES, GATHERS, DECODE, COMPUTE, STALLS)
 
 
 class WeightTrace(Timeline):
     """Lanes for file reads, copies to the device, compute, and stalls. Threads that read files may call `copied` and `read`."""
 
     def __init__(self, backend: Backend, title: str, idle: Stream) -> None:
-        super().__init__(backend, title, host_lanes=(READS,), device_lanes=(COPIES, DECODE, COMPUTE, STALLS), idle=idle)
+        super().__init__(backend, title, host_lanes=(READS,), device_lanes=_LANES, idle=idle)
         self._open: dict[str, tuple[Event, Event]] = {}
         """For each group in use, the events at which compute came to wait for it, and went on."""
 
@@ -25,6 +27,10 @@ class WeightTrace(Timeline):
     def unpacked(self, name: str, begun: Event, stream: Stream, num_bytes: int) -> None:
         """Unpacking of a group was enqueued on `stream` behind `begun`, which `now` gave."""
         self.add(DECODE, name, begun, self.now(stream), num_bytes)
+
+    def gathered(self, name: str, begun: Event, stream: Stream, num_bytes: int) -> None:
+        """What other GPUs have brought of a group was enqueued on `stream` behind `begun`, which `now` gave."""
+        self.add(GATHERS, name, begun, self.now(stream), num_bytes)
 
     def compute_arrives(self, name: str, at: Event) -> None:
         """Compute is about to wait for the group of this name."""

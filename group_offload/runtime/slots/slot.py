@@ -23,7 +23,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from ...base.device import Event, Stream
 from ...base.layout import num_uses
-from ..copies.jobs import ReadJob
+from ..copies.jobs import Job
 
 
 class Tenant(Protocol):
@@ -74,8 +74,9 @@ class Slot(Generic[T]):
         self.is_resident = False
         """Whether the slot is given up only if device memory runs short."""
         self.ready = new_event()
-        self.job: ReadJob | None = None
-        """The bytes that have yet to be read from files for the slot. Until the job is over, `ready` tells nothing."""
+        self.job: Job | None = None
+        """The bytes that have yet to be read from files, or gathered from other GPUs, for the slot. Until the job is over,
+        `ready` tells nothing."""
         self.arrived = new_event()
         """The event behind which compute waits for `ready`."""
         self._last_use = new_event()

@@ -71,7 +71,7 @@ class Stalls:
             self._later.popleft()
         for slot in [*self._open]:
             if self._read(self._open[slot], slot.arrived, slot.ready):
-                del self._open[slot]
+                self._open.pop(slot, None)  # two threads may ask at once
         return dict(self._seconds)
 
     def _read(self, group_id: str, arrived: Event, ready: Event) -> bool:

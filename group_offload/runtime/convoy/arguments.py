@@ -1,0 +1,138 @@
+"""The arguments of one call, as later calls are compared with them: no tensor is kept alive for that, but small ones."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from ...base.torch_internals import tree_flatten, tree_unflatten
+
+_SMALL = 32
+"""The most elements of a tensor that is compared by its values, and kept for that."""
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class _Leaf:
+    """One argument: a tensor, a plain value, or another object, which is compared by identity."""
+
+    __slots__ = ("_kept", "_reference", "is_tensor", "key", "version")
+
+    def __init__(self, value: Any, *, is_top: bool) -> None:
+        self.is_tensor = isinstance(value, torch.Tensor)
+        self.version: int | None = None
+        self._kept: Any = None
+        self._reference: Any = None
+        if self.is_tensor:
+            self.version = None if value.is_inference() else value._version
+            self.key: Hashable = (tuple(value.shape), value.dtype, value.device)
+            self._reference = weakref.ref(value)
+            if value.numel() <= _SMALL:
+                self._kept = value
+        elif isinstance(value, _PLAIN):
+            # A number that a call is given may be the time, another one in each step.
+            self.key = float if is_top and isinstance(value, float) else (type(value), value)
+            self._kept = value
+        else:
+            self.key = (type(value), id(value))
+            self._kept = value
+
+    @property
+    def value(self) -> Any:
+        """The argument; None if it was a tensor that is gone."""
+        return self._reference() if self.is_tensor else self._kept
+
+    def is_still(self) -> bool:
+        """Whether the argument is there, and was not changed in place since."""
+        if not self.is_tensor:
+            return True
+        tensor = self.value
+        return tensor is not None and self.version is not None and tensor._version == self.version
+
+    def is_same(self, other: _Leaf) -> bool:
+        """Whether this argument is that of an earlier call: the same object, unchanged, or a small tensor of equal values."""
+        if self.is_tensor != other.is_tensor or self.key != other.key:
+            return False
+        if not self.is_tensor:
+            return self._kept is other._kept or (isinstance(self._kept, _PLAIN) and bool(self._kept == other._kept))
+        if self.version is None or other.version is None:
+            return False
+        mine, theirs = self.value, other.value
+        if mine is theirs:
+            return mine is not None and self.version == other.version == mine._version
+        if self._kept is None or other._kept is None or not other.is_still():
+            return False
+        return bool(torch.equal(self._kept, other._kept))
+
+
+class Arguments:
+    """The arguments of one call of a model."""
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        leaves, self._form = tree_flatten((args, kwargs))
+        top = {id(each) for each in (*args, *kwargs.values())}
+        self._leaves = [_Leaf(each, is_top=id(each) in top) for each in leaves]
+        self.shared: list[bool] = []
+        """For each argument, whether it is the same as in the first call of the step: see `relate`."""
+        self._first = next((at for at, leaf in enumerate(self._leaves) if leaf.is_tensor), None)
+
+    @property
+    def key(self) -> Hashable:
+        """What calls have in common that take the same way through a model."""
+        return str(self._form), *(leaf.key for leaf in self._leaves)
+
+    @property
+    def shapes(self) -> tuple[Any, ...]:
+        return tuple(leaf.key[:2] for leaf in self._leaves if leaf.is_tensor)  # type: ignore[index]
+
+    @property
+    def first(self) -> Any:
+        """The first tensor, unless it is gone."""
+        return None if self._first is None else self._leaves[self._first].value
+
+    @property
+    def has_inference_tensors(self) -> bool:
+        return any(leaf.is_tensor and leaf.version is None for leaf in self._leaves)
+
+    def are_unchanged(self) -> bool:
+        """Whether no tensor was changed in place since the call began."""
+        return all(leaf.is_still() or leaf.value is None or leaf.version is None for leaf in self._leaves)
+
+    def given(self) -> tuple[Any, Any] | None:
+        """The positional arguments and those by name; None if tensors are gone or were changed."""
+        if not all(leaf.is_still() for leaf in self._leaves):
+            return None
+        args, kwargs = tree_unflatten([leaf.value for leaf in self._leaves], self._form)
+        return args, kwargs
+
+    def is_of_same_step(self, other: Arguments) -> bool:
+        """Whether another call of the same step had these latents: the first tensor is the same object, and unchanged."""
+        if self._first is None or self._first != other._first or self._form != other._form:
+            return False
+        mine, theirs = self._leaves[self._first], other._leaves[self._first]
+        return mine.value is theirs.value is not None and mine.version == theirs.version is not None
+
+    def are_same(self, other: Arguments) -> bool:
+        return self._form == other._form and all(
+            mine.is_same(theirs) for mine, theirs in zip(self._leaves, other._leaves, strict=True)
+        )
+
+    def relate(self, first: Arguments) -> None:
+        """Note which arguments are the same as in the first call of the step. Later the latents are gone."""
+        pairs = zip(self._leaves, first._leaves, strict=True)
+        self.shared = [mine.is_same(before) for mine, before in pairs]
+
+    def foresee(self, now: Arguments) -> Arguments | None:
+        """The arguments of this call in the next step, which begins with `now`.
+
+        What was the same in the first call of this step is taken from `now`, and what was not is to come again.
+        """
+        if self._form != now._form or now._first is None or not (self.shared and self.shared[now._first]):
+            return None
+        foreseen = Arguments.__new__(Arguments)
+        foreseen._form, foreseen._first, foreseen.shared = self._form, self._first, self.shared
+        pairs = zip(self.shared, self._leaves, now._leaves, strict=True)
+        foreseen._leaves = [current if is_shared else mine for is_shared, mine, current in pairs]
+        return foreseen if all(leaf.is_still() for leaf in foreseen._leaves) else None

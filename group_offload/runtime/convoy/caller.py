@@ -1,0 +1,69 @@
+"""The state of torch in a thread that calls a model, for another thread that calls it in the first one's place."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from ...base.device import Backend
+from ...base.torch_internals import (
+    dispatch_modes,
+    function_modes,
+    pop_function_mode,
+    pop_mode,
+    push_function_mode,
+    push_mode,
+)
+
+
+class Caller:
+    """Grad mode, inference mode, autocast, the device and stream in use, context variables, function and dispatch modes."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._has_grad = torch.is_grad_enabled()
+        self._is_inference = torch.is_inference_mode_enabled()
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in dict.fromkeys(("cpu", backend.device.type))
+        ]
+        self._caches_casts = torch.is_autocast_cache_enabled()
+        self.stream = backend.current_stream()
+        self._index = torch.accelerator.current_device_index() if backend.device.type != "cpu" else None
+        self._context = contextvars.copy_context()
+        self._function_modes = function_modes()
+        self._dispatch_modes = dispatch_modes()
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Call a function in this thread as if the caller's thread called it."""
+
+        def call() -> Any:
+            with self._restored():
+                return function()
+
+        return self._context.copy().run(call)
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self._backend.on_stream(self.stream))
+            if self._index is not None:
+                torch.accelerator.set_device_index(self._index)
+            stack.enter_context(torch.inference_mode(self._is_inference))
+            stack.enter_context(torch.set_grad_enabled(self._has_grad))
+            for kind, is_enabled, dtype in self._autocast:
+                if is_enabled:
+                    stack.enter_context(
+                        torch.autocast(kind, dtype=dtype, enabled=True, cache_enabled=self._caches_casts)
+                    )
+            for function_mode in self._function_modes:
+                push_function_mode(function_mode)
+                stack.callback(pop_function_mode)
+            for dispatch_mode in self._dispatch_modes:
+                push_mode(dispatch_mode)
+                stack.callback(pop_mode)
+            yield

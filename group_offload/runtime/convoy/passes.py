@@ -1,0 +1,257 @@
+"""Passes in which several forwards of one module travel together.
+
+[Note: A convoy]
+A convoy is one pass with several forwards, the travellers. Each runs in a thread of its own, and one at a time: see
+[Note: Turns of travellers]. Each has its own list of gated calls, which the state machine of `Passes` gets together with the
+lock. So a traveller takes the steps of any other pass, with four differences:
+
+- The first traveller begins the pass, and the last one ends it.
+- At a gate whose groups no call holds, a traveller gives way: the others compute with the groups that are there first.
+- A group lingers: the convoy holds it until all travellers have used it. If nobody can go on, what lingers goes, and the front
+  brings what it needs. A traveller that has not come by until then calls in another order. It goes on alone after the others,
+  from where it is.
+- An interrupt in the middle of a step leaves the pass in an unknown state. The others then end with `Broken`, and `Sharing`
+  calls them again.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from ...base.device import Stream
+from ...errors import StateError
+from ..budget.budgeter import Kind
+from ..calls import Call
+from ..groups.group import Group
+from ..measure.counters import Counters
+from ..passes import Passes, State
+from .lock import IN_THE_ENGINE, Traveller, TurnLock
+from .watch import Watch
+
+
+class Broken(StateError):
+    """Another traveller was interrupted in the middle of a step of the engine."""
+
+
+class SharedPasses(Passes):
+    """Passes that forwards of several threads may share."""
+
+    lock: Any
+    watch: Watch | None = None
+    """Looks at the modules at each gate of the pass in progress."""
+    most_together = 1
+    """How many forwards there is room for in one pass, as far as the last pass has shown."""
+    _least_too_many = sys.maxsize
+    """The fewest forwards that ran out of device memory in one pass."""
+
+    def _new_lock(self) -> Any:
+        self._turns = TurnLock(self._switch)
+        return self._turns
+
+    @property
+    def turns(self) -> TurnLock | None:
+        """The lock, if the module has it for itself. Models that share weights have one lock, and no convoys."""
+        return self._turns if self.lock is self._turns else None
+
+    def _switch(self, traveller: Traveller | None) -> None:
+        if traveller is None:
+            self._calls = []
+        else:
+            self._calls, self._thread = traveller.calls, traveller.thread
+
+    # ---------------------------------------------------------------- where a pass is
+
+    @property
+    def runs_here(self) -> bool:
+        traveller = self._turns.here
+        return super().runs_here if traveller is None else bool(traveller.calls)
+
+    @property
+    def runs_elsewhere(self) -> bool:
+        return self._turns.here is None and super().runs_elsewhere
+
+    @property
+    def is_inside_a_call(self) -> bool:
+        traveller = self._turns.here
+        return super().is_inside_a_call if traveller is None else len(traveller.calls) > 1
+
+    @property
+    def counters(self) -> Counters:
+        return self._counters
+
+    def edits(self) -> int:
+        """A number that rises with each edit of weights that was committed."""
+        return self._counters.rebuilds + sum(part.blob.generation for part in self._group_of)
+
+    def were_touched(self) -> bool:
+        """Whether weights at rest were changed in place, or replaced, since the last pass, as far as torch counts that."""
+        return any(group.was_touched() or group.was_replaced() for group in self._groups)
+
+    def ran_out(self, num_forwards: int) -> None:
+        """So many forwards had no room in one pass."""
+        self._least_too_many = min(self._least_too_many, num_forwards)
+
+    # ---------------------------------------------------------------- a call
+
+    def begin_call(self, call: Call, args: Any, kwargs: Any) -> None:
+        traveller = self._turns.here
+        if traveller is None:
+            super().begin_call(call, args, kwargs)
+            if self.watch is not None:
+                self.watch.look_at(call.module)
+            return
+        traveller.since = IN_THE_ENGINE
+        try:
+            self._come_to(call, traveller)
+            has_failed = traveller.convoy.has_begun and self._state is State.FAILED
+            super().begin_call(call, args, kwargs)
+            if has_failed:
+                self._state = State.FAILED
+        finally:
+            traveller.since = time.monotonic()
+
+    def end_call(self, call: Call) -> None:
+        traveller = self._turns.here
+        if traveller is None:
+            if self.watch is not None:
+                self.watch.look_at(call.module)
+            super().end_call(call)
+            return
+        traveller.since = IN_THE_ENGINE  # until the gate releases the lock
+        self._turns.regain(traveller)
+        assert self._turns._is_owned()
+        super().end_call(call)
+
+    def settle(self, module: Any) -> None:
+        traveller = self._turns.here
+        if traveller is None:
+            super().settle(module)
+        elif self._turns._is_owned():
+            if self._calls and self._calls[-1].module is module:
+                self.forget_interrupted_calls()
+            if not self._calls and traveller.convoy.travellers == [traveller] and self._state is not State.CLEAN:
+                self.recover()
+
+    def _come_to(self, call: Call, traveller: Traveller) -> None:
+        """Wait until the call's groups are there for this traveller to compute with, or until it is the one to bring them."""
+        convoy = traveller.convoy
+
+        def can_go() -> bool:
+            held = {group for outer in traveller.calls for group in outer.groups}
+            return all(
+                group.holds and (group in held or traveller not in convoy.users.get(group, ()))
+                for group in self._needs(call.entry)
+                if group.num_bytes
+            )
+
+        assert self._turns._is_owned()
+        has_company = len(convoy.travellers) > 1 or convoy.lingering
+        if has_company and not can_go() and self._turns.give_way(traveller, can_go):
+            self._drop_lingering(traveller)
+        assert self._turns._is_owned()
+        if convoy.is_torn:
+            self._state = State.UNKNOWN
+        if convoy.has_begun and self._state is State.UNKNOWN:
+            raise Broken(
+                f"A forward of {type(self.root).__name__} shares its pass with one of another thread that was interrupted. "
+                f"Call it again."
+            )
+
+    # ---------------------------------------------------------------- a pass
+
+    def _begin(self, call: Call, kind: Kind, inputs: Any) -> None:
+        self.most_together = max(1, min(self._least_too_many - 1, self._placer.forwards_that_fit(kind)))
+        traveller = self._turns.here
+        if traveller is None:
+            super()._begin(call, kind, inputs)
+            return
+        convoy = traveller.convoy
+        if convoy.has_begun:
+            self.before_forward(self.root, inputs)
+            self._counters.passes += 1
+        else:
+            convoy.bytes_before = self._bytes_sent
+            super()._begin(call, self._kind_of_all(traveller, kind), inputs)
+            convoy.has_begun = True
+        if convoy.size > 1:
+            self._counters.shared += 1
+
+    @staticmethod
+    def _kind_of_all(traveller: Traveller, kind: Kind) -> Kind:
+        """The kind of a pass of these travellers: its activations are those of all."""
+        if traveller.convoy.size == 1:
+            return kind
+        shapes = [shape for each in traveller.convoy.travellers for shape in each.shapes]
+        return Kind(kind.top, tuple(sorted(shapes, key=repr)), kind.with_grad) if shapes else kind
+
+    @property
+    def _bytes_sent(self) -> int:
+        return sum(self._transfer.bytes_sent.values())
+
+    def _end(self) -> None:
+        traveller = self._turns.here
+        if traveller is None:
+            super()._end()
+            return
+        convoy = traveller.convoy
+        if convoy.travellers != [traveller]:
+            return  # it leaves the convoy as it releases the lock
+        if convoy.is_torn:
+            self._state = State.UNKNOWN
+        if self._state is State.OPEN:
+            self._drop_lingering(traveller)
+            self._counters.bytes_spared += (convoy.size - 1) * (self._bytes_sent - convoy.bytes_before)
+        super()._end()
+
+    def leave(self, traveller: Traveller) -> None:
+        """Take a traveller off the convoy whose forward is over. Mostly it has left by itself."""
+        if self._turns.here is not traveller:
+            return
+        try:
+            with self._turns:
+                if traveller.convoy.has_begun:
+                    self._calls.clear()
+                    self._end()
+        finally:
+            self._turns.disembark(traveller)
+
+    # ---------------------------------------------------------------- a group
+
+    def acquire(self, group: Group, *, binds: bool = True) -> None:
+        super().acquire(group, binds=binds)
+        traveller = self._turns.here
+        if traveller is not None:
+            traveller.convoy.users.setdefault(group, set()).add(traveller)
+
+    def release(self, group: Group, stream: Stream) -> None:
+        traveller = self._turns.here
+        if traveller is not None:
+            convoy = traveller.convoy
+            used = convoy.users.get(group, set())
+            is_awaited = any(not each.is_behind and each not in used for each in convoy.travellers)
+            if is_awaited and group not in convoy.lingering:
+                group.holds += 1
+                convoy.lingering[group] = None
+            elif not is_awaited and group in convoy.lingering:
+                group.holds -= 1
+                del convoy.lingering[group]
+        super().release(group, stream)
+        if traveller is not None and not group.holds:
+            traveller.convoy.users.pop(group, None)
+
+    def _drop_lingering(self, traveller: Traveller) -> None:
+        """Release what the convoy holds for travellers that have not come by."""
+        convoy = traveller.convoy
+        state, self._state = self._state, State.UNKNOWN
+        if state is State.UNKNOWN:
+            return
+        while convoy.lingering:
+            group, _ = convoy.lingering.popitem()
+            slot = group.slot
+            assert slot is not None and slot.last_stream is not None
+            super().release(group, slot.last_stream)
+            if not group.holds:
+                convoy.users.pop(group, None)
+        self._state = state

@@ -1,0 +1,507 @@
+"""Forwards that share passes: which may, who travels with whom, and which call of a step is run beside the first.
+
+[Note: Forwards that share a pass]
+A forward may share a pass if it is a function of its inputs and the weights. So a call of a new kind is made alone first, and
+watched: random numbers, attributes of modules, buffers and inputs have to stay as they are. The next such call that has company
+is made alone once more, and then all of them together: the bits have to be the same. Only then forwards of that kind share
+passes. A kind is what calls have in common that take the same way: see `Arguments.key`.
+
+Company are forwards of other threads, and the other calls of a step of guidance. A step is a row of calls with the same first
+tensor (the latents). If the last step had several, the first call of the next one foresees the arguments of the others: what
+was the same in both calls comes from this call, the rest has to be what it was. They run beside it, in threads of their own.
+The first call returns once the pass is over. If the caller then calls with the very arguments, and neither weights nor modules
+were changed meanwhile, it gets the result that is there. Else the results are thrown away. After two misses in a row no call of
+such a step is foreseen again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...base.device import Backend
+from ...base.pagemap import Detection, detection
+from ...base.tensors import map_tensors
+from ...base.torch_internals import has_global_hooks, set_eval_frame
+from ...base.tuning import tuning
+from .arguments import Arguments
+from .caller import Caller
+from .lock import Traveller
+from .passes import Broken, SharedPasses
+from .watch import Watch, survey
+
+logger = logging.getLogger("group_offload")
+
+_MOST_KINDS = 256
+"""The number of kinds of calls that are remembered."""
+_MOST_CALLS = 4
+"""The most calls of a step that are foreseen."""
+_MOST_MISSES = 2
+_MOST_FINDINGS = 3
+"""How often a kind of calls is watched before it goes alone for good. A first forward may move a table to the device, and
+another thread may draw random numbers meanwhile."""
+
+
+class Verdict(Enum):
+    """What is known of a kind of calls."""
+
+    WATCHED = "watched"
+    """A call was watched, and changed nothing."""
+    SHARED = "shared"
+    """Calls that shared a pass had the bits of calls made one after another."""
+    APART = "apart"
+    """They do not share passes."""
+
+
+class _Ahead:
+    """A forward that runs in a thread of its own, in place of a thread that should call for it later."""
+
+    def __init__(self, sharing: Sharing, traveller: Traveller, arguments: Arguments) -> None:
+        self.arguments = arguments
+        self.traveller = traveller
+        self.caller: Caller | None = sharing.caller()
+        self.output: Any = None
+        self.error: BaseException | None = None
+        self._sharing: Sharing | None = sharing
+        self.thread = threading.Thread(target=self._run, name="group_offload forward", daemon=True)
+
+    def start(self) -> None:
+        try:
+            self.thread.start()
+        except RuntimeError as error:  # the system has no more threads
+            self.error = error
+            if self._sharing is not None:
+                self._sharing.turns.disembark(self.traveller)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the forward is over."""
+        if self.thread.ident:
+            self.thread.join(timeout)
+        elif self._sharing is not None:
+            self._sharing.turns.disembark(self.traveller)
+
+    def _run(self) -> None:
+        sharing, caller = self._sharing, self.caller
+        assert sharing is not None and caller is not None
+        sharing.turns.embark(self.traveller)
+        try:
+            given = self.arguments.given()
+            if given is not None:
+                self.output = caller.run(lambda: sharing.alone(*given[0], **given[1]))
+            else:
+                self.error = RuntimeError("a tensor is gone")
+        except BaseException as error:
+            self.error = error.with_traceback(None)  # frames keep activations alive
+        finally:
+            self._sharing = self.caller = None
+            sharing.passes.leave(self.traveller)
+
+
+class _Steps:
+    """The calls of one thread, step by step."""
+
+    def __init__(self) -> None:
+        self.calls: list[Arguments] = []
+        """The calls of the step in progress."""
+        self.outputs: list[_Output] = []
+        self.foreseen: list[Arguments] = []
+        """What the rest of this step should be called with."""
+        self.ahead: list[_Ahead] = []
+        """The forwards that were run for these calls, as far as they were not called for yet."""
+        self.mark: Hashable = None
+        """The state of the modules and the weights that they ran with."""
+        self.misses: dict[Hashable, int] = {}
+
+    def forget(self) -> None:
+        self.calls, self.outputs, self.foreseen, self.ahead = [], [], [], []
+
+
+class _Output:
+    """What a call has returned, for as long as somebody else keeps it."""
+
+    def __init__(self, output: Any) -> None:
+        tensors = _tensors_of(output)
+        self._versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
+        self._references = [weakref.ref(tensor) for tensor in tensors]
+
+    def tensors(self) -> list[torch.Tensor] | None:
+        """The tensors, unless one of them is gone or was changed in place."""
+        found = []
+        for reference, version in zip(self._references, self._versions, strict=True):
+            tensor = reference()
+            if tensor is None or version is None or tensor._version != version:
+                return None
+            found.append(tensor)
+        return found
+
+
+class Sharing:
+    """Lets forwards of one module share passes. Thread-safe."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        passes: SharedPasses,
+        backend: Backend,
+        is_ours: Callable[[Any], bool],
+        why_not: Callable[[], str | None],
+        refresh: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            is_ours: Whether a hook of a module belongs to the engine.
+            refresh: Function that commits edits of weights since the last pass.
+            why_not: Function that says why no forward may share a pass now.
+        """
+        self._root = root
+        self.passes = passes
+        self._backend = backend
+        self._is_ours = is_ours
+        self._why_not = why_not
+        self._refresh = refresh
+        self._edits = passes.edits
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._verdicts: dict[Hashable, Verdict] = {}
+        self._structure = 0
+        """The modules that the verdicts are about."""
+        self._findings: dict[Hashable, int] = {}
+        """For each kind, how often in a row a call was found to change something."""
+        self._said: set[str] = set()
+        self.alone: Callable[..., Any] = lambda *args, **kwargs: None
+        """A call of the module that shares a pass only if its thread is a traveller's."""
+        self._all_steps: weakref.WeakSet[_Steps] = weakref.WeakSet()
+
+    @property
+    def turns(self) -> Any:
+        return self.passes._turns
+
+    def caller(self) -> Caller:
+        return Caller(self._backend)
+
+    def close(self) -> None:
+        """Throw all results away that nobody called for."""
+        for steps in [*self._all_steps]:
+            steps.forget()
+
+    # ---------------------------------------------------------------- a call
+
+    def call(self, args: Any, kwargs: Any) -> Any:
+        """Call the module: alone, or in a pass that other forwards share."""
+        turns = self.turns
+        if turns.here is not None or turns._is_owned() or self._backend.is_capturing():
+            return self.alone(*args, **kwargs)  # inside of another call, or refused
+        steps = self._steps
+        state = survey(self._root, self._is_ours)
+        reason = state.reason or self._why_not() or _state_of_thread() or self._lock_is_shared()
+        if reason is not None:
+            self._say(reason)
+            self._discard(steps)
+            steps.forget()
+            return self.alone(*args, **kwargs)
+        if state.structure != self._structure:  # the modules are others than the verdicts are about
+            self._structure = state.structure
+            self._verdicts.clear()
+            self._findings.clear()
+        now = Arguments(args, kwargs)
+        found = self._result_for(steps, now, state.mark)
+        if found is not None:
+            now.shared = found.arguments.shared
+            steps.calls.append(now)
+            return found.output
+        self._begin_step(steps, now)
+        return self._checked(steps, now, state.mark, args, kwargs)
+
+    @property
+    def _steps(self) -> _Steps:
+        steps: _Steps | None = getattr(self._local, "steps", None)
+        if steps is None:
+            steps = self._local.steps = _Steps()
+            self._all_steps.add(steps)
+        return steps
+
+    def _lock_is_shared(self) -> str | None:
+        return None if self.passes.turns is not None else "it shares weights with another offloaded model"
+
+    def _result_for(self, steps: _Steps, now: Arguments, mark: int) -> _Ahead | None:
+        """The forward that was run with these arguments. Others are thrown away."""
+        if not steps.ahead:
+            return None
+        found = steps.ahead.pop(0)
+        is_right = found.error is None and now.are_same(found.arguments)
+        if is_right:
+            with self.turns:
+                is_right = not self.passes.were_touched()
+                self._refresh()  # it commits edits that the system tells of
+        if is_right and steps.mark == (mark, self._stream, self._edits()):
+            steps.misses.clear()
+            return found
+        steps.ahead.insert(0, found)
+        self._discard(steps)
+        return None
+
+    @property
+    def _stream(self) -> Any:
+        return self._backend.current_stream()
+
+    def _discard(self, steps: _Steps) -> None:
+        """Throw away what was not called for."""
+        if steps.ahead:
+            self.passes.counters.discarded += len(steps.ahead)
+            key = self._key_of([*steps.foreseen])
+            steps.misses[key] = steps.misses.get(key, 0) + 1
+            if steps.misses[key] == _MOST_MISSES:
+                self._say("calls of a step were foreseen wrongly twice in a row")
+        steps.ahead, steps.foreseen = [], []
+
+    @staticmethod
+    def _key_of(calls: Sequence[Arguments]) -> Hashable:
+        return tuple(call.key for call in calls)
+
+    def _begin_step(self, steps: _Steps, now: Arguments) -> None:
+        """Note that a step begins, if this is its first call, and foresee the others."""
+        if steps.calls and now.is_of_same_step(steps.calls[0]):
+            now.relate(steps.calls[0])
+            return
+        if steps.calls and now.has_inference_tensors and now.first is steps.calls[0].first:
+            self._say("its inputs are inference tensors, in which nobody sees changes: call it under torch.no_grad()")
+        self._discard(steps)
+        others, steps.calls, steps.outputs = steps.calls[1:], [], []
+        if not 0 < len(others) < _MOST_CALLS:
+            return
+        foreseen = [each.foresee(now) for each in others]
+        if all(each is not None for each in foreseen):
+            steps.foreseen = [each for each in foreseen if each is not None]
+
+    def _checked(self, steps: _Steps, now: Arguments, mark: int, args: Any, kwargs: Any) -> Any:
+        key, turns = now.key, self.turns
+        verdict = self._verdict(key)
+        steps.calls.append(now)
+        at = len(steps.calls) - 1
+        if verdict is Verdict.APART:
+            return self.alone(*args, **kwargs)
+        num_callers = turns.announce()
+        if verdict is Verdict.SHARED:
+            ahead = steps.foreseen if at == 0 and self._may_foresee(steps) else []
+            output = self._travel(steps, [now, *ahead], mark, args, kwargs)
+        elif verdict is None:
+            output = self._watched(key, now, args, kwargs)
+        else:
+            output = self.alone(*args, **kwargs)
+        steps.outputs.append(_Output(output))
+        verdicts = {self._verdict(each.key) for each in steps.calls}
+        if at and verdicts <= {Verdict.SHARED, Verdict.WATCHED} and Verdict.WATCHED in verdicts:
+            is_last = at == len(steps.foreseen) and len(steps.outputs) == at + 1
+            if is_last and all(map(Arguments.are_same, steps.calls[1:], steps.foreseen)):
+                self._try_step(steps, output)
+        elif verdict is Verdict.WATCHED and num_callers > 1:
+            self._try_with_others(now, output, args, kwargs)
+        return output
+
+    def _may_foresee(self, steps: _Steps) -> bool:
+        if not steps.foreseen:
+            return False
+        if self._backend.has_streams and detection() is not Detection.SCAN:
+            self._say("this system has no quick way to tell whether weights were edited between two calls of a step")
+            return False
+        key = self._key_of(steps.foreseen)
+        return steps.misses.get(key, 0) < _MOST_MISSES and all(
+            self._verdict(each.key) is Verdict.SHARED for each in steps.foreseen
+        )
+
+    # ---------------------------------------------------------------- together
+
+    def _travel(self, steps: _Steps, calls: list[Arguments], mark: int, args: Any, kwargs: Any) -> Any:
+        """Make a call in a pass that others may share, and run the calls that are foreseen beside it."""
+        most = self.passes.most_together
+        calls = calls[:most]
+        mine, *others = self.turns.board([call.shapes for call in calls], most)
+        ahead = [_Ahead(self, traveller, call) for traveller, call in zip(others, calls[1:], strict=True)]
+        try:
+            output = self._run(mine, ahead, args, kwargs)
+        except (torch.OutOfMemoryError, Broken) as error:
+            if mine.convoy.size == 1:
+                raise
+            if isinstance(error, torch.OutOfMemoryError):
+                self._say(f"there is no room for {mine.convoy.size} forwards in one pass")
+                self.passes.ran_out(mine.convoy.size)
+            retry = True
+        else:
+            retry = False
+        if retry:
+            ahead.clear()
+            self._discard(steps)
+            return self.alone(*args, **kwargs)
+        if ahead:
+            self.passes.counters.predicted += len(ahead)
+            if not calls[0].are_unchanged():
+                self._judge([calls[0].key], Verdict.APART, "it changes its inputs")
+                self.passes.counters.discarded += len(ahead)
+                return output
+            steps.ahead, steps.mark = ahead, (mark, self._stream, self._edits())
+            latents = calls[0].first
+            if latents is not None:
+                weakref.finalize(latents, _drop, [weakref.ref(each) for each in ahead]).atexit = False
+        return output
+
+    def _run(self, mine: Traveller, ahead: Sequence[_Ahead], args: Any, kwargs: Any) -> Any:
+        """Make this thread's forward beside those of others. It returns once they are over that were begun here."""
+        try:
+            for each in ahead:
+                each.start()
+            output = self.alone(*args, **kwargs)
+            for each in ahead:
+                each.join()
+            return output
+        except BaseException:
+            for each in ahead:
+                self.turns.call_off(each.traveller)
+            for each in ahead:
+                each.join(tuning().traveller_patience_seconds)
+            raise
+        finally:
+            self.passes.leave(mine)
+
+    # ---------------------------------------------------------------- checks
+
+    def _watched(self, key: Hashable, now: Arguments, args: Any, kwargs: Any) -> Any:
+        """Make a first call of its kind, and look at what it depends on."""
+        if not self._lock.acquire(blocking=False):
+            return self.alone(*args, **kwargs)  # another thread's call is being watched
+        try:
+            with self.turns:
+                watch = Watch(self._root, self._backend.device)
+                brought_back = self.passes.counters.brought_back
+                self.passes.watch = watch
+                try:
+                    output = self.alone(*args, **kwargs)
+                finally:
+                    self.passes.watch = None
+                finding = watch.end()
+                if finding is None and self.passes.counters.brought_back != brought_back:
+                    finding = "it changes its weights or buffers"
+            if finding is None and not now.are_unchanged():
+                finding = "it changes its inputs"
+            self._findings[key] = 0 if finding is None else self._findings.get(key, 0) + 1
+            if not 0 < self._findings[key] < _MOST_FINDINGS:
+                self._judge([key], Verdict.WATCHED if finding is None else Verdict.APART, finding)
+            return output
+        finally:
+            self._lock.release()
+
+    def _try_step(self, steps: _Steps, output: Any) -> None:
+        """Make the calls of this step once more, all together, and compare the bits."""
+        calls = steps.calls
+        given = [call.given() for call in calls]
+        if any(each is None for each in given) or self.passes.most_together < len(calls):
+            return
+        wanted: list[Any] = [each.tensors() for each in steps.outputs[:-1]]
+        for at, each in enumerate(wanted):
+            if each is None:
+                args, kwargs = given[at]  # type: ignore[misc]
+                wanted[at] = _tensors_of(self.alone(*args, **kwargs))
+        wanted.append(_tensors_of(output))
+        args, kwargs = given[0]  # type: ignore[misc]
+        mine, *others = self.turns.board([call.shapes for call in calls], self.passes.most_together)
+        ahead = [_Ahead(self, traveller, call) for traveller, call in zip(others, calls[1:], strict=True)]
+        try:
+            found = [_tensors_of(self._run(mine, ahead, args, kwargs))]
+        except Exception as error:
+            self._say(f"a trial failed: {type(error).__name__}: {error}")
+            return
+        keys = [call.key for call in calls]
+        if any(each.error is not None for each in ahead):
+            return
+        found += [_tensors_of(each.output) for each in ahead]
+        self._compare(keys, found, wanted)
+
+    def _try_with_others(self, now: Arguments, output: Any, args: Any, kwargs: Any) -> None:
+        """Make a call once more, together with those of other threads, and compare the bits."""
+        if self.passes.most_together < 2:
+            return
+        (mine,) = self.turns.board([now.shapes], self.passes.most_together)
+        if mine.convoy.size == 1:
+            self.turns.disembark(mine)
+            return
+        try:
+            found = self._run(mine, (), args, kwargs)
+        except Exception as error:
+            self._say(f"a trial failed: {type(error).__name__}: {error}")
+            return
+        self._compare([now.key], [_tensors_of(found)], [_tensors_of(output)])
+
+    def _compare(self, keys: list[Hashable], found: Sequence[Any], wanted: Sequence[Any]) -> None:
+        is_same = all(_are_equal(one, other) for one, other in zip(found, wanted, strict=True))
+        if is_same and not any(map(len, wanted)):
+            self._judge(keys, Verdict.APART, "it returns no tensors that could be compared")
+            return
+        finding = None if is_same else "forwards that shared a pass had other bits than those made one after another"
+        self._judge(keys, Verdict.SHARED if is_same else Verdict.APART, finding)
+
+    def _verdict(self, key: Hashable) -> Verdict | None:
+        return self._verdicts.get(key)
+
+    def _judge(self, keys: list[Hashable], verdict: Verdict, finding: str | None) -> None:
+        if len(self._verdicts) >= _MOST_KINDS:
+            self._verdicts.clear()
+            self._findings.clear()
+        for key in keys:
+            if self._verdicts.get(key) is not Verdict.APART:
+                self._verdicts[key] = verdict
+        if finding is not None:
+            self._say(finding)
+
+    def _say(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            logger.info("Forwards of %s do not share passes: %s.", type(self._root).__name__, reason)
+
+
+def _drop(ahead: list[Any]) -> None:
+    """Let results go whose latents are gone: nobody can call for them any more."""
+    for reference in ahead:
+        found = reference()
+        if found is not None:
+            found.output, found.error = None, found.error or ReferenceError("the latents are gone")
+
+
+def _state_of_thread() -> str | None:
+    if torch.is_grad_enabled():
+        return "gradients are enabled: call it under torch.no_grad()"
+    if has_global_hooks():
+        return "there is a hook for all modules of the process"
+    compiler = set_eval_frame(None)
+    set_eval_frame(compiler)
+    if compiler:
+        return "it is called in compiled code: compile its blocks instead"
+    return None
+
+
+def _tensors_of(output: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(output, note, enters_dataclasses=True)
+    return found
+
+
+def _are_equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors are equal bit for bit."""
+    if len(one) != len(other):
+        return False
+    for a, b in zip(one, other, strict=True):
+        if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+            return False
+        if not torch.equal(*(t.detach().contiguous().view(-1).view(torch.uint8) for t in (a, b))):
+            return False
+    return True

@@ -1,0 +1,225 @@
+"""What the ranks of one host tell each other, in memory that all of them have mapped.
+
+[Note: How ranks agree]
+Collectives hang if ranks enqueue them in another order, or if one rank leaves one out. What a rank needs, and when, is not
+known to the others: caches skip blocks, and ranks are not equally fast. So nothing is foretold. A rank *offers* a group once
+the copy of its share has begun: its slot is free, and nothing but the link stands between. The rank whose offer is the last
+one that was missing enters the group in the *log*, in the same step. All ranks enqueue the gathers of the log, in the order of
+the log, and at once: a thread does that which waits for nothing else. Therefore each gather that one rank enqueues is enqueued
+by all, in one order, and ends.
+
+A rank takes an offer back as long as the group is not in the log. It does so when it has waited for longer than sharing can
+save, when others have *declined* the group, and when the slot is needed for something else. It declines the group then, and
+brings the rest of it by itself. So a rank that skips, repeats or reorders groups makes the others slower, and that is all.
+
+An offer has a digest of the group's bytes. Groups whose digests differ are never gathered.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+
+from ...base.system import lock, unlock
+from ...errors import StateError
+
+_TURN = struct.Struct("<Q")
+_SIZE = struct.Struct("<I")
+_HEAD_BYTES = 64
+_HALF_BYTES = 1 << 20
+BOARD_BYTES = _HEAD_BYTES + 2 * _HALF_BYTES
+_LOCK_SECONDS = 20.0
+
+
+@dataclass(slots=True)
+class State:
+    """The content of the board. Ranks are numbered within the host, keys name a group of one model."""
+
+    offers: dict[str, dict[str, str]] = field(default_factory=dict)
+    """By key and rank, the digests of groups that are offered and not in the log."""
+    log: list[str] = field(default_factory=list)
+    """The keys that are gathered, in order. Those that all ranks have enqueued are left out."""
+    first: int = 0
+    """The number of the first key of `log`, counted from the beginning."""
+    enqueued: list[int] = field(default_factory=list)
+    """How many gathers each rank has enqueued."""
+    absent: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    """By model and rank, the keys of groups that were on the device when the rank's pass began."""
+    declined: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    """By model and rank, the keys that the rank does not offer in its pass any more."""
+    awaited: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    """By rank, the key that its compute waits for, if that is not in the log, and whether it has gathered nothing yet in its
+    pass."""
+    left: dict[str, list[str]] = field(default_factory=dict)
+    """By model, the ranks that do not run it any more."""
+    residents: dict[str, list[str]] = field(default_factory=dict)
+    """By model and place, the groups that the first rank puts there."""
+
+    def offer(self, rank: int, key: str, digest: str, num_ranks: int) -> None:
+        """Offer a group. The last offer that was missing enters it in the log."""
+        offers = self.offers.setdefault(key, {})
+        offers[str(rank)] = digest
+        self._undecline(rank, key)
+        if len(offers) == num_ranks and len(set(offers.values())) == 1:
+            del self.offers[key]
+            self.log.append(key)
+
+    def take_back(self, rank: int, key: str) -> bool:
+        """Take an offer back. False if the group is in the log."""
+        offers = self.offers.get(key, {})
+        if offers.pop(str(rank), None) is None:
+            return False
+        if not offers:
+            del self.offers[key]
+        return True
+
+    def decline(self, rank: int, keys: Sequence[str]) -> None:
+        """Let the others not wait for these groups, until `begin_pass`, or an offer."""
+        for key in keys:
+            of_model = self.declined.setdefault(model_of(key), {}).setdefault(str(rank), [])
+            if key not in of_model:
+                of_model.append(key)
+
+    def _undecline(self, rank: int, key: str) -> None:
+        of_model = self.declined.get(model_of(key), {}).get(str(rank), [])
+        if key in of_model:
+            of_model.remove(key)
+
+    def begin_pass(self, rank: int, model: str, absent: Sequence[str]) -> None:
+        """A pass begins, in which all groups may be offered but `absent`: they are on the device."""
+        self.absent.setdefault(model, {})[str(rank)] = [*absent]
+        self.declined.setdefault(model, {})[str(rank)] = []
+
+    def leave(self, rank: int, model: str) -> None:
+        left = self.left.setdefault(model, [])
+        if str(rank) not in left:
+            left.append(str(rank))
+        for key in [key for key in self.offers if model_of(key) == model]:
+            self.take_back(rank, key)
+
+    def was_enqueued(self, rank: int, number: int) -> None:
+        """All gathers before `number` are enqueued by this rank."""
+        self.enqueued[rank] = number
+        num_over = min(self.enqueued) - self.first
+        if num_over > 0:
+            del self.log[:num_over]
+            self.first += num_over
+
+    def is_hopeless(self, rank: int, key: str, num_ranks: int, *, is_first: bool) -> bool:
+        """Whether another rank will not offer the group now.
+
+        It has left, or has other bytes, or has the group on its device, or has declined it, or waits for another one.
+
+        Args:
+            is_first: Whether this rank has gathered nothing yet in its pass. The others may be in the middle of passes of their
+                own then. It waits for their next ones: so the ranks get into step again.
+        """
+        offers, model = self.offers.get(key, {}), model_of(key)
+        if len(set(offers.values())) > 1:
+            return True
+        for other in (str(each) for each in range(num_ranks) if each != rank):
+            if other in self.left.get(model, ()) or key in self.absent.get(model, {}).get(other, ()):
+                return True
+            if other in offers:
+                continue
+            awaited, is_first_too = self.awaited.get(other, (key, False))
+            if awaited != key and awaited in self.offers and (is_first_too or not is_first):
+                return True
+            declined = self.declined.get(model, {}).get(other, ())
+            if not is_first and (key in declined or all_of(model) in declined):
+                return True
+        return False
+
+
+def key_of(model: str, group: str) -> str:
+    return f"{model}/{group}"
+
+
+def all_of(model: str) -> str:
+    """The key that stands for all groups of a model, where they are declined."""
+    return key_of(model, "*")
+
+
+def model_of(key: str) -> str:
+    return key.partition("/")[0]
+
+
+class Board:
+    """The board, as one rank sees it. Used by one thread of the rank.
+
+    Each change is written beside the state before, and counts once the number at the beginning has changed: a rank that dies in
+    the middle leaves the state before. Its lock goes with its descriptor.
+    """
+
+    def __init__(self, fd: int, rank: int, num_ranks: int) -> None:
+        """
+        Args:
+            fd: A descriptor of its own, of a file of `BOARD_BYTES` bytes. The board closes it.
+        """
+        self.rank, self.num_ranks = rank, num_ranks
+        self._fd: int | None = fd
+        self._memory = mmap.mmap(fd, BOARD_BYTES)
+
+    @property
+    def turn(self) -> int:
+        """A number that goes up with each change."""
+        found: tuple[int] = _TURN.unpack_from(self._memory, 0)
+        return found[0]
+
+    def read(self) -> State:
+        with self._locked():
+            return self._load()
+
+    @contextmanager
+    def change(self) -> Iterator[State]:
+        """The state, which is written at the end of the block."""
+        with self._locked():
+            state = self._load()
+            yield state
+            turn = self.turn + 1
+            content = json.dumps(asdict(state), separators=(",", ":")).encode()
+            if len(content) > _HALF_BYTES - _SIZE.size:
+                raise StateError("Too many groups are offered at once by GPUs that share a model. Pass share=False.")
+            start = _HEAD_BYTES + turn % 2 * _HALF_BYTES
+            self._memory[start + _SIZE.size : start + _SIZE.size + len(content)] = content
+            _SIZE.pack_into(self._memory, start, len(content))
+            _TURN.pack_into(self._memory, 0, turn)
+
+    def close(self) -> None:
+        if self._fd is not None:
+            self._memory.close()
+            os.close(self._fd)
+            self._fd = None
+
+    def _load(self) -> State:
+        turn = self.turn
+        if not turn:
+            return State(enqueued=[0] * self.num_ranks)
+        start = _HEAD_BYTES + turn % 2 * _HALF_BYTES
+        (size,) = _SIZE.unpack_from(self._memory, start)
+        return State(**json.loads(self._memory[start + _SIZE.size : start + _SIZE.size + size]))
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        assert self._fd is not None
+        limit = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                lock(self._fd)
+                break
+            except BlockingIOError:
+                if time.monotonic() > limit:
+                    raise StateError(
+                        "Another process that shares the offloaded weights does not answer: it was stopped, or hangs."
+                    ) from None
+                time.sleep(1e-5)
+        try:
+            yield
+        finally:
+            unlock(self._fd)

@@ -1,0 +1,335 @@
+"""The thread of a rank that offers groups to the others, and enqueues what all have agreed on. See [Note: How ranks agree]."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...base.device import Event
+from ...base.system import started_at
+from ...errors import StateError
+from .board import Board, State, all_of
+from .jobs import Progress, Shared, ShareJob
+
+logger = logging.getLogger("group_offload")
+
+_BUSY_SECONDS = 2e-4
+"""The time between two looks while copies are about to begin, or compute waits. A copy of a group takes longer."""
+_IDLE_SECONDS = 2e-3
+"""The same while groups are offered that nobody waits for."""
+_JOIN_SECONDS = 5.0
+_LOOK_SECONDS = 0.05
+"""The time between two looks at whether the other ranks are still there, while something waits for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The process of a rank."""
+
+    rank: int
+    """Its number among all processes."""
+    pid: int
+    started: str | None
+
+    @property
+    def is_there(self) -> bool:
+        return started_at(self.pid) == self.started
+
+
+@dataclass(slots=True)
+class _Model:
+    """What the thread knows of one offloaded model."""
+
+    patience: float = 0.0
+    """For how much longer the pass may wait for other ranks, in seconds."""
+    misses: int = 0
+    """How many passes in a row have offered groups, and gathered none."""
+    num_offered: int = 0
+    num_gathered: int = 0
+    jobs: dict[ShareJob, None] = field(default_factory=dict)
+
+
+class Courier:
+    """One thread, for all models that a rank shares with the same other ranks. Only the thread uses the board."""
+
+    def __init__(self, board: Board, peers: Sequence[Peer], enter: Callable[[], None]) -> None:
+        """
+        Args:
+            peers: The processes of all ranks, in order.
+            enter: A function that the thread calls first: it makes the device the current one.
+        """
+        self._board = board
+        self._rank = board.rank
+        self._peers = peers
+        self._enter = enter
+        self._requests: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._models: dict[str, _Model] = {}
+        self._offered: dict[str, tuple[ShareJob, Shared]] = {}
+        self._state = State(enqueued=[0] * board.num_ranks)
+        self._turn = 0
+        self._num_enqueued = 0
+        self._looked_at = 0.0
+        self.alone: set[str] = set()
+        """The models whose pass in progress has waited for long enough: it brings the rest by itself."""
+        self.error: BaseException | None = None
+        """Why nothing is shared any more."""
+        self.residents: dict[str, list[str]] = {}
+        """By model and place, the groups that the first rank puts there."""
+        self.last: Event | None = None
+        """It is behind the last gather."""
+        self._thread = threading.Thread(target=self._run, name="group_offload sharing", daemon=True)
+        self._thread.start()
+
+    # ---------------------------------------------------------------- other threads
+
+    def post(self, request: str, content: Any) -> None:
+        """Ask the thread for something. It answers by what it does with jobs."""
+        self._requests.put((request, content))
+        if self.error is not None:
+            self._settle_all()
+
+    def leave_all(self) -> None:
+        """This process ends, as it should: the others go on without it."""
+        for model in [*self._models]:
+            self._requests.put(("leave", model))
+        self._requests.put(("close", None))
+        self._thread.join(_JOIN_SECONDS)
+
+    # ---------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        try:
+            self._enter()
+            while self._serve():
+                self._offer()
+                self._follow()
+                self._give_up()
+        except BaseException as error:
+            self.error = self._blame(error)
+        finally:
+            self.error = self.error or StateError("Sharing weights with other processes has ended.")
+            self._settle_all()
+            self._board.close()
+
+    def _settle_all(self) -> None:
+        jobs = [job for model in [*self._models.values()] for job in [*model.jobs]]
+        while True:
+            try:
+                _, content = self._requests.get_nowait()
+            except queue.Empty:
+                break
+            jobs += [content] if isinstance(content, ShareJob) else []
+        for job in jobs:
+            job.settle(self.error)
+
+    def _blame(self, error: BaseException) -> BaseException:
+        """The error for the user: what ended, if that is why something failed."""
+        limit = time.monotonic() + 1
+        while not isinstance(error, StateError) and time.monotonic() < limit:
+            gone = [peer for peer in self._peers if not peer.is_there]
+            if gone:
+                return _have_ended(gone)
+            time.sleep(_LOOK_SECONDS)  # the connection breaks a moment before the process has ended
+        if isinstance(error, StateError):
+            return error
+        found = StateError(
+            f"GPUs that share weights could not gather them: {error}. Pass share=False to offload in each alone."
+        )
+        found.__cause__ = error
+        return found
+
+    def _serve(self) -> bool:
+        """Do what was asked for; with nothing to do, wait. False: the thread ends."""
+        timeout = self._until_next_look()
+        while True:
+            try:
+                request, content = self._requests.get(timeout=timeout) if timeout != 0 else self._requests.get_nowait()
+            except queue.Empty:
+                return True
+            timeout = 0
+            if request == "close":
+                return False
+            getattr(self, f"_on_{request}")(content)
+
+    def _until_next_look(self) -> float | None:
+        jobs = [job for model in self._models.values() for job in model.jobs]
+        if not jobs:
+            if self.last is None or self.last.query():
+                return None
+            return 0.5 if self._is_all_there() else 5.0
+        is_busy = any(job.wanted_at or any(each.progress is Progress.SENT for each in job.shared) for job in jobs)
+        return _BUSY_SECONDS if is_busy else _IDLE_SECONDS
+
+    def _is_all_there(self) -> bool:
+        gone = [peer for peer in self._peers if not peer.is_there]
+        if gone:
+            logger.critical("%s The gather that it takes part in cannot end.", _have_ended(gone))
+        return not gone
+
+    def _on_submit(self, job: ShareJob) -> None:
+        self._model(job.model).jobs[job] = None
+
+    def _on_want(self, job: ShareJob) -> None:
+        job.wanted_at = time.monotonic()
+
+    def _on_cancel(self, job: ShareJob) -> None:
+        self._withdraw(job, [each for each in job.shared if each.progress in (Progress.SENT, Progress.OFFERED)])
+
+    def _on_decline(self, keys: list[str]) -> None:
+        with self._board.change() as state:
+            state.decline(self._rank, keys)
+
+    def _on_begin(self, content: tuple[str, list[str], float]) -> None:
+        name, absent, patience = content
+        model = self._model(name)
+        if model.num_offered:
+            model.misses = 0 if model.num_gathered else model.misses + 1
+        model.num_offered = model.num_gathered = 0
+        model.patience = patience / 2**model.misses
+        self.alone.discard(name)
+        self._refuse_dead(name)
+        with self._board.change() as state:
+            state.begin_pass(self._rank, name, absent)
+
+    def _on_end(self, name: str) -> None:
+        """A pass has failed. The jobs were cancelled before."""
+        with self._board.change() as state:
+            state.decline(self._rank, [all_of(name)])
+
+    def _on_leave(self, name: str) -> None:
+        for job in [*self._model(name).jobs]:
+            self._on_cancel(job)
+        with self._board.change() as state:
+            state.leave(self._rank, name)
+
+    def _on_reside(self, content: tuple[str, list[str]]) -> None:
+        with self._board.change() as state:
+            state.residents[content[0]] = content[1]
+
+    def _model(self, name: str) -> _Model:
+        return self._models.setdefault(name, _Model())
+
+    def _offer(self) -> None:
+        """Offer what has begun."""
+        found = []
+        for model in self._models.values():
+            for job in model.jobs:
+                waiting = [each for each in job.shared if each.progress is Progress.SENT]
+                if not waiting:
+                    continue
+                if job.reads is not None and (not job.reads.is_over or job.reads.error is not None):
+                    break
+                if not job.begun.query():
+                    break
+                found += [(job, each) for each in waiting if each.key not in self._offered]
+        if not found:
+            return
+        now = time.monotonic()
+        with self._board.change() as state:
+            for job, each in found:
+                state.offer(self._rank, each.key, each.digest, self._board.num_ranks)
+                each.progress, each.offered_at = Progress.OFFERED, now
+                self._offered[each.key] = job, each
+                self._model(job.model).num_offered += 1
+
+    def _follow(self) -> None:
+        """Enqueue the gathers that are in the log."""
+        if self._board.turn == self._turn:
+            return
+        self._look()
+        fresh = self._state.log[self._num_enqueued - self._state.first :]
+        for key in fresh:
+            job, shared = self._offered.pop(key)
+            job.gather(shared)
+            shared.progress = Progress.GATHERED
+            self._num_enqueued += 1
+            self._model(job.model).num_gathered += 1
+            self._settle(job)
+        if fresh:
+            with self._board.change() as state:
+                state.was_enqueued(self._rank, self._num_enqueued)
+                self._forget_awaited(state, fresh)
+
+    def _look(self) -> None:
+        self._turn = self._board.turn  # before: a change that comes between is looked at once more
+        self._state = self._board.read()
+        self.residents = self._state.residents
+
+    def _give_up(self) -> None:
+        """Let ranks that wait bring by themselves what the others will not offer, or not soon."""
+        now = time.monotonic()
+        for name, model in self._models.items():
+            for job in [*model.jobs]:
+                waiting = [each for each in job.shared if each.progress is Progress.OFFERED] if job.wanted_at else []
+                if not waiting:
+                    continue
+                since = max(job.wanted_at, *(each.offered_at for each in waiting))
+                is_late = now - since > model.patience
+                hopeless = [each for each in waiting if is_late or self._is_hopeless(each, model)]
+                if hopeless:
+                    model.patience -= now - since
+                    if is_late:
+                        model.patience = 0.0
+                        self.alone.add(name)
+                    self._withdraw(job, hopeless)
+                    if is_late:
+                        self._on_decline([all_of(name)])
+                    continue
+                if now - since > _IDLE_SECONDS:
+                    self._say_what_is_awaited(waiting[0].key, model)
+                if now - self._looked_at > _LOOK_SECONDS:
+                    self._refuse_dead(name)
+
+    def _is_hopeless(self, shared: Shared, model: _Model) -> bool:
+        return self._state.is_hopeless(self._rank, shared.key, self._board.num_ranks, is_first=not model.num_gathered)
+
+    def _say_what_is_awaited(self, key: str, model: _Model) -> None:
+        if self._state.awaited.get(str(self._rank), ("",))[0] != key:
+            with self._board.change() as state:
+                if key in state.offers:
+                    state.awaited[str(self._rank)] = key, not model.num_gathered
+
+    def _forget_awaited(self, state: State, keys: Sequence[str]) -> None:
+        if state.awaited.get(str(self._rank), ("",))[0] in keys:
+            del state.awaited[str(self._rank)]
+
+    def _withdraw(self, job: ShareJob, shared: list[Shared]) -> None:
+        with self._board.change() as state:
+            for each in shared:
+                if each.progress is Progress.SENT or state.take_back(self._rank, each.key):
+                    each.progress = Progress.ALONE
+                    if self._offered.get(each.key) == (job, each):
+                        del self._offered[each.key]
+                    state.decline(self._rank, [each.key])
+            self._forget_awaited(state, [each.key for each in shared])
+        self._settle(job)  # else the log has them
+
+    def _settle(self, job: ShareJob) -> None:
+        if job.is_settled:
+            self._model(job.model).jobs.pop(job, None)
+            job.settle()
+
+    def _refuse_dead(self, name: str) -> None:
+        """
+        Raises:
+            StateError: a rank that still runs the model has ended.
+        """
+        self._looked_at = time.monotonic()
+        left = self._state.left.get(name, ())
+        others = [peer for rank, peer in enumerate(self._peers) if rank != self._rank and str(rank) not in left]
+        gone = [peer for peer in others if not peer.is_there]
+        if gone:
+            raise _have_ended(gone)
+
+
+def _have_ended(gone: Sequence[Peer]) -> StateError:
+    names = " and ".join(f"Rank {peer.rank} (process {peer.pid})" for peer in gone)
+    return StateError(
+        f"{names}, with which the weights of an offloaded model are shared, ended without remove(). Start all ranks again; a "
+        f"rank that ends before the others has to call remove() first."
+    )

@@ -1,0 +1,160 @@
+"""What one slot gets from several GPUs: the groups in it, and how far each has come."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+from ...base.device import Event, Stream
+
+
+class Progress(Enum):
+    """How far a group has come."""
+
+    SENT = "sent"
+    """The copy of this rank's share is enqueued, and has not begun."""
+    OFFERED = "offered"
+    """It has begun, and the group is offered to the other ranks."""
+    GATHERED = "gathered"
+    """All ranks have offered it, and the gathers are enqueued."""
+    ALONE = "alone"
+    """The rank brings the rest of the group by itself."""
+
+
+class Reads(Protocol):
+    """Reads of files for a slot: see `ReadJob`."""
+
+    is_over: bool
+    error: BaseException | None
+
+    def wait(self) -> None: ...
+
+    def cancel(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Shared:
+    """A group on its way: see `Progress`. The thread of the crew changes it."""
+
+    key: str
+    """The name under which the ranks agree on it."""
+    digest: str
+    """What the ranks have to have in common."""
+    label: str
+    gathers: list[tuple[torch.Tensor, int, Event]] = field(default_factory=list)
+    """For each piece: its bytes of the slot, the bytes of one part, and the event behind the copy of this rank's part."""
+    progress: Progress = Progress.SENT
+    offered_at: float = 0.0
+
+
+@dataclass(eq=False)
+class ShareJob:
+    """All that one slot gets from several ranks. It takes the place of a `ReadJob`.
+
+    The thread that computes makes it and waits; the thread of the crew does the rest.
+    """
+
+    model: str
+    shared: list[Shared]
+    begun: Event
+    """It is reached once the copies have begun."""
+    sent: Event
+    """It is behind the copies of this rank's share."""
+    rest: Event
+    """It is behind what `bring_rest` has brought."""
+    ready: Event
+    """It is behind all bytes of the slot, once `wait` has returned."""
+    stream: Stream
+    """The stream that gathers run on."""
+    post: Callable[[str, ShareJob], None]
+    """A function that asks the thread of the crew for something."""
+    bring_rest: Callable[[ShareJob], None]
+    """A function that brings the shares of other ranks of the groups that are `ALONE`, behind `rest`."""
+    gather: Callable[[Shared], None]
+    """A function that enqueues the gathers of a group. The thread of the crew calls it."""
+    reads: Reads | None = None
+    """The part of the share that threads read from files."""
+    wanted_at: float = 0.0
+    """When compute came to wait for the slot; 0 if it did not."""
+    is_over: bool = False
+    """Whether `ready` is recorded."""
+    is_cancelled: bool = False
+    error: BaseException | None = None
+    until_settled: threading.Lock = field(default_factory=threading.Lock)
+    """Held until each group is gathered or alone, or there is an error. (An Event is written in Python: Ctrl-C may leave its
+    lock taken.)"""
+
+    def __post_init__(self) -> None:
+        self.until_settled.acquire()
+
+    @property
+    def is_settled(self) -> bool:
+        return all(each.progress in (Progress.GATHERED, Progress.ALONE) for each in self.shared)
+
+    @property
+    def alone(self) -> list[Shared]:
+        return [each for each in self.shared if each.progress is Progress.ALONE]
+
+    def begin(self, stream: Stream) -> None:
+        """What is enqueued on `stream` next is the first copy."""
+        self.begun.record(stream)
+
+    def wait(self) -> None:
+        """Return once `ready` is recorded.
+
+        Raises:
+            GroupFileError: a file could not be read.
+            StateError: another rank has ended.
+        """
+        if self.reads is not None:
+            self.reads.wait()
+        if self.is_over:
+            return
+        if not self.is_settled:
+            self.post("want", self)
+        with self.until_settled:
+            pass
+        if self.error is not None:
+            raise self.error
+        if self.alone:
+            self.bring_rest(self)
+        self.finish()
+
+    def finish(self) -> None:
+        if not self.is_over:
+            self.stream.wait_event(self.sent)
+            self.stream.wait_event(self.rest)
+            self.ready.record(self.stream)
+            self.is_over = True
+
+    def cancel(self) -> None:
+        """Gather nothing more. What is enqueued is behind `ready`."""
+        if self.reads is not None:
+            self.reads.cancel()
+        if self.is_over:
+            return
+        if not self.is_settled and self.error is None:
+            self.post("cancel", self)
+            with self.until_settled:
+                pass
+        self.finish()
+
+    @contextmanager
+    def cancelled_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.cancel()
+            raise
+
+    def settle(self, error: BaseException | None = None) -> None:
+        """Let the thread that waits go on. Repeated calls do nothing."""
+        self.error = self.error or error
+        if self.until_settled.locked():
+            self.until_settled.release()

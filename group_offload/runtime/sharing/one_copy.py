@@ -1,0 +1,62 @@
+"""One copy of weights for all ranks of a host: the first rank makes segments of RAM, and the others map them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from ...base.mapping import TwiceMapped
+from .crew import OtherModel, Roll
+
+_MOST_OPEN = 4
+"""How many segments the first rank makes before the others have mapped them: until then each takes descriptors."""
+
+
+class OneCopy:
+    """The RAM that the ranks of a host have in common while one model is set up. See `HostMemory`."""
+
+    def __init__(self, roll: Roll, model: str, ranks: Sequence[int]) -> None:
+        self._roll, self._model = roll, model
+        self._first, self._others = ranks[0], ranks[1:]
+        self._turn = 0
+        self._open: deque[tuple[int, TwiceMapped]] = deque()
+
+    @property
+    def _is_first(self) -> bool:
+        return self._roll.rank == self._first
+
+    def names(self, num_bytes: int) -> Sequence[str]:
+        self._turn += 1
+        if self._is_first:
+            if len(self._open) >= _MOST_OPEN:
+                self._seal()
+            return []
+        size, names = self._roll.hear(self._first, self._topic("made", self._turn), f"{self._model}/all made")
+        return names if size == num_bytes else []
+
+    def was_filled(self, twice: TwiceMapped, num_bytes: int) -> None:
+        if self._is_first:
+            self._open.append((self._turn, twice))
+            self._roll.tell(self._topic("made", self._turn), [num_bytes, twice.names])
+            return
+        twice.seal()
+        self._roll.tell(self._topic("mapped", self._turn), 0)
+
+    def differs(self, fqn: str) -> Exception:
+        return OtherModel(self._roll.rank, self._first, f"{fqn!r} has other values")
+
+    def end(self) -> None:
+        """All segments are made."""
+        self._roll.tell(f"{self._model}/all made", [-1, []])
+        self._roll.tell(f"{self._model}/all mapped", 0)
+        while self._open:
+            self._seal()
+
+    def _seal(self) -> None:
+        turn, twice = self._open.popleft()
+        for rank in self._others:
+            self._roll.hear(rank, self._topic("mapped", turn), f"{self._model}/all mapped")
+        twice.seal()
+
+    def _topic(self, what: str, turn: int) -> str:
+        return f"{self._model}/{what} {turn}"

@@ -1,0 +1,455 @@
+"""One model of which several GPUs of the host bring their shares: what is shared, what each rank brings, and when it waits.
+
+[Note: A shared group]
+The bytes of a group in its slot are cut into pieces, and each piece into one part for each rank. A rank copies its parts to
+their places in the slot, on the copy stream. Behind each of them it records an event. Once the other ranks have offered the
+group too (see [Note: How ranks agree]), the thread of the crew enqueues a gather for each piece on a stream of its own, behind
+that event. So pieces are gathered while the next ones are sent. The ready event of the slot is recorded behind the last
+gather, on that stream. The thread that computes waits, on the host, until that is done: as with files, it does not wait for the
+device.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Protocol
+
+import torch
+import xxhash
+
+from ...base.device import Event, Stream
+from ...base.layout import as_bytes, memory_of
+from ...base.tuning import tuning
+from ...config import OffloadConfig
+from ...errors import ConfigError, StateError
+from ...stores.base import PlacedBlob, PlacedImage
+from ...stores.moves import Gather, Move, joined, may_be_cut, moves_within
+from ..measure.recorder import Recorder
+from .board import key_of
+from .crew import Crew, GatherSpeeds, OtherModel, Roll, crew_of, pays, roll_of
+from .cut import Cut, cut
+from .jobs import Shared, ShareJob
+from .one_copy import OneCopy
+
+logger = logging.getLogger("group_offload")
+
+_SAMPLE_BYTES = 4096
+_NUM_SAMPLES = 64
+_ASSUMED_LINK = 5e9
+"""Bytes per second where the link was not measured."""
+
+
+class Shareable(Protocol):
+    """A group, as far as its bytes are concerned: see `Group`."""
+
+    group_id: str
+    slot: Any
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def blobs_at(self, offset: int) -> list[PlacedBlob]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank sends of one group, or all of it if nobody else does."""
+
+    label: str
+    at: int
+    """The byte of the slot that the group begins at."""
+    moves: list[Move]
+    """All of the group."""
+    blobs: list[PlacedBlob | PlacedImage]
+    key: str
+    digest: str
+    cut: Cut | None
+    """None: the rank sends all of it."""
+
+    def own(self, rank: int) -> list[tuple[int, int]]:
+        """The bytes of the slot that a rank sends, as first and last byte, exclusive."""
+        assert self.cut is not None
+        return [(self.at + start, self.at + end) for start, end in self.cut.own(rank)]
+
+    def others(self, rank: int) -> list[tuple[int, int]]:
+        assert self.cut is not None
+        return [(self.at + start, self.at + end) for start, end in self.cut.others(rank)]
+
+
+class Sharing:
+    """The shares of one model. An engine owns it, and uses it under its lock.
+
+    Order of calls: `join`, `check`; in each pass `begin_pass`, then any of the others; at last `close`.
+    """
+
+    def __init__(self, config: OffloadConfig, title: str, recorder: Recorder) -> None:
+        self._config = config
+        self._backend = config.backend
+        self._title = title
+        self._recorder = recorder
+        self._roll: Roll | None = None
+        self.crew: Crew | None = None
+        """The ranks of this host, if they share the model; None if each goes alone."""
+        self.why_not = ""
+        """Why each rank goes alone."""
+        self.speeds: GatherSpeeds | None = None
+        self.one_copy: OneCopy | None = None
+        """RAM that the ranks of this host have in common, while the model is set up."""
+        self._model = ""
+        self._is_checked = False
+        self._digests: dict[str, tuple[tuple[Any, ...], str]] = {}
+        """By group, the state of its blobs and the digest of them then."""
+        self.bytes_gathered = 0
+        self.num_alone = 0
+        """Groups that were shared out, and brought by this rank alone after all."""
+        self._agreed: dict[str, list[str] | None] = {}
+        """The groups of the first rank's plan, by the place where they rest, as `agree` has said."""
+        self._leave: Callable[[], object] | None = None
+        self._jobs: weakref.WeakSet[ShareJob] = weakref.WeakSet()
+        """Those that may not be over."""
+
+    # ---------------------------------------------------------------- set-up
+
+    def join(self, owner: object) -> None:
+        """Meet the other ranks. Each of them has to call this.
+
+        Args:
+            owner: The object that this rank leaves with, if nobody calls `close`.
+
+        Raises:
+            StateError: a rank does not call this in time, or has failed.
+            ConfigError: sharing was asked for, and is not possible.
+        """
+        self._roll, self._model = roll_of(self._config.process_group, self._backend)
+        share = self._config.share
+        if share is False:
+            self.why_not = "share=False"
+            return
+        crew, self.why_not = crew_of(self._config.process_group, self._backend, self._roll, self._model)
+        self.speeds = None if crew is None else crew.speeds
+        if crew is None and share is True:
+            raise ConfigError(f"share=True, and {self.why_not}. Pass share='auto', which goes alone then.")
+        if crew is not None and (share is True or pays(crew.speeds)):
+            self.crew = crew
+            self._leave = weakref.finalize(owner, crew.courier.post, "leave", self._model)
+            self._leave.atexit = False
+        elif crew is not None:
+            self.why_not = "sharing would not make weights arrive faster here"
+        if crew is not None and not self._config.low_cpu_mem_usage:
+            self.one_copy = OneCopy(self._roll, self._model, crew.ranks)
+        if self.crew is None:
+            logger.info("%s is not shared among GPUs: %s.", self._title, self.why_not)
+
+    def check(self, groups: Sequence[Shareable]) -> None:
+        """Make sure that all ranks have the same model.
+
+        Raises:
+            ModuleError: another rank has other groups, or groups with other bytes.
+            StateError: a rank has failed, or is missing.
+        """
+        assert self._roll is not None
+        if self.one_copy is not None:
+            self.one_copy.end()
+            self.one_copy = None
+        mine = [(group.group_id, group.num_bytes, _sample_of(group)) for group in groups]
+        all_of_them = self._roll.exchange(f"{self._model}/groups", [self._title, mine], self._roll.ranks)
+        first = self._roll.ranks[0]
+        for rank, (title, found) in zip(self._roll.ranks, all_of_them, strict=True):
+            problem = _difference(all_of_them[0][0], all_of_them[0][1], title, found)
+            if problem:
+                raise OtherModel(rank, first, problem)
+        self._is_checked = True
+        for group, (_, _, digest) in zip(groups, mine, strict=True):
+            blobs = group.blobs_at(0)
+            self._digests[group.group_id] = _state_of(blobs), f"{_layout_of(blobs, 0)} {digest}"
+
+    def fail(self, error: BaseException) -> None:
+        """Offloading has failed here: let the other ranks know, if they are still at it."""
+        if self._roll is not None and not self._is_checked:
+            self._roll.fail(self._model, error)
+
+    def close(self) -> None:
+        """The model is not offloaded any more, or never was."""
+        if self._leave is not None:
+            self._leave()
+        self.crew = self._leave = None
+
+    # ---------------------------------------------------------------- a pass
+
+    def begin_pass(self, groups: Iterable[Shareable]) -> None:
+        """
+        Args:
+            groups: Those that the pass can need.
+
+        Raises:
+            StateError: another rank has ended.
+        """
+        crew = self.crew
+        if crew is None:
+            return
+        if crew.is_forked:
+            self.crew = None
+            return
+        if crew.courier.error is not None:
+            raise crew.courier.error
+        absent, missing_bytes = [], 0
+        for group in groups:
+            if group.slot is None:
+                missing_bytes += group.num_bytes
+            elif group.slot.is_resident:
+                absent.append(key_of(self._model, group.group_id))
+        link = _ASSUMED_LINK if crew.speeds is None else crew.speeds.alone
+        patience = tuning().share_patience_seconds + missing_bytes * (1 - 1 / crew.num_ranks) / link
+        crew.courier.post("begin", (self._model, absent, patience))
+
+    def recover(self) -> None:
+        """A pass failed: gather no more, and return once no gather is on its way."""
+        for job in [*self._jobs]:
+            job.cancel()
+        self._jobs.clear()
+        if self.crew is not None and not self.crew.is_forked:
+            self.crew.courier.post("end", self._model)
+            done = self._backend.new_event()
+            done.record(self.crew.stream)
+            done.synchronize()
+
+    def agree(self, what: str, names: Sequence[str]) -> Sequence[str]:
+        """The groups that rest somewhere: those of the first rank's plan. All ranks then need the same ones from elsewhere.
+
+        Args:
+            what: The place.
+            names: Those of this rank's plan.
+        """
+        assert self.crew is not None
+        courier, key = self.crew.courier, f"{self._model}/{what}"
+        if self.crew.rank == 0:
+            if self._agreed.get(what) != [*names]:
+                courier.post("reside", (key, [*names]))
+            self._agreed[what] = [*names]
+        else:
+            self._agreed[what] = courier.residents.get(key)
+        agreed = self._agreed[what]
+        return names if agreed is None else agreed
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the first rank's plan puts other groups somewhere than `agree` has said."""
+        if self.crew is None or self.crew.rank == 0:
+            return False
+        residents = self.crew.courier.residents
+        return any(residents.get(f"{self._model}/{what}") != names for what, names in self._agreed.items())
+
+    def describe(self) -> str:
+        """What the plan has to say of the other GPUs."""
+        crew, speeds = self.crew, self.speeds
+        figures = ""
+        if speeds is not None:
+            figures = (
+                f" Measured with all of them at it: {speeds.alone / 1e9:.3g} GB/s reach each over its own link, "
+                f"{speeds.gather / 1e9:.3g} GB/s are gathered, and {speeds.shared / 1e9:.3g} GB/s reach each if they share."
+            )
+        if crew is None:
+            return f"Each GPU goes alone: {self.why_not}.{figures}"
+        return f"{crew.num_ranks} GPUs share each group: each sends 1/{crew.num_ranks} and gathers the rest.{figures}"
+
+    # ---------------------------------------------------------------- what is sent
+
+    def parts_of(self, blobs: Sequence[PlacedBlob | PlacedImage], *, alone: bool = False) -> list[Part]:
+        """What this rank sends of each group.
+
+        Args:
+            alone: Whether the other ranks will not need these groups now.
+        """
+        crew = self.crew
+        assert crew is not None
+        alone = alone or self._model in crew.courier.alone or crew.is_forked
+        found, declined = [], []
+        for label, run in groupby(blobs, lambda placed: placed.label):
+            mine = list(run)
+            moves = joined(move for placed in mine for move in placed.moves())
+            at, key = mine[0].at, key_of(self._model, label)
+            last = mine[-1]
+            end = last.at + (last.blob.layout.num_bytes if isinstance(last, PlacedBlob) else last.sent_bytes)
+            is_shared = end - at >= tuning().min_shared_bytes and not alone and may_be_cut(moves)
+            if is_shared:
+                shares = cut(end - at, crew.num_ranks, tuning().share_part_bytes)
+                found.append(Part(label, at, moves, mine, key, self._digest_of(label, mine, at), shares))
+            else:
+                found.append(Part(label, at, moves, mine, key, "", None))
+                declined += [key] if end - at >= tuning().min_shared_bytes else []
+        if declined and not alone:
+            crew.courier.post("decline", declined)
+        return found
+
+    def decline(self, parts: Sequence[Part]) -> None:
+        """The rank brings these by itself, and the others shall not wait."""
+        if self.crew is not None:
+            self.crew.courier.post("decline", [part.key for part in parts])
+
+    def moves_of(self, parts: Sequence[Part]) -> list[Move]:
+        """What this rank sends of these groups, with the gathers in between."""
+        assert self.crew is not None
+        found: list[Move] = []
+        for part in parts:
+            if part.cut is None:
+                found += part.moves
+                continue
+            first, last = part.cut.rest
+            found += moves_within(part.moves, part.at + first, part.at + last)
+            for piece in part.cut.pieces:
+                start, end = piece.part_of(self.crew.rank)
+                found += moves_within(part.moves, part.at + start, part.at + end)
+                found.append(Gather(part.at + piece.start, piece.part_bytes, part.key))
+        return joined(found)
+
+    def sent_bytes(self, part: Part, placed: PlacedBlob | PlacedImage) -> int:
+        """The bytes of a blob that this rank sends."""
+        if part.cut is None or self.crew is None or isinstance(placed, PlacedImage):
+            return placed.sent_bytes
+        end = placed.at + placed.sent_bytes
+        return sum(max(0, min(last, end) - max(first, placed.at)) for first, last in part.own(self.crew.rank))
+
+    def rest_of(self, parts: Sequence[Part], job: ShareJob) -> list[Move]:
+        """What the other ranks did not bring."""
+        assert self.crew is not None
+        keys = {shared.key for shared in job.alone}
+        self.num_alone += len(keys)
+        return [
+            move
+            for part in parts
+            if part.key in keys
+            for start, end in part.others(self.crew.rank)
+            for move in moves_within(part.moves, start, end)
+        ]
+
+    def job_for(self, parts: Sequence[Part], ready: Event, bring_rest: Callable[[ShareJob], None]) -> ShareJob | None:
+        """A job for groups that are about to be sent. None if none of them is shared."""
+        crew = self.crew
+        shared = [Shared(part.key, part.digest, part.label) for part in parts if part.cut is not None]
+        if not shared or crew is None:
+            return None
+        job = ShareJob(
+            model=self._model,
+            shared=shared,
+            begun=self._backend.new_event(),
+            sent=self._backend.new_event(),
+            rest=self._backend.new_event(),
+            ready=ready,
+            stream=crew.stream,
+            post=crew.courier.post,
+            bring_rest=bring_rest,
+            gather=self._gather,
+        )
+        self._jobs.add(job)
+        return job
+
+    def record(self, stream: Stream) -> Event:
+        """An event behind what is enqueued on `stream`."""
+        landed = self._backend.new_event()
+        landed.record(stream)
+        return landed
+
+    def has_landed(self, job: ShareJob, move: Gather, memory: torch.Tensor, event: Event) -> None:
+        """This rank's part of a piece is behind `event`."""
+        assert self.crew is not None
+        whole = memory[move.at : move.at + move.part_bytes * self.crew.num_ranks]
+        shared = next(each for each in job.shared if each.key == move.key)
+        shared.gathers.append((whole, move.part_bytes, event))
+
+    def submit(self, job: ShareJob) -> None:
+        assert self.crew is not None
+        self.crew.courier.post("submit", job)
+
+    def _gather(self, shared: Shared) -> None:
+        """Enqueue the gathers of a group: the thread of the crew does."""
+        crew = self.crew
+        if crew is None:
+            raise StateError("The model was given back while its weights were gathered.")
+        trace = self._recorder.trace
+        begun, num_bytes = None, 0
+        for whole, part_bytes, landed in shared.gathers:
+            if trace is not None and begun is None:
+                crew.stream.wait_event(landed)
+                begun = trace.now(crew.stream)
+            crew.gather(whole, part_bytes, landed)
+            num_bytes += whole.numel() - part_bytes
+        shared.gathers.clear()  # they would keep the slot's memory
+        self.bytes_gathered += num_bytes
+        if trace is not None and begun is not None:
+            trace.gathered(shared.label, begun, crew.stream, num_bytes)
+        last = self._backend.new_event()
+        last.record(crew.stream)
+        crew.courier.last = last
+
+    # ---------------------------------------------------------------- the same bytes
+
+    def _digest_of(self, label: str, blobs: Sequence[PlacedBlob | PlacedImage], at: int) -> str:
+        state = _state_of(blobs)
+        known = self._digests.get(label)
+        if known is not None and known[0] == state and state:
+            return known[1]
+        found = f"{_layout_of(blobs, at)} {_hash_of(blobs)}"
+        self._digests[label] = state, found
+        return found
+
+
+def _state_of(blobs: Sequence[PlacedBlob | PlacedImage]) -> tuple[Any, ...]:
+    """What changes with the bytes of the blobs; empty if nothing does."""
+    found = [placed.blob for placed in blobs if isinstance(placed, PlacedBlob)]
+    if not all(blob.detects_edits for blob in found):
+        return ()
+    return tuple((weakref.ref(blob), blob.generation) for blob in found)
+
+
+def _layout_of(blobs: Sequence[PlacedBlob | PlacedImage], at: int) -> str:
+    """A digest of where the bytes lie in the slot."""
+    digest = xxhash.xxh3_64()
+    for placed in blobs:
+        assert isinstance(placed, PlacedBlob)
+        specs = [
+            (spec.offset, tuple(spec.shape), tuple(spec.stride), str(spec.dtype)) for spec in placed.blob.layout.specs
+        ]
+        digest.update(repr((placed.at - at, placed.blob.layout.num_bytes, specs)).encode())
+    return str(digest.hexdigest())
+
+
+def _hash_of(blobs: Sequence[PlacedBlob | PlacedImage]) -> str:
+    digest = xxhash.xxh3_64()
+    for placed in blobs:
+        assert isinstance(placed, PlacedBlob)
+        for tensor in placed.blob.rest:
+            digest.update(memory_of(as_bytes(tensor)))
+    return str(digest.hexdigest())
+
+
+def _sample_of(group: Shareable) -> str:
+    """A digest of some of the bytes of each tensor."""
+    digest = xxhash.xxh3_64()
+    for placed in group.blobs_at(0):
+        for tensor in placed.blob.rest:
+            memory = memory_of(as_bytes(tensor))
+            step = max(_SAMPLE_BYTES, len(memory) // _NUM_SAMPLES)
+            for start in range(0, len(memory), step):
+                digest.update(memory[start : start + _SAMPLE_BYTES])
+    return str(digest.hexdigest())
+
+
+def _difference(title: str, groups: list[Any], other_title: str, others: list[Any]) -> str:
+    """What the groups of two ranks differ in; empty if they do not."""
+    if title != other_title:
+        return f"{other_title} instead of {title}"
+    for (name, num_bytes, digest), (other_name, other_bytes, other_digest) in zip(groups, others, strict=False):
+        if name != other_name:
+            return f"group {other_name!r} instead of {name!r}"
+        if num_bytes != other_bytes:
+            return f"group {name!r} has {other_bytes} bytes instead of {num_bytes}"
+        if digest != other_digest:
+            return f"group {name!r} has other weights"
+    if len(groups) != len(others):
+        more = (groups if len(groups) > len(others) else others)[min(len(groups), len(others))][0]
+        return f"{len(others)} groups instead of {len(groups)}, {more!r} is in one of the two only"
+    return ""

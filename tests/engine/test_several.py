@@ -1,0 +1,91 @@
+"""Several processes of a host offload one model, and each sends its share of every group.
+
+To start processes takes longer than what they do: so one test runs several of the functions of `several`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from group_offload import ConfigError, DeviceError, apply_group_offloading
+
+from ..support import several
+from ..support.several import run
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """Bits, edits, files, training; ranks that go their own way, raise, or leave early."""
+    run(
+        (several.has_same_bits, "block_level"),
+        several.goes_its_own_way,
+        several.raises_and_goes_on,
+        several.edits_weights,
+        (several.rests_in_files, tmp_path),
+        several.trains,
+        (several.has_another_model, "blocks"),
+        (several.has_another_model, "weights"),
+        (several.is_missing, "fails"),
+        several.leaves_early,
+        several.is_dropped,
+        (several.is_missing, "is missing"),
+    )
+
+
+def test_three_ranks() -> None:
+    run((several.has_same_bits, "leaf_level"), several.has_one_copy, num_ranks=3)
+
+
+@pytest.mark.parametrize("where", ["in a forward", "between forwards"])
+def test_a_rank_that_dies_is_named_by_the_others(where: str) -> None:
+    run((several.is_killed, where), num_ranks=3, expected=(0, -several.KILLED, 0))
+
+
+def test_four_ranks_in_groups_and_meshes() -> None:
+    run((several.has_same_bits, "block_level"), several.is_in_groups, num_ranks=4)
+
+
+def test_hosts_share_for_themselves() -> None:
+    run(several.is_on_two_hosts, num_ranks=5)
+
+
+def test_beside_diffusers() -> None:
+    """Context parallel, and a pipeline."""
+    run(several.is_context_parallel, several.is_a_pipeline)
+
+
+@pytest.fixture
+def group() -> Any:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_rank_alone_shares_with_nobody(group: Any) -> None:
+    handle = apply_group_offloading(nn.Linear(2, 2), "cpu", process_group=group)
+    assert "no other rank of process_group is on this host" in str(handle.plan)
+    handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"share": True}, "needs process_group"),
+        ({"share": "yes"}, "expected True, False or 'auto'"),
+        ({"process_group": "world"}, "expected a torch.distributed.ProcessGroup"),
+        ({"process_group": dist, "verify_files": True, "share": True}, "verify_files=True contradicts share=True"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_fit(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        apply_group_offloading(nn.Linear(2, 2), "cpu", **options)
+
+
+def test_packed_weights_are_not_shared() -> None:
+    with pytest.raises((ConfigError, DeviceError), match="pack=True"):
+        apply_group_offloading(nn.Linear(2, 2), "cpu", process_group=dist, pack=True)

@@ -1,0 +1,99 @@
+"""Stream order where each of several GPUs brings a share: copies, gathers and compute, on a simulated device."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from group_offload import StateError
+from group_offload.runtime.copies.transfer import Transfer
+from group_offload.runtime.sharing.jobs import ShareJob
+from group_offload.runtime.sharing.sharing import Sharing
+
+from ..support.inside import engine_of
+from ..support.models import DIM, RoutedModel
+from ..support.on_device import exercise, forward, offload
+from ..support.phantom import PhantomCrew, phantom_rank
+from ..support.rigs import run
+from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.tuning import tune
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"record_stream": True, "offload_type": "leaf_level"},
+    {"use_stream": False},
+    {"in_checkpoint": True},
+    {"low_cpu_mem_usage": True},
+]
+
+
+@pytest.mark.parametrize("laziness", ["random", "lazy"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_random_models_match_the_resident_one(options: dict[str, Any], laziness: str) -> None:
+    with phantom_rank():
+        exercise(9, laziness, {**options, "process_group": "phantom", "share": True})
+
+
+def test_groups_that_stay_are_those_of_the_first_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With a budget each rank has a plan of its own, and all leave the same groups on the device."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tune(monkeypatch, device_margin_bytes=0)
+    device, model = SimulatedDevice(0, "random"), RoutedModel([64] * 6)
+    reference = copy.deepcopy(model)
+    with phantom_rank(), use_simulated_device(device):
+        handle = offload(model, vram_budget=20_000, process_group="phantom", share=True)
+        sharing = engine_of(handle).sharing
+        assert sharing is not None and sharing.crew is not None
+
+        def step() -> set[str]:
+            x = torch.randn(2, DIM)
+            assert torch.equal(device.get(forward(device, model, x)), run(reference, x))
+            return {group.group_id for group in engine_of(handle).groups_staying}
+
+        for _ in range(4):
+            mine = step()
+        assert mine and handle.stats().resident_bytes and "2 GPUs share each group" in str(handle.plan)
+        other = {"blocks_5_5"} - mine or {"blocks_4_4"}
+        sharing.crew.courier.post("reside", ("1/device", [*other]))  # as if another rank were the first one
+        sharing.crew.rank = 1
+        for _ in range(4):
+            staying = step()
+        assert staying == other
+        sharing.crew.rank = 0
+        handle.remove()
+
+
+def run_all() -> None:
+    for laziness in ("random", "lazy"):
+        for options in OPTIONS:
+            test_random_models_match_the_resident_one(options, laziness)
+
+
+WAITS: list[tuple[type, str, str]] = [
+    (PhantomCrew, "gather", "self.stream.wait_event(landed)"),
+    (ShareJob, "finish", "self.stream.wait_event(self.sent)"),
+    (ShareJob, "finish", "self.stream.wait_event(self.rest)"),
+    (ShareJob, "finish", "self.ready.record(self.stream)"),
+    (Sharing, "record", "landed.record(stream)"),
+    (Transfer, "_bring_rest", "reads.wait()"),
+]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(("owner", "name", "wait"), WAITS, ids=[wait for _, _, wait in WAITS])
+def test_every_wait_is_needed(owner: type, name: str, wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = textwrap.dedent(inspect.getsource(getattr(owner, name)))
+    assert wait in text
+    scope: dict[str, Any] = {}
+    code = "from __future__ import annotations\n" + text.replace(wait, "pass")
+    exec(compile(code, "<mutant>", "exec"), vars(sys.modules[owner.__module__]), scope)
+    monkeypatch.setattr(owner, name, scope[name])
+    with pytest.raises((AssertionError, StateError)):
+        run_all()

@@ -1,0 +1,895 @@
+"""Forwards that share a pass: those of several threads, and those of one step of guidance."""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from group_offload import ConfigError, OffloadHandle, apply_group_offloading
+from group_offload.base.pagemap import Detection
+from group_offload.runtime.copies.transfer import Transfer
+
+from ..support.inside import engine_of
+from ..support.models import DIM, WIDTH, Block, Model, Stop, inputs, make
+from ..support.on_device import forward, offload
+from ..support.rigs import LEVELS, TIERS, pair, run
+from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.travellers import (
+    Travelling,
+    in_threads,
+    interrupt_at_the_end_of_a_call,
+    interrupt_on_lines,
+    taken_as_shared,
+    travel,
+)
+from ..support.tuning import tune
+
+
+def bytes_sent(handle: OffloadHandle) -> int:
+    return sum(handle.stats().bytes_onloaded.values())
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedDevice]:
+    gc.collect()
+    with use_simulated_device(SimulatedDevice(0, "random")) as device:
+        yield device
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    caplog.set_level(logging.INFO, "group_offload")
+    return lambda: [r.getMessage() for r in caplog.records if "do not share passes" in r.getMessage()]
+
+
+# ---------------------------------------------------------------- several threads
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"record_stream": True},
+    {"offload_type": "leaf_level"},
+    {"in_files": True},
+    {"use_stream": False},
+    {"low_cpu_mem_usage": True},
+]
+
+
+@pytest.mark.parametrize("laziness", ["random", "lazy"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_random_schedules(options: dict[str, Any], laziness: str) -> None:
+    travel(0, laziness, options)
+
+
+@pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
+def test_random_schedules_with_some_left_behind(options: dict[str, Any]) -> None:
+    travel(1, "random", options, patience=0.05)
+
+
+def test_threads_send_each_group_once(device: SimulatedDevice) -> None:
+    model, resident = make(Model, 6), make(Model, 6)
+    handle = offload(model, share_passes=True)
+    barrier = threading.Barrier(4)
+    sent = []
+
+    def job(number: int) -> Callable[[], None]:
+        def work() -> None:
+            for at in range(6):
+                if at > 3:
+                    barrier.wait(60)
+                x = inputs(10 * number + at)
+                assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+                if at > 2:
+                    barrier.wait(60)
+                    sent.append(bytes_sent(handle))
+
+        return work
+
+    in_threads([job(number) for number in range(4)])
+    stats = handle.stats()
+    num_bytes = sum(group.num_bytes for group in handle.groups)
+    assert sent[-1] - sent[0] <= 2 * num_bytes, "two rounds of four forwards"
+    assert stats.passes_shared >= 8
+    assert "Shared passes: " in str(handle.plan)
+    handle.remove()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("tier", TIERS)
+def test_threads_on_any_tier(tier: str, level: str, tmp_path: Path) -> None:
+    model, resident = pair()
+    folder = tmp_path if tier == "file" else None
+    handle = apply_group_offloading(model, "cpu", offload_type=level, offload_to_disk_path=folder, share_passes=True)
+
+    def job(number: int) -> Callable[[], None]:
+        def work() -> None:
+            for at in range(5):
+                x = inputs(10 * number + at)
+                assert torch.equal(run(model, x), run(resident, x))
+
+        return work
+
+    in_threads([job(number) for number in range(3)])
+    assert handle.stats().passes_shared
+    handle.remove()
+
+
+def test_inputs_of_several_sizes_share_a_pass(device: SimulatedDevice) -> None:
+    model, resident = make(Model, 4), make(Model, 4)
+    handle = offload(model, share_passes=True)
+
+    def job(rows: int) -> Callable[[], None]:
+        def work() -> None:
+            for at in range(6):
+                x = inputs(at, rows, WIDTH)
+                assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+
+        return work
+
+    in_threads([job(rows) for rows in (2, 3, 17)])
+    assert handle.stats().passes_shared
+    handle.remove()
+
+
+def test_a_slow_forward_holds_up_nobody(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    tune(monkeypatch, traveller_patience_seconds=0.2, convoy_wait_seconds=1.0)
+    model = Travelling([8] * 4)
+    resident = copy.deepcopy(model)
+    handle = offload(model, share_passes=True)
+    is_over, took, barrier = threading.Event(), [], threading.Barrier(2)
+    x, route = torch.randn(2, DIM), (0, 1, 2, 3)
+
+    def call(pause: Any = None) -> None:
+        with torch.no_grad(), device.running():
+            output = model(device.put(x), route, -1, pause)
+        assert torch.equal(device.get(output), run(resident, x, route))
+
+    def meet() -> None:
+        for _ in range(3):
+            barrier.wait(30)
+            call()
+        barrier.wait(30)
+
+    def slow() -> None:
+        meet()
+        call(lambda: is_over.wait(30))
+
+    def usual() -> None:
+        meet()
+        began = time.monotonic()
+        call()
+        took.append(time.monotonic() - began)
+        is_over.set()
+
+    with taken_as_shared():
+        call()  # a first pass tells how many have room in one
+        in_threads([slow, usual])
+    assert handle.stats().passes_shared >= 2
+    assert took[0] < 10
+    handle.remove()
+
+
+def test_an_error_in_one_forward(device: SimulatedDevice) -> None:
+    """It is raised in its own thread, and the others go on."""
+    model = Travelling([8] * 4)
+    resident = copy.deepcopy(model)
+    handle = offload(model, share_passes=True)
+    x, route = torch.randn(2, DIM), (0, 1, 2, 3)
+
+    def job(stop_at: int) -> Callable[[], None]:
+        def work() -> None:
+            for _ in range(4):
+                try:
+                    with torch.no_grad(), device.running():
+                        output = model(device.put(x), route, stop_at)
+                except Stop:
+                    assert stop_at >= 0
+                else:
+                    assert torch.equal(device.get(output), run(resident, x, route))
+
+        return work
+
+    with taken_as_shared():
+        in_threads([job(-1), job(2), job(-1)])
+    assert handle.stats().passes_shared
+    handle.remove()
+
+
+@pytest.mark.parametrize("at", range(0, 12, 3))
+def test_an_interrupt_in_one_forward(at: int, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It strikes in the middle of the engine. The others are made again, and are right."""
+    model = Travelling([8] * 4)
+    resident = copy.deepcopy(model)
+    handle = offload(model, share_passes=True)
+    x, route = torch.randn(2, DIM), (0, 1, 2, 3)
+    send, num_calls = Transfer.send, 0
+
+    def strike(self: Transfer, *args: Any, **kwargs: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == at + 8:
+            raise KeyboardInterrupt
+        return send(self, *args, **kwargs)
+
+    monkeypatch.setattr(Transfer, "send", strike)
+    interrupted = []
+
+    def work() -> None:
+        for _ in range(5):
+            try:
+                with torch.no_grad(), device.running():
+                    output = model(device.put(x), route)
+            except KeyboardInterrupt:
+                interrupted.append(1)
+            else:
+                assert torch.equal(device.get(output), run(resident, x, route))
+
+    with taken_as_shared():
+        in_threads([work] * 3)
+    assert len(interrupted) == 1
+    handle.remove()
+
+
+def test_an_interrupt_where_a_forward_waits_to_end_a_call() -> None:
+    interrupt_at_the_end_of_a_call()
+
+
+def test_an_interrupt_on_any_line() -> None:
+    interrupt_on_lines(0, 8)
+
+
+def test_memory_that_runs_out_in_a_shared_pass(device: SimulatedDevice, said: Callable[[], list[str]]) -> None:
+    """The forward is made again alone, and fewer share a pass from then on."""
+    model = Travelling([8] * 4)
+    resident = copy.deepcopy(model)
+    handle = offload(model, share_passes=True)
+    x, route = torch.randn(2, DIM), (0, 1, 2, 3)
+    failed = []
+
+    def run_out() -> None:
+        if not failed and engine_of(handle).counters.shared > 3:
+            failed.append(1)
+            raise torch.OutOfMemoryError("no room")
+
+    def work() -> None:
+        for _ in range(5):
+            with torch.no_grad(), device.running():
+                output = model(device.put(x), route, -1, run_out)
+            assert torch.equal(device.get(output), run(resident, x, route))
+
+    with taken_as_shared():
+        in_threads([work] * 3)
+    assert failed and any("no room for 3 forwards" in each for each in said())
+    handle.remove()
+
+
+def test_a_budget_holds_for_all_that_share_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    tune(monkeypatch, device_margin_bytes=0)
+    gc.collect()
+    device = SimulatedDevice(0, "lazy")
+    with use_simulated_device(device):
+        model, resident = make(Model, 6), make(Model, 6)
+        weights = sum(tensor.nbytes for tensor in model.parameters())
+        x = inputs(0, 64, WIDTH)
+        budget = weights + 20 * x.nbytes
+        handle = offload(model, share_passes=True, vram_budget=budget)
+
+        def work() -> None:
+            for _ in range(6):
+                output = forward(device, model, x)
+                assert torch.equal(device.get(output), run(resident, x))
+
+        work()
+        device.reset_peak()
+        in_threads([work] * 4)
+        assert device.peak_bytes_in_use() <= budget
+        handle.remove()
+
+
+def test_others_look_at_the_model_meanwhile(device: SimulatedDevice) -> None:
+    """The plan, a refresh, an edit, a part that is called by itself, and the end of offloading."""
+    model, resident = make(Model, 6), make(Model, 6)
+    handle = offload(model, share_passes=True)
+    x = inputs()
+    is_over = threading.Event()
+
+    def work() -> None:
+        for _ in range(12):
+            assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+
+    def look() -> None:
+        while not is_over.is_set():
+            str(handle.plan)
+            handle.refresh()
+            block: Any = model.get_submodule("blocks.2")
+            assert torch.equal(device.get(forward(device, block, x)), run(resident.get_submodule("blocks.2"), x))
+
+    def all_of_them() -> None:
+        try:
+            in_threads([work] * 3)
+        finally:
+            is_over.set()
+
+    in_threads([all_of_them, look])
+    handle.remove()
+    assert torch.equal(run(model, x), run(resident, x))
+
+
+def test_an_edit_between_shared_passes(device: SimulatedDevice) -> None:
+    model, resident = make(Model, 4), make(Model, 4)
+    handle = offload(model, share_passes=True)
+    x = inputs()
+    barrier = threading.Barrier(3)
+
+    def edit() -> None:
+        for twin in (model, resident):
+            twin.get_parameter("blocks.1.up.weight").data.mul_(1.5)
+
+    def job(number: int) -> Callable[[], None]:
+        def work() -> None:
+            for _ in range(6):
+                assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+                barrier.wait(60)
+                if not number:
+                    edit()
+                barrier.wait(60)
+
+        return work
+
+    in_threads([job(number) for number in range(3)])
+    assert handle.stats().passes_shared
+    handle.remove()
+
+
+# ---------------------------------------------------------------- what cannot be shared
+
+
+class Draws(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 0 * torch.rand(1)
+
+
+class Counts(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Scales(Model):
+    """As a LoRA that is scaled for the length of a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaling = {"default": 1.0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scaling["default"] *= 2
+        output = super().forward(x) * self.scaling["default"]
+        self.scaling["default"] /= 2
+        return output
+
+
+class Buffers(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.get_buffer("steps").add_(1)
+        return super().forward(x) + self.get_buffer("steps").sum()
+
+
+class Overwrites(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.mul_(1.0))
+
+
+_calls: list[int] = []
+
+
+class Hides(Model):
+    """State that no look at the modules finds."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _calls.append(1)
+        return super().forward(x) + len(_calls)
+
+
+def hooked(model: nn.Module) -> None:
+    model.get_submodule("blocks.1").register_forward_hook(lambda *args: None)
+
+
+def trained(model: nn.Module) -> None:
+    model.get_submodule("blocks.1").train()
+
+
+def replaced(model: nn.Module) -> None:
+    block: Any = model.get_submodule("blocks.1")
+    block.forward = lambda x, own=block.forward: own(x)
+
+
+def scripted(model: nn.Module) -> None:
+    model.get_submodule("blocks").append(torch.jit.script(nn.Linear(WIDTH, WIDTH)).eval())  # type: ignore[operator]
+
+
+APART: list[tuple[type[Model], Any, str]] = [
+    (Draws, None, "random numbers are drawn"),
+    (Counts, None, "it changes calls of Counts"),
+    (Scales, None, "it changes scaling of Scales"),
+    (Buffers, None, "it changes its weights or buffers"),
+    (Overwrites, None, "it changes its inputs"),
+    (Model, hooked, "blocks.1 has a hook"),
+    (Model, trained, "blocks.1 is in training mode"),
+    (Model, scripted, "blocks.4 is scripted"),
+    (Model, replaced, "the forward of blocks.1 was replaced"),
+]
+
+
+@pytest.mark.parametrize(("kind", "change", "reason"), APART, ids=[f"{k.__name__}-{r[:20]}" for k, _, r in APART])
+def test_what_is_no_function_goes_alone(
+    kind: Any, change: Any, reason: str, device: SimulatedDevice, said: Callable[[], list[str]]
+) -> None:
+    model = make(kind)
+    if change is not None:
+        change(model)
+    handle = offload(model, share_passes=True)
+
+    def work() -> None:
+        for _ in range(5):
+            device.get(forward(device, model, inputs()))
+
+    in_threads([work] * 2)
+    assert handle.stats().passes_shared == 0
+    assert len(said()) == 1 and reason in said()[0], said()
+    assert handle.stats().passes == 10
+    handle.remove()
+
+
+def test_a_hook_for_all_modules(device: SimulatedDevice, said: Callable[[], list[str]]) -> None:
+    model = make(Model)
+    handle = offload(model, share_passes=True)
+    hook = nn.modules.module.register_module_forward_hook(lambda *args: None)
+    try:
+        device.get(forward(device, model, inputs()))
+    finally:
+        hook.remove()
+    assert "a hook for all modules" in said()[0]
+    handle.remove()
+
+
+def test_state_that_only_the_bits_show(device: SimulatedDevice, said: Callable[[], list[str]]) -> None:
+    model = make(Hides)
+    handle = offload(model, share_passes=True)
+
+    def work() -> None:
+        for _ in range(5):
+            device.get(forward(device, model, inputs()))
+
+    in_threads([work] * 2)
+    assert handle.stats().passes_shared <= 2
+    assert any("other bits" in each for each in said())
+    handle.remove()
+
+
+def test_with_gradients_forwards_go_alone(said: Callable[[], list[str]]) -> None:
+    model, resident = pair()
+    handle = apply_group_offloading(model, "cpu", share_passes=True)
+    for _ in range(3):
+        assert torch.equal(model(inputs()), resident(inputs()))
+    assert handle.stats().passes_shared == 0 and "gradients are enabled" in said()[0]
+    handle.remove()
+
+
+def test_what_changes_later_is_looked_at_again(device: SimulatedDevice, said: Callable[[], list[str]]) -> None:
+    model, resident = make(Model), make(Model)
+    handle = offload(model, share_passes=True)
+
+    def work() -> None:
+        for _ in range(4):
+            assert torch.equal(device.get(forward(device, model, inputs())), run(resident, inputs()))
+
+    in_threads([work] * 2)
+    shared = handle.stats().passes_shared
+    assert shared
+    hook = model.get_submodule("blocks.0").register_forward_pre_hook(lambda *args: None)
+    in_threads([work] * 2)
+    assert handle.stats().passes_shared == shared and len(said()) == 1
+    hook.remove()
+    in_threads([work] * 2)
+    assert handle.stats().passes_shared > shared
+    handle.remove()
+
+
+def test_models_that_share_weights(said: Callable[[], list[str]]) -> None:
+    one, two = make(Model), make(Model, 2)
+    two.get_submodule("proj_in").weight = one.get_submodule("proj_in").weight
+    residents = copy.deepcopy((one, two))
+    handles = [apply_group_offloading(each, "cpu", share_passes=True) for each in (one, two)]
+    for _ in range(3):
+        for model, resident in zip((one, two), residents, strict=True):
+            assert torch.equal(run(model, inputs()), run(resident, inputs()))
+    assert any("shares weights" in each for each in said())
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize("value", [1, "yes", None])
+def test_the_option_is_checked(value: Any) -> None:
+    with pytest.raises(ConfigError, match="share_passes="):
+        apply_group_offloading(make(Model), "cpu", share_passes=value)
+
+
+# ---------------------------------------------------------------- guidance
+
+
+class Denoiser(nn.Module):
+    """Called as the transformers of diffusers' pipelines are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+        self.gain = nn.Parameter(torch.rand(WIDTH))
+        self.scale = 1.0
+        self.on_call: Any = type(self)._nothing
+
+    @staticmethod
+    def _nothing(prompt: torch.Tensor) -> None:
+        pass
+
+    def forward(
+        self, hidden_states: torch.Tensor, timestep: Any = None, prompt: Any = None, options: Any = None
+    ) -> tuple[torch.Tensor]:
+        self.on_call(prompt)
+        x = hidden_states * timestep + self.embed(prompt).mean(0)
+        for block in self.blocks:
+            x = block(x)
+        return (x * self.gain * self.scale,)
+
+
+class Pipe:
+    """A loop with guidance, over a model that is offloaded, and one that is not."""
+
+    def __init__(self, device: SimulatedDevice | None, num_prompts: int = 2, **options: Any) -> None:
+        self.device = device
+        self.resident = make(Denoiser)
+        self.model = copy.deepcopy(self.resident)
+        self.handle = apply_group_offloading(self.model, "cpu", share_passes=True, **options)
+        self.prompts = [inputs(number, 4, WIDTH) for number in range(num_prompts)]
+        self.between: Callable[[int, nn.Module], None] = lambda step, model: None
+        """Called after the first call of each step."""
+        self.after: Callable[[int, list[torch.Tensor]], None] = lambda step, prompts: None
+        """Called after each step, with the prompts. (`callback_on_step_end`)"""
+        self.num_prompts_at: Callable[[int], int] = lambda step: num_prompts
+
+    def run(self, num_steps: int = 6) -> None:
+        """Every step is right."""
+        expected = self._loop(self.resident, lambda tensor: tensor.clone(), num_steps)
+        put = self.device.put if self.device is not None else lambda tensor: tensor.clone()
+        if self.device is None:
+            found = self._loop(self.model, put, num_steps)
+        else:
+            with self.device.running():
+                found = [self.device.get(each) for each in self._loop(self.model, put, num_steps)]
+        for step, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert torch.equal(one, other), f"step {step}"
+
+    def _loop(
+        self, model: nn.Module, put: Callable[[torch.Tensor], torch.Tensor], num_steps: int
+    ) -> list[torch.Tensor]:
+        prompts, found = [put(prompt) for prompt in self.prompts], []
+        latents = put(inputs(9))
+        with torch.no_grad():
+            for step in range(num_steps):
+                time = put(torch.tensor([float(step + 1)]))
+                outputs = []
+                for number in range(self.num_prompts_at(step)):
+                    outputs.append(model(latents, timestep=time / 10, prompt=prompts[number], options=None)[0])
+                    if not number:
+                        self.between(step, model)
+                guided = outputs[0] if len(outputs) == 1 else outputs[0] + 2 * (outputs[0] - sum(outputs[1:]))
+                latents = latents - 0.1 * guided
+                found.append(latents)
+                self.after(step, prompts)
+        return found
+
+    def close(self) -> OffloadHandle:
+        stats = self.handle.stats()
+        self.handle.remove()
+        assert not [each for each in threading.enumerate() if each.name == "group_offload forward"]
+        return stats  # type: ignore[return-value]
+
+
+@pytest.fixture(params=["random", "cpu"])
+def any_device(request: pytest.FixtureRequest) -> Iterator[SimulatedDevice | None]:
+    gc.collect()
+    if request.param == "cpu":
+        yield None
+        return
+    device = SimulatedDevice(0, request.param)
+    with use_simulated_device(device):
+        yield device
+        gc.collect()
+        device.synchronize()
+    assert device.allocated_bytes == 0
+
+
+@pytest.mark.parametrize("num_prompts", [2, 3])
+def test_the_calls_of_a_step_share_a_pass(num_prompts: int, any_device: SimulatedDevice | None) -> None:
+    pipe = Pipe(any_device, num_prompts)
+    pipe.run()
+    before = bytes_sent(pipe.handle)
+    stats = pipe.handle.stats()
+    assert stats.passes_predicted == 4 * (num_prompts - 1), "all but the first two steps"
+    assert stats.passes_discarded == 0
+    pipe.run()
+    if any_device is not None:
+        num_bytes = sum(group.num_bytes for group in pipe.handle.groups)
+        assert bytes_sent(pipe.handle) - before <= (5 + num_prompts) * num_bytes
+    pipe.close()
+
+
+@pytest.mark.parametrize("options", [{"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)
+def test_guidance_at_other_levels(options: dict[str, Any], device: SimulatedDevice) -> None:
+    pipe = Pipe(device, **options)
+    pipe.run()
+    assert pipe.handle.stats().passes_predicted == 4
+    pipe.close()
+
+
+def test_guidance_from_files(device: SimulatedDevice, tmp_path: Any) -> None:
+    pipe = Pipe(device, offload_to_disk_path=tmp_path)
+    pipe.run()
+    assert pipe.handle.stats().passes_predicted == 4
+    pipe.close()
+
+
+@pytest.mark.parametrize("changes", ["in place", "another object", "another size"])
+def test_a_callback_that_changes_the_embeddings(changes: str, device: SimulatedDevice) -> None:
+    pipe = Pipe(device)
+
+    def change(step: int, prompts: list[torch.Tensor]) -> None:
+        if step == 3:
+            if changes == "in place":
+                prompts[1].mul_(2)
+            elif changes == "another object":
+                prompts[1] = prompts[1] * 2
+            else:
+                prompts[1] = torch.cat([prompts[1], prompts[1]])
+
+    pipe.after = change
+    pipe.run(8)
+    stats = pipe.handle.stats()
+    assert stats.passes_predicted >= 3
+    assert stats.passes_discarded <= 1
+    pipe.close()
+
+
+def test_guidance_that_is_switched_off_half_way(any_device: SimulatedDevice | None) -> None:
+    pipe = Pipe(any_device)
+    pipe.num_prompts_at = lambda step: 2 if step < 4 else 1
+    pipe.run(8)
+    assert pipe.handle.stats().passes_discarded == 1
+    assert pipe.handle.stats().passes_predicted == 3
+    pipe.close()
+
+
+def test_two_misses_in_a_row_end_it(device: SimulatedDevice, said: Callable[[], list[str]]) -> None:
+    pipe = Pipe(device)
+
+    def change(step: int, prompts: list[torch.Tensor]) -> None:
+        pipe.kept.append(prompts[1])
+        prompts[1] = prompts[1] * 1.5
+
+    pipe.kept = []  # type: ignore[attr-defined]
+    pipe.run(4)
+    pipe.after = change
+    pipe.run(8)
+    assert pipe.handle.stats().passes_discarded == 2
+    assert any("twice in a row" in each for each in said())
+    pipe.kept.clear()  # type: ignore[attr-defined]
+    pipe.close()
+
+
+@pytest.mark.parametrize("edit", ["in place", "data", "replaced", "attribute"])
+def test_an_edit_between_the_calls_of_a_step(edit: str, device: SimulatedDevice) -> None:
+    """The second call computes with the weights that the model has then."""
+    pipe = Pipe(device)
+
+    def change(step: int, model: Any) -> None:
+        if step not in (3, 5):
+            return
+        weight = model.blocks[2].up.weight
+        with torch.no_grad():
+            if edit == "in place":
+                weight.mul_(1.5)
+            elif edit == "data":
+                weight.data.mul_(1.5)
+            elif edit == "replaced":
+                model.blocks[2].up.weight = nn.Parameter(weight.detach().cpu() * 1.5)
+            else:
+                model.scale *= 1.5
+
+    pipe.between = change
+    pipe.run(8)
+    stats = pipe.handle.stats()
+    assert stats.passes_predicted and stats.passes_discarded
+    pipe.close()
+
+
+def test_weights_are_at_rest_between_the_calls(device: SimulatedDevice) -> None:
+    pipe = Pipe(device)
+
+    def look(step: int, model: Any) -> None:
+        if model is pipe.model:
+            for (name, weight), other in zip(model.named_parameters(), pipe.resident.parameters(), strict=True):
+                assert torch.equal(weight.data, other.data), name
+
+    pipe.between = look
+    pipe.run()
+    pipe.close()
+
+
+class Refuses(Denoiser):
+    def forward(self, hidden_states: Any, timestep: Any = None, prompt: Any = None, options: Any = None) -> Any:
+        if bool(timestep > 0.45) and prompt.shape[0] == 5:
+            raise Stop
+        return super().forward(hidden_states, timestep, prompt, options)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_error_in_one_call_of_a_step(number: int, any_device: SimulatedDevice | None) -> None:
+    """It is raised where that call is made."""
+    pipe = Pipe(any_device)
+    pipe.handle.remove()
+    pipe.resident = make(Refuses)
+    pipe.model = copy.deepcopy(pipe.resident)
+    pipe.handle = apply_group_offloading(pipe.model, "cpu", share_passes=True)
+    pipe.prompts[number] = inputs(5, 5, WIDTH)
+    put = (lambda tensor: tensor.clone()) if any_device is None else any_device.put
+    steps: list[int] = []
+    pipe.between = lambda step, model: steps.append(step)
+    with any_device.running() if any_device is not None else nullcontext(), pytest.raises(Stop):
+        pipe._loop(pipe.model, put, 8)
+    assert len(steps) == 4 + number, "the first call of that step returned"
+    pipe.prompts[number] = inputs(5, 4, WIDTH)
+    pipe.run(5)
+    pipe.close()
+
+
+@pytest.mark.parametrize("at", [0, 2, 5])
+def test_an_interrupt_in_a_step(at: int, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = Pipe(device)
+    pipe.run(4)
+    send, num_calls = Transfer.send, 0
+
+    def strike(self: Transfer, *args: Any, **kwargs: Any) -> Any:
+        nonlocal num_calls
+        if threading.current_thread() is threading.main_thread():
+            num_calls += 1
+            if num_calls == at + 1:
+                raise KeyboardInterrupt
+        return send(self, *args, **kwargs)
+
+    monkeypatch.setattr(Transfer, "send", strike)
+    with pytest.raises(KeyboardInterrupt):
+        pipe.run(40)
+    monkeypatch.undo()
+    pipe.run()
+    pipe.close()
+
+
+def test_results_that_nobody_calls_for_are_let_go(device: SimulatedDevice) -> None:
+    """A pipeline that is interrupted between the two calls of a step leaves nothing behind."""
+    pipe = Pipe(device)
+
+    def stop(step: int, model: nn.Module) -> None:
+        if step == 4:
+            raise Stop
+
+    pipe.between = stop
+    with pytest.raises(Stop), device.running():
+        pipe._loop(pipe.model, device.put, 6)
+    assert pipe.handle.stats().passes_predicted == 3
+    gc.collect()
+    device.synchronize()
+    assert device.activations.now <= 64, "no more than the time of a step"
+    pipe.between = lambda step, model: None
+    pipe.run()
+    pipe.close()
+
+
+SETTING = contextvars.ContextVar("SETTING", default="none")
+
+
+class Tells(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            self.threads.add(threading.get_ident())
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_other_calls_have_the_state_of_the_caller() -> None:
+    pipe = Pipe(None)
+    seen: list[tuple[Any, ...]] = []
+
+    def look(prompt: torch.Tensor) -> None:
+        seen.append(
+            (
+                torch.is_grad_enabled(),
+                torch.is_inference_mode_enabled(),
+                torch.is_autocast_enabled("cpu"),
+                torch.get_autocast_dtype("cpu"),
+                torch.get_default_device(),
+                SETTING.get(),
+            )
+        )
+
+    pipe.model.on_call = pipe.resident.on_call = look
+    SETTING.set("mine")
+    mode = Tells()
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"), mode:
+        put = lambda tensor: tensor  # noqa: E731
+        pipe.prompts = [prompt.clone() for prompt in pipe.prompts]
+        torch.set_grad_enabled(True)
+        with torch.device("cpu"):
+            pipe._loop(pipe.model, put, 6)
+    assert pipe.handle.stats().passes_predicted == 4
+    assert len(mode.threads) > 1, "the caller's is one of them"
+    assert set(seen) == {(False, False, True, torch.bfloat16, torch.device("cpu"), "mine")}
+    SETTING.set("none")
+    pipe.close()
+
+
+def test_inference_tensors_are_not_foreseen(said: Callable[[], list[str]]) -> None:
+    pipe = Pipe(None)
+    with torch.inference_mode():
+        pipe.prompts = [prompt.clone() for prompt in pipe.prompts]
+        pipe.run()
+    assert pipe.handle.stats().passes_predicted == 0
+    assert any("inference tensors" in each for each in said())
+    pipe.close()
+
+
+def test_where_a_look_for_edits_takes_long(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
+) -> None:
+    monkeypatch.setattr("group_offload.runtime.convoy.sharing.detection", lambda: Detection.ENTRIES)
+    pipe = Pipe(device)
+    pipe.run()
+    assert pipe.handle.stats().passes_predicted == 0 and "no quick way" in said()[0]
+    pipe.close()
+
+
+def test_threads_that_guide(device: SimulatedDevice) -> None:
+    """Each runs its own steps; the calls of all may share one pass."""
+    pipes = [Pipe(device)]
+    for _ in range(2):
+        twin = copy.copy(pipes[0])
+        twin.prompts = [prompt * 2 for prompt in pipes[0].prompts]
+        pipes.append(twin)
+    in_threads([pipe.run for pipe in pipes])
+    assert pipes[0].handle.stats().passes_predicted
+    pipes[0].close()

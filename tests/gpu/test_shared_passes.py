@@ -1,0 +1,196 @@
+"""Forwards that share passes on a real accelerator: bits, streams of threads, memory, and what moves."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from group_offload import apply_group_offloading, enable_group_offload, handle_of
+
+from ..support import tiny_models as tiny
+from ..support.asserts import assert_same
+from ..support.models import Model
+from ..support.travellers import in_threads
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
+]
+
+WIDTH = 1024
+OPTIONS: list[dict[str, Any]] = [{}, {"record_stream": True}, {"offload_type": "leaf_level"}, {"use_stream": False}]
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Model(12, WIDTH).to(torch.bfloat16).eval()
+
+
+def call(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = model(x)
+    return result
+
+
+def draw(seed: int, device: torch.device) -> torch.Tensor:
+    values = torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return values.to(torch.bfloat16).to(device)
+
+
+@pytest.mark.parametrize("has_streams", [False, True], ids=["one stream", "a stream each"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_threads(options: dict[str, Any], has_streams: bool, model: nn.Module, device: torch.device) -> None:
+    resident = copy.deepcopy(model).to(device)
+    handle = apply_group_offloading(model, device, share_passes=True, **options)
+
+    def job(number: int) -> Callable[[], None]:
+        def work() -> None:
+            stream = torch.cuda.Stream(device) if has_streams else torch.cuda.current_stream(device)
+            with torch.cuda.stream(stream):
+                for at in range(8):
+                    x = draw(10 * number + at, device)
+                    assert_same(call(model, x), call(resident, x))
+            stream.synchronize()
+
+        return work
+
+    in_threads([job(number) for number in range(4)], 120)
+    stats = handle.stats()
+    assert stats.passes_shared >= 12
+    handle.remove()
+
+
+class Loop:
+    """Steps of guidance. `timestep / 10` is another tensor in each call."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.prompts = [draw(1, device), draw(2, device)]
+        self.between: Callable[[int, Any], None] = lambda step, model: None
+
+    def run(self, model: nn.Module, num_steps: int = 6) -> list[torch.Tensor]:
+        latents, found = draw(3, self.device), []
+        with torch.no_grad():
+            for step in range(num_steps):
+                timestep = torch.tensor([step + 1.0], device=self.device)
+                one = model(latents, timestep / 10, self.prompts[0])
+                self.between(step, model)
+                two = model(latents, timestep / 10, self.prompts[1])
+                latents = latents - 0.1 * (two + 2 * (one - two))
+                found.append(latents)
+        return found
+
+
+class Guided(Model):
+    def forward(self, x: torch.Tensor, timestep: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward((x * timestep + prompt).to(x.dtype))
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, {"pack": True}, {"vram_budget": "70MiB"}], ids=str)
+def test_guidance(options: dict[str, Any], device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = Guided(12, WIDTH).to(torch.bfloat16).eval()
+    loop, resident = Loop(device), copy.deepcopy(model).to(device)
+    wanted = loop.run(resident)
+    if "vram_budget" in options:
+        torch.accelerator.empty_cache()
+        options = {"vram_budget": torch.accelerator.memory_allocated(device) + (90 << 20)}
+    handle = apply_group_offloading(model, device, share_passes=True, **options)
+    for _ in range(2):
+        for one, other in zip(loop.run(model), wanted, strict=True):
+            assert_same(one, other)
+    assert handle.stats().passes_predicted >= 8
+    handle.remove()
+
+
+def test_guidance_sends_half(device: torch.device, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Guided(12, WIDTH).to(torch.bfloat16).eval()
+    loop = Loop(device)
+    handle = apply_group_offloading(model, device, share_passes=True, offload_to_disk_path=tmp_path)
+    loop.run(model)
+    before = sum(handle.stats().bytes_onloaded.values())
+    loop.run(model, 10)
+    num_bytes = sum(group.num_bytes for group in handle.groups)
+    assert sum(handle.stats().bytes_onloaded.values()) - before <= 12.5 * num_bytes
+    handle.remove()
+
+
+@pytest.mark.parametrize("edit", ["data", "in place", "replaced"])
+def test_an_edit_between_the_calls_of_a_step(edit: str, device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = Guided(6, WIDTH).to(torch.bfloat16).eval()
+    loop, resident = Loop(device), copy.deepcopy(model).to(device)
+
+    def change(step: int, model: Any) -> None:
+        if step == 4:
+            weight = model.blocks[2].up.weight
+            with torch.no_grad():
+                if edit == "data":
+                    weight.data.mul_(1.5)
+                elif edit == "in place":
+                    weight.mul_(1.5)
+                else:
+                    model.blocks[2].up.weight = nn.Parameter(weight.detach() * 1.5)
+
+    loop.between = change
+    wanted = loop.run(resident, 8)
+    handle = apply_group_offloading(model, device, share_passes=True)
+    for one, other in zip(loop.run(model, 8), wanted, strict=True):
+        assert_same(one, other)
+    assert handle.stats().passes_predicted and handle.stats().passes_discarded
+    handle.remove()
+
+
+def test_autocast_and_a_stream_of_the_caller(device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = Guided(6, WIDTH).eval()
+    loop, resident = Loop(device), copy.deepcopy(model).to(device)
+    handle = apply_group_offloading(model, device, share_passes=True)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream), torch.autocast(device.type, dtype=torch.bfloat16):
+        wanted = loop.run(resident)
+        for one, other in zip(loop.run(model), wanted, strict=True):
+            assert_same(one, other)
+    stream.synchronize()
+    assert handle.stats().passes_predicted == 4
+    handle.remove()
+
+
+def test_nothing_is_left(device: torch.device) -> None:
+    """No thread, and no memory."""
+    torch.manual_seed(0)
+    model = Guided(6, WIDTH).to(torch.bfloat16).eval()
+    loop = Loop(device)
+    loop.run(copy.deepcopy(model).to(device), 2)  # what kernels take for themselves stays
+    handle = apply_group_offloading(model, device, share_passes=True)
+    loop.run(model)
+    before = torch.accelerator.memory_allocated(device)
+    for _ in range(3):
+        loop.run(model)
+    gc.collect()
+    assert torch.accelerator.memory_allocated(device) <= before + (1 << 20)
+    handle.remove()
+    assert not [thread for thread in threading.enumerate() if thread.name == "group_offload forward"]
+
+
+def test_a_pipeline(device: torch.device) -> None:
+    """Wan with two experts."""
+    options = {"num_inference_steps": 6, "guidance_scale": 3.0}
+    wanted = tiny.run(tiny.wan_pipeline().to(device), **options)
+    pipe = tiny.wan_pipeline()
+    enable_group_offload(pipe, device, share_passes=True)
+    for _ in range(2):
+        assert_same(tiny.run(pipe, **options), wanted)
+    handle = handle_of(pipe.transformer_2)
+    assert handle is not None and handle.stats().passes_predicted

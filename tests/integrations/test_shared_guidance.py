@@ -1,0 +1,172 @@
+"""Real pipelines with guidance, whose calls of a step share a pass: the bits of the resident pipeline."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKLQwenImage,
+    FirstBlockCacheConfig,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+)
+
+from group_offload import enable_group_offload, handle_of
+
+from ..support import tiny_models as tiny
+from ..support.asserts import assert_same
+
+STEPS = 6
+
+
+def qwen_pipeline() -> QwenImagePipeline:
+    """Without a text encoder: it is given what one would give."""
+    transformer = tiny.seeded(
+        5,
+        lambda: QwenImageTransformer2DModel(
+            in_channels=16,
+            out_channels=4,
+            num_layers=3,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=32,
+            axes_dims_rope=(4, 4, 8),
+        ),
+    )
+    config = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+    vae = tiny.seeded(6, lambda: AutoencoderKLQwenImage(**config, latents_mean=[0.0] * 4, latents_std=[1.0] * 4))
+    pipe = QwenImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        vae=vae,
+        text_encoder=None,
+        tokenizer=None,
+        transformer=transformer,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def run_wan(pipe: Any, **options: Any) -> torch.Tensor:
+    return tiny.run(pipe, **{"num_inference_steps": STEPS, "guidance_scale": 3.0, **options})
+
+
+def run_qwen(pipe: Any, **options: Any) -> torch.Tensor:
+    prompts = {
+        f"{name}{kind}": value
+        for seed, name in enumerate(("", "negative_"))
+        for kind, value in (
+            ("prompt_embeds", tiny.randn(1, 5 + seed, 32, seed=seed)),
+            ("prompt_embeds_mask", torch.ones(1, 5 + seed, dtype=torch.long)),
+        )
+    }
+    given = {
+        "num_inference_steps": STEPS,
+        "true_cfg_scale": 3.0,
+        "height": 32,
+        "width": 32,
+        "generator": torch.Generator().manual_seed(0),
+        "output_type": "latent",
+        **prompts,
+        **options,
+    }
+    result: torch.Tensor = pipe(**given).images
+    return result.cpu()
+
+
+CASES: dict[str, tuple[Callable[[], Any], Callable[..., torch.Tensor], str]] = {
+    "wan": (tiny.wan_pipeline, run_wan, "transformer_2"),
+    "qwen": (qwen_pipeline, run_qwen, "transformer"),
+}
+
+
+@cache
+def expected(name: str) -> torch.Tensor:
+    make, call, _ = CASES[name]
+    return call(make().to(tiny.device()))
+
+
+def offloaded(name: str, **options: Any) -> tuple[Any, Callable[..., torch.Tensor], Any]:
+    make, call, model = CASES[name]
+    pipe = make()
+    enable_group_offload(pipe, tiny.device(), share_passes=True, **options)
+    return pipe, partial(call, pipe), handle_of(getattr(pipe, model))
+
+
+@pytest.mark.parametrize("level", ["block_level", "leaf_level"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_pipeline_with_guidance(name: str, level: str) -> None:
+    _, call, handle = offloaded(name, offload_type=level)
+    for _ in range(2):
+        assert_same(call(), expected(name))
+    stats = handle.stats()
+    assert stats.passes_predicted >= STEPS // 2 and not stats.passes_discarded
+    assert not [thread for thread in threading.enumerate() if thread.name == "group_offload forward"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_callback_that_changes_the_embeddings(name: str) -> None:
+    def change(pipe: Any, step: int, timestep: Any, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"negative_prompt_embeds": given["negative_prompt_embeds"] * 2} if step == 3 else {}
+
+    make, plain, _ = CASES[name]
+    inputs = ["latents", "negative_prompt_embeds"]
+    options = {"callback_on_step_end": change, "callback_on_step_end_tensor_inputs": inputs, "num_inference_steps": 8}
+    if name == "qwen":
+        inputs.remove("negative_prompt_embeds")  # the pipeline takes none
+        options["callback_on_step_end"] = lambda pipe, step, timestep, given: {}
+    wanted = plain(make().to(tiny.device()), **options)
+    _, call, handle = offloaded(name)
+    assert_same(call(**options), wanted)
+    assert handle.stats().passes_predicted
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_pipeline_that_is_interrupted(name: str) -> None:
+    """`pipe._interrupt` lets the loop end without further calls."""
+    pipe, call, handle = offloaded(name)
+
+    def stop(pipe: Any, step: int, timestep: Any, given: dict[str, Any]) -> dict[str, Any]:
+        pipe._interrupt = step == 4
+        return {}
+
+    call(callback_on_step_end=stop)
+    pipe._interrupt = False
+    assert_same(call(), expected(name))
+    assert handle.stats().passes_predicted
+
+
+def test_an_attention_scale_goes_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """It is state of the modules for the length of a forward."""
+    caplog.set_level(logging.INFO, "group_offload")
+    pipe, call, handle = offloaded("wan")
+    twin = tiny.wan_pipeline().to(tiny.device())
+    for each in (pipe, twin):
+        for model in (each.transformer, each.transformer_2):
+            model.load_lora_adapter(tiny.lora_of(model, ("to_q", "proj_out")), prefix=None, adapter_name="one")
+    options = {"attention_kwargs": {"scale": 0.3}}
+    assert_same(call(**options), run_wan(twin, **options))
+    assert handle.stats().passes_shared == 0
+    assert any("it changes" in record.getMessage() and "scaling" in record.getMessage() for record in caplog.records)
+    assert_same(call(), run_wan(twin))
+    assert handle.stats().passes_shared
+
+
+def test_a_cache_with_named_contexts_goes_alone(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "group_offload")
+    pipe, call, handle = offloaded("wan")
+    twin = tiny.wan_pipeline().to(tiny.device())
+    for each in (pipe, twin):
+        each.transformer_2.enable_cache(FirstBlockCacheConfig(threshold=0.5))
+    assert_same(call(), run_wan(twin))
+    assert handle.stats().passes_shared == 0
+    assert any("of diffusers, which keeps state" in record.getMessage() for record in caplog.records)
+    pipe.transformer_2.disable_cache()
+    assert_same(call(), expected("wan"))
+    assert handle.stats().passes_shared

@@ -1,0 +1,389 @@
+"""Processes that offload one model together: each of the functions here is what one rank does. `run` starts the ranks."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from group_offload import ConfigError, ModuleError, OffloadHandle, StateError, apply_group_offloading
+from group_offload.base.mapping import mapping_at
+from group_offload.base.tuning import tune
+from group_offload.runtime.sharing import crew
+
+from .asserts import assert_same, same_bits
+from .processes import fork, run_code, status_of
+from .training import DIM, TrainingModel
+
+KILLED = 9
+DEVICE = torch.device("cpu")
+"""Of this rank."""
+
+
+def run(
+    *cases: Callable[..., None] | tuple[Any, ...],
+    num_ranks: int = 2,
+    device: str = "cpu",
+    expected: tuple[int, ...] = (),
+) -> None:
+    """Run these functions, one after another, in each of `num_ranks` processes: `case(rank, *args)`.
+
+    Args:
+        expected: Exit statuses, if they are not all 0.
+    """
+    listed = [[case.__name__] if callable(case) else [case[0].__name__, *map(str, case[1:])] for case in cases]
+    code = f"import sys; from {__name__} import _ranks; _ranks(*sys.argv[1:])"
+    done = run_code(code, (json.dumps(listed), num_ranks, device), timeout=100)
+    statuses = tuple(map(int, done.stdout.splitlines()[-1].split())) if done.stdout else ()
+    assert statuses == (expected or (0,) * num_ranks), done.stdout + done.stderr[-6000:]
+
+
+def _ranks(cases: str, num_ranks: str, device: str) -> None:
+    if is_a_pipeline.__name__ in cases:
+        from . import parallel_inference, tiny_models  # noqa: F401  (once, and not in each rank)
+    with tempfile.TemporaryDirectory() as folder:
+        what = partial(_rank, json.loads(cases), int(num_ranks), device, Path(folder) / "meeting")
+        pids = [fork(partial(what, rank)) for rank in range(int(num_ranks))]
+        statuses = [status_of(pid) for pid in pids]
+    print(*statuses, flush=True)
+
+
+def _rank(cases: list[list[str]], num_ranks: int, device: str, meeting: Path, rank: int) -> None:
+    global DEVICE
+    warnings.simplefilter("error" if device == "cpu" else "ignore")
+    signal.alarm(80)
+    torch.set_num_threads(1)
+    tune(min_shared_bytes=1, share_part_bytes=2048, share_patience_seconds=2.0, share_trial_bytes=1 << 20)
+    if device != "cpu":
+        DEVICE = torch.device(device, rank)
+        torch.accelerator.set_device_index(rank)
+    backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl"
+    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=num_ranks)
+    for name, *args in cases:
+        try:
+            globals()[name](rank, *args)
+            if name != is_killed.__name__:
+                dist.barrier()
+        except BaseException:
+            print(f"rank {rank}, {name}: {traceback.format_exc()}", file=sys.stderr, flush=True)
+            raise
+
+
+# ------------------------------------------------------------------------------------------------ what ranks do
+
+
+def model(num_blocks: int = 4) -> TrainingModel:
+    torch.manual_seed(0)
+    return TrainingModel(num_blocks).eval().requires_grad_(requires_grad=False)
+
+
+def resident() -> TrainingModel:
+    return model().to(DEVICE)
+
+
+def inputs(seed: int = 0) -> torch.Tensor:
+    return torch.randn(2, 3, DIM, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def share(module: nn.Module, **options: Any) -> OffloadHandle:
+    options = {"onload_device": DEVICE, "process_group": dist.group.WORLD, "share": True, **options}
+    return apply_group_offloading(module, **options)
+
+
+def check(offloaded: nn.Module, reference: nn.Module, times: int = 2) -> None:
+    for seed in range(times):
+        with torch.no_grad():
+            assert same_bits(offloaded(inputs(seed)), reference(inputs(seed)))
+
+
+def assert_shared(handle: OffloadHandle, since: int = 0, sent_since: int = 0) -> None:
+    """Each rank has sent its share, and gathered the rest."""
+    stats, num_ranks = handle.stats(), dist.get_world_size()
+    if DEVICE.type != "cpu":  # what is sent ahead, and who is late, depends on time
+        assert stats.bytes_gathered > since
+        return
+    gathered, sent = stats.bytes_gathered - since, stats.bytes_onloaded["ram"] - sent_since
+    assert gathered > 0 and abs(gathered / (gathered + sent) - (1 - 1 / num_ranks)) < 0.16, (gathered, sent)
+
+
+def has_same_bits(rank: int, offload_type: str) -> None:
+    offloaded, reference = model(), resident()
+    handle = share(offloaded, offload_type=offload_type)
+    check(offloaded, reference, times=3)
+    assert_shared(handle)
+    handle.remove()
+    check(offloaded.to(DEVICE), reference)
+
+
+def goes_its_own_way(rank: int) -> None:
+    """The ranks run blocks in orders of their own: they skip, repeat and reverse."""
+    offloaded, reference = model(), resident()
+    handle = share(offloaded)
+    check(offloaded, reference)
+    for order in ([0, 2], [0, 0, 1, 3], [3, 2, 1, 0], [], [0, 1, 2, 3]):
+        if rank == 1:
+            offloaded.order = reference.order = order
+        check(offloaded, reference, times=1)
+    dist.barrier()
+    gathered = handle.stats().bytes_gathered
+    check(offloaded, reference)
+    assert handle.stats().bytes_gathered > gathered
+
+
+def raises_and_goes_on(rank: int) -> None:
+    offloaded, reference = model(), resident()
+    handle = share(offloaded)
+    check(offloaded, reference)
+    if rank == 1:
+
+        def fail(*args: object) -> None:
+            raise ValueError("of this test")
+
+        hook = offloaded.blocks[1].register_forward_pre_hook(fail)
+        try:
+            offloaded(inputs())
+        except ValueError:
+            hook.remove()
+    else:
+        check(offloaded, reference, times=1)
+    check(offloaded, reference)
+    dist.barrier()
+    gathered = handle.stats().bytes_gathered
+    check(offloaded, reference)
+    assert handle.stats().bytes_gathered > gathered
+
+
+def is_killed(rank: int, where: str) -> None:
+    """Rank 1 is killed. The others raise, and name it."""
+    offloaded, reference = model(), resident()
+    share(offloaded)
+    check(offloaded, reference)
+    if rank == 1:
+
+        def die(*args: object) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if where == "in a forward":
+            offloaded.blocks[1].register_forward_pre_hook(die)
+            offloaded(inputs())
+        die()
+    started = time.monotonic()
+    with pytest.raises(StateError, match="Rank 1 "):
+        check(offloaded, reference, times=1000)
+    assert time.monotonic() < started + 10
+
+
+def edits_weights(rank: int) -> None:
+    offloaded, reference = model(), resident()
+    handle = share(offloaded)
+    check(offloaded, reference)
+
+    def edit(value: float) -> None:
+        with torch.no_grad():
+            for each in (offloaded, reference):
+                next(each.blocks[2].parameters())[0] = value
+
+    edit(3.0)  # on all ranks
+    check(offloaded, reference, times=1)
+    before = handle.stats()
+    check(offloaded, reference)
+    assert_shared(handle, before.bytes_gathered, before.bytes_onloaded["ram"])
+    if rank == 1:
+        edit(5.0)
+    missed = handle.stats().gathers_missed
+    check(offloaded, reference)
+    assert handle.stats().gathers_missed > missed
+
+
+def has_another_model(rank: int, what: str) -> None:
+    offloaded = model(3 if what == "blocks" and rank == 1 else 4)
+    before = {name: value.clone() for name, value in offloaded.state_dict().items()}
+    if what == "weights" and rank == 1:
+        with torch.no_grad():
+            next(offloaded.blocks[2].parameters())[0] += 1
+            before = {name: value.clone() for name, value in offloaded.state_dict().items()}
+    with pytest.raises(ModuleError, match=r"rank 1 has another one than rank 0: .*blocks"):
+        share(offloaded)
+    assert all(same_bits(value, before[name]) for name, value in offloaded.state_dict().items())
+
+
+def is_missing(rank: int, what: str) -> None:
+    tune(share_setup_seconds=1.0)
+    if rank == 1 and what == "is missing":
+        time.sleep(1.5)
+        return
+    fault = ConfigError if rank == 1 else StateError
+    with pytest.raises(fault, match=r"budget|Rank 1 did not offload|Rank 1 could not offload"):
+        share(model(), ram_budget=1 if rank == 1 else None)
+
+
+def is_dropped(rank: int) -> None:
+    """A model that is dropped without remove() leaves nothing behind, and the others do not wait for it."""
+    offloaded, reference = model(), resident()
+    handle = share(offloaded)
+    check(offloaded, reference)
+    dist.barrier()
+    if rank == 1:
+        gone = weakref.ref(handle)
+        del offloaded, handle
+        gc.collect()
+        assert gone() is None
+        return
+    check(offloaded, reference)
+
+
+def leaves_early(rank: int) -> None:
+    """A rank that is done first takes the model back. The others go on."""
+    offloaded, reference = model(), resident()
+    handle = share(offloaded)
+    check(offloaded, reference)
+    if rank == 1:
+        handle.remove()
+        offloaded.to(DEVICE)
+    check(offloaded, reference, times=4)
+
+
+def rests_in_files(rank: int, folder: str) -> None:
+    """Weights that are views of one checkpoint: each rank reads its share of the file."""
+    reference, path = resident(), Path(folder) / "model.safetensors"
+    if rank == 0:
+        save_file(reference.state_dict(), path)
+    dist.barrier()
+    for options in (
+        {"offload_device": "disk"},
+        {"offload_device": "disk", "offload_type": "leaf_level"},
+        {"ram_budget": "1GiB"},
+        {},
+    ):
+        offloaded = model()
+        offloaded.load_state_dict(load_file(path), assign=True)
+        handle = share(offloaded, **options)
+        check(offloaded, reference)
+        stats, num_ranks = handle.stats(), dist.get_world_size()
+        sent = stats.bytes_onloaded["file"]
+        assert stats.bytes_gathered > (0.7 * (num_ranks - 1) * sent if DEVICE.type == "cpu" else 0), stats
+        handle.remove()
+
+
+def is_in_groups(rank: int) -> None:
+    """Two groups of two ranks, each given as a mesh; a mesh of two dimensions; and a group that this rank is not in."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    offloaded, reference = model(), resident()
+    with pytest.raises(ConfigError, match="one dimension"):
+        share(offloaded, process_group=mesh)
+    handle = share(offloaded, process_group=mesh["cp"])
+    check(offloaded, reference)
+    assert "2 GPUs share each group" in str(handle.plan)
+    gathered, sent = handle.stats().bytes_gathered, handle.stats().bytes_onloaded["ram"]
+    assert abs(gathered / (gathered + sent) - 0.5) < 0.05
+    again = share(other := model(), process_group=mesh["cp"].get_group())
+    check(other, reference)
+    assert again.stats().bytes_gathered > 0
+
+
+def is_on_two_hosts(rank: int) -> None:
+    """Ranks of several hosts: each host's share among themselves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(crew, "place_of_process", lambda: f"host {rank // 2}" if rank < 4 else "")
+        offloaded, reference = model(), resident()
+        handle = share(offloaded, share=True if rank < 4 else "auto")
+    check(offloaded, reference)
+    if rank == 4:
+        assert "no other rank" in str(handle.plan)
+        return
+    gathered, sent = handle.stats().bytes_gathered, handle.stats().bytes_onloaded["ram"]
+    assert abs(gathered / (gathered + sent) - 0.5) < 0.05
+
+
+def has_one_copy(rank: int) -> None:
+    """Weights that are in no file are in RAM once, and edits of one rank are not seen by the others."""
+    offloaded, reference = model(), resident()
+    handle = share(offloaded)
+    mappings = [mapping_at(parameter.data_ptr()) for parameter in offloaded.parameters()]
+    places = [None if mapping is None else (mapping.identity, mapping.is_private) for mapping in mappings]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, places)
+    assert all(each == found[0] for each in found) and None not in places
+    if rank == 1:
+        with torch.no_grad():
+            for each in (offloaded, reference):
+                next(each.blocks[2].parameters())[0] = 3.0
+    dist.barrier()
+    check(offloaded, reference)
+    handle.remove()
+    check(offloaded.to(DEVICE), reference)
+
+
+def trains(rank: int) -> None:
+    """DDP of some weights over shared ones, with checkpoints and without: the gradients of DDP over resident ones."""
+    for is_checkpointed in (False, True):
+        gradients = []
+        for is_shared in (False, True):
+            module = (model() if is_shared else resident()).train()
+            module.head.requires_grad_(requires_grad=True)
+            torch.manual_seed(rank)
+            if is_checkpointed:
+                module.run_block = lambda block, *args: checkpoint(block, *args, use_reentrant=False)
+            handle = share(module) if is_shared else None
+            parallel = nn.parallel.DistributedDataParallel(module)
+            for seed in range(2):
+                x = inputs(seed + 10 * rank).requires_grad_()
+                parallel(x).square().mean().backward()
+            gradients.append([each.grad.cpu() for each in (*module.head.parameters(), x)])
+            if handle is not None:
+                stats = handle.stats()
+                assert stats.bytes_gathered > 0 and stats.backward_passes == 2
+                handle.remove()
+        assert all(same_bits(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def is_context_parallel(rank: int) -> None:
+    """diffusers' context parallel, before sharing and after it."""
+    from . import parallel_inference
+
+    warnings.simplefilter("ignore")  # diffusers calls what torch has renamed
+    if DEVICE.type == "cpu":
+        parallel_inference.use_the_cpu()
+    for order in ("before", "after"):
+        expected, offloaded = parallel_inference.make(), parallel_inference.make()
+        handle = share(offloaded, onload_device=DEVICE) if order == "after" else None
+        for each in (expected, offloaded):
+            each.enable_parallelism(config=parallel_inference.CONTEXT_KINDS["ulysses"]())
+        handle = handle or share(offloaded, onload_device=DEVICE)
+        assert_same(parallel_inference.outputs(offloaded), parallel_inference.outputs(expected))
+        assert handle.stats().bytes_gathered > 0
+        handle.remove()
+
+
+def is_a_pipeline(rank: int) -> None:
+    from group_offload import disable_group_offload, enable_group_offload
+
+    from . import tiny_models as tiny
+
+    expected = tiny.run(tiny.flux_pipeline())
+    pipe = tiny.flux_pipeline()
+    handles = enable_group_offload(pipe, onload_device=DEVICE, process_group=dist.group.WORLD, share=True)
+    for _ in range(2):
+        assert_same(tiny.run(pipe), expected)
+    assert handles["transformer"].stats().bytes_gathered > 0
+    disable_group_offload(pipe)
+    assert_same(tiny.run(pipe), expected)

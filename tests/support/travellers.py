@@ -1,0 +1,245 @@
+"""Several threads that call one model, whose forwards share passes."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from group_offload.runtime.convoy import lock
+from group_offload.runtime.convoy.lock import Traveller, TurnLock
+from group_offload.runtime.convoy.sharing import Sharing, Verdict
+
+from .models import DIM, RoutedBlock, Stop
+from .on_device import offload, options_for
+from .reads import late_reads, watch_file_reads
+from .rigs import run
+from .simulated import SimulatedDevice, use_simulated_device
+from .tuning import tune
+
+
+class PausingBlock(RoutedBlock):
+    def forward(self, x: torch.Tensor, pause: Any = None) -> torch.Tensor:
+        if pause is not None:
+            pause()
+        return super().forward(x)
+
+
+class Travelling(nn.Module):
+    """Blocks that each forward calls in an order of its own. Forwards keep no state."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.embed = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(PausingBlock(width, counts=False) for width in widths)
+        self.shift = nn.Parameter(torch.randn(DIM))
+        self.eval()
+
+    def forward(self, x: torch.Tensor, route: Sequence[int], stop_at: int = -1, pause: Any = None) -> torch.Tensor:
+        x = self.embed(x) + self.shift
+        for position, index in enumerate(route):
+            if position == stop_at:
+                raise Stop
+            x = self.blocks[index](x, pause if position == len(route) // 2 else None)
+        return x * self.shift
+
+
+def in_threads(jobs: Sequence[Callable[[], object]], seconds: float = 60) -> None:
+    """Run each job in a thread of its own. A deadlock is a failure, with the stacks of the threads."""
+    errors: list[BaseException] = []
+
+    def work(job: Callable[[], object]) -> None:
+        try:
+            job()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(job,), daemon=True) for job in jobs]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        while thread.is_alive() and time.monotonic() < deadline and not errors:
+            thread.join(0.05)
+    for thread in threads:
+        thread.join(5 if errors else 0)
+    if errors:
+        raise AssertionError("".join(traceback.format_exception(errors[0]))) from errors[0]
+    frames = sys._current_frames()
+    stuck = ["".join(traceback.format_stack(frames[t.ident])) for t in threads if t.is_alive() and t.ident in frames]
+    assert not stuck, "threads wait for one another:\n" + "\n\n".join(stuck)
+
+
+@contextmanager
+def taken_as_shared() -> Iterator[None]:
+    """Let all forwards share passes, without the check of a first one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sharing, "_verdict", lambda self, key: Verdict.SHARED)
+        yield
+
+
+def travel(
+    seed: int,
+    laziness: Any,
+    options: dict[str, Any],
+    *,
+    num_threads: int = 3,
+    num_passes: int = 4,
+    patience: float = 10.0,
+    seconds: float = 60,
+) -> Any:
+    """Random forwards of several threads on the simulated device, each on a stream of its own. Every output is right.
+
+    Some forwards take another order, some raise, and some stop for longer than the others wait.
+    """
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    device = SimulatedDevice(seed, laziness)
+    widths = [rng.choice([4, 8, 8, 24]) for _ in range(rng.randint(2, 6))]
+    model = Travelling(widths)
+    resident = copy.deepcopy(model)
+    usual = tuple(range(len(widths)))
+    with (
+        use_simulated_device(device),
+        watch_file_reads(device),
+        late_reads(rng),
+        taken_as_shared(),
+        options_for(options) as options,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        tune(patch, traveller_patience_seconds=patience)
+        handle = offload(model, share_passes=True, **options)
+
+        def job(number: int) -> Callable[[], None]:
+            mine = random.Random(seed * 100 + number)
+            stream = device.new_stream() if mine.random() < 0.7 else device.current_stream()
+
+            def work() -> None:
+                outputs = []
+                for at in range(num_passes):
+                    route = usual
+                    if mine.random() < 0.3:
+                        route = tuple(mine.randrange(len(widths)) for _ in range(mine.randint(0, 8)))
+                    stop_at = mine.randrange(len(route)) if route and mine.random() < 0.15 else -1
+                    pause = (lambda: time.sleep(3 * patience)) if patience < 1 and mine.random() < 0.3 else None
+                    x = torch.randn(3, DIM, generator=torch.Generator().manual_seed(1000 * number + at))
+                    try:
+                        with torch.no_grad(), device.use_stream(stream), device.running():
+                            output = model(device.put(x), route, stop_at, pause)
+                    except Stop:
+                        assert stop_at >= 0
+                        continue
+                    outputs.append((output, run(resident, x, route)))
+                for output, expected in outputs:
+                    assert torch.equal(device.get(output), expected)
+
+            return work
+
+        in_threads([job(number) for number in range(num_threads)], seconds)
+        stats = handle.stats()
+        handle.remove()
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, resident.state_dict()[name]), name
+        assert device.pinned_bytes == 0
+        assert device.allocated_bytes == 0
+    return stats
+
+
+def interrupt_at_the_end_of_a_call(seconds: float = 20) -> None:
+    """Ctrl-C strikes a forward that was left behind, where it waits for its turn to end a call. The others are right."""
+    device = SimulatedDevice(0, "lazy")
+    model = Travelling([8] * 4)
+    resident = copy.deepcopy(model)
+    x, route = torch.randn(2, DIM), (0, 1, 2, 3)
+    struck: list[int] = []
+    regain = TurnLock.regain
+
+    def strike(self: TurnLock, traveller: Traveller) -> None:
+        if not (self._is_owned() or struck):
+            struck.append(1)
+            raise KeyboardInterrupt
+        regain(self, traveller)
+
+    with use_simulated_device(device), taken_as_shared(), pytest.MonkeyPatch.context() as patch:
+        tune(patch, traveller_patience_seconds=0.05)
+        handle = offload(model, share_passes=True)
+
+        def job(is_slow: bool) -> Callable[[], None]:
+            def work() -> None:
+                for _ in range(4):
+                    pause = (lambda: time.sleep(0.3)) if is_slow else None
+                    try:
+                        with torch.no_grad(), device.running():
+                            output = model(device.put(x), route, -1, pause)
+                    except KeyboardInterrupt:
+                        continue
+                    assert torch.equal(device.get(output), run(resident, x, route))
+
+            return work
+
+        with pytest.MonkeyPatch.context() as struck_by:
+            struck_by.setattr(TurnLock, "regain", strike)
+            in_threads([job(is_slow=False), job(is_slow=False), job(is_slow=True)], seconds)
+        assert struck
+        in_threads([job(is_slow=False)] * 2, seconds)
+        handle.remove()
+        assert device.allocated_bytes == 0
+
+
+def interrupt_on_lines(seed: int, num_strikes: int) -> None:
+    """Ctrl-C strikes one of three forwards on any line of what lets them share passes. The others are right, and later ones."""
+    rng = random.Random(seed)
+    folder = str(Path(lock.__file__).parent)
+    device = SimulatedDevice(0, "eager")
+    model = Travelling([8] * 4)
+    resident = copy.deepcopy(model)
+    x, route = torch.randn(2, DIM), (0, 1, 2, 3)
+    expected = run(resident, x, route)
+
+    def call() -> None:
+        with torch.no_grad(), device.running():
+            output = model(device.put(x), route)
+        assert torch.equal(device.get(output), expected)
+
+    def usual() -> None:
+        for _ in range(4):
+            call()
+
+    def struck() -> None:
+        left = rng.randrange(1, 900)
+
+        def on_line(frame: Any, event: str, argument: Any) -> Any:
+            nonlocal left
+            left -= event == "line"
+            if event == "line" and left == 0:
+                raise KeyboardInterrupt
+            return on_line
+
+        sys.settrace(lambda frame, *_: on_line if frame.f_code.co_filename.startswith(folder) and left > 0 else None)
+        try:
+            for _ in range(3):
+                call()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        call()
+
+    with use_simulated_device(device), taken_as_shared(), pytest.MonkeyPatch.context() as patch:
+        tune(patch, traveller_patience_seconds=0.3)
+        handle = offload(model, share_passes=True)
+        for _ in range(num_strikes):
+            in_threads([struck, usual, usual], 30)
+        handle.remove()
+        assert device.allocated_bytes == 0

@@ -1,0 +1,102 @@
+"""What ranks agree on: offers, the log, and who waits in vain."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from group_offload.base.system import name_of_shared_file, new_shared_file
+from group_offload.runtime.sharing.board import BOARD_BYTES, Board, State, all_of
+from group_offload.runtime.sharing.cut import cut
+
+
+def state(num_ranks: int = 2) -> State:
+    return State(enqueued=[0] * num_ranks)
+
+
+def test_the_last_offer_enters_the_log() -> None:
+    found = state(3)
+    for rank in (2, 0):
+        found.offer(rank, "1/a", "same", 3)
+        assert found.log == []
+    found.offer(1, "1/a", "same", 3)
+    assert found.log == ["1/a"] and not found.offers
+    assert not found.take_back(0, "1/a")
+
+
+def test_other_bytes_are_never_gathered() -> None:
+    found = state()
+    found.offer(0, "1/a", "one", 2)
+    found.offer(1, "1/a", "other", 2)
+    assert found.log == []
+    assert all(found.is_hopeless(rank, "1/a", 2, is_first=True) for rank in (0, 1))
+    assert found.take_back(0, "1/a") and found.take_back(1, "1/a") and not found.offers
+
+
+def test_the_log_keeps_what_a_rank_has_yet_to_enqueue() -> None:
+    found = state()
+    for key in ("1/a", "1/b"):
+        for rank in (0, 1):
+            found.offer(rank, key, "", 2)
+    found.was_enqueued(0, 2)
+    assert (found.first, found.log) == (0, ["1/a", "1/b"])
+    found.was_enqueued(1, 1)
+    assert (found.first, found.log) == (1, ["1/b"])
+
+
+def test_who_waits_in_vain() -> None:
+    found = state()
+
+    def is_hopeless(*, is_first: bool = False) -> bool:
+        return found.is_hopeless(0, "1/a", 2, is_first=is_first)
+
+    found.offer(0, "1/a", "", 2)
+    assert not is_hopeless()
+    found.decline(1, [all_of("1")])
+    assert is_hopeless() and not is_hopeless(is_first=True)  # the other one's next pass may come soon
+    found.begin_pass(1, "1", [])
+    assert not is_hopeless()
+    found.begin_pass(1, "1", ["1/a"])  # it is there
+    assert is_hopeless(is_first=True)
+    found.begin_pass(1, "1", [])
+    found.offer(1, "1/b", "", 2)
+    found.awaited["1"] = "1/b", False
+    assert is_hopeless() and not is_hopeless(is_first=True)
+    found.awaited["1"] = "1/b", True
+    assert is_hopeless(is_first=True)
+    found.awaited.clear()
+    found.leave(1, "1")
+    assert is_hopeless(is_first=True) and "1/b" not in found.offers
+
+
+def test_a_change_that_breaks_off_leaves_the_state_before() -> None:
+    fd = new_shared_file(BOARD_BYTES)
+    boards = [Board(os.open(name_of_shared_file(fd), os.O_RDWR), rank, 2) for rank in (0, 1)]
+    os.close(fd)
+    with boards[0].change() as found:
+        found.offer(0, "1/a", "", 2)
+    turn = boards[1].turn
+
+    def break_off() -> None:
+        with boards[1].change() as found:
+            found.offer(1, "1/a", "", 2)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        break_off()
+    assert boards[0].turn == turn and boards[0].read().offers == {"1/a": {"0": ""}}
+    for board in boards:
+        board.close()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+@pytest.mark.parametrize("num_bytes", [0, 100, 256 * 7, 10_000, 1 << 20])
+def test_parts_make_the_whole(num_bytes: int, num_ranks: int) -> None:
+    found = cut(num_bytes, num_ranks, 4096)
+    for rank in range(num_ranks):
+        spans = sorted([*found.own(rank), *found.others(rank)])
+        covered = [byte for start, end in spans for byte in (start, end) if start < end]
+        assert covered[:1] in ([0], []) and covered[1:-1:2] == covered[2::2] and covered[-1:] in ([num_bytes], [])
+    assert all(piece.part_bytes % 256 == 0 and piece.part_bytes <= 4096 for piece in found.pieces)
+    assert found.rest[1] - found.rest[0] < num_ranks * 256
