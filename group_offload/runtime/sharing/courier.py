@@ -23,6 +23,8 @@ _BUSY_SECONDS = 2e-4
 _IDLE_SECONDS = 2e-3
 """The same while groups are offered that nobody waits for."""
 _JOIN_SECONDS = 5.0
+_MOST_HALVINGS = 5
+"""Of a pass's patience. With less, ranks that have gone apart for long would never meet again."""
 _LOOK_SECONDS = 0.05
 """The time between two looks at whether the other ranks are still there, while something waits for them."""
 
@@ -190,7 +192,7 @@ class Courier:
         if model.num_offered:
             model.misses = 0 if model.num_gathered else model.misses + 1
         model.num_offered = model.num_gathered = 0
-        model.patience = patience / 2**model.misses
+        model.patience = patience / 2 ** min(model.misses, _MOST_HALVINGS)
         self.alone.discard(name)
         self._refuse_dead(name)
         with self._board.change() as state:
