@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from group_offload import apply_group_offloading, enable_group_offload, handle_o
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_same
 from ..support.models import Model
-from ..support.travellers import in_threads
+from ..support.travellers import helpers, in_threads
 
 pytestmark = [
     pytest.mark.gpu,
@@ -181,7 +180,7 @@ def test_nothing_is_left(device: torch.device) -> None:
     gc.collect()
     assert torch.accelerator.memory_allocated(device) <= before + (1 << 20)
     handle.remove()
-    assert not [thread for thread in threading.enumerate() if thread.name == "group_offload forward"]
+    assert not helpers()
 
 
 def test_a_pipeline(device: torch.device) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -18,10 +17,11 @@ from diffusers import (
     QwenImageTransformer2DModel,
 )
 
-from group_offload import enable_group_offload, handle_of
+from group_offload import disable_group_offload, enable_group_offload, handle_of
 
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_same
+from ..support.travellers import helpers
 
 STEPS = 6
 
@@ -102,12 +102,14 @@ def offloaded(name: str, **options: Any) -> tuple[Any, Callable[..., torch.Tenso
 @pytest.mark.parametrize("level", ["block_level", "leaf_level"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_pipeline_with_guidance(name: str, level: str) -> None:
-    _, call, handle = offloaded(name, offload_type=level)
+    before = helpers()
+    pipe, call, handle = offloaded(name, offload_type=level)
     for _ in range(2):
         assert_same(call(), expected(name))
     stats = handle.stats()
     assert stats.passes_predicted >= STEPS // 2 and not stats.passes_discarded
-    assert not [thread for thread in threading.enumerate() if thread.name == "group_offload forward"]
+    disable_group_offload(pipe)
+    assert helpers() <= before
 
 
 @pytest.mark.parametrize("name", CASES)

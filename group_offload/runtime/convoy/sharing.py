@@ -33,6 +33,7 @@ from ...base.torch_internals import has_global_hooks, set_eval_frame
 from ...base.tuning import tuning
 from .arguments import Arguments
 from .caller import Caller
+from .helpers import Helpers
 from .lock import Traveller
 from .passes import Broken, SharedPasses
 from .watch import Watch, survey
@@ -61,7 +62,7 @@ class Verdict(Enum):
 
 
 class _Ahead:
-    """A forward that runs in a thread of its own, in place of a thread that should call for it later."""
+    """A forward that runs in another thread, in place of a thread that should call for it later."""
 
     def __init__(self, sharing: Sharing, traveller: Traveller, arguments: Arguments) -> None:
         self.arguments = arguments
@@ -70,25 +71,38 @@ class _Ahead:
         self.output: Any = None
         self.error: BaseException | None = None
         self._sharing: Sharing | None = sharing
-        self.thread = threading.Thread(target=self._run, name="group_offload forward", daemon=True)
+        self._done = threading.Lock()
+        self._done.acquire()
+        self._is_given = False
+        self._claims: dict[str, str] = {}
+        """Under "by" who has the forward: a helper, or the caller, who has not given it away. (Ctrl-C may come in between.)"""
 
     def start(self) -> None:
+        assert self._sharing is not None
         try:
-            self.thread.start()
+            self._sharing.helpers.begin(self._run, self._done)
+            self._is_given = True
         except RuntimeError as error:  # the system has no more threads
             self.error = error
-            if self._sharing is not None:
-                self._sharing.turns.disembark(self.traveller)
+            self._withdraw()
 
-    def join(self, timeout: float | None = None) -> None:
-        """Wait until the forward is over."""
-        if self.thread.ident:
-            self.thread.join(timeout)
-        elif self._sharing is not None:
+    def _withdraw(self) -> bool:
+        """Keep the helper from beginning. False if it has begun."""
+        if self._claims.setdefault("by", "caller") != "caller":
+            return False
+        if self._sharing is not None:
             self._sharing.turns.disembark(self.traveller)
+        return True
+
+    def join(self, timeout: float = -1) -> None:
+        """Wait until the forward is over, if it was started."""
+        if (self._is_given or not self._withdraw()) and self._done.acquire(timeout=timeout):
+            self._done.release()
 
     def _run(self) -> None:
         sharing, caller = self._sharing, self.caller
+        if self._claims.setdefault("by", "helper") != "helper":
+            return
         assert sharing is not None and caller is not None
         sharing.turns.embark(self.traveller)
         try:
@@ -178,6 +192,8 @@ class Sharing:
         self.alone: Callable[..., Any] = lambda *args, **kwargs: None
         """A call of the module that shares a pass only if its thread is a traveller's."""
         self._all_steps: weakref.WeakSet[_Steps] = weakref.WeakSet()
+        self.helpers = Helpers()
+        weakref.finalize(self, self.helpers.close).atexit = False
 
     @property
     def turns(self) -> Any:
@@ -187,9 +203,10 @@ class Sharing:
         return Caller(self._backend)
 
     def close(self) -> None:
-        """Throw all results away that nobody called for."""
+        """Throw all results away that nobody called for, and end the threads."""
         for steps in [*self._all_steps]:
             steps.forget()
+        self.helpers.close()
 
     # ---------------------------------------------------------------- a call
 
@@ -235,12 +252,13 @@ class Sharing:
         if not steps.ahead:
             return None
         found = steps.ahead.pop(0)
-        is_right = found.error is None and now.are_same(found.arguments)
+        is_right = found.error is None
         if is_right:
             with self.turns:
                 is_right = not self.passes.were_touched()
                 self._refresh()  # it commits edits that the system tells of
-        if is_right and steps.mark == (mark, self._stream, self._edits()):
+        is_right = is_right and steps.mark == (mark, self._stream, self._edits())
+        if is_right and now.are_same(found.arguments):  # last: the host may wait for the device here
             steps.misses.clear()
             return found
         steps.ahead.insert(0, found)
