@@ -123,6 +123,25 @@ def make_plan(problem: Problem) -> Plan:
     )
 
 
+def kept_plan(problem: Problem, before: Plan) -> Plan | None:
+    """The placements of `before` for a problem whose groups have other sizes by now; None if they exceed its budgets."""
+    model = PassModel(problem)
+    for index, placement in enumerate(before.placements):
+        if placement is Placement.PACKED and not problem.groups[index].packed_bytes:
+            return None
+    footprint = model.footprint(before.placements)
+    if not model.fits(footprint):
+        return None
+    return replace(
+        before,
+        problem=problem,
+        slot_bytes=footprint.slot_bytes + footprint.berth_bytes,
+        device_bytes=footprint.device_bytes,
+        ram_bytes=smallest_ram_bytes(problem) + footprint.ram_bytes,
+        prediction=model.predict(footprint, model.run(before.placements, footprint)),
+    )
+
+
 def least_seconds(problem: Problem) -> float:
     """No placement within the budgets makes a pass faster than this. (The fastest may be slower: see `lower_bound`.)"""
     return lower_bound(PassModel(problem))

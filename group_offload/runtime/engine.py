@@ -87,6 +87,7 @@ class Engine:
             self._folder,
             is_on=config.pack is True,
             spares_ram=config.rests_in_files and not config.has_budgets,
+            has_ram_budget=(config.ram_budget, config.ram_share) != (None, None),
         )
         self._probe = Probe(backend, self.recorder)
         # Leaf level is for least memory, and torch's allocator finds room for its small layers anywhere.

@@ -38,17 +38,26 @@ class Packer:
     """
 
     def __init__(
-        self, backend: Backend, transfer: Transfer, folder: Folder | None, *, is_on: bool, spares_ram: bool
+        self,
+        backend: Backend,
+        transfer: Transfer,
+        folder: Folder | None,
+        *,
+        is_on: bool,
+        spares_ram: bool,
+        has_ram_budget: bool,
     ) -> None:
         """
         Args:
             folder: Where packed files are kept for the next time.
             spares_ram: Whether weights that rest in files are packed only if RAM has plenty of room for that.
+            has_ram_budget: Whether a plan keeps RAM free for others, so that what it puts there is packed without a reserve.
         """
         self._backend = backend
         self._transfer = transfer
         self._folder = folder
         self._spares_ram = spares_ram
+        self._has_ram_budget = has_ram_budget
         self.is_on = is_on
         """Whether blobs are packed."""
         self._groups: tuple[Group, ...] = ()
@@ -57,6 +66,10 @@ class Packer:
         """What blobs are called in files."""
         self._to_read: set[Part] = set()
         """The parts whose packed bytes stay in their files, and are read each time."""
+        self._sizes: dict[Part, int] = {}
+        """The packed bytes of parts that were packed before, which tell more than `_USUAL_RATIO`."""
+        self._missing = 0
+        """Packed bytes of parts in files that RAM had no room for, or could not be page-locked, since `take_missing`."""
 
     @property
     def reads_packed(self) -> bool:
@@ -74,6 +87,7 @@ class Packer:
         for part in _parts_of(groups):
             part.may_pack = part.may_pack and is_packable(part.blob.layout)
         self._to_read.intersection_update(self._ids)
+        self._sizes = {part: size for part, size in self._sizes.items() if part in self._ids}
 
     def switch_on(self) -> None:
         """Pack from now on. What is page-locked itself so far is not any more: `begin` comes next."""
@@ -137,10 +151,18 @@ class Packer:
             if part.packed is not None:
                 total, has_packed = total + part.packed.num_bytes, True
             elif is_on and self._could_pack(part):
-                total, has_packed = total + int(num_bytes * _USUAL_RATIO), True
+                total, has_packed = total + self._size_of(part), True
             else:
                 total += num_bytes
         return total if has_packed else 0
+
+    def _size_of(self, part: Part) -> int:
+        return self._sizes.get(part, int(part.blob.layout.num_bytes * _USUAL_RATIO))
+
+    def take_missing(self) -> int:
+        """The packed bytes that were to be in RAM, and could not be. They count once."""
+        missing, self._missing = self._missing, 0
+        return missing
 
     def lacking(self) -> list[Part]:
         """The parts that have no packed bytes, or out-of-date ones, and could have some."""
@@ -187,7 +209,10 @@ class Packer:
             advance = stack.enter_context(progress_bar(total, "Packing weights"))
             for part in parts:
                 part.drop_packed()
-                part.take_packed(self._pack(part, buffer, files, limit))
+                image = self._pack(part, buffer, files, limit)
+                if image is not None:
+                    self._sizes[part] = image.num_bytes
+                part.take_packed(image)
                 advance(part.blob.layout.num_bytes)
         for part in _parts_of(self._groups):  # what stays plain is copied from where it rests
             if part.packed is None and isinstance(part.blob, RamBlob):
@@ -200,15 +225,22 @@ class Packer:
         num_bytes = sum(part.blob.layout.num_bytes for part in to_ram if isinstance(part.blob, FileBlob))
         room = available_ram() * tuning().locked_share
         is_much = self._spares_ram and num_bytes * _USUAL_RATIO > room
+        # Packing takes the plain bytes of one part besides; without a budget the reserve has room for them.
+        most_read = max((part.blob.layout.num_bytes for part in to_ram if isinstance(part.blob, FileBlob)), default=0)
         taken, left, passed = 0, 0, 0
         for part in to_ram:
             size, is_in_file = part.blob.layout.num_bytes, isinstance(part.blob, FileBlob)
-            packed_bytes = int(size * _USUAL_RATIO)
+            packed_bytes = self._size_of(part)
             passed += size * is_in_file
             # Files are read beside the link: so what is read is spread evenly over what is sent from RAM.
             most = room * passed / max(1, num_bytes) if self.reads_packed else 0
             is_too_much = is_much and is_in_file and taken + packed_bytes > most
-            if not is_too_much and fits(taken + packed_bytes):
+            if self._has_ram_budget and is_in_file:
+                has_room = taken + packed_bytes + most_read <= available_ram()
+            else:
+                has_room = fits(taken + packed_bytes)
+            self._missing += packed_bytes if is_in_file and not has_room else 0
+            if not is_too_much and has_room:
                 taken += packed_bytes
             elif is_in_file and self.reads_packed:
                 self._to_read.add(part)
@@ -234,7 +266,7 @@ class Packer:
         if files is None:
             image = buffer.memory[: blob.layout.num_bytes].zero_()  # padding too, which no weight fills
             self._transfer.read_now(blob, image)
-            return pack_image(image, blob.layout, device, blob.generation, memory)
+            return self._noted(pack_image(image, blob.layout, device, blob.generation, memory), part, limit)
         blob.check()
         origin = origin_of(blob.source.path, blob.pieces, blob.layout)
         found = files.find_or_pack(self._ids[part], blob.layout, blob.rest, origin=origin, device=device)
@@ -242,7 +274,13 @@ class Packer:
             return None
         if part in self._to_read:
             return open_image(found, blob.generation, is_verified=self._folder is not None and self._folder.is_verified)
-        return read_image(found, blob.generation, memory)
+        return self._noted(read_image(found, blob.generation, memory), part, limit)
+
+    def _noted(self, image: PackedImage | None, part: Part, limit: LockLimit) -> PackedImage | None:
+        """Note what could not be page-locked."""
+        if image is None and limit.was_refused:
+            self._missing += self._size_of(part)
+        return image
 
 
 def _parts_of(groups: Iterable[Group]) -> Iterator[Part]:

@@ -222,7 +222,14 @@ class Placer:
             # Outer groups rest in RAM, whatever the plan says; so do groups that are in no file.
             in_no_file = [group for group in self._groups if not group.height and not group.is_in_file]
             least = sum(group.num_bytes for group in in_no_file)
+            if self._packer.is_on:  # the memory to read files into, which is counted, is not there yet
+                outer += max(
+                    0, max((blob.layout.num_bytes for blob in self._files.blobs), default=0) - tuning().reading_bytes
+                )
             least += self._packer.limit(in_no_file, ram - outer - least)
+            outer += self._packer.limit(
+                (group for group in self._groups if group.height and not group.is_in_file), ram - outer - least
+            )
             ram = max(least, ram - outer)
         plan = self._budgeter.begin(
             self._groups,
@@ -312,6 +319,8 @@ class Placer:
             self._memory.release_rings()  # packing takes device memory too
             try:
                 self._packer.pack(lacking)
+                if self._settles and self._budgeter.settle(self._packer.take_missing()):
+                    self._share_out_files()
             finally:
                 self.reside()  # berths may need another size
             self._files.look()
@@ -437,8 +446,13 @@ class Placer:
 
     def _share_out_files(self) -> None:
         """Lock the groups in RAM that the plan puts there, and the groups that are needed around others, or pack them."""
-        in_ram = self._agreed("ram", self._budgeter.at(Placement.RAM)) | self._budgeter.at(Placement.PACKED)
+        in_ram = self._in_ram()
         self._share_out_packed(in_ram)
+        if self._packer.is_on and self._settles:
+            # Packed bytes are known exactly once there are some: the plan counts on these, and what it puts in RAM is packed.
+            while self._budgeter.settle(self._packer.take_missing()):
+                in_ram = self._in_ram()
+                self._share_out_packed(in_ram)
         self._files.share_out(
             part.blob
             for group in self._groups
@@ -446,6 +460,15 @@ class Placer:
             if isinstance(part.blob, FileBlob) and not part.blob.is_packed and group.num_bytes
             if group in in_ram or group.height
         )
+
+    def _in_ram(self) -> frozenset[Group]:
+        return self._agreed("ram", self._budgeter.at(Placement.RAM)) | self._budgeter.at(Placement.PACKED)
+
+    @property
+    def _settles(self) -> bool:
+        """Whether a plan follows what packing brings. Ranks that share groups would come to plans of their own."""
+        sharing = self._transfer.sharing
+        return self._config.has_budgets and (sharing is None or sharing.crew is None)
 
     def _share_out_packed(self, in_ram: frozenset[Group]) -> None:
         """Pack the groups that the plan puts in RAM. Where RAM is limited, the packed bytes of others stay in their files."""

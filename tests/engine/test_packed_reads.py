@@ -182,6 +182,80 @@ def test_a_budget_of_ram_leaves_packed_bytes_in_their_files(
     end(device, model, resident, handle)
 
 
+def _planned_bytes(handle: OffloadHandle) -> int:
+    """The packed bytes that the plan has in RAM."""
+    plan = handle.plan.details
+    assert plan is not None and plan.problem.budgets.ram_bytes is not None
+    assert plan.ram_bytes <= plan.problem.budgets.ram_bytes
+    pairs = zip(plan.problem.groups, plan.placements, strict=True)
+    return sum(g.packed_bytes for g, at in pairs if at in (Placement.RAM, Placement.PACKED))
+
+
+@pytest.mark.parametrize("vram", [None, 0.9])
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_what_a_budget_of_ram_plans_is_packed(
+    has_folder: bool, vram: float | None, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No reserve is kept besides, and edits change nothing of that."""
+    tune(monkeypatch, device_margin_bytes=0)
+    slow = replace(KNOWN_SPEEDS, h2d=2, drive=1)
+    monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: slow)
+    resident = routed([2400] * 8)
+    model: Any = from_file(resident, tmp_path / "model.safetensors")
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    monkeypatch.setattr(packer, "available_ram", lambda: size)
+    monkeypatch.setattr(packer, "fits", lambda num_bytes: False)
+    options: dict[str, Any] = {"pack": True, "ram_budget": "auto", "onload_device": "cpu"}
+    options |= {"offload_to_disk_path": tmp_path / "groups"} if has_folder else {}
+    options |= {"vram_budget": int(vram * size)} if vram else {}
+    handle = api.offload(model, ModelOptions(**options), ram_share=int(0.5 * size))
+    least = 0 if vram else 0.25 * size  # berths may find no room in the half of the budget that weights have at first
+    assert least <= handle.stats().packed_bytes == _planned_bytes(handle) <= 0.5 * size
+    for number in range(5):
+        check(device, model, resident)
+        assert handle.stats().packed_bytes == _planned_bytes(handle) <= 0.5 * size, number
+        model.alive.clear()
+        resident.alive.clear()
+    with torch.no_grad():
+        for each in (model, resident):
+            next(p for p in each.parameters() if p.numel() > 1000).mul_(2)
+    for _ in range(3):
+        check(device, model, resident)
+        model.alive.clear()
+        resident.alive.clear()
+    assert 0 < handle.stats().packed_bytes == _planned_bytes(handle) <= 0.5 * size
+    end(device, model, resident, handle)
+
+
+@pytest.mark.parametrize("fault", ["memory", "page-locking"])
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_a_plan_learns_what_ram_could_not_be_had(
+    has_folder: bool, fault: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resident = routed([2400] * 8)
+    model: Any = from_file(resident, tmp_path / "model.safetensors")
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    if fault == "memory":
+        monkeypatch.setattr(packer, "available_ram", lambda: int(0.35 * size))
+    else:
+        pin, most = device.pin, int(0.3 * size)
+
+        def refusing(memory: torch.Tensor, *args: Any, **options: Any) -> bool:
+            return device.pinned_bytes + memory.numel() <= most and pin(memory, *args, **options)
+
+        monkeypatch.setattr(device, "pin", refusing)
+    options: dict[str, Any] = {"pack": True, "ram_budget": "auto", "onload_device": "cpu"}
+    options |= {"offload_to_disk_path": tmp_path / "groups"} if has_folder else {}
+    handle = api.offload(model, ModelOptions(**options), ram_share=int(0.6 * size))
+    for _ in range(3):
+        check(device, model, resident)
+        model.alive.clear()
+        resident.alive.clear()
+    assert 0 < handle.stats().packed_bytes == _planned_bytes(handle) < 0.35 * size
+    assert handle.plan.details.prediction.drive_bytes
+    end(device, model, resident, handle)
+
+
 @pytest.mark.parametrize("source", ["ram", "checkpoint"])
 def test_groups_come_before_their_model_has_berths(
     source: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -33,8 +33,16 @@ from ...errors import ConfigError
 from ...partition import Method
 from ...plan.budgets import Auto, Budget, auto_ram, describe_bytes
 from ...plan.pass_model import simulate
-from ...plan.placement import Budgets, Placement, PlannedGroup, Problem, Speeds, smallest_device_bytes
-from ...plan.planner import Plan, least_seconds, make_plan
+from ...plan.placement import (
+    Budgets,
+    Placement,
+    PlannedGroup,
+    Problem,
+    Speeds,
+    smallest_device_bytes,
+    smallest_ram_bytes,
+)
+from ...plan.planner import Plan, kept_plan, least_seconds, make_plan
 from ...stores.files import FileBlob
 from ..groups.group import Group
 from ..measure.drive import DriveMeter
@@ -268,6 +276,24 @@ class Budgeter:
             self._passes.clear()
             return plan
         return None
+
+    def settle(self, missing: int) -> bool:
+        """Groups were packed: count their packed bytes as they turned out.
+
+        Args:
+            missing: Bytes of the plan's RAM that could not be had.
+
+        Returns:
+            Whether groups are to rest elsewhere now.
+        """
+        before = self.plan
+        if before is None or self.ram_bytes is None:
+            return False
+        packed, room = self._problem(None), before.problem.budgets.device_bytes
+        self.ram_bytes = max(self.ram_bytes - missing, smallest_ram_bytes(packed))
+        problem = self._problem(None if room is None else max(room, smallest_device_bytes(packed)))
+        self.plan = kept_plan(problem, before) or make_plan(problem)
+        return self.plan.placements != before.placements
 
     def room_for_residents(self, kind: Kind, others: int) -> int:
         """Device memory that groups may stay in during this pass."""
