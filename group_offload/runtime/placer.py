@@ -43,6 +43,9 @@ from .packer import Packer
 
 logger = logging.getLogger("group_offload")
 
+_MOST_PLANS = 16
+"""How often a plan is made again for what packing brought. Each time the sizes of more weights are known: two or three do."""
+
 _DEEP_WINDOW = 4
 """Largest window at leaf level, in sizes of the largest layer. It helps models whose time compute sets, not copies."""
 HOST_ACTIVATIONS_SHARE = 0.2
@@ -450,7 +453,9 @@ class Placer:
         self._share_out_packed(in_ram)
         if self._packer.is_on and self._settles:
             # Packed bytes are known exactly once there are some: the plan counts on these, and what it puts in RAM is packed.
-            while self._budgeter.settle(self._packer.take_missing()):
+            for _ in range(_MOST_PLANS):
+                if not self._budgeter.settle(self._packer.take_missing()):
+                    break
                 in_ram = self._in_ram()
                 self._share_out_packed(in_ram)
         self._files.share_out(
