@@ -96,9 +96,7 @@ WAITS: list[tuple[Any, str, str, str]] = [
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("owner", "name", "wait", "instead"), WAITS, ids=[wait for _, _, wait, _ in WAITS])
-def test_every_wait_is_needed(
-    owner: Any, name: str, wait: str, instead: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_wait_is_needed(owner: Any, name: str, wait: str, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = textwrap.dedent(inspect.getsource(getattr(owner, name)))
     assert wait in text
     scope: dict[str, Any] = {}
