@@ -30,6 +30,7 @@ from group_offload.base.mapping import mapping_at
 from group_offload.base.tuning import tune
 from group_offload.runtime.sharing import crew
 
+from .allocations import use_peer_links
 from .asserts import assert_same, same_bits
 from .processes import fork, run_code, status_of
 from .training import DIM, TrainingModel
@@ -133,6 +134,11 @@ def assert_shared_again(handle: OffloadHandle, offloaded: nn.Module, reference: 
         dist.barrier()
         check(offloaded, reference, times=1)
     assert handle.stats().bytes_gathered > gathered
+
+
+def sends_as_gpus_do(rank: int) -> None:
+    """From here on, ranks copy their parts into the memory of the others."""
+    use_peer_links(dist.get_world_size())
 
 
 def has_same_bits(rank: int, offload_type: str) -> None:

@@ -22,8 +22,8 @@ from group_offload.runtime.sharing.courier import Courier, Peer
 from group_offload.runtime.sharing.jobs import Shared, ShareJob
 from group_offload.runtime.sharing.links import PeerLink
 
+from ..support.allocations import FakeMemory
 from ..support.tuning import tune
-from .test_links import FakeMemory
 
 
 @contextmanager

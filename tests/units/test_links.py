@@ -2,57 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from group_offload.base.device import HostBackend
 from group_offload.runtime.sharing.links import PeerLink
 
-
-class FakeMemory:
-    """Allocations of three ranks. One address may hold one allocation after another."""
-
-    def __init__(self) -> None:
-        self.allocations: dict[str, torch.Tensor] = {}
-        self.starts: dict[int, int] = {}
-        self.opened: list[str] = []
-        self.closed: list[int] = []
-
-    def put(self, number: int, memory: torch.Tensor) -> None:
-        self.starts[memory.untyped_storage().data_ptr()] = number
-        self.allocations[str(number)] = memory
-
-    def place_of(self, memory: torch.Tensor) -> tuple[int, int]:
-        start = self.start_of(memory)
-        return self.starts[start], memory.data_ptr() - start
-
-    def start_of(self, memory: torch.Tensor) -> int:
-        return memory.untyped_storage().data_ptr()
-
-    def number_at(self, address: int) -> int:
-        if address not in self.starts:
-            raise RuntimeError("nothing is there")
-        return self.starts[address]
-
-    def handle_of(self, memory: torch.Tensor) -> str:
-        return str(self.place_of(memory)[0])
-
-    def open(self, handle: str) -> int:
-        self.opened.append(handle)
-        return self.allocations[handle].data_ptr()
-
-    def close(self, address: int) -> None:
-        self.closed.append(address)
-
-    def copy(self, address: int, source: torch.Tensor, stream: Any) -> None:
-        for target in self.allocations.values():
-            start = address - target.data_ptr()
-            if 0 <= start < target.numel():
-                target[start : start + source.numel()] = source
-                return
-        raise AssertionError("there is no memory")
+from ..support.allocations import FakeMemory
 
 
 @pytest.fixture

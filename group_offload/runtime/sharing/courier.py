@@ -225,6 +225,10 @@ class Courier:
             self._on_cancel(job)
         with self._board.change() as state:
             state.leave(self._rank, name)
+        if not self._model(name).jobs:
+            del self._models[name]
+        if not self._models:  # else memory that the others give back would stay taken
+            self._link.look({})
 
     def _on_reside(self, content: tuple[str, list[str]]) -> None:
         with self._board.change() as state:

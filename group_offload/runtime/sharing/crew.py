@@ -296,7 +296,10 @@ def _connect(
             problem = next(filter(None, roll.exchange(f"{model}/arrived", trial.compare(), here)), "")
     if trial is None or problem:
         return None, None, f"the GPUs of this host cannot reach each other's memory ({problem})"
-    return trial.link, _measure(trial, places, roll, model, here), ""
+    speeds = _measure(trial, places, roll, model, here)
+    trial.link.look({})
+    roll.exchange(f"{model}/closed", 0, here)  # before, nobody gives the memory back
+    return trial.link, speeds, ""
 
 
 class Trial:
