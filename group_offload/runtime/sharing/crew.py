@@ -295,6 +295,8 @@ def _connect(
         if not problem:  # all ranks have sent
             problem = next(filter(None, roll.exchange(f"{model}/arrived", trial.compare(), here)), "")
     if trial is None or problem:
+        if trial is not None:
+            trial.link.look({})
         return None, None, f"the GPUs of this host cannot reach each other's memory ({problem})"
     speeds = _measure(trial, places, roll, model, here)
     trial.link.look({})
