@@ -97,6 +97,12 @@ def anonymous_bytes(pid: int | str = "self") -> int:
     return sum(int(value[0]) << 10 for value in found if value)
 
 
+def share_of_anonymous_bytes() -> int:
+    """The same for this process, where memory that N processes have mapped counts 1/N in each."""
+    rollup = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in rollup if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+
+
 def _tell(message: dict[str, Any]) -> None:
     print(json.dumps(message), flush=True)
 

@@ -21,7 +21,7 @@ from . import checkpoints, report
 from .machine import default_device, fix_algorithms, measure_machine, sha256, synchronize
 from .models import find, make_inputs
 from .options import add, model_of, sizes_of
-from .processes import QUIET, anonymous_bytes
+from .processes import QUIET, share_of_anonymous_bytes
 from .weights import load
 
 ARMS: dict[str, dict[str, Any]] = {
@@ -208,7 +208,7 @@ def run_arm(arm: Mapping[str, Any], job: Mapping[str, Any], device: torch.device
         "missed": stats.gathers_missed,
         "stalls": stats.stalls,
         "stalled_s": stats.stalled_seconds,
-        "anonymous_bytes": anonymous_bytes(),
+        "anonymous_bytes": share_of_anonymous_bytes(),
         "plan": handle.plan.gpus,
     }
     print(f"rank {job['rank']}: {found}", file=sys.stderr, flush=True)

@@ -84,10 +84,10 @@ class Tuning:
 
     # Several GPUs
     share_part_bytes: int = 16 << 20
-    """What one GPU sends of a piece, at most, before the piece is gathered. PCIe is at full speed with it."""
+    """What one GPU brings of a piece, at most, before that goes on to the others. PCIe is at full speed with it."""
     min_shared_bytes: int = 2 << 20
     """The least size of a group that is shared: agreeing on a smaller one takes longer than sending it."""
-    share_trial_bytes: int = 64 << 20
+    share_trial_bytes: int = 256 << 20
     """What is sent and gathered to find out whether sharing pays."""
 
     # Patience
@@ -96,7 +96,7 @@ class Tuning:
     share_setup_seconds: float = 300.0
     """How long a set-up waits for the other ranks. They may load the model at different speeds."""
     share_limit_seconds: float = 60.0
-    """How long a gather may take, before torch ends it. Each has begun on all ranks."""
+    """How long the parts of a group may be on their way from all ranks, of which each has begun, before sharing ends."""
     lock_patience_seconds: float = 30.0
     """The time that a driver may take to page-lock a file that is in the page cache. It takes a second for 8 GiB."""
     turn_patience_seconds: float = 30.0

@@ -40,6 +40,25 @@ def test_three_ranks() -> None:
     run((several.has_same_bits, "leaf_level"), several.has_one_copy, num_ranks=3)
 
 
+def test_ranks_that_write_to_the_slots_of_others() -> None:
+    """As GPUs do: see `PeerLink`."""
+    run(
+        several.sends_as_gpus_do,
+        (several.has_same_bits, "block_level"),
+        (several.has_same_bits, "leaf_level"),
+        several.goes_its_own_way,
+        several.raises_and_goes_on,
+        several.edits_weights,
+        several.trains,
+        several.leaves_early,
+        num_ranks=3,
+    )
+
+
+def test_a_rank_that_dies_while_others_write_to_its_slots() -> None:
+    run(several.sends_as_gpus_do, (several.is_killed, "in a forward"), expected=(0, -several.KILLED))
+
+
 @pytest.mark.parametrize("where", ["in a forward", "between forwards"])
 def test_a_rank_that_dies_is_named_by_the_others(where: str) -> None:
     run((several.is_killed, where), num_ranks=3, expected=(0, -several.KILLED, 0))

@@ -1,4 +1,7 @@
-"""Two GPUs that share every group, through NCCL. `NCCL_NVLS_ENABLE=0` where the machine has no multicast."""
+"""Two GPUs that share every group: they copy into each other's memory.
+
+Two cases use NCCL beside that: `NCCL_NVLS_ENABLE=0` where the machine has no multicast.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ def _two_gpus() -> None:
 @pytest.mark.parametrize(
     "case",
     [
+        (several.needs_no_nccl,),
         (several.has_same_bits, "block_level"),
         (several.has_same_bits, "leaf_level"),
         (several.goes_its_own_way,),
@@ -40,3 +44,8 @@ def _two_gpus() -> None:
 )
 def test_two_gpus(case: tuple[Any, ...], tmp_path: Path) -> None:
     run(tuple(tmp_path if each == "FOLDER" else each for each in case), device="cuda")
+
+
+@pytest.mark.parametrize("where", ["in a forward", "between forwards"])
+def test_a_rank_that_dies_is_named_by_the_other(where: str) -> None:
+    run((several.is_killed, where), device="cuda", expected=(0, -several.KILLED))

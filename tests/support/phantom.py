@@ -1,10 +1,10 @@
-"""A second rank that is not there: it offers what the engine offers, or declines it, and gathers bring its shares."""
+"""A second rank that is not there: it offers what the engine offers, or declines it, and its parts come to the slots."""
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,47 +19,11 @@ from group_offload.runtime.sharing.board import BOARD_BYTES, Board, State
 from group_offload.runtime.sharing.courier import Peer
 from group_offload.runtime.sharing.crew import Crew
 from group_offload.runtime.sharing.jobs import ShareJob
+from group_offload.runtime.sharing.links import PeerLink, Place, SharedPiece
 from group_offload.runtime.sharing.sharing import Part, Shareable, Sharing
 from group_offload.stores.moves import Copy, Gather, PageableMemory, Read
 
 from .tuning import tune
-
-
-class PhantomBoard(Board):
-    def __init__(self, rng: random.Random) -> None:
-        super().__init__(new_shared_file(BOARD_BYTES), rank=0, num_ranks=2)
-        self._rng = rng
-
-    @contextmanager
-    def change(self) -> Iterator[State]:
-        with super().change() as state:
-            yield state
-            state.enqueued[1] = state.enqueued[0]
-            for key, offers in [*state.offers.items()]:
-                if self._rng.random() < 0.7:
-                    state.offer(1, key, offers["0"], 2)
-                else:
-                    state.absent.setdefault(key.partition("/")[0], {}).setdefault("1", []).append(key)
-
-
-class PhantomCrew(Crew):
-    """Gathers bring the bytes that `expect` was told of."""
-
-    def __init__(self, backend: Any, rng: random.Random) -> None:
-        me = Peer(0, os.getpid(), started_at(os.getpid()))
-        super().__init__(backend, PhantomBoard(rng), [me, me], group=None)
-        self._expected: dict[int, torch.Tensor] = {}
-        self._nothing = backend.empty(1, self.stream)
-        backend.copy(self._nothing, torch.zeros(1, dtype=torch.uint8), self.stream)
-
-    def expect(self, whole: torch.Tensor, content: torch.Tensor) -> None:
-        self._expected[whole.data_ptr()] = content
-
-    def gather(self, whole: torch.Tensor, part_bytes: int, landed: Any) -> None:
-        content = self._expected[whole.data_ptr()]
-        self.stream.wait_event(landed)
-        # It writes this rank's part too. (It does not read it: what aligns tensors is in no file, and nobody has written it.)
-        self.backend.transform(lambda source, target: target.copy_(content), whole, self._nothing, self.stream)
 
 
 class Reached:
@@ -73,6 +37,111 @@ class Reached:
     def query(self) -> bool:
         self._event.synchronize()
         return True
+
+
+class PhantomMemory:
+    """The memory of both ranks: each allocation of this one has its address as its number."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.expected: dict[int, torch.Tensor] = {}
+        self.nothing = backend.empty(1, backend.current_stream())
+        backend.copy(self.nothing, torch.zeros(1, dtype=torch.uint8), backend.current_stream(), blocking=True)
+
+    def place_of(self, memory: torch.Tensor) -> tuple[int, int]:
+        return 1, memory.data_ptr()
+
+    def start_of(self, memory: torch.Tensor) -> int:
+        return 0
+
+    def number_at(self, address: int) -> int:
+        return 1
+
+    def handle_of(self, memory: torch.Tensor) -> str:
+        return "all"
+
+    def open(self, handle: str) -> int:
+        return 0
+
+    def close(self, address: int) -> None:
+        raise AssertionError("nothing is given up")
+
+    def copy(self, address: int, source: torch.Tensor, stream: Any) -> None:
+        """Instead of being read, the part is written again: nobody has written what aligns tensors in it."""
+        assert address == source.data_ptr()  # the slot of the other rank has the same place
+        self.write(source, stream)
+
+    def write(self, part: torch.Tensor, stream: Any) -> None:
+        content = self.expected[part.data_ptr()]
+        self._backend.transform(lambda source, target: target.copy_(content), part, self.nothing, stream)
+
+
+class PhantomLink(PeerLink):
+    """The other rank sends its parts at the same time, on a stream of its own GPU."""
+
+    def __init__(self, backend: Any) -> None:
+        self.memory = PhantomMemory(backend)
+        super().__init__(backend, 0, 2, self.memory)
+        self._its_stream = backend.new_stream()
+        self.its_events: list[Any] = []
+        """They are behind its parts of each group."""
+
+    def send(self, pieces: Sequence[SharedPiece], places: Mapping[str, Place]) -> list[Any]:
+        for whole, part_bytes, _ in pieces:
+            start = (1 - self._rank) * part_bytes
+            self.memory.write(whole[start : start + part_bytes], self._its_stream)
+        event = self._backend.new_event()
+        event.record(self._its_stream)
+        self.its_events.append(event)
+        return [Reached(event) for event in super().send(pieces, places)]
+
+
+class PhantomBoard(Board):
+    def __init__(self, rng: random.Random, link: PhantomLink) -> None:
+        super().__init__(new_shared_file(BOARD_BYTES), rank=0, num_ranks=2)
+        self._rng, self._link = rng, link
+        self._num_sent = 0
+        self._is_locked = False
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with super()._locked():
+            self._is_locked = True
+            yield
+        self._is_locked = False
+
+    @contextmanager
+    def change(self) -> Iterator[State]:
+        with super().change() as state:
+            yield state
+            for key, offers in [*state.offers.items()]:
+                if self._rng.random() < 0.7:
+                    state.memories["1"] = state.memories["0"]
+                    state.offer(1, key, *offers["0"], 2)
+                else:
+                    state.absent.setdefault(key.partition("/")[0], {}).setdefault("1", []).append(key)
+
+    @property
+    def turn(self) -> int:
+        """The other rank moves on now and then while this one looks."""
+        if not self._is_locked and self._num_sent < len(self._link.its_events) and self._rng.random() < 0.3:
+            self._link.its_events[self._num_sent].synchronize()
+            self._num_sent += 1
+            with super().change() as state:
+                state.has_sent(1, self._num_sent)
+        return super().turn
+
+
+class PhantomCrew(Crew):
+    def __init__(self, backend: Any, rng: random.Random) -> None:
+        me = Peer(0, os.getpid(), started_at(os.getpid()))
+        link = PhantomLink(backend)
+        super().__init__(backend, PhantomBoard(rng, link), [me, me], link)
+        self.memory = link.memory
+
+    def be(self, rank: int) -> None:
+        """Bring the other half from now on, and take the other rank's plan for the first one's."""
+        self.rank = self.link._rank = rank
 
 
 class PhantomSharing(Sharing):
@@ -107,7 +176,8 @@ class PhantomSharing(Sharing):
                 into.copy_(torch.frombuffer(_bytes_of(each, start, end), dtype=torch.uint8))
         crew = self.crew
         assert isinstance(crew, PhantomCrew)
-        crew.expect(memory[move.at : move.at + size], content)
+        start = memory.data_ptr() + move.at
+        crew.memory.expected |= {start: content[: move.part_bytes], start + move.part_bytes: content[move.part_bytes :]}
         super().has_landed(job, move, memory, event)
 
     def close(self) -> None:
@@ -115,7 +185,7 @@ class PhantomSharing(Sharing):
         super().close()
         if isinstance(crew, PhantomCrew):
             crew.courier.leave_all()
-            self._backend.free(crew._nothing)
+            self._backend.free(crew.memory.nothing)
 
 
 def _bytes_of(read: Read, start: int, end: int) -> bytearray:

@@ -30,6 +30,7 @@ from group_offload.base.mapping import mapping_at
 from group_offload.base.tuning import tune
 from group_offload.runtime.sharing import crew
 
+from .allocations import use_peer_links
 from .asserts import assert_same, same_bits
 from .processes import fork, run_code, status_of
 from .training import DIM, TrainingModel
@@ -76,7 +77,8 @@ def _rank(cases: list[list[str]], num_ranks: int, device: str, meeting: Path, ra
     if device != "cpu":
         DEVICE = torch.device(device, rank)
         torch.accelerator.set_device_index(rank)
-    backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl"
+    needs_nccl = device != "cpu" and {trains.__name__, is_context_parallel.__name__} & {name for name, *_ in cases}
+    backend = f"cpu:gloo,{device}:nccl" if needs_nccl else "gloo"  # sharing asks for no collectives of the device
     dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=num_ranks)
     for name, *args in cases:
         try:
@@ -132,6 +134,11 @@ def assert_shared_again(handle: OffloadHandle, offloaded: nn.Module, reference: 
         dist.barrier()
         check(offloaded, reference, times=1)
     assert handle.stats().bytes_gathered > gathered
+
+
+def sends_as_gpus_do(rank: int) -> None:
+    """From here on, ranks copy their parts into the memory of the others."""
+    use_peer_links(dist.get_world_size())
 
 
 def has_same_bits(rank: int, offload_type: str) -> None:
@@ -193,6 +200,17 @@ def is_killed(rank: int, where: str) -> None:
     with pytest.raises(StateError, match="Rank 1 "):
         check(offloaded, reference, times=1000)
     assert time.monotonic() < started + 10
+
+
+def needs_no_nccl(rank: int) -> None:
+    """A process group of gloo alone: nothing of sharing runs through NCCL."""
+    offloaded, reference = model(), resident()
+    handle = share(offloaded)
+    with torch.profiler.profile() as profile:
+        check(offloaded, reference)
+        torch.accelerator.synchronize()
+    assert handle.stats().bytes_gathered > 0 and "each sends 1/2" in str(handle.plan)
+    assert not [event.name for event in profile.events() if "nccl" in event.name.lower()]
 
 
 def edits_weights(rank: int) -> None:
@@ -274,7 +292,7 @@ def rests_in_files(rank: int, folder: str) -> None:
     for options in (
         {"offload_device": "disk"},
         {"offload_device": "disk", "offload_type": "leaf_level"},
-        {"ram_budget": "1GiB"},
+        {"ram_budget": "1GiB" if DEVICE.type == "cpu" else "8GiB"},  # a process that uses CUDA takes more than 1 GiB
         {},
     ):
         offloaded = model()
@@ -337,16 +355,20 @@ def has_one_copy(rank: int) -> None:
 
 
 def trains(rank: int) -> None:
-    """DDP of some weights over shared ones, with checkpoints and without: the gradients of DDP over resident ones."""
+    """DDP of some weights over shared ones, with checkpoints and without: the gradients of DDP over resident ones.
+
+    On a GPU those of DDP over weights that are offloaded too, and not shared: nothing but sharing differs.
+    """
     for is_checkpointed in (False, True):
         gradients = []
         for is_shared in (False, True):
-            module = (model() if is_shared else resident()).train()
+            is_offloaded = is_shared or DEVICE.type != "cpu"
+            module = (model() if is_offloaded else resident()).train()
             module.head.requires_grad_(requires_grad=True)
             torch.manual_seed(rank)
             if is_checkpointed:
                 module.run_block = lambda block, *args: checkpoint(block, *args, use_reentrant=False)
-            handle = share(module) if is_shared else None
+            handle = share(module, share=is_shared) if is_offloaded else None
             parallel = nn.parallel.DistributedDataParallel(module)
             for seed in range(2):
                 x = inputs(seed + 10 * rank).requires_grad_()
@@ -354,7 +376,7 @@ def trains(rank: int) -> None:
             gradients.append([each.grad.cpu() for each in (*module.head.parameters(), x)])
             if handle is not None:
                 stats = handle.stats()
-                assert stats.bytes_gathered > 0 and stats.backward_passes == 2
+                assert bool(stats.bytes_gathered) == is_shared and stats.backward_passes == 2
                 handle.remove()
         assert all(same_bits(one, other) for one, other in zip(*gradients, strict=True))
 

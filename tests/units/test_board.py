@@ -12,37 +12,37 @@ from group_offload.runtime.sharing.cut import cut
 
 
 def state(num_ranks: int = 2) -> State:
-    return State(enqueued=[0] * num_ranks)
+    return State(sent=[0] * num_ranks)
 
 
 def test_the_last_offer_enters_the_log() -> None:
     found = state(3)
     for rank in (2, 0):
-        found.offer(rank, "1/a", "same", 3)
+        found.offer(rank, "1/a", "same", (7, rank), 3)
         assert found.log == []
-    found.offer(1, "1/a", "same", 3)
-    assert found.log == ["1/a"] and not found.offers
+    found.offer(1, "1/a", "same", (7, 1), 3)
+    assert found.log == [("1/a", {str(rank): (7, rank) for rank in range(3)})] and not found.offers
     assert not found.take_back(0, "1/a")
 
 
 def test_other_bytes_are_never_gathered() -> None:
     found = state()
-    found.offer(0, "1/a", "one", 2)
-    found.offer(1, "1/a", "other", 2)
+    found.offer(0, "1/a", "one", (), 2)
+    found.offer(1, "1/a", "other", (), 2)
     assert found.log == []
     assert all(found.is_hopeless(rank, "1/a", 2, is_first=True) for rank in (0, 1))
     assert found.take_back(0, "1/a") and found.take_back(1, "1/a") and not found.offers
 
 
-def test_the_log_keeps_what_a_rank_has_yet_to_enqueue() -> None:
+def test_the_log_keeps_what_a_rank_has_yet_to_send() -> None:
     found = state()
     for key in ("1/a", "1/b"):
         for rank in (0, 1):
-            found.offer(rank, key, "", 2)
-    found.was_enqueued(0, 2)
-    assert (found.first, found.log) == (0, ["1/a", "1/b"])
-    found.was_enqueued(1, 1)
-    assert (found.first, found.log) == (1, ["1/b"])
+            found.offer(rank, key, "", (), 2)
+    found.has_sent(0, 2)
+    assert (found.first, found.num_arrived, [key for key, _ in found.log]) == (0, 0, ["1/a", "1/b"])
+    found.has_sent(1, 1)
+    assert (found.first, found.num_arrived, [key for key, _ in found.log]) == (1, 1, ["1/b"])
 
 
 def test_who_waits_in_vain() -> None:
@@ -51,7 +51,7 @@ def test_who_waits_in_vain() -> None:
     def is_hopeless(*, is_first: bool = False) -> bool:
         return found.is_hopeless(0, "1/a", 2, is_first=is_first)
 
-    found.offer(0, "1/a", "", 2)
+    found.offer(0, "1/a", "", (), 2)
     assert not is_hopeless()
     found.decline(1, [all_of("1")])
     assert is_hopeless() and not is_hopeless(is_first=True)  # the other one's next pass may come soon
@@ -60,7 +60,7 @@ def test_who_waits_in_vain() -> None:
     found.begin_pass(1, "1", ["1/a"])  # it is there
     assert is_hopeless(is_first=True)
     found.begin_pass(1, "1", [])
-    found.offer(1, "1/b", "", 2)
+    found.offer(1, "1/b", "", (), 2)
     found.awaited["1"] = "1/b", False
     assert is_hopeless() and not is_hopeless(is_first=True)
     found.awaited["1"] = "1/b", True
@@ -75,17 +75,17 @@ def test_a_change_that_breaks_off_leaves_the_state_before() -> None:
     boards = [Board(os.open(name_of_shared_file(fd), os.O_RDWR), rank, 2) for rank in (0, 1)]
     os.close(fd)
     with boards[0].change() as found:
-        found.offer(0, "1/a", "", 2)
+        found.offer(0, "1/a", "", (), 2)
     turn = boards[1].turn
 
     def break_off() -> None:
         with boards[1].change() as found:
-            found.offer(1, "1/a", "", 2)
+            found.offer(1, "1/a", "", (), 2)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         break_off()
-    assert boards[0].turn == turn and boards[0].read().offers == {"1/a": {"0": ""}}
+    assert boards[0].turn == turn and boards[0].read().offers == {"1/a": {"0": ["", []]}}
     for board in boards:
         board.close()
 

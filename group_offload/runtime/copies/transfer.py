@@ -108,11 +108,8 @@ class Transfer:
 
     @property
     def writers(self) -> list[Stream]:
-        """The streams that write to slots: those of copies, of gathers, and of unpacking."""
-        found = [self.stream]
-        if self.sharing is not None and self.sharing.crew is not None:
-            found.append(self.sharing.crew.stream)
-        return found if self._unpack_stream is None else [*found, self._unpack_stream]
+        """The streams that write to slots: those of copies and of unpacking. (What other GPUs send is no stream's of ours.)"""
+        return [self.stream] if self._unpack_stream is None else [self.stream, self._unpack_stream]
 
     @property
     def compute_stream(self) -> Stream:

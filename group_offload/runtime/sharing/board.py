@@ -1,12 +1,16 @@
 """What the ranks of one host tell each other, in memory that all of them have mapped.
 
 [Note: How ranks agree]
-Collectives hang if ranks enqueue them in another order, or if one rank leaves one out. What a rank needs, and when, is not
-known to the others: caches skip blocks, and ranks are not equally fast. So nothing is foretold. A rank *offers* a group once
-the copy of its share has begun: its slot is free, and nothing but the link stands between. The rank whose offer is the last
-one that was missing enters the group in the *log*, in the same step. All ranks enqueue the gathers of the log, in the order of
-the log, and at once: a thread does that which waits for nothing else. Therefore each gather that one rank enqueues is enqueued
-by all, in one order, and ends.
+What a rank needs, and when, is not known to the others: caches skip blocks, and ranks are not equally fast. So nothing is
+foretold. A rank *offers* a group once the copy of its share has begun: its slot is free, and nothing but the link stands
+between. The offer says where the slot is. The rank whose offer is the last one that was missing enters the group in the *log*,
+in the same step. All ranks send their parts of the groups in the log to the other slots, in the order of the log, and at once:
+a thread does that which waits for nothing else. Once the device has sent them, the rank says so. A group has *arrived* once all
+ranks have.
+
+No stream ever waits for another rank, and what is sent waits for this rank's own copies only, which have begun. So each group
+in the log arrives, whatever else ranks compute and exchange, and a rank that dies leaves no GPU waiting. The host orders what
+follows: it lets compute have the slot once the group has arrived, and nobody else before.
 
 A rank takes an offer back as long as the group is not in the log. It does so when it has waited for longer than sharing can
 save, when others have *declined* the group, and when the slot is needed for something else. It declines the group then, and
@@ -22,9 +26,10 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from ...base.system import lock, unlock
 from ...errors import StateError
@@ -41,14 +46,16 @@ _LOCK_SECONDS = 20.0
 class State:
     """The content of the board. Ranks are numbered within the host, keys name a group of one model."""
 
-    offers: dict[str, dict[str, str]] = field(default_factory=dict)
-    """By key and rank, the digests of groups that are offered and not in the log."""
-    log: list[str] = field(default_factory=list)
-    """The keys that are gathered, in order. Those that all ranks have enqueued are left out."""
+    offers: dict[str, dict[str, tuple[str, Sequence[int]]]] = field(default_factory=dict)
+    """By key and rank, the digests of groups that are offered and not in the log, and their places in the rank's memory."""
+    log: list[tuple[str, dict[str, Sequence[int]]]] = field(default_factory=list)
+    """The keys that are sent, in order, and their places by rank. Those that have arrived are left out."""
     first: int = 0
     """The number of the first key of `log`, counted from the beginning."""
-    enqueued: list[int] = field(default_factory=list)
-    """How many gathers each rank has enqueued."""
+    sent: list[int] = field(default_factory=list)
+    """How many of these groups each rank has sent: its parts are in the memory of the others."""
+    memories: dict[str, dict[str, str]] = field(default_factory=dict)
+    """By rank and number, what the others open the memory with that the places are in."""
     absent: dict[str, dict[str, list[str]]] = field(default_factory=dict)
     """By model and rank, the keys of groups that were on the device when the rank's pass began."""
     declined: dict[str, dict[str, list[str]]] = field(default_factory=dict)
@@ -61,14 +68,14 @@ class State:
     residents: dict[str, list[str]] = field(default_factory=dict)
     """By model and place, the groups that the first rank puts there."""
 
-    def offer(self, rank: int, key: str, digest: str, num_ranks: int) -> None:
+    def offer(self, rank: int, key: str, digest: str, place: Sequence[int], num_ranks: int) -> None:
         """Offer a group. The last offer that was missing enters it in the log."""
         offers = self.offers.setdefault(key, {})
-        offers[str(rank)] = digest
+        offers[str(rank)] = digest, place
         self._undecline(rank, key)
-        if len(offers) == num_ranks and len(set(offers.values())) == 1:
+        if len(offers) == num_ranks and _are_equal(offers):
             del self.offers[key]
-            self.log.append(key)
+            self.log.append((key, {other: place for other, (_, place) in offers.items()}))
 
     def take_back(self, rank: int, key: str) -> bool:
         """Take an offer back. False if the group is in the log."""
@@ -103,13 +110,17 @@ class State:
         for key in [key for key in self.offers if model_of(key) == model]:
             self.take_back(rank, key)
 
-    def was_enqueued(self, rank: int, number: int) -> None:
-        """All gathers before `number` are enqueued by this rank."""
-        self.enqueued[rank] = number
-        num_over = min(self.enqueued) - self.first
+    def has_sent(self, rank: int, number: int) -> None:
+        """This rank's parts of all groups before `number` are where they belong."""
+        self.sent[rank] = number
+        num_over = self.num_arrived - self.first
         if num_over > 0:
             del self.log[:num_over]
             self.first += num_over
+
+    @property
+    def num_arrived(self) -> int:
+        return min(self.sent)
 
     def is_hopeless(self, rank: int, key: str, num_ranks: int, *, is_first: bool) -> bool:
         """Whether another rank will not offer the group now.
@@ -121,7 +132,7 @@ class State:
                 own then. It waits for their next ones: so the ranks get into step again.
         """
         offers, model = self.offers.get(key, {}), model_of(key)
-        if len(set(offers.values())) > 1:
+        if not _are_equal(offers):
             return True
         for other in (str(each) for each in range(num_ranks) if each != rank):
             if other in self.left.get(model, ()) or key in self.absent.get(model, {}).get(other, ()):
@@ -135,6 +146,10 @@ class State:
             if not is_first and (key in declined or all_of(model) in declined):
                 return True
         return False
+
+
+def _are_equal(offers: Mapping[str, Sequence[Any]]) -> bool:
+    return len({digest for digest, _ in offers.values()}) <= 1
 
 
 def key_of(model: str, group: str) -> str:
@@ -200,7 +215,7 @@ class Board:
     def _load(self) -> State:
         turn = self.turn
         if not turn:
-            return State(enqueued=[0] * self.num_ranks)
+            return State(sent=[0] * self.num_ranks)
         start = _HEAD_BYTES + turn % 2 * _HALF_BYTES
         (size,) = _SIZE.unpack_from(self._memory, start)
         return State(**json.loads(self._memory[start + _SIZE.size : start + _SIZE.size + size]))

@@ -1,4 +1,4 @@
-"""The thread of a rank that offers groups to the others, and enqueues what all have agreed on. See [Note: How ranks agree]."""
+"""The thread of a rank that offers groups to the others, and sends what all have agreed on. See [Note: How ranks agree]."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from ...base.device import Event
 from ...base.system import started_at
+from ...base.tuning import tuning
 from ...errors import StateError
 from .board import Board, State, all_of
 from .jobs import Progress, Shared, ShareJob
+from .links import Link
 
 logger = logging.getLogger("group_offload")
 
@@ -56,10 +60,21 @@ class _Model:
     jobs: dict[ShareJob, None] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _OnWay:
+    """A group of the log that has not arrived."""
+
+    job: ShareJob
+    shared: Shared
+    sent: list[Event]
+    """They are behind this rank's parts."""
+    since: float
+
+
 class Courier:
     """One thread, for all models that a rank shares with the same other ranks. Only the thread uses the board."""
 
-    def __init__(self, board: Board, peers: Sequence[Peer], enter: Callable[[], None]) -> None:
+    def __init__(self, board: Board, peers: Sequence[Peer], link: Link, enter: Callable[[], None]) -> None:
         """
         Args:
             peers: The processes of all ranks, in order.
@@ -68,13 +83,17 @@ class Courier:
         self._board = board
         self._rank = board.rank
         self._peers = peers
+        self._link = link
         self._enter = enter
         self._requests: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._models: dict[str, _Model] = {}
         self._offered: dict[str, tuple[ShareJob, Shared]] = {}
-        self._state = State(enqueued=[0] * board.num_ranks)
+        self._state = State(sent=[0] * board.num_ranks)
         self._turn = 0
-        self._num_enqueued = 0
+        self._on_way: deque[_OnWay] = deque()
+        """In the order of the log. What is in it when sharing ends by an error stays: others may yet write to its memory."""
+        self._num_sent = self._num_arrived = 0
+        self._is_closing = False
         self._looked_at = 0.0
         self.alone: set[str] = set()
         """The models whose pass in progress has waited for long enough: it brings the rest by itself."""
@@ -82,8 +101,6 @@ class Courier:
         """Why nothing is shared any more."""
         self.residents: dict[str, list[str]] = {}
         """By model and place, the groups that the first rank puts there."""
-        self.last: Event | None = None
-        """It is behind the last gather."""
         self._thread = threading.Thread(target=self._run, name="group_offload sharing", daemon=True)
         self._thread.start()
 
@@ -107,9 +124,12 @@ class Courier:
     def _run(self) -> None:
         try:
             self._enter()
-            while self._serve():
+            while not (self._is_closing and not self._on_way and self._board.turn == self._turn):
+                self._serve()
                 self._offer()
                 self._follow()
+                self._tell()
+                self._note_arrivals()
                 self._give_up()
         except BaseException as error:
             self.error = self._blame(error)
@@ -145,33 +165,28 @@ class Courier:
         found.__cause__ = error
         return found
 
-    def _serve(self) -> bool:
-        """Do what was asked for; with nothing to do, wait. False: the thread ends."""
+    def _serve(self) -> None:
+        """Do what was asked for; with nothing to do, wait."""
         timeout = self._until_next_look()
         while True:
             try:
                 request, content = self._requests.get(timeout=timeout) if timeout != 0 else self._requests.get_nowait()
             except queue.Empty:
-                return True
+                return
             timeout = 0
-            if request == "close":
-                return False
             getattr(self, f"_on_{request}")(content)
 
     def _until_next_look(self) -> float | None:
         jobs = [job for model in self._models.values() for job in model.jobs]
+        if self._on_way or self._is_closing:
+            return _BUSY_SECONDS
         if not jobs:
-            if self.last is None or self.last.query():
-                return None
-            return 0.5 if self._is_all_there() else 5.0
+            return None
         is_busy = any(job.wanted_at or any(each.progress is Progress.SENT for each in job.shared) for job in jobs)
         return _BUSY_SECONDS if is_busy else _IDLE_SECONDS
 
-    def _is_all_there(self) -> bool:
-        gone = [peer for peer in self._peers if not peer.is_there]
-        if gone:
-            logger.critical("%s The gather that it takes part in cannot end.", _have_ended(gone))
-        return not gone
+    def _on_close(self, content: None) -> None:
+        self._is_closing = True
 
     def _on_submit(self, job: ShareJob) -> None:
         self._model(job.model).jobs[job] = None
@@ -195,8 +210,10 @@ class Courier:
         model.patience = patience / 2 ** min(model.misses, _MOST_HALVINGS)
         self.alone.discard(name)
         self._refuse_dead(name)
+        self._link.forget_freed()
         with self._board.change() as state:
             state.begin_pass(self._rank, name, absent)
+            state.memories[str(self._rank)] = self._link.handles
 
     def _on_end(self, name: str) -> None:
         """A pass has failed. The jobs were cancelled before."""
@@ -208,6 +225,10 @@ class Courier:
             self._on_cancel(job)
         with self._board.change() as state:
             state.leave(self._rank, name)
+        if not self._model(name).jobs:
+            del self._models[name]
+        if not self._models:  # else memory that the others give back would stay taken
+            self._link.look({})
 
     def _on_reside(self, content: tuple[str, list[str]]) -> None:
         with self._board.change() as state:
@@ -226,40 +247,78 @@ class Courier:
                     continue
                 if job.reads is not None and (not job.reads.is_over or job.reads.error is not None):
                     break
-                if not job.begun.query():
+                if not _has_begun(job):
                     break
                 found += [(job, each) for each in waiting if each.key not in self._offered]
         if not found:
             return
         now = time.monotonic()
+        places = [self._link.place_of(each.pieces[0][0]) if each.pieces else () for _, each in found]
         with self._board.change() as state:
-            for job, each in found:
-                state.offer(self._rank, each.key, each.digest, self._board.num_ranks)
+            state.memories[str(self._rank)] = self._link.handles
+            for (job, each), place in zip(found, places, strict=True):
+                state.offer(self._rank, each.key, each.digest, place, self._board.num_ranks)
                 each.progress, each.offered_at = Progress.OFFERED, now
                 self._offered[each.key] = job, each
                 self._model(job.model).num_offered += 1
 
     def _follow(self) -> None:
-        """Enqueue the gathers that are in the log."""
-        if self._board.turn == self._turn:
-            return
-        self._look()
-        fresh = self._state.log[self._num_enqueued - self._state.first :]
-        for key in fresh:
+        """Send this rank's parts of what is in the log."""
+        if self._board.turn != self._turn:
+            self._look()
+        for key, places in self._state.log[self._num_arrived + len(self._on_way) - self._state.first :]:
             job, shared = self._offered.pop(key)
-            job.gather(shared)
-            shared.progress = Progress.GATHERED
-            self._num_enqueued += 1
+            on_way = _OnWay(job, shared, [], time.monotonic())
+            self._on_way.append(on_way)
+            shared.progress = Progress.AGREED
             self._model(job.model).num_gathered += 1
-            self._settle(job)
-        if fresh:
-            with self._board.change() as state:
-                state.was_enqueued(self._rank, self._num_enqueued)
-                self._forget_awaited(state, fresh)
+            on_way.sent = job.send(shared, places)
+
+    def _tell(self) -> None:
+        """Tell the others how far this rank's parts have come."""
+        number = self._num_sent
+        for each in islice(self._on_way, number - self._num_arrived, None):
+            if not _has_sent(each):
+                break
+            number += 1
+        if number == self._num_sent:
+            return
+        self._num_sent = number
+        with self._board.change() as state:
+            state.has_sent(self._rank, number)
+            self._forget_awaited(state, [each.shared.key for each in self._on_way])
+        self._state.sent = state.sent
+
+    def _note_arrivals(self) -> None:
+        """
+        Raises:
+            StateError: a rank that has to send its parts has ended, or takes too long.
+        """
+        while self._on_way and self._num_arrived < self._state.num_arrived:
+            each = self._on_way.popleft()
+            self._num_arrived += 1
+            each.shared.pieces.clear()
+            each.shared.progress = Progress.GATHERED
+            self._settle(each.job)
+        if self._on_way and time.monotonic() - max(self._looked_at, self._on_way[0].since) > _LOOK_SECONDS:
+            self._looked_at = time.monotonic()
+            there = [peer.is_there for peer in self._peers]
+            self._look()  # after: what a rank has done is told before it ends
+            late = [rank for rank, number in enumerate(self._state.sent) if number <= self._num_arrived]
+            gone = [self._peers[rank] for rank in late if not there[rank]]
+            if gone:
+                raise _have_ended(gone)
+            if late and time.monotonic() - self._on_way[0].since > tuning().share_limit_seconds:
+                names = " and ".join(str(self._peers[rank].rank) for rank in late)
+                raise StateError(
+                    f"Rank {names} did not send its share of the weights within {tuning().share_limit_seconds:g} s: it was "
+                    f"stopped, or hangs. Start all ranks again."
+                )
 
     def _look(self) -> None:
         self._turn = self._board.turn  # before: a change that comes between is looked at once more
         self._state = self._board.read()
+        self._link.look(self._state.memories)
         self.residents = self._state.residents
 
     def _give_up(self) -> None:
@@ -327,6 +386,16 @@ class Courier:
         gone = [peer for peer in others if not peer.is_there]
         if gone:
             raise _have_ended(gone)
+
+
+def _has_begun(job: ShareJob) -> bool:
+    """Whether the slot is free: other ranks may write to it."""
+    return job.begun.query()
+
+
+def _has_sent(each: _OnWay) -> bool:
+    """Whether the parts of this rank are where they belong: it may change its slot."""
+    return all(event.query() for event in each.sent)
 
 
 def _have_ended(gone: Sequence[Peer]) -> StateError:

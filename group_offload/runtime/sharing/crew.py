@@ -1,4 +1,4 @@
-"""The ranks of one host that share models: how they meet, and all that they ask of torch.distributed."""
+"""The ranks of one host that share models: how they meet, and whether sharing pays."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
 
-from ...base.device import Backend, Event, Stream
+from ...base.device import Backend, Event
+from ...base.peer_memory import PeerMemory
 from ...base.system import name_of_shared_file, new_shared_file, on_fork, place_of_process, started_at
 from ...base.torch_internals import store_of_processes
 from ...base.tuning import tuning
 from ...errors import ConfigError, ModuleError, StateError
 from .board import BOARD_BYTES, Board
 from .courier import Courier, Peer
-from .cut import cut
+from .cut import Piece, cut
+from .links import CollectiveLink, Link, PeerLink, Place, SharedPiece
 
 logger = logging.getLogger("group_offload")
 
@@ -120,43 +123,24 @@ class GatherSpeeds:
 
 
 class Crew:
-    """The ranks of this host that share models, as one of them sees it. It lives as long as the process group.
+    """The ranks of this host that share models, as one of them sees it. It lives as long as the process group."""
 
-    `gather` is called by the courier's thread only.
-    """
-
-    def __init__(self, backend: Backend, board: Board, peers: list[Peer], group: Any) -> None:
-        """
-        Args:
-            group: The process group of the ranks of this host, for nothing else.
-        """
+    def __init__(self, backend: Backend, board: Board, peers: list[Peer], link: Link) -> None:
         self.backend = backend
         self.rank, self.num_ranks = board.rank, board.num_ranks
         self.stream = backend.new_stream()
-        """Gathers have a stream of their own, so that they overlap with copies and with compute."""
-        self._group = group
+        """For the ready events of slots: see [Note: A shared group]."""
+        self.link = link
+        """Used by the courier's thread once this is there."""
         self.speeds: GatherSpeeds | None = None
         self.ranks = [peer.rank for peer in peers]
         """The ranks of the crew, as the process group numbers all of them."""
-        self.courier = Courier(board, peers, self._enter)
+        self.courier = Courier(board, peers, link, self._enter)
         Finalize(
             None, _leave, (weakref.ref(self.courier),), exitpriority=100
         )  # `atexit` is not called in children of Python
         self.is_forked = False
         """Whether this process is a fork of the one that takes part."""
-
-    def gather(self, whole: torch.Tensor, part_bytes: int, landed: Event) -> None:
-        """Enqueue a gather behind `landed`: the others' parts of `whole`, which are as large as this rank's."""
-        own = whole[self.rank * part_bytes : (self.rank + 1) * part_bytes]
-        self.stream.wait_event(landed)
-        self.backend.transform(self._all_gather, whole, own, self.stream)
-
-    def _all_gather(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        import torch.distributed as dist
-
-        # The newer name of the same call, where torch has it.
-        all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        all_gather(target, source, group=self._group)
 
     def _enter(self) -> None:
         if self.backend.has_streams and self.backend.device.index is not None:
@@ -226,15 +210,22 @@ def crew_of(process_group: Any, backend: Backend, roll: Roll, model: str) -> tup
                     f"Ranks {min(rank, roll.rank)} and {max(rank, roll.rank)} of process_group compute on the same device. "
                     f"Call torch.accelerator.set_device_index(local_rank) before, or pass onload_device=f'cuda:{{local_rank}}'."
                 )
-    group = _new_group([ranks for ranks in hosts.values() if len(ranks) > 1], here, backend, len(roll.ranks))
+    collective: Link | None = None
+    if backend.device.type == "cpu":  # all ranks of all hosts make the groups
+        group = _new_group([ranks for ranks in hosts.values() if len(ranks) > 1], here, len(roll.ranks))
+        collective = CollectiveLink(backend, here.index(roll.rank), group)
     if len(here) == 1:
         return None, "no other rank of process_group is on this host"
     board, problem = _open_board(roll, model, here)
     if board is None:
         return None, problem
+    link, speeds, problem = (collective, None, "") if collective is not None else _connect(backend, roll, model, here)
+    if link is None:
+        board.close()
+        return None, problem
     peers = [Peer(rank, found[rank]["pid"], found[rank]["started"]) for rank in here]
-    crew = Crew(backend, board, peers, group)
-    crew.speeds = _measure(crew, roll, model, here) if backend.has_streams else None
+    crew = Crew(backend, board, peers, link)
+    crew.speeds = speeds
     _crews[key] = world, roll, crew
     return crew, ""
 
@@ -246,13 +237,10 @@ def _name_of(backend: Backend) -> str:
     return str(getattr(properties, "uuid", backend.device))
 
 
-def _new_group(hosts: list[list[int]], here: list[int], backend: Backend, num_ranks: int) -> Any:
+def _new_group(hosts: list[list[int]], here: list[int], num_ranks: int) -> Any:
     import torch.distributed as dist
 
-    options: dict[str, Any] = {
-        "backend": "gloo" if backend.device.type == "cpu" else dist.get_default_backend_for_device(backend.device),
-        "timeout": timedelta(seconds=tuning().share_limit_seconds),
-    }
+    options: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(seconds=tuning().share_limit_seconds)}
     if num_ranks < dist.get_world_size():  # the other processes do not know of this
         return dist.new_group(here, use_local_synchronization=True, **options) if len(here) > 1 else None
     made = {tuple(ranks): dist.new_group(ranks, **options) for ranks in hosts}
@@ -284,42 +272,117 @@ def _open_board(roll: Roll, model: str, here: list[int]) -> tuple[Board | None, 
     return Board(own, index, len(here)), ""
 
 
-def _measure(crew: Crew, roll: Roll, model: str, here: list[int]) -> GatherSpeeds | None:
-    """Send and gather, on all ranks at once, and take the slowest rank's times of the best try."""
-    backend, num_bytes = crew.backend, tuning().share_trial_bytes
+def _connect(
+    backend: Backend, roll: Roll, model: str, here: list[int]
+) -> tuple[PeerLink | None, GatherSpeeds | None, str]:
+    """The way to the other GPUs' memory, and how fast it is. None if there is none, or if a rank has none, and why."""
+    trial: Trial | None = None
+    mine: tuple[str, Place, Mapping[str, str]]
+    try:
+        if backend.device.type != "cuda" or torch.version.cuda is None:
+            raise RuntimeError("it needs CUDA")
+        trial = Trial(backend, here.index(roll.rank), len(here), PeerMemory(backend.device))
+        mine = "", trial.place, trial.link.handles
+    except (AttributeError, OSError, RuntimeError) as error:
+        mine = str(error), (), {}
+    found = roll.exchange(f"{model}/memories", mine, here)
+    problem = next((each[0] for each in found if each[0]), "")
+    if trial is not None and not problem:
+        trial.link.look({str(rank): each[2] for rank, each in enumerate(found)})
+        places = {str(rank): each[1] for rank, each in enumerate(found)}
+        problems = roll.exchange(f"{model}/reached", trial.reach(places), here)
+        problem = next(filter(None, problems), "")
+        if not problem:  # all ranks have sent
+            problem = next(filter(None, roll.exchange(f"{model}/arrived", trial.compare(), here)), "")
+    if trial is None or problem:
+        if trial is not None:
+            trial.link.look({})
+        return None, None, f"the GPUs of this host cannot reach each other's memory ({problem})"
+    speeds = _measure(trial, places, roll, model, here)
+    trial.link.look({})
+    roll.exchange(f"{model}/closed", 0, here)  # before, nobody gives the memory back
+    return trial.link, speeds, ""
+
+
+class Trial:
+    """Memory of a GPU that the other ranks may write to while they set up."""
+
+    def __init__(self, backend: Backend, rank: int, num_ranks: int, memory: PeerMemory) -> None:
+        """
+        Raises:
+            RuntimeError: other processes cannot open this GPU's memory, or it is full.
+        """
+        self.backend, self._rank = backend, rank
+        num_bytes = tuning().share_trial_bytes
+        self.link = PeerLink(backend, rank, num_ranks, memory)
+        self.stream = backend.new_stream()
+        self.memory = backend.empty(num_bytes, self.stream)
+        self.place = self.link.place_of(self.memory)
+        self.pieces = cut(num_bytes, num_ranks, tuning().share_part_bytes).pieces
+
+    def shared(self, piece: Piece, landed: Event) -> SharedPiece:
+        return self.memory[piece.start : piece.start + piece.num_bytes], piece.part_bytes, landed
+
+    def reach(self, places: Mapping[str, Place]) -> str:
+        """Send something to all ranks. Returns why that is not possible, if so."""
+        try:
+            with self.backend.on_stream(self.stream):
+                for piece in self.pieces:
+                    start, end = piece.part_of(self._rank)
+                    self.memory[start:end] = self._rank + 1
+            landed = self.backend.new_event()
+            landed.record(self.stream)
+            _wait(self.link.send([self.shared(piece, landed) for piece in self.pieces], places))
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    def compare(self) -> str:
+        """What is wrong with what all ranks have sent here."""
+        with self.backend.on_stream(self.stream):
+            for piece in self.pieces:
+                whole = self.memory[piece.start : piece.start + piece.num_bytes].view(piece.num_ranks, -1)
+                expected = torch.arange(1, piece.num_ranks + 1, dtype=torch.uint8, device=whole.device)
+                if not bool((whole == expected[:, None]).all()):
+                    return "other bytes arrived"
+        return ""
+
+
+def _measure(trial: Trial, places: Mapping[str, Place], roll: Roll, model: str, here: list[int]) -> GatherSpeeds | None:
+    """Send, on all ranks at once, and take the slowest rank's times of the best try."""
+    backend, link, rank = trial.backend, trial.link, here.index(roll.rank)
+    num_bytes = trial.memory.numel()
     source = backend.empty_pinned(num_bytes)
     if not all(roll.exchange(f"{model}/locked", source is not None, here)) or source is None:
         return None
-    copies, shares = backend.new_stream(), cut(num_bytes, crew.num_ranks, tuning().share_part_bytes)
-    target = backend.empty(num_bytes, copies)
 
-    def alone() -> None:
-        backend.copy(target, source, copies)
-
-    def gather() -> None:
-        for piece in shares.pieces:
-            crew.gather(target[piece.start : piece.start + piece.num_bytes], piece.part_bytes, backend.new_event())
-
-    def shared() -> None:
-        for piece in shares.pieces:
-            start, end = piece.part_of(crew.rank)
-            backend.copy(target[start:end], source[start:end], copies)
+    def send(*, lands: bool) -> list[Event]:
+        pieces = []
+        for piece in trial.pieces:
+            start, end = piece.part_of(rank)
             landed = backend.new_event()
-            landed.record(copies)
-            crew.gather(target[piece.start : piece.start + piece.num_bytes], piece.part_bytes, landed)
+            if lands:
+                backend.copy(trial.memory[start:end], source[start:end], trial.stream)
+                landed.record(trial.stream)
+            pieces.append(trial.shared(piece, landed))
+        return link.send(pieces, places)
 
-    gather()  # the first one connects the ranks
-    _finish(crew.backend, crew.stream)
+    def alone() -> list[Event]:
+        done = backend.new_event()
+        backend.copy(trial.memory, source, trial.stream)
+        done.record(trial.stream)
+        return [done]
+
+    works: list[Callable[[], list[Event]]] = [alone, partial(send, lands=False), partial(send, lands=True)]
     times = []
     for turn in range(_NUM_TRIES):
         mine = []
-        for number, (work, stream) in enumerate(((alone, copies), (gather, crew.stream), (shared, crew.stream))):
+        for number, work in enumerate(works):
             # Processes of one host have one clock.
             started = max(roll.exchange(f"{model}/try{turn}-{number}", time.monotonic() + _LEAD_SECONDS, here))
             while time.monotonic() < started:
                 pass
-            work()
-            _finish(backend, stream)
+            _wait(work())
             mine.append(time.monotonic() - started)
         times.append(mine)
     best = [min(each) for each in zip(*times, strict=True)]
@@ -328,10 +391,9 @@ def _measure(crew: Crew, roll: Roll, model: str, here: list[int]) -> GatherSpeed
     return GatherSpeeds(*speeds)
 
 
-def _finish(backend: Backend, stream: Stream) -> None:
-    done = backend.new_event()
-    done.record(stream)
-    done.synchronize()
+def _wait(events: list[Event]) -> None:
+    for event in events:
+        event.synchronize()
 
 
 def pays(speeds: GatherSpeeds | None) -> bool:

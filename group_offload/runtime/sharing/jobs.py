@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-import torch
-
 from ...base.device import Event, Stream
+from .links import Place, SharedPiece
 
 
 class Progress(Enum):
@@ -21,8 +20,10 @@ class Progress(Enum):
     """The copy of this rank's share is enqueued, and has not begun."""
     OFFERED = "offered"
     """It has begun, and the group is offered to the other ranks."""
+    AGREED = "agreed"
+    """All ranks have offered it: their parts are on their way, from here and to here."""
     GATHERED = "gathered"
-    """All ranks have offered it, and the gathers are enqueued."""
+    """All parts have arrived, from here and here."""
     ALONE = "alone"
     """The rank brings the rest of the group by itself."""
 
@@ -47,8 +48,8 @@ class Shared:
     digest: str
     """What the ranks have to have in common."""
     label: str
-    gathers: list[tuple[torch.Tensor, int, Event]] = field(default_factory=list)
-    """For each piece: its bytes of the slot, the bytes of one part, and the event behind the copy of this rank's part."""
+    pieces: list[SharedPiece] = field(default_factory=list)
+    """They hold the slot's memory as long as other ranks may write to it."""
     progress: Progress = Progress.SENT
     offered_at: float = 0.0
 
@@ -71,13 +72,14 @@ class ShareJob:
     ready: Event
     """It is behind all bytes of the slot, once `wait` has returned."""
     stream: Stream
-    """The stream that gathers run on."""
+    """The stream that `ready` is recorded on."""
     post: Callable[[str, ShareJob], None]
     """A function that asks the thread of the crew for something."""
     bring_rest: Callable[[ShareJob], None]
     """A function that brings the shares of other ranks of the groups that are `ALONE`, behind `rest`."""
-    gather: Callable[[Shared], None]
-    """A function that enqueues the gathers of a group. The thread of the crew calls it."""
+    send: Callable[[Shared, Mapping[str, Place]], list[Event]]
+    """A function that sends this rank's parts of a group to the places in other ranks' memory. The thread of the crew calls it.
+    It returns the events behind that."""
     reads: Reads | None = None
     """The part of the share that threads read from files."""
     wanted_at: float = 0.0
@@ -87,7 +89,7 @@ class ShareJob:
     is_cancelled: bool = False
     error: BaseException | None = None
     until_settled: threading.Lock = field(default_factory=threading.Lock)
-    """Held until each group is gathered or alone, or there is an error. (An Event is written in Python: Ctrl-C may leave its
+    """Held until each group has arrived or is alone, or there is an error. (An Event is written in Python: Ctrl-C may leave its
     lock taken.)"""
 
     def __post_init__(self) -> None:
@@ -134,7 +136,7 @@ class ShareJob:
             self.is_over = True
 
     def cancel(self) -> None:
-        """Gather nothing more. What is enqueued is behind `ready`."""
+        """Gather nothing more, and return once nothing is on its way. What is enqueued is behind `ready`."""
         if self.reads is not None:
             self.reads.cancel()
         if self.is_over:

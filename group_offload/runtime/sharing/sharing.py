@@ -3,18 +3,19 @@
 [Note: A shared group]
 The bytes of a group in its slot are cut into pieces, and each piece into one part for each rank. A rank copies its parts to
 their places in the slot, on the copy stream. Behind each of them it records an event. Once the other ranks have offered the
-group too (see [Note: How ranks agree]), the thread of the crew enqueues a gather for each piece on a stream of its own, behind
-that event. So pieces are gathered while the next ones are sent. The ready event of the slot is recorded behind the last
-gather, on that stream. The thread that computes waits, on the host, until that is done: as with files, it does not wait for the
-device.
+group too (see [Note: How ranks agree]), the thread of the crew copies each part to the slots of the other ranks, on streams
+of its own, behind that event. So parts go on to the other GPUs while the next ones come from RAM. The thread that computes
+waits, on the host, until the parts of all ranks have arrived. Then it records the slot's ready event behind what else is copied
+to the slot.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ from ...base.device import Event, Stream
 from ...base.layout import as_bytes, memory_of
 from ...base.tuning import tuning
 from ...config import OffloadConfig
-from ...errors import ConfigError, StateError
+from ...errors import ConfigError
 from ...stores.base import PlacedBlob, PlacedImage
 from ...stores.moves import Gather, Move, joined, may_be_cut, moves_within
 from ..measure.recorder import Recorder
@@ -33,6 +34,7 @@ from .board import key_of
 from .crew import Crew, GatherSpeeds, OtherModel, Roll, crew_of, pays, roll_of
 from .cut import Cut, cut
 from .jobs import Shared, ShareJob
+from .links import Place
 from .one_copy import OneCopy
 
 logger = logging.getLogger("group_offload")
@@ -207,7 +209,7 @@ class Sharing:
         crew.courier.post("begin", (self._model, absent, patience))
 
     def recover(self) -> None:
-        """A pass failed: gather no more, and return once no gather is on its way."""
+        """A pass failed: gather no more, and return once nothing is on its way."""
         for job in [*self._jobs]:
             job.cancel()
         self._jobs.clear()
@@ -266,6 +268,8 @@ class Sharing:
         """
         crew = self.crew
         assert crew is not None
+        if crew.courier.error is not None:
+            raise crew.courier.error  # the slot may be one that another rank still writes to
         alone = alone or self._model in crew.courier.alone or crew.is_forked
         found, declined = [], []
         for label, run in groupby(blobs, lambda placed: placed.label):
@@ -342,7 +346,7 @@ class Sharing:
             stream=crew.stream,
             post=crew.courier.post,
             bring_rest=bring_rest,
-            gather=self._gather,
+            send=partial(self._send, crew),
         )
         self._jobs.add(job)
         return job
@@ -358,32 +362,24 @@ class Sharing:
         assert self.crew is not None
         whole = memory[move.at : move.at + move.part_bytes * self.crew.num_ranks]
         shared = next(each for each in job.shared if each.key == move.key)
-        shared.gathers.append((whole, move.part_bytes, event))
+        shared.pieces.append((whole, move.part_bytes, event))
 
     def submit(self, job: ShareJob) -> None:
         assert self.crew is not None
         self.crew.courier.post("submit", job)
 
-    def _gather(self, shared: Shared) -> None:
-        """Enqueue the gathers of a group: the thread of the crew does."""
-        crew = self.crew
-        if crew is None:
-            raise StateError("The model was given back while its weights were gathered.")
-        trace = self._recorder.trace
-        begun, num_bytes = None, 0
-        for whole, part_bytes, landed in shared.gathers:
-            if trace is not None and begun is None:
-                crew.stream.wait_event(landed)
-                begun = trace.now(crew.stream)
-            crew.gather(whole, part_bytes, landed)
-            num_bytes += whole.numel() - part_bytes
-        shared.gathers.clear()  # they would keep the slot's memory
+    def _send(self, crew: Crew, shared: Shared, places: Mapping[str, Place]) -> list[Event]:
+        """Send this rank's parts of a group to the other ranks: the thread of the crew does."""
+        trace, stream, begun = self._recorder.trace, crew.link.streams[0], None
+        if trace is not None and shared.pieces:
+            stream.wait_event(shared.pieces[0][-1])
+            begun = trace.now(stream)
+        events = crew.link.send(shared.pieces, places)
+        num_bytes = sum(whole.numel() - part_bytes for whole, part_bytes, _ in shared.pieces)
         self.bytes_gathered += num_bytes
         if trace is not None and begun is not None:
-            trace.gathered(shared.label, begun, crew.stream, num_bytes)
-        last = self._backend.new_event()
-        last.record(crew.stream)
-        crew.courier.last = last
+            trace.gathered(shared.label, begun, stream, num_bytes)
+        return events
 
     # ---------------------------------------------------------------- the same bytes
 

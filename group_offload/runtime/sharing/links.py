@@ -1,0 +1,151 @@
+"""How parts that ranks have brought come to the other ranks: by copies into their memory, on the CPU by collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ...base.device import Backend, Event, Stream
+
+Place = Sequence[int]
+"""The number of an allocation, and a byte of it."""
+SharedPiece = tuple[torch.Tensor, int, Event]
+"""The bytes of a piece in the slot, the bytes of one part, and the event behind the copy of this rank's part."""
+
+
+class Memory(Protocol):
+    """See `PeerMemory`."""
+
+    def place_of(self, memory: torch.Tensor) -> tuple[int, int]: ...
+
+    def start_of(self, memory: torch.Tensor) -> int: ...
+
+    def number_at(self, address: int) -> int: ...
+
+    def handle_of(self, memory: torch.Tensor) -> str: ...
+
+    def open(self, handle: str) -> int: ...
+
+    def close(self, address: int) -> None: ...
+
+    def copy(self, address: int, source: torch.Tensor, stream: Stream) -> None: ...
+
+
+class Link(Protocol):
+    """The way from this rank to the other ones. Used by one thread at a time."""
+
+    streams: list[Stream]
+    """The streams that parts leave on."""
+    handles: dict[str, str]
+    """What the others open this rank's memory with, by the number of the allocation."""
+
+    def place_of(self, memory: torch.Tensor) -> Place:
+        """Where the others write to when they write to this memory. `handles` has its number from then on."""
+
+    def forget_freed(self) -> None:
+        """Take allocations off `handles` that are there no more."""
+
+    def look(self, memories: Mapping[str, Mapping[str, str]]) -> None:
+        """Take notice of the `handles` of each rank. What is no more among them is closed."""
+
+    def send(self, pieces: Sequence[SharedPiece], places: Mapping[str, Place]) -> list[Event]:
+        """Enqueue the way of this rank's parts to the other ranks.
+
+        Args:
+            places: For each rank, where the first of the pieces begins in its memory.
+
+        Returns:
+            The events behind all of it.
+        """
+
+
+class CollectiveLink:
+    """The CPU, where device memory is the process' own: one collective brings all ranks' parts of a piece."""
+
+    def __init__(self, backend: Backend, rank: int, group: Any) -> None:
+        """
+        Args:
+            group: The process group of the ranks of this host, for nothing else.
+        """
+        self.streams = [backend.new_stream()]
+        self.handles: dict[str, str] = {}
+        self._rank, self._group = rank, group
+
+    def place_of(self, memory: torch.Tensor) -> Place:
+        return ()
+
+    def forget_freed(self) -> None:
+        pass
+
+    def look(self, memories: Mapping[str, Mapping[str, str]]) -> None:
+        pass
+
+    def send(self, pieces: Sequence[SharedPiece], places: Mapping[str, Place]) -> list[Event]:
+        import torch.distributed as dist
+
+        # The newer name of the same call, where torch has it.
+        all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        for whole, part_bytes, _ in pieces:
+            all_gather(whole, _part(whole, part_bytes, self._rank), group=self._group)
+        return []
+
+
+class PeerLink:
+    """GPUs that reach each other's memory: copies, which take nothing from compute, and wait for no other rank."""
+
+    def __init__(self, backend: Backend, rank: int, num_ranks: int, memory: Memory) -> None:
+        self._backend, self._rank, self._memory = backend, rank, memory
+        self._others = [other for other in range(num_ranks) if other != rank]
+        self.streams = [backend.new_stream() for _ in self._others]
+        self.handles: dict[str, str] = {}
+        self._starts: dict[str, int] = {}
+        self._known: Mapping[str, Mapping[str, str]] = {}
+        self._opened: dict[tuple[str, str], int] = {}
+        """The addresses of other ranks' allocations, by rank and number."""
+
+    def place_of(self, memory: torch.Tensor) -> Place:
+        number, at = self._memory.place_of(memory)
+        if str(number) not in self.handles:
+            self._starts[str(number)] = self._memory.start_of(memory)
+            self.handles[str(number)] = self._memory.handle_of(memory)
+        return number, at
+
+    def forget_freed(self) -> None:
+        for number, start in [*self._starts.items()]:
+            try:
+                is_there = self._memory.number_at(start) == int(number)
+            except RuntimeError:
+                is_there = False
+            if not is_there:
+                del self._starts[number], self.handles[number]
+
+    def look(self, memories: Mapping[str, Mapping[str, str]]) -> None:
+        self._known = memories
+        for rank, number in [*self._opened]:
+            if number not in memories.get(rank, ()):
+                self._memory.close(self._opened.pop((rank, number)))
+
+    def send(self, pieces: Sequence[SharedPiece], places: Mapping[str, Place]) -> list[Event]:
+        events = []
+        for other, stream in zip(self._others if pieces else (), self.streams, strict=False):
+            number, at = places[str(other)]
+            to = self._address_of(str(other), str(number)) + at - pieces[0][0].data_ptr()
+            for whole, part_bytes, landed in pieces:
+                own = _part(whole, part_bytes, self._rank)
+                stream.wait_event(landed)
+                self._memory.copy(to + own.data_ptr(), own, stream)
+            sent = self._backend.new_event()
+            sent.record(stream)
+            events.append(sent)
+        return events
+
+    def _address_of(self, rank: str, number: str) -> int:
+        if (rank, number) not in self._opened:
+            self._opened[rank, number] = self._memory.open(self._known[rank][number])
+        return self._opened[rank, number]
+
+
+def _part(whole: torch.Tensor, part_bytes: int, rank: int) -> torch.Tensor:
+    return whole[rank * part_bytes : (rank + 1) * part_bytes]

@@ -1,0 +1,135 @@
+"""The thread that sends what ranks have agreed on. The test is the other rank."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from group_offload import StateError
+from group_offload.base.device import HostBackend
+from group_offload.base.system import name_of_shared_file, new_shared_file, started_at
+from group_offload.runtime.sharing.board import BOARD_BYTES, Board
+from group_offload.runtime.sharing.courier import Courier, Peer
+from group_offload.runtime.sharing.jobs import Shared, ShareJob
+from group_offload.runtime.sharing.links import PeerLink
+
+from ..support.allocations import FakeMemory
+from ..support.tuning import tune
+
+
+@contextmanager
+def other_process() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_until(is_so: Callable[[], object]) -> None:
+    limit = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < limit
+        time.sleep(1e-3)
+
+
+class Two:
+    """A courier, and the board as the other rank sees it. Both have offered one group."""
+
+    def __init__(self, other: subprocess.Popen[bytes]) -> None:
+        fd, backend = new_shared_file(BOARD_BYTES), HostBackend()
+        self.board = Board(os.open(name_of_shared_file(fd), os.O_RDWR), 1, 2)
+        peers = [Peer(each + 4, pid, started_at(pid)) for each, pid in enumerate((os.getpid(), other.pid))]
+        self.mine, self.its, memory = (
+            torch.arange(8, dtype=torch.uint8),
+            torch.zeros(8, dtype=torch.uint8),
+            FakeMemory(),
+        )
+        memory.put(5, self.mine)
+        memory.put(6, self.its)
+        self.link = PeerLink(backend, 0, 2, memory)
+        self.courier = Courier(Board(fd, 0, 2), peers, self.link, lambda: None)
+        self.shared = Shared("1/a", "digest", "a", [(self.mine, 4, backend.new_event())])
+        event = backend.new_event()
+        self.job = ShareJob(
+            model="1",
+            shared=[self.shared],
+            begun=event,
+            sent=event,
+            rest=event,
+            ready=event,
+            stream=backend.new_stream(),
+            post=self.courier.post,
+            bring_rest=lambda job: None,
+            send=lambda shared, places: self.link.send(shared.pieces, places),
+        )
+        self.courier.post("begin", ("1", [], 5.0))
+        self.courier.post("submit", self.job)
+        wait_until(lambda: self.board.read().offers)
+        with self.board.change() as state:
+            state.memories["1"] = {"6": "6"}
+            state.offer(1, "1/a", "digest", (6, 0), 2)
+        wait_until(lambda: self.board.read().sent[0] == 1)
+
+
+def test_a_group_has_arrived_once_all_ranks_have_sent() -> None:
+    with other_process() as other:
+        two = Two(other)
+        assert two.its.tolist() == [0, 1, 2, 3, 0, 0, 0, 0]
+        two.courier.post("leave", "1")
+        time.sleep(0.05)
+        assert not two.job.is_settled and two.shared.pieces
+        with two.board.change() as state:
+            state.has_sent(1, 1)
+        two.job.wait()
+        assert not two.shared.pieces and two.board.read().log == []
+        two.courier.leave_all()
+        assert two.courier.error is not None
+
+
+def test_a_rank_that_ends_after_it_has_sent_is_not_missed() -> None:
+    with other_process() as other:
+        two = Two(other)
+        with two.board.change() as state:
+            state.has_sent(1, 1)
+        other.kill()
+        two.job.wait()
+        two.courier.leave_all()
+
+
+@pytest.mark.parametrize("fault", ["is killed", "is stopped"])
+def test_a_rank_that_does_not_send_is_named(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tune(monkeypatch, share_limit_seconds=0.3)
+    with other_process() as other:
+        two = Two(other)
+        if fault == "is killed":
+            other.kill()
+        with pytest.raises(StateError, match="Rank 5 .*ended" if fault == "is killed" else "Rank 5 did not send"):
+            two.job.wait()
+        two.job.cancel()
+        assert two.shared.pieces  # a process that was stopped may go on, and write to the slot
+
+
+def test_the_last_things_of_a_process_are_sent_before_it_ends() -> None:
+    with other_process() as other:
+        two = Two(other)
+        ended: list[Any] = []
+
+        def end() -> None:
+            with two.board.change() as state:
+                state.has_sent(1, 1)
+            ended.append(two.job.is_settled)
+
+        threading.Timer(0.1, end).start()
+        two.courier.leave_all()
+        assert ended == [False] and two.job.is_settled
