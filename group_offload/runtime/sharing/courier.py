@@ -22,8 +22,11 @@ from .links import Link
 
 logger = logging.getLogger("group_offload")
 
-_BUSY_SECONDS = 2e-4
-"""The time between two looks while copies are about to begin, or compute waits. A copy of a group takes longer."""
+_WAITED_FOR_SECONDS = 1e-4
+"""The time between two looks while compute waits, here or elsewhere. A copy of a group takes longer."""
+_BUSY_SECONDS = 5e-4
+"""The same while copies are about to begin, or parts are on their way. Each look takes Python's time from the thread that
+launches compute."""
 _IDLE_SECONDS = 2e-3
 """The same while groups are offered that nobody waits for."""
 _JOIN_SECONDS = 5.0
@@ -178,11 +181,13 @@ class Courier:
 
     def _until_next_look(self) -> float | None:
         jobs = [job for model in self._models.values() for job in model.jobs]
+        if self._state.awaited or any(job.wanted_at for job in jobs):
+            return _WAITED_FOR_SECONDS
         if self._on_way or self._is_closing:
             return _BUSY_SECONDS
         if not jobs:
             return None
-        is_busy = any(job.wanted_at or any(each.progress is Progress.SENT for each in job.shared) for job in jobs)
+        is_busy = any(each.progress is Progress.SENT for job in jobs for each in job.shared)
         return _BUSY_SECONDS if is_busy else _IDLE_SECONDS
 
     def _on_close(self, content: None) -> None:
