@@ -409,8 +409,8 @@ def test_committed_results_are_rendered(file: Path) -> None:
             assert f"| {name} " in tables
 
 
-def test_a_table_is_printed() -> None:
-    assert "| resident " in benchmark("weights", "--table", WEIGHTS)
+def test_a_table_is_printed(benchmark_here: Run) -> None:
+    assert "| resident " in benchmark_here("weights", "--table", WEIGHTS)
 
 
 def test_the_package_that_python_path_names_is_measured(tmp_path: Path) -> None:
