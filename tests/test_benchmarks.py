@@ -19,6 +19,7 @@ import torch
 from benchmarks import activations, first_image, machine, models, packing, pipeline, processes, training, weights
 from benchmarks.__main__ import main
 from benchmarks.arms import choose
+from benchmarks.processes import Child
 from group_offload import apply_group_offloading
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,14 +43,9 @@ def run(*arguments: str | Path, python_path: str | None = None) -> str:
     return done.stdout
 
 
-def benchmark(*arguments: str | Path) -> str:
-    """What a benchmark prints, in a process of its own."""
-    return run("-m", "benchmarks", *arguments)
-
-
 @pytest.fixture
 def benchmark_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`benchmark` without processes, also for arms: to import the libraries takes longer than all that arms do."""
+    """What a benchmark prints, without processes, also for arms: to import the libraries takes longer than what they do."""
 
     class Here:
         """In the place of `processes.Child`."""
@@ -77,7 +73,6 @@ def benchmark_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 
     def call(name: str, *arguments: str | Path) -> str:
         module = importlib.import_module(f"benchmarks.{name}")
-        monkeypatch.setattr(processes, "Child", Here)
         if name in ("weights", "opening"):
             monkeypatch.setattr(module, "Child", Here)
         monkeypatch.setattr(first_image, "Child", Here)
@@ -90,6 +85,7 @@ def benchmark_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         return capsys.readouterr().out
 
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # training sets it for good
+    monkeypatch.setattr(processes, "Child", Here)
     return call
 
 
@@ -141,10 +137,14 @@ def test_checkpoint_files_and_peers(tmp_path: Path, benchmark_here: Run) -> None
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["weights"]
 
 
-def test_files_with_little_ram_and_a_timeline(tmp_path: Path) -> None:
+def test_files_with_little_ram_and_a_timeline(
+    tmp_path: Path, benchmark_here: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a process for each arm."""
+    monkeypatch.setattr(processes, "Child", Child)
     limited = "ours leaf, checkpoint @1GiB"
     report = measure(
-        benchmark,
+        benchmark_here,
         tmp_path,
         "flux",
         "resident",
