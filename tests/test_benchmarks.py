@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,9 @@ def benchmark_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         def end(self) -> None:
             gc.collect()
 
-    def call(name: str, *arguments: str | Path) -> str:
+    def call(name: str, *arguments: str | Path, child: Any = Here) -> str:
         module = importlib.import_module(f"benchmarks.{name}")
+        monkeypatch.setattr(processes, "Child", child)
         if name in ("weights", "opening"):
             monkeypatch.setattr(module, "Child", Here)
         monkeypatch.setattr(first_image, "Child", Here)
@@ -85,7 +87,6 @@ def benchmark_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         return capsys.readouterr().out
 
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # training sets it for good
-    monkeypatch.setattr(processes, "Child", Here)
     return call
 
 
@@ -137,14 +138,11 @@ def test_checkpoint_files_and_peers(tmp_path: Path, benchmark_here: Run) -> None
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["weights"]
 
 
-def test_files_with_little_ram_and_a_timeline(
-    tmp_path: Path, benchmark_here: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_with_little_ram_and_a_timeline(tmp_path: Path, benchmark_here: Run) -> None:
     """With a process for each arm."""
-    monkeypatch.setattr(processes, "Child", Child)
     limited = "ours leaf, checkpoint @1GiB"
     report = measure(
-        benchmark_here,
+        partial(benchmark_here, child=Child),
         tmp_path,
         "flux",
         "resident",
