@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from benchmarks import activations, first_image, machine, models, packing, pipeline, processes, training, weights
 from benchmarks.__main__ import main
 from benchmarks.arms import choose
+from benchmarks.processes import Child
 from group_offload import apply_group_offloading
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,14 +44,9 @@ def run(*arguments: str | Path, python_path: str | None = None) -> str:
     return done.stdout
 
 
-def benchmark(*arguments: str | Path) -> str:
-    """What a benchmark prints, in a process of its own."""
-    return run("-m", "benchmarks", *arguments)
-
-
 @pytest.fixture
 def benchmark_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`benchmark` without processes, also for arms: to import the libraries takes longer than all that arms do."""
+    """What a benchmark prints, without processes, also for arms: to import the libraries takes longer than what they do."""
 
     class Here:
         """In the place of `processes.Child`."""
@@ -75,9 +72,9 @@ def benchmark_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         def end(self) -> None:
             gc.collect()
 
-    def call(name: str, *arguments: str | Path) -> str:
+    def call(name: str, *arguments: str | Path, child: Any = Here) -> str:
         module = importlib.import_module(f"benchmarks.{name}")
-        monkeypatch.setattr(processes, "Child", Here)
+        monkeypatch.setattr(processes, "Child", child)
         if name in ("weights", "opening"):
             monkeypatch.setattr(module, "Child", Here)
         monkeypatch.setattr(first_image, "Child", Here)
@@ -141,10 +138,11 @@ def test_checkpoint_files_and_peers(tmp_path: Path, benchmark_here: Run) -> None
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["weights"]
 
 
-def test_files_with_little_ram_and_a_timeline(tmp_path: Path) -> None:
+def test_files_with_little_ram_and_a_timeline(tmp_path: Path, benchmark_here: Run) -> None:
+    """With a process for each arm."""
     limited = "ours leaf, checkpoint @1GiB"
     report = measure(
-        benchmark,
+        partial(benchmark_here, child=Child),
         tmp_path,
         "flux",
         "resident",
@@ -409,8 +407,8 @@ def test_committed_results_are_rendered(file: Path) -> None:
             assert f"| {name} " in tables
 
 
-def test_a_table_is_printed() -> None:
-    assert "| resident " in benchmark("weights", "--table", WEIGHTS)
+def test_a_table_is_printed(benchmark_here: Run) -> None:
+    assert "| resident " in benchmark_here("weights", "--table", WEIGHTS)
 
 
 def test_the_package_that_python_path_names_is_measured(tmp_path: Path) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ from group_offload.integrations.training import ActivationOffloadCallback
 from ..support import distributed_training, tiny_models
 from ..support.activations import offload
 from ..support.asserts import same_bits
+from ..support.processes import in_new_process
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.training import TrainingBlock, assert_same_bits, make, plain, train
 from ..support.versions import TORCH
@@ -346,26 +344,8 @@ def test_the_callback_of_a_training_that_was_broken_off_is_no_obstacle() -> None
 
 
 def run_two_processes(device: str, folder: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", distributed_training.__name__, str(rank), str(folder / "rendezvous"), device],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-            cwd=ROOT,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [worker.communicate(timeout=110)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    for worker, output in zip(workers, outputs, strict=True):
-        assert worker.returncode == 0, output
-        assert output.count("equal") == len(distributed_training.KINDS)
+    done = in_new_process(distributed_training.main, folder / "rendezvous", device)
+    assert done.count("equal") == 2 * len(distributed_training.KINDS), done
 
 
 def test_ddp_fsdp_and_fsdp2(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Several processes of a host offload one model, and each sends its share of every group.
 
 To start processes takes longer than what they do: so one test runs several of the functions of `several`.
+`integrations/test_parallel.py` runs those with models and pipelines of diffusers.
 """
 
 from __future__ import annotations
@@ -70,11 +71,6 @@ def test_four_ranks_in_groups_and_meshes() -> None:
 
 def test_hosts_share_for_themselves() -> None:
     run(several.is_on_two_hosts, num_ranks=5)
-
-
-def test_beside_diffusers() -> None:
-    """Context parallel, and a pipeline."""
-    run(several.is_context_parallel, several.is_a_pipeline)
 
 
 @pytest.fixture

@@ -16,10 +16,11 @@ parallel_inference = pytest.importorskip("tests.support.parallel_inference", exc
 def run_two_processes(device: str, folder: Path) -> None:
     done = in_new_process(parallel_inference.main, folder / "rendezvous", device)
     assert done.count("equal") == 2 * len(parallel_inference.CROSS), done
+    assert done.count("shared") == (2 if device == "cpu" else 0), done
 
 
 def test_two_processes(tmp_path: Path) -> None:
-    """Switched on before offloading and after it, with a LoRA in between, and off again."""
+    """Switched on before offloading and after it, with a LoRA in between, and off again; and where processes share groups."""
     run_two_processes("cpu", tmp_path)
 
 

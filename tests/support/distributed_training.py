@@ -1,6 +1,6 @@
-"""One of two processes that train under DDP, FSDP and FSDP2, with activations offloaded and without: bits are the same.
+"""Two processes that train under DDP, FSDP and FSDP2, with activations offloaded and without: bits are the same.
 
-python -m tests.support.distributed_training RANK FILE DEVICE: FILE is where the processes meet, DEVICE is "cpu" or "cuda".
+python -m tests.support.distributed_training FILE DEVICE: FILE is where the processes meet, DEVICE is "cpu" or "cuda".
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from group_offload.activations import apply_activation_offloading
 
 from .asserts import same_bits
+from .processes import fork, status_of
 from .training import DIM, TrainingBlock, TrainingModel
 
 KINDS = ("ddp", "fsdp", "fsdp2", "fsdp2-bf16", "ddp+c", "fsdp+c", "fsdp2+c")
@@ -84,7 +86,7 @@ def compare(kind: str, device: torch.device) -> None:
     print(kind, "equal", flush=True)
 
 
-def main(rank: int, file: str, device_type: str) -> None:
+def run(file: str, device_type: str, rank: int) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if device_type == "cpu":
@@ -102,6 +104,12 @@ def main(rank: int, file: str, device_type: str) -> None:
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
+def main(file: str, device_type: str) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    pids = [fork(partial(run, file, device_type, rank)) for rank in range(2)]
+    statuses = [status_of(pid) for pid in pids]
+    assert statuses == [0, 0], statuses
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

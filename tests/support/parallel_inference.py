@@ -25,6 +25,7 @@ from torch import nn
 
 from group_offload import apply_group_offloading
 
+from . import several
 from . import tiny_models as tiny
 from .asserts import assert_at_rest, assert_same
 from .rigs import run, run_onloaded
@@ -132,6 +133,11 @@ def run_all(rank: int, file: str, folder: Path) -> None:
             context_parallel(kind, order, level, folder / kind if tier == "file" else None)
         tensors_parallel(order, level, folder / "tensor" if tier == "file" else None)
         print("equal", flush=True)
+    if device.type == "cpu":  # on GPUs tests/gpu/test_gpu_several.py does
+        several.share_little()
+        several.is_context_parallel(rank)
+        several.is_a_pipeline(rank)
+        print("shared", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

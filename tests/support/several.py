@@ -59,8 +59,6 @@ def run(
 
 
 def _ranks(cases: str, num_ranks: str, device: str) -> None:
-    if is_a_pipeline.__name__ in cases:
-        from . import parallel_inference, tiny_models  # noqa: F401  (once, and not in each rank)
     with tempfile.TemporaryDirectory() as folder:
         what = partial(_rank, json.loads(cases), int(num_ranks), device, Path(folder) / "meeting")
         pids = [fork(partial(what, rank)) for rank in range(int(num_ranks))]
@@ -73,7 +71,7 @@ def _rank(cases: list[list[str]], num_ranks: int, device: str, meeting: Path, ra
     warnings.simplefilter("error" if device == "cpu" else "ignore")
     signal.alarm(80)
     torch.set_num_threads(1)
-    tune(min_shared_bytes=1, share_part_bytes=2048, share_patience_seconds=2.0, share_trial_bytes=1 << 20)
+    share_little()
     if device != "cpu":
         DEVICE = torch.device(device, rank)
         torch.accelerator.set_device_index(rank)
@@ -91,6 +89,11 @@ def _rank(cases: list[list[str]], num_ranks: int, device: str, meeting: Path, ra
 
 
 # ------------------------------------------------------------------------------------------------ what ranks do
+
+
+def share_little() -> None:
+    """What is tiny is shared too."""
+    tune(min_shared_bytes=1, share_part_bytes=2048, share_patience_seconds=2.0, share_trial_bytes=1 << 20)
 
 
 def model(num_blocks: int = 4) -> TrainingModel:
