@@ -198,7 +198,9 @@ class Board:
             state = self._load()
             yield state
             turn = self.turn + 1
-            content = json.dumps({name: getattr(state, name) for name in State.__slots__}, separators=(",", ":")).encode()
+            content = json.dumps(
+                {name: getattr(state, name) for name in State.__slots__}, separators=(",", ":")
+            ).encode()
             if len(content) > _HALF_BYTES - _SIZE.size:
                 raise StateError("Too many groups are offered at once by GPUs that share a model. Pass share=False.")
             start = _HEAD_BYTES + turn % 2 * _HALF_BYTES
