@@ -70,6 +70,13 @@ def test_who_waits_in_vain() -> None:
     assert is_hopeless(is_first=True) and "1/b" not in found.offers
 
 
+def test_a_rank_that_leaves_awaits_nothing() -> None:
+    found = state()
+    found.awaited = {"0": ("1/a", False), "1": ("1/a", True)}
+    found.leave(1, "1")
+    assert found.awaited == {"0": ("1/a", False)}
+
+
 def test_a_change_that_breaks_off_leaves_the_state_before() -> None:
     fd = new_shared_file(BOARD_BYTES)
     boards = [Board(os.open(name_of_shared_file(fd), os.O_RDWR), rank, 2) for rank in (0, 1)]

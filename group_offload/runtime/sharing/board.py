@@ -107,6 +107,8 @@ class State:
         left = self.left.setdefault(model, [])
         if str(rank) not in left:
             left.append(str(rank))
+        if model_of(self.awaited.get(str(rank), ("",))[0]) == model:
+            del self.awaited[str(rank)]
         for key in [key for key in self.offers if model_of(key) == model]:
             self.take_back(rank, key)
 

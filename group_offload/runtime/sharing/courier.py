@@ -181,12 +181,12 @@ class Courier:
 
     def _until_next_look(self) -> float | None:
         jobs = [job for model in self._models.values() for job in model.jobs]
+        if not (jobs or self._on_way or self._is_closing):
+            return None
         if self._state.awaited or any(job.wanted_at for job in jobs):
             return _WAITED_FOR_SECONDS
         if self._on_way or self._is_closing:
             return _BUSY_SECONDS
-        if not jobs:
-            return None
         is_busy = any(each.progress is Progress.SENT for job in jobs for each in job.shared)
         return _BUSY_SECONDS if is_busy else _IDLE_SECONDS
 
