@@ -66,11 +66,10 @@ def test_groups_that_stay_are_those_of_the_first_rank(monkeypatch: pytest.Monkey
         assert mine and handle.stats().resident_bytes and "2 GPUs share each group" in str(handle.plan)
         other = {"blocks_5_5"} - mine or {"blocks_4_4"}
         sharing.crew.courier.post("reside", ("1/device", [*other]))  # as if another rank were the first one
-        sharing.crew.be(1)
+        sharing.crew.is_first = False
         for _ in range(4):
             staying = step()
         assert staying == other
-        sharing.crew.be(0)
         handle.remove()
 
 

@@ -139,10 +139,6 @@ class PhantomCrew(Crew):
         super().__init__(backend, PhantomBoard(rng, link), [me, me], link)
         self.memory = link.memory
 
-    def be(self, rank: int) -> None:
-        """Bring the other half from now on, and take the other rank's plan for the first one's."""
-        self.rank = self.link._rank = rank
-
 
 class PhantomSharing(Sharing):
     def job_for(self, *args: Any) -> ShareJob | None:

@@ -128,6 +128,8 @@ class Crew:
     def __init__(self, backend: Backend, board: Board, peers: list[Peer], link: Link) -> None:
         self.backend = backend
         self.rank, self.num_ranks = board.rank, board.num_ranks
+        self.is_first = self.rank == 0
+        """Whether the others follow this rank's plan."""
         self.stream = backend.new_stream()
         """For the ready events of slots: see [Note: A shared group]."""
         self.link = link

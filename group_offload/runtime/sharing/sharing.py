@@ -228,7 +228,7 @@ class Sharing:
         """
         assert self.crew is not None
         courier, key = self.crew.courier, f"{self._model}/{what}"
-        if self.crew.rank == 0:
+        if self.crew.is_first:
             if self._agreed.get(what) != [*names]:
                 courier.post("reside", (key, [*names]))
             self._agreed[what] = [*names]
@@ -240,7 +240,7 @@ class Sharing:
     @property
     def has_news(self) -> bool:
         """Whether the first rank's plan puts other groups somewhere than `agree` has said."""
-        if self.crew is None or self.crew.rank == 0:
+        if self.crew is None or self.crew.is_first:
             return False
         residents = self.crew.courier.residents
         return any(residents.get(f"{self._model}/{what}") != names for what, names in self._agreed.items())
