@@ -102,6 +102,7 @@ if __name__ == "__main__":
 
         args.model = tiny.flux()
         with tempfile.TemporaryDirectory() as folder:
-            multiprocessing.spawn(run_tiny, (args, folder), nprocs=2)  # type: ignore[no-untyped-call, attr-defined]
+            start = multiprocessing.start_processes  # type: ignore[attr-defined]
+            start(run_tiny, (args, folder), nprocs=2, start_method="fork")  # type: ignore[no-untyped-call]
     else:
         run(args)
