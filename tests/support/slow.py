@@ -47,7 +47,7 @@ def slow_tests() -> dict[str, bool]:
 
 def _cases_of(report: Path) -> Iterable[tuple[str, float]]:
     for case in ElementTree.parse(report).iter("testcase"):
-        file = case.attrib["classname"].removeprefix("tests.").replace(".", "/")
+        file = case.attrib["classname"].removeprefix("tests.").partition(".Test")[0].replace(".", "/")
         yield f"{file}.py::{case.attrib['name']}", float(case.attrib["time"])
 
 
