@@ -41,7 +41,7 @@ from ..support.processes import run_python
 from ..support.rigs import check, offload_to, run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 
-NUM_STRUCK = 5
+NUM_STRUCK = 4
 """Places in each sweep. All of them: `python -m tests.interrupts`."""
 
 

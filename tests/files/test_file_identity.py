@@ -179,9 +179,15 @@ def test_files_that_are_held(tier: str, verifies: bool, place: Path) -> None:
     assert done.returncode == 0 and done.stdout.endswith("done\n"), (done.returncode, done.stdout, done.stderr[-1500:])
 
 
+_ROOT, _NOBODY = 0, 65534
+
+
 @as_root
-@pytest.mark.parametrize("user", [0, 65534], ids=["root", "nobody"])
-@pytest.mark.parametrize(("tier", "verifies"), [("groups", False), ("checkpoint", False), ("checkpoint", True)])
+@pytest.mark.parametrize(
+    ("tier", "verifies", "user"),
+    [("groups", False, _ROOT), ("checkpoint", False, _NOBODY), ("checkpoint", True, _ROOT)],
+    ids=["groups-root", "checkpoint-nobody", "checkpoint-verified-root"],
+)
 def test_more_files_than_descriptors(tier: str, verifies: bool, user: int, place: Path) -> None:
     """The same. Of checkpoints whose content nobody knows what lost its name is lost, if a user may not ask the kernel."""
     code = """

@@ -84,6 +84,7 @@ ABOUT_LINUX = {
     "files/test_folder.py::test_name_is_given_to_durable_bytes": "folders that are synced",
     "files/test_folder.py::test_file_that_is_being_written_is_not_pruned": "locks of files",
     "files/test_folder.py::test_running_model_is_not_pruned": "locks of files",
+    "files/test_folder.py::test_file_in_use_is_not_pruned": "locks of files",
     "files/reading/test_drive_errors.py::test_what_the_system_says_is_told": "reads that nothing comes before",
     "files/reading/test_drive_errors.py::test_errors_in_every_read_from_one_on": "reads that nothing comes before",
     "engine/test_streams.py::test_the_host_never_waits": "copies across passes",
