@@ -151,16 +151,21 @@ def test_what_ram_has_room_for_is_in_ram(
     end(device, model, resident, handle)
 
 
-def test_a_budget_of_ram_leaves_packed_bytes_in_their_files(
-    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The plan counts what is read packed, and the engine carries that out."""
+def from_a_slow_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, int]:
+    """A resident model, the same one from a file, and its bytes."""
     tune(monkeypatch, device_margin_bytes=0)
     slow = replace(KNOWN_SPEEDS, h2d=2, drive=1)
     monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: slow)
     resident = routed([2400] * 8)
-    model: Any = from_file(resident, tmp_path / "model.safetensors")
-    size = sum(parameter.nbytes for parameter in model.parameters())
+    model = from_file(resident, tmp_path / "model.safetensors")
+    return resident, model, sum(parameter.nbytes for parameter in model.parameters())
+
+
+def test_a_budget_of_ram_leaves_packed_bytes_in_their_files(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan counts what is read packed, and the engine carries that out."""
+    resident, model, size = from_a_slow_drive(tmp_path, monkeypatch)
     budget = int(0.8 * size)
     options = {"pack": True, "vram_budget": budget, "ram_budget": "auto", "onload_device": "cpu"}
     options["offload_to_disk_path"] = tmp_path / "groups"
@@ -197,12 +202,7 @@ def test_what_a_budget_of_ram_plans_is_packed(
     has_folder: bool, vram: float | None, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No reserve is kept besides, and edits change nothing of that."""
-    tune(monkeypatch, device_margin_bytes=0)
-    slow = replace(KNOWN_SPEEDS, h2d=2, drive=1)
-    monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: slow)
-    resident = routed([2400] * 8)
-    model: Any = from_file(resident, tmp_path / "model.safetensors")
-    size = sum(parameter.nbytes for parameter in model.parameters())
+    resident, model, size = from_a_slow_drive(tmp_path, monkeypatch)
     monkeypatch.setattr(packer, "available_ram", lambda: size)
     monkeypatch.setattr(packer, "fits", lambda num_bytes: False)
     options: dict[str, Any] = {"pack": True, "ram_budget": "auto", "onload_device": "cpu"}

@@ -1,6 +1,6 @@
 """Threads that make forwards in place of a caller's thread. They stay from step to step.
 
-A thread's first product of matrices on a GPU takes 50 ms: cuBLAS makes a handle for each thread.
+A thread's first product of matrices on a GPU takes long: cuBLAS makes a handle for each thread.
 """
 
 from __future__ import annotations

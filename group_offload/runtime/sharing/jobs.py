@@ -86,7 +86,6 @@ class ShareJob:
     """When compute came to wait for the slot; 0 if it did not."""
     is_over: bool = False
     """Whether `ready` is recorded."""
-    is_cancelled: bool = False
     error: BaseException | None = None
     until_settled: threading.Lock = field(default_factory=threading.Lock)
     """Held until each group has arrived or is alone, or there is an error. (An Event is written in Python: Ctrl-C may leave its
