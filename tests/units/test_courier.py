@@ -60,26 +60,29 @@ class Two:
         self.link = PeerLink(backend, 0, 2, memory)
         self.courier = Courier(Board(fd, 0, 2), peers, self.link, lambda: None)
         self.shared = Shared("1/a", "digest", "a", [(self.mine, 4, backend.new_event())])
-        event = backend.new_event()
-        self.job = ShareJob(
-            model="1",
-            shared=[self.shared],
-            begun=event,
-            sent=event,
-            rest=event,
-            ready=event,
-            stream=backend.new_stream(),
-            post=self.courier.post,
-            bring_rest=lambda job: None,
-            send=lambda shared, places: self.link.send(shared.pieces, places),
-        )
-        self.courier.post("begin", ("1", [], 5.0))
+        self.job = self.job_for(self.shared)
+        self.courier.begin_pass("1", [], 5.0)
         self.courier.post("submit", self.job)
         wait_until(lambda: self.board.read().offers)
         with self.board.change() as state:
             state.memories["1"] = {"6": "6"}
             state.offer(1, "1/a", "digest", (6, 0), 2)
         wait_until(lambda: self.board.read().sent[0] == 1)
+
+    def job_for(self, shared: Shared) -> ShareJob:
+        event = HostBackend().new_event()
+        return ShareJob(
+            model="1",
+            shared=[shared],
+            begun=event,
+            sent=event,
+            rest=event,
+            ready=event,
+            stream=HostBackend().new_stream(),
+            post=self.courier.post,
+            bring_rest=lambda job: None,
+            send=lambda shared, places: self.link.send(shared.pieces, places),
+        )
 
 
 def test_a_group_has_arrived_once_all_ranks_have_sent() -> None:
@@ -104,6 +107,24 @@ def test_a_rank_that_ends_after_it_has_sent_is_not_missed() -> None:
             state.has_sent(1, 1)
         other.kill()
         two.job.wait()
+        two.courier.leave_all()
+
+
+def test_a_pass_shares_again_at_once_after_one_that_went_alone() -> None:
+    """Else short passes go alone by turns: each rank waits in vain for one that the pass before has left behind."""
+    with other_process() as other:
+        two = Two(other)
+        with two.board.change() as state:
+            state.has_sent(1, 1)
+        two.job.wait()
+        two.courier.begin_pass("1", [], 1e-3)
+        late = two.job_for(Shared("1/b", "digest", "b"))
+        two.courier.post("submit", late)
+        late.wait()
+        assert two.courier.alone == {"1"}
+        with two.board.change():  # the thread can do nothing now
+            two.courier.begin_pass("1", [], 5.0)
+            assert not two.courier.alone
         two.courier.leave_all()
 
 

@@ -99,7 +99,7 @@ class Courier:
         self._is_closing = False
         self._looked_at = 0.0
         self.alone: set[str] = set()
-        """The models whose pass in progress has waited for long enough: it brings the rest by itself."""
+        """The models whose pass in progress has waited for long enough: it brings the rest by itself. The thread adds them."""
         self.error: BaseException | None = None
         """Why nothing is shared any more."""
         self.residents: dict[str, list[str]] = {}
@@ -114,6 +114,16 @@ class Courier:
         self._requests.put((request, content))
         if self.error is not None:
             self._settle_all()
+
+    def begin_pass(self, model: str, absent: Sequence[str], patience: float) -> None:
+        """
+        Args:
+            absent: The keys of groups that are on the device.
+            patience: For how long the pass may wait for other ranks, in seconds.
+        """
+        # At once: the pass may be over before the thread comes to it, and had gone alone because the one before did.
+        self.alone.discard(model)
+        self.post("begin", (model, absent, patience))
 
     def leave_all(self) -> None:
         """This process ends, as it should: the others go on without it."""
@@ -206,14 +216,13 @@ class Courier:
         with self._board.change() as state:
             state.decline(self._rank, keys)
 
-    def _on_begin(self, content: tuple[str, list[str], float]) -> None:
+    def _on_begin(self, content: tuple[str, Sequence[str], float]) -> None:
         name, absent, patience = content
         model = self._model(name)
         if model.num_offered:
             model.misses = 0 if model.num_gathered else model.misses + 1
         model.num_offered = model.num_gathered = 0
         model.patience = patience / 2 ** min(model.misses, _MOST_HALVINGS)
-        self.alone.discard(name)
         self._refuse_dead(name)
         self._link.forget_freed()
         with self._board.change() as state:

@@ -206,7 +206,7 @@ class Sharing:
                 absent.append(key_of(self._model, group.group_id))
         link = _ASSUMED_LINK if crew.speeds is None else crew.speeds.alone
         patience = tuning().share_patience_seconds + missing_bytes * (1 - 1 / crew.num_ranks) / link
-        crew.courier.post("begin", (self._model, absent, patience))
+        crew.courier.begin_pass(self._model, absent, patience)
 
     def recover(self) -> None:
         """A pass failed: gather no more, and return once nothing is on its way."""
