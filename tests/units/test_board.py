@@ -77,6 +77,19 @@ def test_a_rank_that_leaves_awaits_nothing() -> None:
     assert found.awaited == {"0": ("1/a", False)}
 
 
+def test_nothing_is_left_of_a_model_that_all_have_left() -> None:
+    """Else the board is full after some hundred models."""
+    found = state()
+    for rank in (0, 1):
+        found.begin_pass(rank, "1", ["1/a"])
+        found.offer(rank, "1/b", str(rank), (), 2)
+        found.decline(rank, [all_of("1")])
+    found.residents = {"1/device": ["a"], "2/device": ["a"]}
+    for rank in (0, 1):
+        found.leave(rank, "1")
+    assert found == State(sent=[0, 0], residents={"2/device": ["a"]})
+
+
 def test_a_change_that_breaks_off_leaves_the_state_before() -> None:
     fd = new_shared_file(BOARD_BYTES)
     boards = [Board(os.open(name_of_shared_file(fd), os.O_RDWR), rank, 2) for rank in (0, 1)]

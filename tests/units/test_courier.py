@@ -19,7 +19,7 @@ from group_offload.base.device import HostBackend
 from group_offload.base.system import name_of_shared_file, new_shared_file, started_at
 from group_offload.runtime.sharing.board import BOARD_BYTES, Board
 from group_offload.runtime.sharing.courier import Courier, Peer
-from group_offload.runtime.sharing.jobs import Shared, ShareJob
+from group_offload.runtime.sharing.jobs import Progress, Shared, ShareJob
 from group_offload.runtime.sharing.links import PeerLink
 
 from ..support.allocations import FakeMemory
@@ -55,6 +55,7 @@ class Two:
             torch.zeros(8, dtype=torch.uint8),
             FakeMemory(),
         )
+        self.memory = memory
         memory.put(5, self.mine)
         memory.put(6, self.its)
         self.link = PeerLink(backend, 0, 2, memory)
@@ -154,3 +155,68 @@ def test_the_last_things_of_a_process_are_sent_before_it_ends() -> None:
         threading.Timer(0.1, end).start()
         two.courier.leave_all()
         assert ended == [False] and two.job.is_settled
+
+
+def test_a_rank_that_leaves_and_ends_while_nobody_looks_is_not_missed() -> None:
+    with other_process() as other:
+        two = Two(other)
+        with two.board.change() as state:
+            state.has_sent(1, 1)
+        two.job.wait()
+        with two.board.change() as state:
+            state.leave(1, "1")
+        other.kill()
+        other.wait()
+        two.courier.begin_pass("1", [], 5.0)
+        alone = two.job_for(Shared("1/b", "digest", "b"))
+        two.courier.post("submit", alone)
+        alone.wait()
+        assert alone.alone
+        two.courier.leave_all()
+
+
+def test_a_rank_that_ends_leaves_models_that_it_never_ran() -> None:
+    with other_process() as other:
+        two = Two(other)
+        with two.board.change() as state:
+            state.has_sent(1, 1)
+        two.courier.post("join", "2")
+        two.courier.leave_all()
+        assert two.board.read().left == {"1": ["0"], "2": ["0"]}
+
+
+def test_a_job_may_be_settled_while_the_thread_that_waited_for_it_has_its_lock() -> None:
+    with other_process() as other:
+        two = Two(other)
+        with two.board.change() as state:
+            state.has_sent(1, 1)
+        two.job.wait()
+        lock = two.job.until_settled
+
+        class Late:
+            """The thread gets the lock, and not Python's turn, until the job was settled once more."""
+
+            release = lock.release
+
+            def acquire(self) -> None:
+                lock.acquire()
+                two.job.settle()
+
+        late: Any = Late()
+        two.job.shared[0].progress, two.job.until_settled, two.job.is_over = Progress.SENT, late, False
+        two.job.cancel()
+        assert not lock.locked()
+        two.courier.leave_all()
+
+
+def test_a_model_that_is_left_on_the_way_is_forgotten_once_it_has_arrived() -> None:
+    """Else memory that other ranks give back stays taken."""
+    with other_process() as other:
+        two = Two(other)
+        two.courier.post("leave", "1")
+        wait_until(lambda: two.board.read().left)
+        with two.board.change() as state:
+            state.has_sent(1, 1)
+        two.job.wait()
+        wait_until(lambda: two.memory.closed)
+        two.courier.leave_all()

@@ -104,9 +104,16 @@ class State:
         self.declined.setdefault(model, {})[str(rank)] = []
 
     def leave(self, rank: int, model: str) -> None:
+        """This rank does not run the model any more. Once none does, nothing of it is left."""
         left = self.left.setdefault(model, [])
         if str(rank) not in left:
             left.append(str(rank))
+        for by_rank in (self.absent, self.declined):
+            by_rank.get(model, {}).pop(str(rank), None)
+        if len(left) == len(self.sent):
+            for by_model in (self.left, self.absent, self.declined):
+                by_model.pop(model, None)
+            self.residents = {key: names for key, names in self.residents.items() if model_of(key) != model}
         if model_of(self.awaited.get(str(rank), ("",))[0]) == model:
             del self.awaited[str(rank)]
         for key in [key for key in self.offers if model_of(key) == model]:

@@ -60,6 +60,8 @@ class _Model:
     """How many passes in a row have offered groups, and gathered none."""
     num_offered: int = 0
     num_gathered: int = 0
+    has_left: bool = False
+    """Whether this rank does not run it any more."""
     jobs: dict[ShareJob, None] = field(default_factory=dict)
 
 
@@ -127,8 +129,6 @@ class Courier:
 
     def leave_all(self) -> None:
         """This process ends, as it should: the others go on without it."""
-        for model in [*self._models]:
-            self._requests.put(("leave", model))
         self._requests.put(("close", None))
         self._thread.join(_JOIN_SECONDS)
 
@@ -201,7 +201,12 @@ class Courier:
         return _BUSY_SECONDS if is_busy else _IDLE_SECONDS
 
     def _on_close(self, content: None) -> None:
+        for name in [*self._models]:
+            self._on_leave(name)
         self._is_closing = True
+
+    def _on_join(self, name: str) -> None:
+        self._model(name)  # known from now on, so that this rank leaves it if the process ends before a pass
 
     def _on_submit(self, job: ShareJob) -> None:
         self._model(job.model).jobs[job] = None
@@ -235,14 +240,21 @@ class Courier:
             state.decline(self._rank, [all_of(name)])
 
     def _on_leave(self, name: str) -> None:
-        for job in [*self._model(name).jobs]:
+        model = self._model(name)
+        for job in [*model.jobs]:
             self._on_cancel(job)
         with self._board.change() as state:
             state.leave(self._rank, name)
-        if not self._model(name).jobs:
+        model.has_left = True
+        self._forget_left(name)
+
+    def _forget_left(self, name: str) -> None:
+        """Forget a model that this rank has left, once nothing of it is on its way."""
+        model = self._models[name]
+        if model.has_left and not model.jobs:
             del self._models[name]
-        if not self._models:  # else memory that the others give back would stay taken
-            self._link.look({})
+            if not self._models:  # else memory that the others give back would stay taken
+                self._link.look({})
 
     def _on_reside(self, content: tuple[str, list[str]]) -> None:
         with self._board.change() as state:
@@ -387,6 +399,7 @@ class Courier:
     def _settle(self, job: ShareJob) -> None:
         if job.is_settled:
             self._model(job.model).jobs.pop(job, None)
+            self._forget_left(job.model)
             job.settle()
 
     def _refuse_dead(self, name: str) -> None:
@@ -395,11 +408,13 @@ class Courier:
             StateError: a rank that still runs the model has ended.
         """
         self._looked_at = time.monotonic()
-        left = self._state.left.get(name, ())
-        others = [peer for rank, peer in enumerate(self._peers) if rank != self._rank and str(rank) not in left]
-        gone = [peer for peer in others if not peer.is_there]
+        gone = {str(rank): peer for rank, peer in enumerate(self._peers) if not peer.is_there}
         if gone:
-            raise _have_ended(gone)
+            self._look()  # after: a rank that ends as it should has left before
+            left = self._state.left.get(name, ())
+            unexpected = [peer for rank, peer in gone.items() if rank not in left]
+            if unexpected:
+                raise _have_ended(unexpected)
 
 
 def _has_begun(job: ShareJob) -> bool:

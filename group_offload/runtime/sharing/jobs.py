@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -119,8 +119,7 @@ class ShareJob:
             return
         if not self.is_settled:
             self.post("want", self)
-        with self.until_settled:
-            pass
+        self._wait_until_settled()
         if self.error is not None:
             raise self.error
         if self.alone:
@@ -142,8 +141,7 @@ class ShareJob:
             return
         if not self.is_settled and self.error is None:
             self.post("cancel", self)
-            with self.until_settled:
-                pass
+            self._wait_until_settled()
         self.finish()
 
     @contextmanager
@@ -155,7 +153,15 @@ class ShareJob:
             raise
 
     def settle(self, error: BaseException | None = None) -> None:
-        """Let the thread that waits go on. Repeated calls do nothing."""
+        """Let the thread that waits go on. Repeated calls do nothing, from any thread."""
         self.error = self.error or error
-        if self.until_settled.locked():
+        self._release()
+
+    def _wait_until_settled(self) -> None:
+        self.until_settled.acquire()
+        self._release()
+
+    def _release(self) -> None:
+        # Whether the lock is taken tells nothing: the thread that waited has it for a moment, and may be as late as it likes.
+        with suppress(RuntimeError):  # another thread was faster
             self.until_settled.release()

@@ -137,6 +137,7 @@ class Sharing:
             raise ConfigError(f"share=True, and {self.why_not}. Pass share='auto', which goes alone then.")
         if crew is not None and (share is True or pays(crew.speeds)):
             self.crew = crew
+            crew.courier.post("join", self._model)
             self._leave = weakref.finalize(owner, crew.courier.post, "leave", self._model)
             self._leave.atexit = False
         elif crew is not None:
