@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from group_offload import ConfigError, ModuleError, OffloadHandle, StateError, apply_group_offloading
+from group_offload import ConfigError, ModuleError, OffloadHandle, OffloadStats, StateError, apply_group_offloading
 from group_offload.base.mapping import mapping_at
 from group_offload.base.tuning import tune
 from group_offload.runtime.sharing import crew
@@ -120,23 +120,31 @@ def check(offloaded: nn.Module, reference: nn.Module, times: int = 2) -> None:
             assert same_bits(offloaded(inputs(seed)), reference(inputs(seed)))
 
 
-def assert_shared(handle: OffloadHandle, since: int = 0, sent_since: int = 0) -> None:
+def assert_shared(
+    handle: OffloadHandle, before: OffloadStats | None = None, num_ranks: int = 0, tolerance: float = 0.16
+) -> None:
     """Each rank has sent its share, and gathered the rest."""
-    stats, num_ranks = handle.stats(), dist.get_world_size()
-    if DEVICE.type != "cpu":  # what is sent ahead, and who is late, depends on time
-        assert stats.bytes_gathered > since
-        return
-    gathered, sent = stats.bytes_gathered - since, stats.bytes_onloaded["ram"] - sent_since
-    assert gathered > 0 and abs(gathered / (gathered + sent) - (1 - 1 / num_ranks)) < 0.16, (gathered, sent)
+    stats, num_ranks = handle.stats(), num_ranks or dist.get_world_size()
+    gathered, missed, sent = stats.bytes_gathered, stats.gathers_missed, sum(stats.bytes_onloaded.values())
+    if before is not None:
+        gathered -= before.bytes_gathered
+        missed -= before.gathers_missed
+        sent -= sum(before.bytes_onloaded.values())
+    assert gathered > 0
+    if DEVICE.type == "cpu" and not missed:  # on a device some groups are sent ahead; a busy machine makes ranks late
+        assert abs(gathered / (gathered + sent) - (1 - 1 / num_ranks)) < tolerance, (gathered, sent)
 
 
 def assert_shared_again(handle: OffloadHandle, offloaded: nn.Module, reference: nn.Module) -> None:
     """Ranks that have gone apart come together again. How soon depends on how long another one keeps them waiting."""
-    gathered = handle.stats().bytes_gathered
-    for _ in range(6):
-        dist.barrier()
+    gathered, is_done = handle.stats().bytes_gathered, torch.zeros(1)
+    for _ in range(20):
+        dist.all_reduce(is_done, dist.ReduceOp.MIN)
+        if is_done:
+            return
         check(offloaded, reference, times=1)
-    assert handle.stats().bytes_gathered > gathered
+        is_done.fill_(handle.stats().bytes_gathered > gathered)
+    raise AssertionError("this rank has gathered nothing, or another one")
 
 
 def sends_as_gpus_do(rank: int) -> None:
@@ -199,10 +207,17 @@ def is_killed(rank: int, where: str) -> None:
             offloaded.blocks[1].register_forward_pre_hook(die)
             offloaded(inputs())
         die()
-    started = time.monotonic()
-    with pytest.raises(StateError, match="Rank 1 "):
+    with pytest.raises(StateError, match=r"Rank 1 .*ended"):
         check(offloaded, reference, times=1000)
-    assert time.monotonic() < started + 10
+    kept = []
+    for _ in range(2):
+        x = inputs()
+        with pytest.raises(StateError, match=r"Rank 1 .*ended"), torch.no_grad():
+            offloaded(x)
+        kept.append(weakref.ref(x))
+        del x
+    gc.collect()
+    assert not any(each() is not None for each in kept)  # the error keeps nothing of the calls that it was raised in
 
 
 def needs_no_nccl(rank: int) -> None:
@@ -230,7 +245,7 @@ def edits_weights(rank: int) -> None:
     check(offloaded, reference, times=1)
     before = handle.stats()
     check(offloaded, reference)
-    assert_shared(handle, before.bytes_gathered, before.bytes_onloaded["ram"])
+    assert_shared(handle, before)
     if rank == 1:
         edit(5.0)
     missed = handle.stats().gathers_missed
@@ -302,9 +317,8 @@ def rests_in_files(rank: int, folder: str) -> None:
         offloaded.load_state_dict(load_file(path), assign=True)
         handle = share(offloaded, **options)
         check(offloaded, reference)
-        stats, num_ranks = handle.stats(), dist.get_world_size()
-        sent = stats.bytes_onloaded["file"]
-        assert stats.bytes_gathered > (0.7 * (num_ranks - 1) * sent if DEVICE.type == "cpu" else 0), stats
+        assert handle.stats().bytes_onloaded["file"]
+        assert_shared(handle)
         handle.remove()
 
 
@@ -317,8 +331,7 @@ def is_in_groups(rank: int) -> None:
     handle = share(offloaded, process_group=mesh["cp"])
     check(offloaded, reference)
     assert "2 GPUs share each group" in str(handle.plan)
-    gathered, sent = handle.stats().bytes_gathered, handle.stats().bytes_onloaded["ram"]
-    assert abs(gathered / (gathered + sent) - 0.5) < 0.05
+    assert_shared(handle, num_ranks=2, tolerance=0.05)
     again = share(other := model(), process_group=mesh["cp"].get_group())
     check(other, reference)
     assert again.stats().bytes_gathered > 0
@@ -334,8 +347,7 @@ def is_on_two_hosts(rank: int) -> None:
     if rank == 4:
         assert "no other rank" in str(handle.plan)
         return
-    gathered, sent = handle.stats().bytes_gathered, handle.stats().bytes_onloaded["ram"]
-    assert abs(gathered / (gathered + sent) - 0.5) < 0.05
+    assert_shared(handle, num_ranks=2, tolerance=0.05)
 
 
 def has_one_copy(rank: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -26,6 +27,13 @@ class Progress(Enum):
     """All parts have arrived, from here and here."""
     ALONE = "alone"
     """The rank brings the rest of the group by itself."""
+
+
+def again(error: BaseException) -> BaseException:
+    """A copy, to be raised. The error that is kept would keep each frame that it is raised through, with all tensors in it."""
+    found = copy.copy(error)
+    found.__cause__ = error.__cause__
+    return found
 
 
 class Reads(Protocol):
@@ -121,7 +129,7 @@ class ShareJob:
             self.post("want", self)
         self._wait_until_settled()
         if self.error is not None:
-            raise self.error
+            raise again(self.error)
         if self.alone:
             self.bring_rest(self)
         self.finish()

@@ -33,7 +33,7 @@ from ..measure.recorder import Recorder
 from .board import key_of
 from .crew import Crew, GatherSpeeds, OtherModel, Roll, crew_of, pays, roll_of
 from .cut import Cut, cut
-from .jobs import Shared, ShareJob
+from .jobs import Shared, ShareJob, again
 from .links import Place
 from .one_copy import OneCopy
 
@@ -198,7 +198,7 @@ class Sharing:
             self.crew = None
             return
         if crew.courier.error is not None:
-            raise crew.courier.error
+            raise again(crew.courier.error)
         absent, missing_bytes = [], 0
         for group in groups:
             if group.slot is None:
@@ -270,7 +270,7 @@ class Sharing:
         crew = self.crew
         assert crew is not None
         if crew.courier.error is not None:
-            raise crew.courier.error  # the slot may be one that another rank still writes to
+            raise again(crew.courier.error)  # the slot may be one that another rank still writes to
         alone = alone or self._model in crew.courier.alone or crew.is_forked
         found, declined = [], []
         for label, run in groupby(blobs, lambda placed: placed.label):
