@@ -351,8 +351,14 @@ def _as_group(value: Any) -> Any:
 
     if not dist.is_available() or not isinstance(value, dist.ProcessGroup):
         raise ConfigError(f"process_group={value!r}: {expected}. dist.group.WORLD stands for all processes.")
-    if dist.get_rank() not in dist.get_process_group_ranks(value):
-        raise ConfigError(f"process_group: this process, rank {dist.get_rank()}, is none of its ranks.")
+    try:
+        rank, ranks = dist.get_rank(), dist.get_process_group_ranks(value)
+    except (KeyError, ValueError):
+        raise ConfigError(
+            "process_group was destroyed. Pass one that is in use: dist.group.WORLD, once set up."
+        ) from None
+    if rank not in ranks:
+        raise ConfigError(f"process_group: this process, rank {rank}, is none of its ranks.")
     return value
 
 

@@ -33,6 +33,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         (several.is_missing, "fails"),
         several.leaves_early,
         several.is_dropped,
+        several.shares_on_one_rank_only,
         (several.is_missing, "is missing"),
     )
 
@@ -84,6 +85,13 @@ def test_a_rank_alone_shares_with_nobody(group: Any) -> None:
     handle = apply_group_offloading(nn.Linear(2, 2), "cpu", process_group=group)
     assert "no other rank of process_group is on this host" in str(handle.plan)
     handle.remove()
+
+
+def test_a_group_that_was_destroyed_is_named(group: Any) -> None:
+    other = dist.new_group([0])
+    dist.destroy_process_group(other)
+    with pytest.raises(ConfigError, match="process_group was destroyed"):
+        apply_group_offloading(nn.Linear(2, 2), "cpu", process_group=other)
 
 
 @pytest.mark.parametrize(

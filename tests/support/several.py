@@ -301,6 +301,18 @@ def leaves_early(rank: int) -> None:
     check(offloaded, reference, times=4)
 
 
+def shares_on_one_rank_only(rank: int) -> None:
+    """With "auto" ranks of the CPU go alone. One that shares in any case does not wait for them."""
+    tune(share_patience_seconds=60.0)
+    offloaded, reference = model(), resident()
+    handle = share(offloaded, share=True if rank == 0 else "auto")
+    dist.barrier()
+    check(offloaded, reference)
+    assert not handle.stats().bytes_gathered
+    handle.remove()
+    share_little()
+
+
 def rests_in_files(rank: int, folder: str) -> None:
     """Weights that are views of one checkpoint: each rank reads its share of the file."""
     reference, path = resident(), Path(folder) / "model.safetensors"

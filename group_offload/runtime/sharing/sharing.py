@@ -141,6 +141,7 @@ class Sharing:
             self._leave = weakref.finalize(owner, crew.courier.post, "leave", self._model)
             self._leave.atexit = False
         elif crew is not None:
+            crew.courier.post("leave", self._model)  # with share=True other ranks share it all the same
             self.why_not = "sharing would not make weights arrive faster here"
         if crew is not None and not self._config.low_cpu_mem_usage:
             self.one_copy = OneCopy(self._roll, self._model, crew.ranks)
