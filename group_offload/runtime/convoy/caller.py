@@ -55,11 +55,10 @@ class Caller:
                 torch.accelerator.set_device_index(self._index)
             stack.enter_context(torch.inference_mode(self._is_inference))
             stack.enter_context(torch.set_grad_enabled(self._has_grad))
-            for kind, is_enabled, dtype in self._autocast:
-                if is_enabled:
-                    stack.enter_context(
-                        torch.autocast(kind, dtype=dtype, enabled=True, cache_enabled=self._caches_casts)
-                    )
+            for kind, is_enabled, dtype in self._autocast:  # a forward may switch on what is off, with the dtype it has
+                stack.enter_context(
+                    torch.autocast(kind, dtype=dtype, enabled=is_enabled, cache_enabled=self._caches_casts)
+                )
             for function_mode in self._function_modes:
                 push_function_mode(function_mode)
                 stack.callback(pop_function_mode)
