@@ -982,6 +982,23 @@ def test_autocast_that_is_off_has_the_dtype_of_the_caller() -> None:
     pipe.close()
 
 
+def test_kernels_on_the_cpu_have_as_many_threads_as_the_callers() -> None:
+    """The bits of a product of matrices depend on it."""
+    before = torch.get_num_threads()
+    pipe, seen = Pipe(None), []
+    pipe.model.on_call = lambda prompt: seen.append(torch.get_num_threads())
+    pipe.run()
+    seen.clear()
+    try:
+        torch.set_num_threads(before + 1)
+        pipe.run()
+    finally:
+        torch.set_num_threads(before)
+    assert pipe.handle.stats().passes_predicted > 4
+    assert set(seen) == {before + 1}
+    pipe.close()
+
+
 def test_inference_tensors_are_not_foreseen(said: Callable[[], list[str]]) -> None:
     pipe = Pipe(None)
     with torch.inference_mode():
