@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -391,6 +392,18 @@ class Counts(Model):
         return super().forward(x)
 
 
+class Stores(Model):
+    """As a processor that collects maps of attention for prompt-to-prompt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.processor = SimpleNamespace(store=SimpleNamespace(maps={"down": []}))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.processor.store.maps["down"].append(1)
+        return super().forward(x)
+
+
 class Scales(Model):
     """As a LoRA that is scaled for the length of a forward."""
 
@@ -453,6 +466,7 @@ APART: list[tuple[type[Model], Any, str]] = [
     (DrawsOfItsOwn, None, "it changes source of DrawsOfItsOwn"),
     (DrawsWithNumpy, None, "random numbers are drawn"),
     (Counts, None, "it changes calls of Counts"),
+    (Stores, None, "it changes processor of Stores"),
     (Scales, None, "it changes scaling of Scales"),
     (Buffers, None, "it changes its weights or buffers"),
     (Overwrites, None, "it changes its inputs"),
@@ -903,6 +917,23 @@ def test_an_interrupt_in_a_step(at: int, device: SimulatedDevice, monkeypatch: p
         pipe.run(40)
     monkeypatch.undo()
     pipe.run()
+    pipe.close()
+
+
+def test_an_interrupt_between_boarding_and_the_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No seat stays taken: the next forwards would wait for it."""
+    pipe = Pipe(None)
+    pipe.run(4)
+
+    def strike(self: Any, *args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("group_offload.runtime.convoy.sharing._Ahead.__init__", strike)
+        with pytest.raises(KeyboardInterrupt):
+            pipe.run(40)
+    in_threads([pipe.run], 20)
+    assert pipe.handle.stats().passes_predicted > 4
     pipe.close()
 
 

@@ -342,18 +342,18 @@ class Sharing:
 
     def _travel(self, steps: _Steps, calls: list[Arguments], mark: Mark, args: Any, kwargs: Any) -> Any:
         """Make a call in a pass that others may share, and run the calls that are foreseen beside it."""
-        most = self.passes.most_together
-        calls = calls[:most]
-        mine, *others = self.turns.board([call.shapes for call in calls], most)
-        ahead = [_Ahead(self, traveller, call) for traveller, call in zip(others, calls[1:], strict=True)]
+        calls = calls[: self.passes.most_together]
+        boarded: list[Traveller] = []
+        ahead: list[_Ahead] = []
         try:
-            output = self._run(mine, ahead, args, kwargs)
+            output = self._run(calls, boarded, ahead, args, kwargs)
         except (torch.OutOfMemoryError, Broken) as error:
-            if mine.convoy.size == 1:
+            size = boarded[0].convoy.size
+            if size == 1:
                 raise
             if isinstance(error, torch.OutOfMemoryError):
-                self._say(f"there is no room for {mine.convoy.size} forwards in one pass")
-                self.passes.ran_out(mine.convoy.size)
+                self._say(f"there is no room for {size} forwards in one pass")
+                self.passes.ran_out(size)
             retry = True
         else:
             retry = False
@@ -373,9 +373,29 @@ class Sharing:
                 weakref.finalize(latents, _drop, [weakref.ref(each) for each in ahead]).atexit = False
         return output
 
-    def _run(self, mine: Traveller, ahead: Sequence[_Ahead], args: Any, kwargs: Any) -> Any:
-        """Make this thread's forward beside those of others. It returns once they are over that were begun here."""
+    def _run(
+        self,
+        calls: Sequence[Arguments],
+        boarded: list[Traveller],
+        ahead: list[_Ahead],
+        args: Any,
+        kwargs: Any,
+        *,
+        needs_company: bool = False,
+    ) -> Any:
+        """Make this thread's forward beside those of others. It returns once they are over that were begun here.
+
+        Args:
+            calls: This thread's call, and those that other threads make in its place.
+            boarded: List that gets the travellers, before Ctrl-C can come in between.
+            ahead: List that gets the forwards of the other threads.
+            needs_company: Whether to do nothing, and return None, if nobody else shares the pass.
+        """
         try:
+            self.turns.board([call.shapes for call in calls], self.passes.most_together, boarded)
+            if needs_company and boarded[0].convoy.size == 1:
+                return None
+            ahead += [_Ahead(self, traveller, call) for traveller, call in zip(boarded[1:], calls[1:], strict=True)]
             for each in ahead:
                 each.start()
             output = self.alone(*args, **kwargs)
@@ -387,9 +407,12 @@ class Sharing:
                 self.turns.call_off(each.traveller)
             for each in ahead:
                 each.join(tuning().traveller_patience_seconds)
+            for traveller in () if ahead else boarded[1:]:
+                self.turns.disembark(traveller)
             raise
         finally:
-            self.passes.leave(mine)
+            if boarded:
+                self.passes.leave(boarded[0])
             if self.passes.is_removed:  # a helper may have been started since
                 self.close()
 
@@ -433,10 +456,9 @@ class Sharing:
                 wanted[at] = _tensors_of(self.alone(*args, **kwargs))
         wanted.append(_tensors_of(output))
         args, kwargs = given[0]  # type: ignore[misc]
-        mine, *others = self.turns.board([call.shapes for call in calls], self.passes.most_together)
-        ahead = [_Ahead(self, traveller, call) for traveller, call in zip(others, calls[1:], strict=True)]
+        ahead: list[_Ahead] = []
         try:
-            found = [_tensors_of(self._run(mine, ahead, args, kwargs))]
+            found = [_tensors_of(self._run(calls, [], ahead, args, kwargs))]
         except Exception as error:
             self._say(f"a trial failed: {type(error).__name__}: {error}")
             return
@@ -450,14 +472,13 @@ class Sharing:
         """Make a call once more, together with those of other threads, and compare the bits."""
         if self.passes.most_together < 2:
             return
-        (mine,) = self.turns.board([now.shapes], self.passes.most_together)
-        if mine.convoy.size == 1:
-            self.turns.disembark(mine)
-            return
+        boarded: list[Traveller] = []
         try:
-            found = self._run(mine, (), args, kwargs)
+            found = self._run([now], boarded, [], args, kwargs, needs_company=True)
         except Exception as error:
             self._say(f"a trial failed: {type(error).__name__}: {error}")
+            return
+        if boarded[0].convoy.size == 1:
             return
         self._compare([now.key], [_tensors_of(found)], [_tensors_of(output)])
 

@@ -19,7 +19,7 @@ from ...base.torch_internals import COMPILED_CALL
 MARKER = "group_offloading"
 """The name of the hook by which diffusers knows offloaded modules."""
 _SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_DEPTH = 3
+_DEPTH = 4
 """How far a look goes into containers and objects."""
 _APART = frozenset(
     {
