@@ -198,8 +198,6 @@ class Engine:
         The method raises midway if memory runs out, and no weight is lost: tensors moved so far stay as they are, the
         next forward offloads them again, and another `remove()` goes on with the rest.
         """
-        if self._gates.sharing is not None:
-            self._gates.sharing.close()
         with self.lock:
             self._backward.settle()
             self._passes.forget_interrupted_calls()
@@ -218,6 +216,8 @@ class Engine:
                 self._folder.keep_manifest()
             self._gates.uninstall()
             self._passes.is_removed = True
+            if self._gates.sharing is not None:
+                self._gates.sharing.close()
             self._gates.clear()
             self._changes.clear()
             self._probe.stopwatch.clear()

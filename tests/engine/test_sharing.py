@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -21,6 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from group_offload import ConfigError, OffloadHandle, apply_group_offloading
 from group_offload.base.pagemap import Detection
+from group_offload.runtime.convoy.arguments import Arguments
+from group_offload.runtime.convoy.helpers import Helpers
 from group_offload.runtime.copies.transfer import Transfer
 
 from ..support.inside import engine_of
@@ -364,6 +368,20 @@ class Draws(Model):
         return super().forward(x) + 0 * torch.rand(1)
 
 
+class DrawsOfItsOwn(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.source = torch.Generator()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 0 * torch.rand(1, generator=self.source)
+
+
+class DrawsWithNumpy(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 0 * float(numpy.random.rand())
+
+
 class Counts(Model):
     def __init__(self) -> None:
         super().__init__()
@@ -371,6 +389,18 @@ class Counts(Model):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
+        return super().forward(x)
+
+
+class Stores(Model):
+    """As a processor that collects maps of attention for prompt-to-prompt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.processor = SimpleNamespace(store=SimpleNamespace(maps={"down": []}))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.processor.store.maps["down"].append(1)
         return super().forward(x)
 
 
@@ -433,7 +463,10 @@ def scripted(model: nn.Module) -> None:
 
 APART: list[tuple[type[Model], Any, str]] = [
     (Draws, None, "random numbers are drawn"),
+    (DrawsOfItsOwn, None, "it changes source of DrawsOfItsOwn"),
+    (DrawsWithNumpy, None, "random numbers are drawn"),
     (Counts, None, "it changes calls of Counts"),
+    (Stores, None, "it changes processor of Stores"),
     (Scales, None, "it changes scaling of Scales"),
     (Buffers, None, "it changes its weights or buffers"),
     (Overwrites, None, "it changes its inputs"),
@@ -550,6 +583,7 @@ class Denoiser(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(5))
         self.gain = nn.Parameter(torch.rand(WIDTH))
         self.scale = 1.0
+        self.settings = {"gains": [1.0]}
         self.on_call: Any = type(self)._nothing
 
     @staticmethod
@@ -563,7 +597,8 @@ class Denoiser(nn.Module):
         x = hidden_states * timestep + self.embed(prompt).mean(0)
         for block in self.blocks:
             x = block(x)
-        return (x * self.gain * self.scale,)
+        x = x * self.gain * self.scale * self.settings["gains"][0]
+        return (x if options is None else x * options.gain,)
 
 
 class Pipe:
@@ -581,6 +616,7 @@ class Pipe:
         self.after: Callable[[int, list[torch.Tensor]], None] = lambda step, prompts: None
         """Called after each step, with the prompts. (`callback_on_step_end`)"""
         self.num_prompts_at: Callable[[int], int] = lambda step: num_prompts
+        self.options: Any = None
 
     def run(self, num_steps: int = 6) -> None:
         """Every step is right."""
@@ -604,7 +640,7 @@ class Pipe:
                 time = put(torch.tensor([float(step + 1)]))
                 outputs = []
                 for number in range(self.num_prompts_at(step)):
-                    outputs.append(model(latents, timestep=time / 10, prompt=prompts[number], options=None)[0])
+                    outputs.append(model(latents, timestep=time / 10, prompt=prompts[number], options=self.options)[0])
                     if not number:
                         self.between(step, model)
                 guided = outputs[0] if len(outputs) == 1 else outputs[0] + 2 * (outputs[0] - sum(outputs[1:]))
@@ -711,7 +747,7 @@ def test_two_misses_in_a_row_end_it(device: SimulatedDevice, said: Callable[[], 
     pipe.close()
 
 
-@pytest.mark.parametrize("edit", ["in place", "data", "replaced", "attribute"])
+@pytest.mark.parametrize("edit", ["in place", "data", "replaced", "attribute", "attribute twice", "within"])
 def test_an_edit_between_the_calls_of_a_step(edit: str, device: SimulatedDevice) -> None:
     """The second call computes with the weights that the model has then."""
     pipe = Pipe(device)
@@ -727,14 +763,99 @@ def test_an_edit_between_the_calls_of_a_step(edit: str, device: SimulatedDevice)
                 weight.data.mul_(1.5)
             elif edit == "replaced":
                 model.blocks[2].up.weight = nn.Parameter(weight.detach().cpu() * 1.5)
-            else:
+            elif edit == "attribute":
                 model.scale *= 1.5
+            elif edit == "attribute twice":
+                before = id(model.scale)
+                for _ in range(100):
+                    model.scale = 0.0
+                    model.scale = 5.0 / (step + 1)
+                    if id(model.scale) == before:
+                        break  # the new value lies where the old one was
+            else:
+                model.settings["gains"][0] *= 1.5
 
     pipe.between = change
     pipe.run(8)
     stats = pipe.handle.stats()
     assert stats.passes_predicted and stats.passes_discarded
     pipe.close()
+
+
+class Options:
+    gain = 1.0
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_an_object_among_the_inputs(changes: bool, any_device: SimulatedDevice | None) -> None:
+    """It is the same in all calls. What is in it may change between the calls of a step."""
+    pipe = Pipe(any_device)
+    pipe.options = Options()
+
+    def change(step: int, model: nn.Module) -> None:
+        pipe.options.gain = 2.0 if changes and step == 4 else 1.0
+
+    def change_back(step: int, prompts: list[torch.Tensor]) -> None:
+        pipe.options.gain = 1.0
+
+    pipe.options.gain = 1.0
+    pipe.between, pipe.after = change, change_back
+    pipe.run(8)
+    assert pipe.handle.stats().passes_predicted
+    assert bool(pipe.handle.stats().passes_discarded) is changes
+    pipe.close()
+
+
+class DrawsFrom(Denoiser):
+    def forward(self, hidden_states: Any, timestep: Any = None, prompt: Any = None, options: Any = None) -> Any:
+        (output,) = super().forward(hidden_states, timestep, prompt)
+        return (output + torch.rand(1, generator=options),)
+
+
+def test_a_generator_among_the_inputs(said: Callable[[], list[str]]) -> None:
+    """No call is made once more: the generator would draw other numbers afterwards."""
+    model, draws, prompts = make(DrawsFrom), [], (inputs(1), inputs(2))
+    handle = apply_group_offloading(model, "cpu", share_passes=True)
+    for each in (model, make(DrawsFrom)):
+        source, latents = torch.Generator().manual_seed(0), inputs()
+        with torch.no_grad():
+            for step in range(4):
+                latents = sum(each(latents, float(step), prompt, source)[0] for prompt in prompts)
+        draws.append(torch.rand(1, generator=source))
+    assert torch.equal(*draws)
+    assert "it changes its inputs" in said()[0]
+    handle.remove()
+
+
+def test_steps_of_many_calls_keep_nothing_of_most() -> None:
+    """A loop over the very same inputs is a step that never ends."""
+    model, x = make(Model), inputs()
+    handle = apply_group_offloading(model, "cpu", share_passes=True)
+    for _ in range(20):
+        run(model, x)
+    gc.collect()
+    assert sum(type(each) is Arguments for each in gc.get_objects()) < 10
+    handle.remove()
+
+
+def test_an_end_of_offloading_while_a_step_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the forward, and no helper stays behind."""
+    pipe, begin, removers = Pipe(None), Helpers.begin, []
+    pipe.run()
+
+    def begin_late(self: Helpers, *args: Any) -> None:
+        if not removers:
+            removers.append(threading.Thread(target=pipe.handle.remove, daemon=True))
+            removers[0].start()
+            while not engine_of(pipe.handle).lock._outsiders:
+                time.sleep(0.001)
+        begin(self, *args)
+
+    monkeypatch.setattr(Helpers, "begin", begin_late)
+    pipe.run(8)
+    removers[0].join(30)
+    assert helpers() <= pipe._helpers
+    assert not removers[0].is_alive()
 
 
 def test_weights_are_at_rest_between_the_calls(device: SimulatedDevice) -> None:
@@ -796,6 +917,23 @@ def test_an_interrupt_in_a_step(at: int, device: SimulatedDevice, monkeypatch: p
         pipe.run(40)
     monkeypatch.undo()
     pipe.run()
+    pipe.close()
+
+
+def test_an_interrupt_between_boarding_and_the_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No seat stays taken: the next forwards would wait for it."""
+    pipe = Pipe(None)
+    pipe.run(4)
+
+    def strike(self: Any, *args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("group_offload.runtime.convoy.sharing._Ahead.__init__", strike)
+        with pytest.raises(KeyboardInterrupt):
+            pipe.run(40)
+    in_threads([pipe.run], 20)
+    assert pipe.handle.stats().passes_predicted > 4
     pipe.close()
 
 
@@ -862,6 +1000,33 @@ def test_the_other_calls_have_the_state_of_the_caller() -> None:
     assert len(mode.threads) > 1, "the caller's is one of them"
     assert set(seen) == {(False, False, True, torch.bfloat16, torch.device("cpu"), "mine")}
     SETTING.set("none")
+    pipe.close()
+
+
+def test_autocast_that_is_off_has_the_dtype_of_the_caller() -> None:
+    pipe, seen = Pipe(None), []
+    pipe.model.on_call = lambda prompt: seen.append(torch.get_autocast_dtype("cpu"))
+    with torch.autocast("cpu", dtype=torch.float16), torch.autocast("cpu", enabled=False):
+        pipe.run()
+    assert pipe.handle.stats().passes_predicted == 4
+    assert set(seen) == {torch.float16}
+    pipe.close()
+
+
+def test_kernels_on_the_cpu_have_as_many_threads_as_the_callers() -> None:
+    """The bits of a product of matrices depend on it."""
+    before = torch.get_num_threads()
+    pipe, seen = Pipe(None), []
+    pipe.model.on_call = lambda prompt: seen.append(torch.get_num_threads())
+    pipe.run()
+    seen.clear()
+    try:
+        torch.set_num_threads(before + 1)
+        pipe.run()
+    finally:
+        torch.set_num_threads(before)
+    assert pipe.handle.stats().passes_predicted > 4
+    assert set(seen) == {before + 1}
     pipe.close()
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 
 from ...base.torch_internals import tree_flatten, tree_unflatten
+from .watch import print_of
 
 _SMALL = 32
 """The most elements of a tensor that is compared by its values, and kept for that."""
@@ -16,15 +17,19 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.
 
 
 class _Leaf:
-    """One argument: a tensor, a plain value, or another object, which is compared by identity."""
+    """One argument: a tensor, a plain value, or another object, which is compared by identity and by what is in it."""
 
-    __slots__ = ("_kept", "_reference", "is_tensor", "key", "version")
+    __slots__ = ("_kept", "_print", "_reference", "_unseen", "is_tensor", "key", "version")
 
     def __init__(self, value: Any, *, is_top: bool) -> None:
         self.is_tensor = isinstance(value, torch.Tensor)
         self.version: int | None = None
         self._kept: Any = None
         self._reference: Any = None
+        self._print: Any = None
+        """For another object, what was in it when the call began."""
+        self._unseen: list[Any] = []
+        """What may change in it and cannot be seen."""
         if self.is_tensor:
             self.version = None if value.is_inference() else value._version
             self.key: Hashable = (tuple(value.shape), value.dtype, value.device)
@@ -38,6 +43,7 @@ class _Leaf:
         else:
             self.key = (type(value), id(value))
             self._kept = value
+            self._print = print_of(value, self._unseen)
 
     @property
     def value(self) -> Any:
@@ -47,7 +53,7 @@ class _Leaf:
     def is_still(self) -> bool:
         """Whether the argument is there, and was not changed in place since."""
         if not self.is_tensor:
-            return True
+            return self._print is None or self._print == print_of(self._kept)
         tensor = self.value
         return tensor is not None and self.version is not None and tensor._version == self.version
 
@@ -56,7 +62,9 @@ class _Leaf:
         if self.is_tensor != other.is_tensor or self.key != other.key:
             return False
         if not self.is_tensor:
-            return self._kept is other._kept or (isinstance(self._kept, _PLAIN) and bool(self._kept == other._kept))
+            if isinstance(self._kept, _PLAIN):
+                return repr(self._kept) == repr(other._kept)  # 0.0 is not -0.0
+            return self._kept is other._kept and not self._unseen and self._print == other._print
         if self.version is None or other.version is None:
             return False
         mine, theirs = self.value, other.value
@@ -64,7 +72,7 @@ class _Leaf:
             return mine is not None and self.version == other.version == mine._version
         if self._kept is None or other._kept is None or not other.is_still():
             return False
-        return bool(torch.equal(self._kept, other._kept))
+        return are_equal([self._kept], [other._kept])
 
 
 class Arguments:
@@ -97,11 +105,14 @@ class Arguments:
         return any(leaf.is_tensor and leaf.version is None for leaf in self._leaves)
 
     def are_unchanged(self) -> bool:
-        """Whether no tensor was changed in place since the call began."""
-        return all(leaf.is_still() or leaf.value is None or leaf.version is None for leaf in self._leaves)
+        """Whether nothing was changed in place since the call began."""
+        return all(
+            leaf.is_still() or (leaf.is_tensor and (leaf.value is None or leaf.version is None))
+            for leaf in self._leaves
+        )
 
     def given(self) -> tuple[Any, Any] | None:
-        """The positional arguments and those by name; None if tensors are gone or were changed."""
+        """The positional arguments and those by name; None if tensors are gone, or something was changed."""
         if not all(leaf.is_still() for leaf in self._leaves):
             return None
         args, kwargs = tree_unflatten([leaf.value for leaf in self._leaves], self._form)
@@ -136,3 +147,15 @@ class Arguments:
         pairs = zip(self.shared, self._leaves, now._leaves, strict=True)
         foreseen._leaves = [current if is_shared else mine for is_shared, mine, current in pairs]
         return foreseen if all(leaf.is_still() for leaf in foreseen._leaves) else None
+
+
+def are_equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors are equal bit for bit."""
+    if len(one) != len(other):
+        return False
+    for a, b in zip(one, other, strict=True):
+        if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+            return False
+        if not torch.equal(*(t.detach().contiguous().view(-1).view(torch.uint8) for t in (a, b))):
+            return False
+    return True

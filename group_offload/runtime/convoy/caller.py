@@ -21,7 +21,10 @@ from ...base.torch_internals import (
 
 
 class Caller:
-    """Grad mode, inference mode, autocast, the device and stream in use, context variables, function and dispatch modes."""
+    """Grad mode, inference mode, autocast, the device and stream in use, context variables, function and dispatch modes.
+
+    And the number of threads of a kernel on the CPU: it is each thread's own, and bits depend on it.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -35,6 +38,7 @@ class Caller:
         self.stream = backend.current_stream()
         self._index = torch.accelerator.current_device_index() if backend.device.type != "cpu" else None
         self._context = contextvars.copy_context()
+        self._num_threads = torch.get_num_threads()
         self._function_modes = function_modes()
         self._dispatch_modes = dispatch_modes()
 
@@ -53,13 +57,14 @@ class Caller:
             stack.enter_context(self._backend.on_stream(self.stream))
             if self._index is not None:
                 torch.accelerator.set_device_index(self._index)
+            if torch.get_num_threads() != self._num_threads:
+                torch.set_num_threads(self._num_threads)
             stack.enter_context(torch.inference_mode(self._is_inference))
             stack.enter_context(torch.set_grad_enabled(self._has_grad))
-            for kind, is_enabled, dtype in self._autocast:
-                if is_enabled:
-                    stack.enter_context(
-                        torch.autocast(kind, dtype=dtype, enabled=True, cache_enabled=self._caches_casts)
-                    )
+            for kind, is_enabled, dtype in self._autocast:  # a forward may switch on what is off, with the dtype it has
+                stack.enter_context(
+                    torch.autocast(kind, dtype=dtype, enabled=is_enabled, cache_enabled=self._caches_casts)
+                )
             for function_mode in self._function_modes:
                 push_function_mode(function_mode)
                 stack.callback(pop_function_mode)

@@ -186,15 +186,16 @@ class TurnLock:
             self._recent[threading.get_ident()] = self._number
             return len(self._expected)
 
-    def board(self, shapes: Collection[Collection[Any]], most: int) -> list[Traveller]:
+    def board(self, shapes: Collection[Collection[Any]], most: int, mine: list[Traveller]) -> None:
         """Join the convoy that forms, with as many forwards as there are `shapes`, and wait until it departs.
 
         The first of the travellers is the calling thread's. `embark` is for the threads of the others.
 
         Args:
             most: How many forwards there is room for.
+            mine: List that gets the travellers.
         """
-        me, mine = threading.get_ident(), []
+        me = threading.get_ident()
         with self._mutex:
             self._recent[me] = self._number
             while not self._has_seats(len(shapes), most):
@@ -223,7 +224,6 @@ class TurnLock:
                 self._moved()
                 raise
             mine[0].since = time.monotonic()
-        return mine
 
     def embark(self, traveller: Traveller) -> None:
         """Make the calling thread that of the traveller."""

@@ -31,12 +31,12 @@ from ...base.pagemap import Detection, detection
 from ...base.tensors import map_tensors
 from ...base.torch_internals import has_global_hooks, set_eval_frame
 from ...base.tuning import tuning
-from .arguments import Arguments
+from .arguments import Arguments, are_equal
 from .caller import Caller
 from .helpers import Helpers
 from .lock import Traveller
 from .passes import Broken, SharedPasses
-from .watch import Watch, survey
+from .watch import Mark, Watch, survey
 
 logger = logging.getLogger("group_offload")
 
@@ -129,12 +129,14 @@ class _Steps:
         """What the rest of this step should be called with."""
         self.ahead: list[_Ahead] = []
         """The forwards that were run for these calls, as far as they were not called for yet."""
-        self.mark: Hashable = None
-        """The state of the modules and the weights that they ran with."""
+        self.mark: Mark | None = None
+        """The state of the modules that they ran with."""
+        self.run_with: Hashable = None
+        """The stream that they ran on, and the weights."""
         self.misses: dict[Hashable, int] = {}
 
     def forget(self) -> None:
-        self.calls, self.outputs, self.foreseen, self.ahead = [], [], [], []
+        self.calls, self.outputs, self.foreseen, self.ahead, self.mark = [], [], [], [], None
 
 
 class _Output:
@@ -191,7 +193,6 @@ class Sharing:
         self._said: set[str] = set()
         self.alone: Callable[..., Any] = lambda *args, **kwargs: None
         """A call of the module that shares a pass only if its thread is a traveller's."""
-        self._all_steps: weakref.WeakSet[_Steps] = weakref.WeakSet()
         self.helpers = Helpers()
         weakref.finalize(self, self.helpers.close).atexit = False
 
@@ -204,8 +205,7 @@ class Sharing:
 
     def close(self) -> None:
         """Throw all results away that nobody called for, and end the threads."""
-        for steps in [*self._all_steps]:
-            steps.forget()
+        self._local = threading.local()  # a call in progress goes on with what it has
         self.helpers.close()
 
     # ---------------------------------------------------------------- a call
@@ -241,13 +241,12 @@ class Sharing:
         steps: _Steps | None = getattr(self._local, "steps", None)
         if steps is None:
             steps = self._local.steps = _Steps()
-            self._all_steps.add(steps)
         return steps
 
     def _lock_is_shared(self) -> str | None:
         return None if self.passes.turns is not None else "it shares weights with another offloaded model"
 
-    def _result_for(self, steps: _Steps, now: Arguments, mark: int) -> _Ahead | None:
+    def _result_for(self, steps: _Steps, now: Arguments, mark: Mark) -> _Ahead | None:
         """The forward that was run with these arguments. Others are thrown away."""
         if not steps.ahead:
             return None
@@ -257,9 +256,12 @@ class Sharing:
             with self.turns:
                 is_right = not self.passes.were_touched()
                 self._refresh()  # it commits edits that the system tells of
-        is_right = is_right and steps.mark == (mark, self._stream, self._edits())
+        is_right = is_right and steps.run_with == (self._stream, self._edits())
+        is_right = is_right and steps.mark is not None and steps.mark.is_same(mark)
         if is_right and now.are_same(found.arguments):  # last: the host may wait for the device here
             steps.misses.clear()
+            if not steps.ahead:
+                steps.mark = None
             return found
         steps.ahead.insert(0, found)
         self._discard(steps)
@@ -277,7 +279,7 @@ class Sharing:
             steps.misses[key] = steps.misses.get(key, 0) + 1
             if steps.misses[key] == _MOST_MISSES:
                 self._say("calls of a step were foreseen wrongly twice in a row")
-        steps.ahead, steps.foreseen = [], []
+        steps.ahead, steps.foreseen, steps.mark = [], [], None
 
     @staticmethod
     def _key_of(calls: Sequence[Arguments]) -> Hashable:
@@ -298,11 +300,12 @@ class Sharing:
         if all(each is not None for each in foreseen):
             steps.foreseen = [each for each in foreseen if each is not None]
 
-    def _checked(self, steps: _Steps, now: Arguments, mark: int, args: Any, kwargs: Any) -> Any:
+    def _checked(self, steps: _Steps, now: Arguments, mark: Mark, args: Any, kwargs: Any) -> Any:
         key, turns = now.key, self.turns
         verdict = self._verdict(key)
-        steps.calls.append(now)
-        at = len(steps.calls) - 1
+        at = len(steps.calls)
+        if at <= _MOST_CALLS:  # of a step with more calls none is foreseen
+            steps.calls.append(now)
         if verdict is Verdict.APART:
             return self.alone(*args, **kwargs)
         num_callers = turns.announce()
@@ -313,7 +316,8 @@ class Sharing:
             output = self._watched(key, now, args, kwargs)
         else:
             output = self.alone(*args, **kwargs)
-        steps.outputs.append(_Output(output))
+        if len(steps.outputs) <= _MOST_CALLS:
+            steps.outputs.append(_Output(output))
         verdicts = {self._verdict(each.key) for each in steps.calls}
         if at and verdicts <= {Verdict.SHARED, Verdict.WATCHED} and Verdict.WATCHED in verdicts:
             is_last = at == len(steps.foreseen) and len(steps.outputs) == at + 1
@@ -336,20 +340,20 @@ class Sharing:
 
     # ---------------------------------------------------------------- together
 
-    def _travel(self, steps: _Steps, calls: list[Arguments], mark: int, args: Any, kwargs: Any) -> Any:
+    def _travel(self, steps: _Steps, calls: list[Arguments], mark: Mark, args: Any, kwargs: Any) -> Any:
         """Make a call in a pass that others may share, and run the calls that are foreseen beside it."""
-        most = self.passes.most_together
-        calls = calls[:most]
-        mine, *others = self.turns.board([call.shapes for call in calls], most)
-        ahead = [_Ahead(self, traveller, call) for traveller, call in zip(others, calls[1:], strict=True)]
+        calls = calls[: self.passes.most_together]
+        boarded: list[Traveller] = []
+        ahead: list[_Ahead] = []
         try:
-            output = self._run(mine, ahead, args, kwargs)
+            output = self._run(calls, boarded, ahead, args, kwargs)
         except (torch.OutOfMemoryError, Broken) as error:
-            if mine.convoy.size == 1:
+            size = boarded[0].convoy.size
+            if size == 1:
                 raise
             if isinstance(error, torch.OutOfMemoryError):
-                self._say(f"there is no room for {mine.convoy.size} forwards in one pass")
-                self.passes.ran_out(mine.convoy.size)
+                self._say(f"there is no room for {size} forwards in one pass")
+                self.passes.ran_out(size)
             retry = True
         else:
             retry = False
@@ -363,15 +367,35 @@ class Sharing:
                 self._judge([calls[0].key], Verdict.APART, "it changes its inputs")
                 self.passes.counters.discarded += len(ahead)
                 return output
-            steps.ahead, steps.mark = ahead, (mark, self._stream, self._edits())
+            steps.ahead, steps.mark, steps.run_with = ahead, mark, (self._stream, self._edits())
             latents = calls[0].first
             if latents is not None:
                 weakref.finalize(latents, _drop, [weakref.ref(each) for each in ahead]).atexit = False
         return output
 
-    def _run(self, mine: Traveller, ahead: Sequence[_Ahead], args: Any, kwargs: Any) -> Any:
-        """Make this thread's forward beside those of others. It returns once they are over that were begun here."""
+    def _run(
+        self,
+        calls: Sequence[Arguments],
+        boarded: list[Traveller],
+        ahead: list[_Ahead],
+        args: Any,
+        kwargs: Any,
+        *,
+        needs_company: bool = False,
+    ) -> Any:
+        """Make this thread's forward beside those of others. It returns once they are over that were begun here.
+
+        Args:
+            calls: This thread's call, and those that other threads make in its place.
+            boarded: List that gets the travellers, before Ctrl-C can come in between.
+            ahead: List that gets the forwards of the other threads.
+            needs_company: Whether to do nothing, and return None, if nobody else shares the pass.
+        """
         try:
+            self.turns.board([call.shapes for call in calls], self.passes.most_together, boarded)
+            if needs_company and boarded[0].convoy.size == 1:
+                return None
+            ahead += [_Ahead(self, traveller, call) for traveller, call in zip(boarded[1:], calls[1:], strict=True)]
             for each in ahead:
                 each.start()
             output = self.alone(*args, **kwargs)
@@ -383,9 +407,14 @@ class Sharing:
                 self.turns.call_off(each.traveller)
             for each in ahead:
                 each.join(tuning().traveller_patience_seconds)
+            for traveller in () if ahead else boarded[1:]:
+                self.turns.disembark(traveller)
             raise
         finally:
-            self.passes.leave(mine)
+            if boarded:
+                self.passes.leave(boarded[0])
+            if self.passes.is_removed:  # a helper may have been started since
+                self.close()
 
     # ---------------------------------------------------------------- checks
 
@@ -427,10 +456,9 @@ class Sharing:
                 wanted[at] = _tensors_of(self.alone(*args, **kwargs))
         wanted.append(_tensors_of(output))
         args, kwargs = given[0]  # type: ignore[misc]
-        mine, *others = self.turns.board([call.shapes for call in calls], self.passes.most_together)
-        ahead = [_Ahead(self, traveller, call) for traveller, call in zip(others, calls[1:], strict=True)]
+        ahead: list[_Ahead] = []
         try:
-            found = [_tensors_of(self._run(mine, ahead, args, kwargs))]
+            found = [_tensors_of(self._run(calls, [], ahead, args, kwargs))]
         except Exception as error:
             self._say(f"a trial failed: {type(error).__name__}: {error}")
             return
@@ -444,19 +472,18 @@ class Sharing:
         """Make a call once more, together with those of other threads, and compare the bits."""
         if self.passes.most_together < 2:
             return
-        (mine,) = self.turns.board([now.shapes], self.passes.most_together)
-        if mine.convoy.size == 1:
-            self.turns.disembark(mine)
-            return
+        boarded: list[Traveller] = []
         try:
-            found = self._run(mine, (), args, kwargs)
+            found = self._run([now], boarded, [], args, kwargs, needs_company=True)
         except Exception as error:
             self._say(f"a trial failed: {type(error).__name__}: {error}")
+            return
+        if boarded[0].convoy.size == 1:
             return
         self._compare([now.key], [_tensors_of(found)], [_tensors_of(output)])
 
     def _compare(self, keys: list[Hashable], found: Sequence[Any], wanted: Sequence[Any]) -> None:
-        is_same = all(_are_equal(one, other) for one, other in zip(found, wanted, strict=True))
+        is_same = all(are_equal(one, other) for one, other in zip(found, wanted, strict=True))
         if is_same and not any(map(len, wanted)):
             self._judge(keys, Verdict.APART, "it returns no tensors that could be compared")
             return
@@ -511,15 +538,3 @@ def _tensors_of(output: Any) -> list[torch.Tensor]:
 
     map_tensors(output, note, enters_dataclasses=True)
     return found
-
-
-def _are_equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors are equal bit for bit."""
-    if len(one) != len(other):
-        return False
-    for a, b in zip(one, other, strict=True):
-        if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
-            return False
-        if not torch.equal(*(t.detach().contiguous().view(-1).view(torch.uint8) for t in (a, b))):
-            return False
-    return True

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from operator import is_
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...base.compiled import Around
 from ...base.torch_internals import COMPILED_CALL
 
 MARKER = "group_offloading"
 """The name of the hook by which diffusers knows offloaded modules."""
 _SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_DEPTH = 4
+"""How far a look goes into containers and objects."""
 _APART = frozenset(
     {
         "_parameters",
@@ -29,6 +34,8 @@ _APART = frozenset(
     }
 )
 """Attributes of modules that change for other reasons, or that `survey` looks at."""
+_OWN = frozenset(nn.Module().__dict__) | _APART
+"""Attributes whose contents are looked at elsewhere: what every module has, and ours."""
 
 
 class Watch:
@@ -80,9 +87,48 @@ class Watch:
 
     def _random_states(self) -> tuple[Any, ...]:
         states: list[Any] = [random.getstate(), torch.get_rng_state().numpy().tobytes()]
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            states.append(repr(numpy.random.get_state(legacy=False)))
         if self._device.type != "cpu":
             states.append(torch.get_device_module(self._device).get_rng_state(self._device).numpy().tobytes())
         return tuple(states)
+
+
+class Mark:
+    """What is in the attributes of modules: which objects, and how often tensors were changed in place.
+
+    It keeps the objects. Else another one could take the place of one that is gone, and would look the same.
+    """
+
+    __slots__ = ("_objects", "_versions")
+
+    def __init__(self) -> None:
+        self._objects: list[Any] = []
+        self._versions: list[int] = []
+
+    def add(self, module: nn.Module) -> None:
+        attributes = module.__dict__
+        self._objects += attributes.values()
+        for owned in (module._parameters, module._buffers, module._modules):
+            self._objects += owned.values()
+        for name in attributes.keys() - _OWN:
+            self._look_into(attributes.get(name), _DEPTH)
+
+    def _look_into(self, value: Any, depth: int) -> None:
+        if type(value) in _SIMPLE:
+            return
+        if isinstance(value, torch.Tensor):
+            self._versions.append(-1 if value.is_inference() else value._version)
+        elif depth:
+            inside = _inside_of(value) or ()
+            self._objects += inside
+            for each in inside:
+                self._look_into(each, depth - 1)
+
+    def is_same(self, other: Mark) -> bool:
+        mine, theirs = self._objects, other._objects
+        return self._versions == other._versions and len(mine) == len(theirs) and all(map(is_, mine, theirs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,19 +139,19 @@ class Survey:
     """Why forwards cannot share passes."""
     structure: int = 0
     """Tells which modules there are, and how they process attention."""
-    mark: int = 0
-    """Tells which objects the attributes of modules are, and the weights."""
+    mark: Mark = field(default_factory=Mark)
+    """Tells what the attributes of modules are, and the weights."""
 
 
 def survey(root: nn.Module, is_ours: Callable[[Any], bool]) -> Survey:
-    """Look at a module between forwards.
+    """Look at a module between forwards, while the forward of another thread may change its hooks and gates.
 
     Args:
         is_ours: Whether a hook belongs to the engine.
     """
     added: set[int] = set()
     structure: list[int] = []
-    marks: list[int] = []
+    mark = Mark()
     for module in root.modules():
         attributes = module.__dict__
         if isinstance(module, torch.jit.ScriptModule):
@@ -117,7 +163,7 @@ def survey(root: nn.Module, is_ours: Callable[[Any], bool]) -> Survey:
         if attributes["training"] and id(module) not in added:
             return Survey(f"{_name_of(root, module)} is in training mode: call eval()")
         for name in ("_forward_pre_hooks", "_forward_hooks"):
-            if attributes[name] and not all(map(is_ours, attributes[name].values())):
+            if attributes[name] and not all(map(is_ours, [*attributes[name].values()])):
                 return Survey(f"{_name_of(root, module)} has a hook, which would see forwards in another order")
         registry = attributes.get("_diffusers_hook")
         if registry is not None:
@@ -128,11 +174,8 @@ def survey(root: nn.Module, is_ours: Callable[[Any], bool]) -> Survey:
         if own is not None and getattr(own, "__func__", None) is not type(module).forward:
             return Survey(f"the forward of {_name_of(root, module)} was replaced")
         structure += id(module), id(attributes.get("processor"))
-        for value in attributes.values():
-            marks.append(id(value))
-            if type(value) is dict and value:
-                marks += map(id, value.values())
-    return Survey(None, hash(tuple(structure)), hash(tuple(marks)))
+        mark.add(module)
+    return Survey(None, hash(tuple(structure)), mark)
 
 
 def _name_of(root: nn.Module, module: nn.Module) -> str:
@@ -140,7 +183,8 @@ def _name_of(root: nn.Module, module: nn.Module) -> str:
 
 
 def _state_of(module: nn.Module) -> dict[str, Any]:
-    found: dict[str, Any] = {name: _print_of(value, 3) for name, value in module.__dict__.items() if name not in _APART}
+    attributes = [*module.__dict__.items()]
+    found: dict[str, Any] = {name: print_of(value) for name, value in attributes if name not in _APART}
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         found[name] = id(tensor)
     for name, child in module._modules.items():
@@ -148,23 +192,37 @@ def _state_of(module: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _print_of(value: Any, depth: int) -> Any:
-    """A value that differs if `value` has changed."""
+def print_of(value: Any, unseen: list[Any] | None = None, depth: int = _DEPTH) -> Any:
+    """A value that differs if `value` has changed.
+
+    Args:
+        unseen: List that gets what may change, and was not looked at.
+    """
     if isinstance(value, _SIMPLE):
         return type(value), value if value == value else repr(value)
     if isinstance(value, torch.Tensor):
+        if value.is_inference() and unseen is not None:
+            unseen.append(value)
         return id(value), None if value.is_inference() else value._version
-    if isinstance(value, (nn.Module, type, FunctionType, MethodType)) or not depth:
-        return id(value)
-    if isinstance(value, Mapping):
-        return id(value), tuple((_print_of(key, depth - 1), _print_of(each, depth - 1)) for key, each in _items(value))
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return id(value), tuple(_print_of(each, depth - 1) for each in [*value])
-    attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict):
-        return id(value), tuple((name, _print_of(each, depth - 1)) for name, each in _items(attributes))
+    if isinstance(value, (torch.Generator, random.Random)):
+        return id(value), _random_state_of(value)
+    inside = _inside_of(value) if depth else None
+    if inside is not None:
+        return id(value), tuple(print_of(each, unseen, depth - 1) for each in inside)
+    if unseen is not None and not isinstance(value, type):
+        unseen.append(value)
     return id(value)
 
 
-def _items(mapping: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
-    yield from [*mapping.items()]
+def _random_state_of(source: torch.Generator | random.Random) -> Any:
+    return source.getstate() if isinstance(source, random.Random) else source.get_state().numpy().tobytes()
+
+
+def _inside_of(value: Any) -> list[Any] | None:
+    """What a container or an object has in it; None if that is no state of its own, or cannot be seen."""
+    if isinstance(value, (nn.Module, Around, type, FunctionType, MethodType)):
+        return None
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [*value]
+    found = value if isinstance(value, Mapping) else getattr(value, "__dict__", None)
+    return [each for item in [*found.items()] for each in item] if isinstance(found, Mapping) else None
