@@ -221,6 +221,19 @@ def test_parameters_that_were_loaded(mesh: DeviceMesh) -> None:
     handle.remove()
 
 
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_most_of_a_model_is_trained(order: str, mesh: DeviceMesh) -> None:
+    """Without FSDP2 nothing of it would stay on the device."""
+    model, reference = make(), make()
+    handle = apply_group_offloading(model, "cpu") if order == "after" else None
+    for each in (model, reference):
+        for part in (*each.blocks[:-1], each.head):
+            fully_shard(part.requires_grad_(requires_grad=True), mesh=mesh)
+    handle = handle or apply_group_offloading(model, "cpu")
+    assert_same_steps(model, reference)
+    handle.remove()
+
+
 def test_what_is_refused(mesh: DeviceMesh) -> None:
     """Frozen weights, before offloading and after it, and a model without any other weights."""
     refused = (
