@@ -8,7 +8,7 @@ two groups share, modules whose blocks lie deeper than their children.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from .base.forward_source import children_read, methods_of, parts_used
 from .base.layout import overlapping, span_bytes
-from .base.torch_internals import TENSOR_PARALLEL, is_traceable_wrapper_subclass
+from .base.torch_internals import TENSOR_PARALLEL, is_traceable_wrapper_subclass, places_of_fsdp
 from .base.tuning import tuning
 from .config import OffloadConfig, OffloadType
 from .errors import ConfigError, ModuleError
@@ -176,6 +176,10 @@ def partition(
     refs, users = _assign(modules, units, without)
     if not refs and any(map(is_lazy, root.parameters())):
         raise ModuleError(f"{type(root).__name__} has no shapes yet (lazy modules). Run it once before offloading it.")
+    if not refs and next(root.parameters(), None) is not None:
+        raise ModuleError(
+            f"All weights of {type(root).__name__} are left to FSDP2, or trained: there is nothing to offload. {_AROUND}"
+        )
     if not refs:
         raise ModuleError(f"{type(root).__name__} has no parameters and no buffers: there is nothing to offload.")
     groups = _gather(units, refs, users)
@@ -411,8 +415,12 @@ def _assign(
     refs: list[TensorRef] = []
     users: list[set[int]] = []
     for fqn, holder, places, used_by in found.values():
-        if _is_distributed(holder):
-            _refuse_fsdp(fqn, modules, places.values())
+        # Tensor parallelism leaves each process its share of a weight, and never moves it.
+        if _is_distributed(holder) and not all(hasattr(place.owner, TENSOR_PARALLEL) for place in places.values()):
+            raise ModuleError(
+                f"{fqn} is a DTensor that no tensor parallelism has made (parallelize_module, diffusers' "
+                f"TensorParallelConfig), and FSDP2 does not know it. Share weights out with one of these."
+            )
         for inner_path, plain in plain_tensors(fqn, holder, next(iter(places.values())).owner):
             full = ".".join((fqn, *inner_path))
             refs.append(TensorRef(full, plain, holder, inner_path, tuple(places.values())))
@@ -508,16 +516,38 @@ def _is_distributed(tensor: torch.Tensor) -> bool:
     return dtensor is not None and isinstance(tensor, dtensor.DTensor)
 
 
-def _refuse_fsdp(fqn: str, modules: Mapping[str, nn.Module], places: Iterable[ParamSlot]) -> None:
-    """Tensor parallelism leaves each process its share of a weight, and never moves it. FSDP2 gathers weights itself."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    has_fsdp = fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in modules.values())
-    if has_fsdp or not all(hasattr(place.owner, TENSOR_PARALLEL) for place in places):
-        raise ModuleError(
-            f"{fqn} is a DTensor that FSDP2 moves itself, or that no tensor parallelism has made (parallelize_module, "
-            f"diffusers' TensorParallelConfig). With FSDP2, use fully_shard's CPUOffloadPolicy for weights in RAM; under DDP "
-            f"each process can offload its own model."
-        )
+_AROUND = (
+    "With FSDP2, wrap only what is trained (fully_shard(model.head)), or name the frozen weights in ignored_params: "
+    "fully_shard(model, ignored_params={each for each in model.parameters() if not each.requires_grad}). If FSDP2 shall "
+    "move frozen weights too, do not offload the model: fully_shard has a CPUOffloadPolicy."
+)
+
+PlacesOfFsdp = Mapping[nn.Module, frozenset[str]]
+"""The modules that have parameters of FSDP2, and these parameters' names in them."""
+
+
+def left_to_fsdp(root: nn.Module, before: PlacesOfFsdp) -> PlacesOfFsdp:
+    """The places under `root` whose parameters FSDP2 shares out, gathers and frees itself. They are trained.
+
+    In turns a place holds a DTensor and a gathered parameter, so that the place tells what the parameter cannot.
+
+    Args:
+        before: The places that were left to FSDP2 until now. Their parameters may be frozen by now, for a while.
+
+    Raises:
+        ModuleError: FSDP2 shares out a frozen weight.
+    """
+    found: dict[nn.Module, frozenset[str]] = {}
+    places = [*places_of_fsdp()]
+    names = {module: path for path, module in root.named_modules()} if places else {}
+    for owner, name, is_trained in places:
+        if owner not in names:
+            continue
+        if not is_trained and name not in before.get(owner, ()):
+            fqn = f"{names[owner]}.{name}".removeprefix(".")
+            raise ModuleError(f"{fqn} is a DTensor that FSDP2 moves itself, and it is frozen. {_AROUND}")
+        found[owner] = found.get(owner, frozenset()) | {name}
+    return found
 
 
 def _gather(units: list[_Unit], refs: list[TensorRef], users: list[set[int]]) -> tuple[GroupSpec, ...]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.utils import checkpoint
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "neg_view",
     "not_compiled",
     "parse_to",
+    "places_of_fsdp",
     "pop_function_mode",
     "pop_mode",
     "pop_saved_tensors_hooks",
@@ -164,6 +167,28 @@ def store_of_processes() -> Any:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()
+
+
+def places_of_fsdp() -> Iterator[tuple[nn.Module, str, bool]]:
+    """The places whose parameters FSDP2 exchanges around forwards and backwards: the module, the parameter's name in it, and
+    whether the parameter requires gradients.
+
+    The public API shows them only while a place holds a DTensor, and not while the gathered parameter is there.
+    """
+    composable: Any = sys.modules.get("torch.distributed._composable_state")
+    if composable is None:
+        return  # nobody has imported FSDP2
+    states = (reference() for reference in [*composable._module_state_mapping.values()])
+    for state in dict.fromkeys(states):
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # in older releases a state has one group at most
+            group = getattr(state, "_fsdp_param_group", None)
+            groups = () if group is None else (group,)
+        for parameter in (each for group in groups for each in group.fsdp_params):
+            info = parameter._module_info
+            owners, names = (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
+            for owner, name in zip(owners, names, strict=True):
+                yield owner, name, parameter.sharded_param.requires_grad
 
 
 COMPILED_CALL = "_compiled_call_impl"

@@ -16,7 +16,7 @@ from ..base.layout import overlapping
 from ..base.pagemap import NO_LOOKS, Looks, begin_looks, look_at_all
 from ..base.torch_internals import COMPILED_CALL
 from ..errors import StateError
-from ..partition import adapter_layers
+from ..partition import PlacesOfFsdp, adapter_layers
 from ..stores.base import Store
 from .copies.transfer import Transfer
 from .groups.forms import Forms
@@ -33,21 +33,27 @@ class Seen:
     children: tuple[nn.Module, ...]
     tables: tuple[dict[str, Any], ...]
     members: tuple[tuple[Any, ...], ...]
-    """The values of each table."""
+    """The values of each table; None for a parameter that FSDP2 exchanges."""
     names: dict[str, Any]
     call: Any
+    left: frozenset[str] = frozenset()
+    """The names of parameters that FSDP2 exchanges."""
 
     @classmethod
-    def of(cls, module: nn.Module) -> Seen:
+    def of(cls, module: nn.Module, left: frozenset[str] = frozenset()) -> Seen:
         if isinstance(module, torch.jit.ScriptModule):  # torch forbids changes of its tables
             return cls(children=(), tables=(), members=(), names={}, call=None)
         tables = _tables(module.__dict__)
+        members = [tuple(table.values()) for table in tables]
+        if left:  # nothing here keeps alive what FSDP2 has replaced since
+            members[1] = tuple(None if name in left else value for name, value in tables[1].items())
         return cls(
             children=tuple(child for child in module._modules.values() if child is not None),
             tables=tables,
-            members=tuple(tuple(table.values()) for table in tables),
+            members=tuple(members),
             names=module.__dict__,
             call=module.__dict__.get(COMPILED_CALL),
+            left=left,
         )
 
 
@@ -81,12 +87,29 @@ class Watch:
             scope.update(dict.fromkeys(groups_of.get(module, ())))
             pending.extend(seen[module].children)
         before = [seen[module] for module in inside]
-        self._tables = [table for each in before for table in each.tables]
-        members = [found for each in before for found in each.members]
+        self._tables: list[dict[str, Any]] = []
+        members: list[tuple[Any, ...]] = []
+        of_fsdp: list[dict[str, Any]] = []
+        beside: list[tuple[dict[str, Any], str, Any]] = []
+        for each in before:
+            for table, values in zip(each.tables, each.members, strict=True):
+                if each.left and table is each.tables[1]:
+                    of_fsdp.append(table)
+                    pairs = zip(table, values, strict=True)
+                    beside += [(table, name, value) for name, value in pairs if name not in each.left]
+                else:
+                    self._tables.append(table)
+                    members.append(values)
         self._sizes = tuple(map(len, members))
         self._filled = list(compress(self._tables, members))
         self._members = list(chain.from_iterable(members))
-        self._lazy = [member for member in self._members if is_lazy(member)]
+        self._of_fsdp = of_fsdp
+        """The tables in which FSDP2 exchanges parameters."""
+        self._names_of_fsdp = [*map(tuple, of_fsdp)]
+        self._beside = [table for table, _, _ in beside], [name for _, name, _ in beside]
+        """Where these tables hold other parameters."""
+        self._members_beside = [value for _, _, value in beside]
+        self._lazy = [member for member in (*self._members, *self._members_beside) if is_lazy(member)]
         adapters = adapter_layers()
         self._adapted: list[Any] = [module for module in inside if isinstance(module, adapters)]
         called = [seen[module] for module in inside if is_cut_by_calls or module in groups_of]
@@ -111,6 +134,8 @@ class Watch:
             tuple(map(len, self._tables)) == self._sizes
             and all(map(is_, chain.from_iterable(map(_values, self._filled)), self._members))
             and all(map(is_lazy, self._lazy))
+            and [*map(tuple, self._of_fsdp)] == self._names_of_fsdp
+            and all(map(is_, map(_get, *self._beside), self._members_beside))
             and all(map(is_, map(_get, self._names, repeat(COMPILED_CALL)), self._calls))
         )
 
@@ -168,6 +193,7 @@ class Changes:
         root: nn.Module,
         groups: Sequence[Group],
         groups_of: Mapping[nn.Module, Sequence[Group]],
+        left: PlacesOfFsdp,
         *,
         checks_all_calls: bool,
     ) -> None:
@@ -175,10 +201,11 @@ class Changes:
 
         Args:
             groups_of: Groups that calls of modules with gates need.
+            left: Parameters that FSDP2 exchanges, which is no change.
             checks_all_calls: Whether a compiled call counts as a change on every module, not only on those with gates.
         """
         self._groups, self._groups_of, self._watches = tuple(groups), groups_of, {}
-        self._seen = {module: Seen.of(module) for module in root.modules()}
+        self._seen = {module: Seen.of(module, left.get(module, frozenset())) for module in root.modules()}
         self._checks_all_calls = checks_all_calls
         self._is_known = True
 

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from ..base.release import releases_held, wait_for_releases
 from ..config import OffloadConfig
 from ..errors import StateError
-from ..partition import TensorRef
+from ..partition import PlacesOfFsdp, TensorRef, left_to_fsdp
 from ..plan.planner import Plan
 from ..stores.folder import Folder
 from ..stores.group_file import GroupFile
@@ -70,6 +70,8 @@ class Engine:
         path = config.offload_to_disk_path
         self._folder = None if path is None else Folder(path, type(root).__name__, is_verified=config.verify_files)
         self._trained = Trained(backend)
+        self._left: PlacesOfFsdp = {}
+        """The places of parameters that are left to FSDP2."""
         self.recorder = Recorder(backend, type(root).__name__)
         self.transfer = Transfer(
             backend,
@@ -223,7 +225,7 @@ class Engine:
             self._probe.stopwatch.clear()
             self.recorder.clear()
             # Mapped files are dropped now, and not by Python's collector later: until then they count as RAM in use.
-            self.groups, self._refs = (), ()
+            self.groups, self._refs, self._left = (), (), {}
             self._passes.set_groups((), self._gates.needs)
             self._lookahead.reset((), wraps=False)
             self._placer.clear()
@@ -354,6 +356,9 @@ class Engine:
     def _build(self, casts: Mapping[int, torch.dtype] = MappingProxyType({})) -> None:
         """Cut the module into groups, for the first time or because it has changed."""
         self._changes.invalidate()
+        self._left = left_to_fsdp(self.root, self._left)
+        self._trained.forget_others(self.root.parameters())
+        of_fsdp = {id(owner._parameters[name]) for owner, names in self._left.items() for name in names}
         before = self.groups
         if before:  # blobs are about to go, and slots will have other sizes
             self._lookahead.abandon()
@@ -366,7 +371,7 @@ class Engine:
             before,
             self.transfer.last_copies.synchronize,
             casts,
-            self._trained.ids,
+            self._trained.ids | of_fsdp,
             packs=self._packer.is_on,
             host=None if before or self.sharing is None else self.sharing.one_copy,
         )
@@ -411,7 +416,9 @@ class Engine:
         self._changes.invalidate()
         self._gates.install(self.groups)
         checks_all_calls = self._gates.records_graphs or self.config.is_leaf_level
-        self._changes.expect(self.root, self.groups, self._gates.groups_of, checks_all_calls=checks_all_calls)
+        self._changes.expect(
+            self.root, self.groups, self._gates.groups_of, self._left, checks_all_calls=checks_all_calls
+        )
 
 
 def follow_one_another(engines: Sequence[Engine], order: Sequence[Engine], run_once: Collection[Engine]) -> None:

@@ -54,7 +54,10 @@ def test_interrupts_at_a_few_places(scenario: Scenario) -> None:
     seed = random.SystemRandom().randrange(1 << 30)
     operation = random.Random(seed).choice([*OPERATIONS, "apply", "remove"])
     sweep = interrupts.sweep if operation in OPERATIONS else interrupts.sweep_life
-    result = sweep(scenario, operation, Places(most=NUM_STRUCK, seed=seed))
+    for attempt in range(4):  # an operation may come to none of the places as often as it did when they were counted
+        result = sweep(scenario, operation, Places(most=NUM_STRUCK, seed=seed + attempt))
+        if result.struck or result.failures:
+            break
     assert result.struck and not result.failures, (operation, seed, result.failures)
 
 

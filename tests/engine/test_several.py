@@ -28,6 +28,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         several.edits_weights,
         (several.rests_in_files, tmp_path),
         several.trains,
+        several.trains_under_fsdp,
         (several.has_another_model, "blocks"),
         (several.has_another_model, "weights"),
         (several.is_missing, "fails"),
@@ -76,9 +77,8 @@ def test_hosts_share_for_themselves() -> None:
 
 @pytest.fixture
 def group() -> Any:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+    with several.world_of_one() as group:
+        yield group
 
 
 def test_a_rank_alone_shares_with_nobody(group: Any) -> None:

@@ -1,6 +1,6 @@
 """Two GPUs that share every group: they copy into each other's memory.
 
-Two cases use NCCL beside that: `NCCL_NVLS_ENABLE=0` where the machine has no multicast.
+Three cases use NCCL beside that: `NCCL_NVLS_ENABLE=0` where the machine has no multicast.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def _two_gpus() -> None:
         (several.edits_weights,),
         (several.rests_in_files, "FOLDER"),
         (several.trains,),
+        (several.trains_under_fsdp,),
         (several.has_one_copy,),
         (several.has_another_model, "weights"),
         (several.leaves_early,),

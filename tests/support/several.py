@@ -12,7 +12,8 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from group_offload import ConfigError, ModuleError, OffloadHandle, OffloadStats, StateError, apply_group_offloading
@@ -58,6 +60,16 @@ def run(
     assert statuses == (expected or (0,) * num_ranks), done.stdout + done.stderr[-6000:]
 
 
+@contextmanager
+def world_of_one() -> Iterator[Any]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
 def _ranks(cases: str, num_ranks: str, device: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         what = partial(_rank, json.loads(cases), int(num_ranks), device, Path(folder) / "meeting")
@@ -75,7 +87,8 @@ def _rank(cases: list[list[str]], num_ranks: int, device: str, meeting: Path, ra
     if device != "cpu":
         DEVICE = torch.device(device, rank)
         torch.accelerator.set_device_index(rank)
-    needs_nccl = device != "cpu" and {trains.__name__, is_context_parallel.__name__} & {name for name, *_ in cases}
+    of_the_device = {trains.__name__, trains_under_fsdp.__name__, is_context_parallel.__name__}
+    needs_nccl = device != "cpu" and of_the_device & {name for name, *_ in cases}
     backend = f"cpu:gloo,{device}:nccl" if needs_nccl else "gloo"  # sharing asks for no collectives of the device
     dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=num_ranks)
     for name, *args in cases:
@@ -406,6 +419,99 @@ def trains(rank: int) -> None:
                 assert bool(stats.bytes_gathered) == is_shared and stats.backward_passes == 2
                 handle.remove()
         assert all(same_bits(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def partly_trained() -> TrainingModel:
+    """A head, a block, and half of what the norms of the other blocks hold themselves."""
+    module = model().train()
+    for trained in (module.head, module.blocks[-1], *(block.norm.weight for block in module.blocks)):
+        trained.requires_grad_(requires_grad=True)
+    return module
+
+
+def under_fsdp(module: TrainingModel, where: str, **options: Any) -> nn.Module:
+    """What is to be called once FSDP2 is around what is trained."""
+    options["mesh"] = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+    ignored = {parameter for parameter in module.parameters() if not parameter.requires_grad}
+    whole: nn.Module = nn.Sequential(module) if where == "a module around it" else module
+    if where == "what is trained":
+        wrapped = [fully_shard(each, **options) for each in (module.blocks[-1], module.head)]
+    else:
+        wrapped = [fully_shard(block, ignored_params=ignored, **options) for block in module.blocks]
+        wrapped.append(fully_shard(whole, ignored_params=ignored, **options))
+    assert len(wrapped) > 1
+    return whole
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part.detach().cpu().clone()
+
+
+def trained_under_fsdp(rank: int, kind: str, where: str, when: str, *, is_checkpointed: bool, **options: Any) -> Any:
+    """Gradients, and all weights after some steps: offloaded, after an edit, and given back."""
+    module = partly_trained()
+    if kind == "resident":
+        module.to(DEVICE)
+    if is_checkpointed:
+        module.run_block = lambda block, *args: checkpoint(block, *args, use_reentrant=False)
+    called = under_fsdp(module, where, **options) if when == "before" else None
+    handle = None if kind == "resident" else share(module, share=kind == "shared")
+    called = called or under_fsdp(module, where, **options)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer, bits, rebuilds = torch.optim.AdamW(trained, lr=1e-2), [], []
+    torch.manual_seed(rank)
+
+    def step(seed: int) -> None:
+        x = inputs(seed + 10 * rank).requires_grad_()
+        called(x).float().square().mean().backward()
+        bits.extend(local(each.grad) for each in (*module.parameters(), x) if each.grad is not None)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            bits.append(local(called(inputs(rank))))
+        if handle is not None:
+            rebuilds.append(handle.stats().rebuilds)
+
+    for seed in range(3):
+        step(seed)
+    with torch.no_grad():
+        module.blocks[1].up.weight.mul_(2)
+    module.blocks[0].norm.bias = nn.Parameter(module.blocks[0].norm.bias.detach() + 1, requires_grad=False)
+    step(3)
+    bits += [local(value) for value in called.state_dict().values()]
+    if handle is not None:
+        stats = handle.stats()
+        assert rebuilds[:3] == [rebuilds[0]] * 3 and stats.backward_passes == 4, (rebuilds, stats)
+        assert bool(stats.bytes_gathered) == (kind == "shared")
+        left = sum(block.norm.weight.nbytes for block in module.blocks[:-1]) if where == "what is trained" else 0
+        assert stats.trainable_bytes == left
+        handle.remove()
+        module.to(DEVICE)
+        handle = None
+    step(4)
+    return bits + [local(value) for value in called.state_dict().values()]
+
+
+def trains_under_fsdp(rank: int) -> None:
+    """FSDP2 around what is trained: the bits of FSDP2 with resident frozen weights.
+
+    On a GPU, with frozen weights that are offloaded too, and not shared: nothing but sharing differs.
+    """
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # a linear layer does
+    kinds = ("resident", "alone", "shared") if DEVICE.type == "cpu" else ("alone", "shared")
+    for where, when, is_checkpointed, options in (
+        ("what is trained", "before", False, {}),
+        ("what is trained", "after", True, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}),
+        ("the blocks and the model", "before", True, {"reshard_after_forward": False}),
+        ("a module around it", "after", False, {}),
+    ):
+        expected, *others = (
+            trained_under_fsdp(rank, kind, where, when, is_checkpointed=is_checkpointed, **options) for kind in kinds
+        )
+        for bits in others:
+            assert len(bits) == len(expected), (where, when)
+            assert all(same_bits(one, other) for one, other in zip(bits, expected, strict=True)), (where, when)
 
 
 def is_context_parallel(rank: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -122,6 +124,25 @@ def test_trained_parameters_stay_on_the_device(tmp_path: Path) -> None:
     for name, parameter in model.named_parameters():
         assert same_bits(parameter.detach(), before[name]), name
         assert parameter.grad is None or parameter.grad.shape == parameter.shape
+
+
+def test_trained_parameters_that_are_deleted_are_let_go(tmp_path: Path) -> None:
+    """New ones take their place, and are trained too."""
+    model = make()
+    with offloaded(model, "random", tmp_path) as (_, handle, put, _):
+        for _ in range(2):
+            model.adapter = nn.Linear(DIM, DIM)
+            hook = model.register_forward_hook(lambda module, _, output: module.adapter(output))
+            plain(model, put)
+            assert model.adapter.weight.grad is not None
+            weight, with_it = weakref.ref(model.adapter.weight), handle.stats().trainable_bytes
+            hook.remove()
+            del model.adapter
+            with torch.no_grad():
+                model(data(0, put))
+            gc.collect()
+            assert weight() is None and handle.stats().trainable_bytes < with_it
+        handle.remove()
 
 
 def reference_between(model: nn.Module, put: Put) -> torch.Tensor:

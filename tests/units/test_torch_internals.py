@@ -5,18 +5,25 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import sys
+import weakref
 from collections.abc import Iterator
 from functools import cache, reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import group_offload
 from group_offload.base import torch_internals
 
 from ..support.processes import run_code
+from ..support.several import world_of_one
 
 PACKAGE = Path(group_offload.__file__).parent
 MODULE = "base/torch_internals.py"
@@ -103,6 +110,32 @@ def test_private_attributes_are_listed() -> None:
         known = {name for name in names if hasattr(OWNERS[owner], name)}
         others = {name for others in torch_internals.ATTRIBUTES.values() for name in others}
         assert {*listed} <= known and known - others - OURS == set(), owner
+
+
+def test_torch_tells_where_fsdp2_exchanges_parameters() -> None:
+    """Tied ones too, whether they are shared out or gathered; and of a state of older releases, which has one group at most."""
+    with world_of_one():
+        mesh = init_device_mesh("cpu", (1,))
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
+        model[1].weight = model[0].weight
+        model[0].bias.requires_grad_(requires_grad=False)
+        found: Any = fully_shard(model, mesh=mesh, ignored_params={*model[2].parameters()})
+        expected = {(model[0], "weight", True), (model[0], "bias", False), (model[1], "weight", True)}
+        for exchange, is_shared_out in ((found.reshard, True), (found.unshard, False)):
+            exchange()
+            assert isinstance(model[0].weight, DTensor) == is_shared_out
+            assert {place for place in torch_internals.places_of_fsdp() if place[0] in {*model}} == expected
+        states = sys.modules["torch.distributed._composable_state"]._module_state_mapping
+        state = states[model]()
+
+        class OldState:
+            _fsdp_param_group = (
+                state._fsdp_param_groups[0] if hasattr(state, "_fsdp_param_groups") else state._fsdp_param_group
+            )
+
+        old = OldState()
+        states[model] = weakref.ref(old)
+        assert {place for place in torch_internals.places_of_fsdp() if place[0] in {*model}} == expected
 
 
 def test_a_torch_without_one_of_them_is_refused_by_name() -> None:

@@ -50,7 +50,7 @@ def build_groups(
     before: Sequence[Group],
     wait: Callable[[], None],
     casts: Mapping[int, torch.dtype],
-    trained: frozenset[int] = frozenset(),
+    without: frozenset[int] = frozenset(),
     *,
     packs: bool = False,
     host: HostMemory | None = None,
@@ -63,7 +63,7 @@ def build_groups(
         before: The groups of the module until now. Their blobs are kept where the tensors are the same.
         wait: A function that returns once no copy reads a blob any more: page-locked memory is kept until then.
         casts: By id, the tensors that get another dtype before they are placed, one group after another.
-        trained: By id, the parameters that stay on the device.
+        without: By id, the parameters that are to be in no group: they are trained, or FSDP2's.
         packs: Whether blobs are going to be packed: then these are not page-locked themselves.
         host: RAM that other processes have in common with this one, for weights that are in no file.
 
@@ -74,7 +74,7 @@ def build_groups(
     """
     for group in before:
         group.check()
-    cut = partition(root, config, is_compiled, trained)
+    cut = partition(root, config, is_compiled, without)
     known = {id(ref.tensor): part for group in before for part in group.parts for ref in part.refs}
     empty = {group.group_id: list(group.parts) for group in before if not group.num_bytes}
     homes = {id(ref.holder): home for part in known.values() for ref, home in zip(part.refs, part.devices, strict=True)}

@@ -99,6 +99,12 @@ class Trained:
         self.guard(refs)
         return self._homes.keys() != homes.keys()
 
+    def forget_others(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Forget those that are none of these parameters: they were deleted, or FSDP2 has taken them."""
+        present = {id(parameter) for parameter in parameters}
+        self._homes = {key: home for key, home in self._homes.items() if key in present}
+        self._asked &= present  # a new parameter may get the id of one that is gone
+
     def give_back(self) -> None:
         """Bring the parameters back to the devices where they were before."""
         homes, self._homes, self._asked = self._homes, {}, frozenset()

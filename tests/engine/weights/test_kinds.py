@@ -11,7 +11,6 @@ from torch import nn
 from ...support.asserts import assert_at_rest, assert_same
 from ...support.kinds import KINDS
 from ...support.models import WIDTH, Block, inputs
-from ...support.processes import run_python
 from ...support.rigs import Offload, check, pair, run, run_onloaded
 
 
@@ -55,37 +54,3 @@ def test_list_as_root_whose_elements_are_called(offload: Offload) -> None:
         assert_same(run_onloaded(model, inputs(), call=block), run(twin, inputs()))
     assert handle.stats().onloads >= 3
     assert_at_rest(model, reference)
-
-
-def test_weights_of_fsdp2_are_refused() -> None:
-    """Before, and when they become such in place of offloaded ones."""
-    done = run_python(
-        """
-        import torch
-        import torch.distributed as dist
-        from torch import nn
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-        from group_offload import ModuleError, apply_group_offloading
-
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        mesh = init_device_mesh("cpu", (1,))
-
-        def refused(call):
-            try:
-                call()
-            except ModuleError as error:
-                assert "weight is a DTensor" in str(error) and "CPUOffloadPolicy" in str(error), error
-            else:
-                raise AssertionError
-
-        model = fully_shard(nn.Sequential(nn.Linear(8, 8)), mesh=mesh)
-        refused(lambda: apply_group_offloading(model, "cpu"))
-        model = nn.Sequential(nn.Linear(8, 8))
-        apply_group_offloading(model, "cpu")
-        fully_shard(model, mesh=mesh)
-        refused(lambda: model(torch.zeros(1, 8)))
-        dist.destroy_process_group()
-        """
-    )
-    assert done.returncode == 0, done.stderr
