@@ -268,7 +268,11 @@ class OffloadConfig:
 def _as_device(value: Any, name: str) -> torch.device:
     try:
         return torch.device(value)
-    except (RuntimeError, TypeError) as error:
+    except TypeError as error:  # torch's own message is a table of its overloads
+        raise DeviceError(
+            f"{name}={value!r} is not a device: expected its name ('cuda', 'cuda:1', 'cpu') or a torch.device."
+        ) from error
+    except RuntimeError as error:
         raise DeviceError(f"{name}={value!r} is not a device: {str(error).splitlines()[0]}") from error
 
 

@@ -450,7 +450,8 @@ def plain_tensors(
     if tensor.device.type == "meta":
         raise ModuleError(
             f"{fqn} is on the meta device and holds no values. Load the weights before offloading the module. If it belongs "
-            f"to an adapter (a LoRA) whose file lacks it, delete that adapter: pipe.delete_adapters(NAME)."
+            f"to an adapter (a LoRA) whose file lacks it, delete that adapter: pipe.delete_adapters(NAME). If accelerate has "
+            f"taken it (cpu_offload), take the hooks off: accelerate.hooks.remove_hook_from_module(model, recurse=True)."
         )
     if tensor.layout is not torch.strided:
         raise ModuleError(f"{fqn} has the layout {tensor.layout}. Only dense (strided) tensors can be offloaded.")

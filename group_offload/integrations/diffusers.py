@@ -13,10 +13,11 @@ config to the engine it belongs to and everything else where it went before.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cache, wraps
@@ -53,7 +54,7 @@ _ASKED = "_group_offload_asked"
 class PipelineOptions(OffloadOptions):
     """The options of `enable_group_offload`."""
 
-    exclude_modules: str | Sequence[str] | None = None
+    exclude_modules: str | Iterable[str] | None = None
     model_options: Mapping[str, Mapping[str, Any]] | None = None
 
 
@@ -164,8 +165,8 @@ class PipelinePlan:
 def plan_pipeline(pipeline: Any, options: PipelineOptions) -> PipelinePlan:
     """Decide what `enable_group_offload` does. Nothing is touched."""
     models = models_of(pipeline)
-    excluded = [options.exclude_modules] if isinstance(options.exclude_modules, str) else options.exclude_modules or ()
-    special = {name: dict(given) for name, given in (options.model_options or {}).items()}
+    excluded = as_excluded(options.exclude_modules)
+    special = as_options_by_model(options.model_options)
     _check_names(pipeline, models, excluded, special)
     offloaded = {}
     for name, model in models.items():
@@ -231,19 +232,55 @@ def models_of(pipeline: Any) -> dict[str, nn.Module]:
     return {name: part for name, part in components.items() if isinstance(part, nn.Module)}
 
 
+def as_excluded(value: Any) -> tuple[str, ...]:
+    """The names in `exclude_modules`.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if value is None:
+        return ()
+    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (None,)
+    if not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"exclude_modules={value!r:.80}: expected names of models, such as ['vae'].")
+    return names
+
+
+def as_options_by_model(value: Any) -> dict[str, dict[str, Any]]:
+    """The options in `model_options`, by the names of models.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    given = {} if value is None else value
+    if not isinstance(given, Mapping) or not all(isinstance(options, Mapping) for options in given.values()):
+        raise ConfigError(
+            f"model_options={value!r:.80}: expected options by the names of models, such as "
+            f"{{'vae': {{'offload_type': 'leaf_level'}}}}."
+        )
+    return {name: dict(options) for name, options in given.items()}
+
+
+def _did_you_mean(name: Any, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(str(name), known, n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
 def _check_names(
     pipeline: Any, models: Mapping[str, nn.Module], excluded: Sequence[str], special: Mapping[str, Any]
 ) -> None:
     for name in excluded:
         if name not in pipeline.components:  # diffusers lets it pass: one list may serve several pipelines
-            logger.warning("exclude_modules names %r, which this pipeline does not have.", name)
+            hint = _did_you_mean(name, models)
+            logger.warning("exclude_modules names %r, which this pipeline does not have.%s", name, hint)
     known = {field.name for field in fields(ModelOptions)}
     for name, options in special.items():
         if name not in models:
             raise ConfigError(
-                f"model_options names {name!r}, which is no model of this pipeline. Its models: {sorted(models)}."
+                f"model_options names {name!r}, which is no model of this pipeline.{_did_you_mean(name, models)} Its models: "
+                f"{sorted(models)}."
             )
-        unknown = sorted(set(options) - known)
+        unknown = sorted(set(options) - known, key=str)
         if unknown:
             raise ConfigError(f"model_options[{name!r}] has {unknown}. The options of a model are {sorted(known)}.")
     both = sorted(set(excluded) & set(special))
@@ -460,6 +497,8 @@ def _patch_modular(pipelines: type | None) -> Iterator[Callable[[], None]]:
 
     @wraps(enable_group_offload)
     def enable(pipeline: Any, *args: Any, **kwargs: Any) -> dict[str, OffloadHandle]:
+        if "exclude_modules" in kwargs:
+            kwargs["exclude_modules"] = as_excluded(kwargs["exclude_modules"])  # an iterator gives its names once
         handles = enable_group_offload(pipeline, *args, **kwargs)
         pipeline.__dict__[_ASKED] = args, kwargs
         return handles

@@ -25,6 +25,8 @@ from ..stores.checkpoint import FileMap
 from .casts import PostponedCasts, cast_now
 from .diffusers import (
     PipelineOptions,
+    as_excluded,
+    as_options_by_model,
     devices_of,
     models_of,
     move_back,
@@ -116,6 +118,9 @@ def from_pretrained(model_class: Any, pretrained_model_name_or_path: str | os.Pa
     _name_dtype(model_class, options)
     model_options = ModelOptions(**common, **for_models)
     OffloadConfig.from_options(model_options)  # before anything is downloaded
+    if for_pipelines.get("exclude_modules") is not None:
+        for_pipelines["exclude_modules"] = as_excluded(for_pipelines["exclude_modules"])
+    as_options_by_model(for_pipelines.get("model_options"))
     if issubclass(model_class, nn.Module):
         _refuse(for_pipelines, model_class, _IS_A_MODEL)
     loaded, casts = _open(model_class, pretrained_model_name_or_path, options, model_options, for_pipelines)

@@ -69,7 +69,7 @@ def blob_bytes(*modules: nn.Module | torch.Tensor) -> int:
         ({"onload_device": "nonsense"}, DeviceError, "onload_device"),
         ({"onload_device": "meta"}, DeviceError, "meta"),
         ({"onload_device": "vulkan"}, DeviceError, "vulkan"),
-        ({"onload_device": 3.5}, DeviceError, "onload_device"),
+        ({"onload_device": 3.5}, DeviceError, "expected its name"),
         ({"onload_device": "cuda:99"}, DeviceError, "cuda:99"),
         ({"onload_device": "cpu:7"}, DeviceError, "cpu:7"),
         ({"offload_type": "nonsense"}, ConfigError, "offload_type"),

@@ -106,6 +106,15 @@ def test_components_that_come_later(
     assert handle_of(pipe.vae) is None
 
 
+def test_excluded_names_hold_for_components_that_come_later(device: torch.device, patched: None) -> None:
+    pipe = pipeline()
+    vae, pipe.vae = pipe.vae, None
+    pipe.enable_group_offload(device, exclude_modules=iter(["vae", "text_encoder"]))
+    pipe.update_components(vae=vae)
+    assert handle_of(pipe.vae) is None and handle_of(pipe.text_encoder) is None
+    assert handle_of(pipe.transformer) is not None
+
+
 def test_two_pipelines_share_components(device: torch.device, expected: torch.Tensor, patched: None) -> None:
     manager = ComponentsManager()
     first = pipeline(manager)

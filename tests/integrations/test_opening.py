@@ -520,6 +520,20 @@ def test_options_of_the_other_kind(pipelines: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize(
+    "options", [{"model_options": ["vae"]}, {"model_options": {"vae": None}}, {"exclude_modules": 3}]
+)
+def test_options_for_parts_that_are_wrong(options: dict[str, Any]) -> None:
+    """They are noticed before anything is looked for."""
+    with pytest.raises(ConfigError, match=f"{next(iter(options))}=.*expected"):
+        from_pretrained(FluxPipeline, "/no/such/folder", **options)
+
+
+def test_excluded_names_of_an_iterator(pipelines: dict[str, Path]) -> None:
+    pipe = open_(FluxPipeline, pipelines["flux"], dtype=FP32, exclude_modules=iter(["vae"]))
+    assert handles_of(pipe).keys() == {"text_encoder", "text_encoder_2", "transformer"}
+
+
+@pytest.mark.parametrize(
     ("model_class", "message"),
     [
         (Checkless, "Checkless has no from_pretrained"),

@@ -13,6 +13,7 @@ from diffusers.hooks import apply_group_offloading as imported_before_patching
 from torch import nn
 
 from group_offload import (
+    ModuleError,
     StateError,
     apply_group_offloading,
     disable_group_offload,
@@ -126,6 +127,18 @@ def test_modules_offloaded_by_accelerate_are_refused(
         }[through]()
     for name, part in models_of(pipe).items():
         assert traces(part) == before[name], name
+
+
+def test_accelerate_takes_the_weights_of_an_offloaded_model(
+    device: torch.device, resident_outputs: dict[str, torch.Tensor]
+) -> None:
+    pipe = tiny.flux_pipeline()
+    enable_group_offload(pipe, onload_device=device)
+    accelerate.cpu_offload(pipe.transformer, execution_device=device)
+    with pytest.raises(ModuleError, match="remove_hook_from_module"):
+        tiny.run(pipe)
+    accelerate.hooks.remove_hook_from_module(pipe.transformer, recurse=True)
+    assert torch.equal(tiny.run(pipe), resident_outputs["flux"])
 
 
 def test_a_tracing_hook_of_accelerate_is_no_offloading(device: torch.device) -> None:

@@ -152,6 +152,13 @@ def test_excluding_a_component_without_weights_is_no_error(component: str, devic
         ({"model_options": {"tokenizer": {}}}, "tokenizer"),
         ({"model_options": {"vae": {"offload_typ": "leaf_level"}}}, "offload_typ"),
         ({"model_options": {"vae": {"identity": "x"}}}, "identity"),
+        ({"model_options": {"transfomer": {}}}, "Did you mean 'transformer'"),
+        ({"model_options": {"vae": {1: 2}}}, r"has \[1\]"),
+        *(({"model_options": given}, "model_options=.*expected options") for given in (["vae"], "vae", {"vae": None})),
+        *(
+            ({"exclude_modules": given}, "exclude_modules=.*expected names")
+            for given in (3, True, [3], nn.Linear(2, 2))
+        ),
         ({"model_options": {"vae": {}}, "exclude_modules": "vae"}, "vae"),
         ({"offload_type": "layer"}, "layer"),
         ({"num_blocks_per_group": 0}, "num_blocks_per_group"),
@@ -170,9 +177,16 @@ def test_an_unknown_name_among_the_excluded_is_only_said(
     device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
     """diffusers lets it pass, and code that was written for it has to run."""
-    handles = enable_group_offload(tiny.flux_pipeline(), onload_device=device, exclude_modules=["vae", "vea"])
+    handles = enable_group_offload(tiny.flux_pipeline(), onload_device=device, exclude_modules=["vae", "transfomer"])
     assert "vae" not in handles
-    assert "'vea'" in caplog.text
+    assert "'transfomer'" in caplog.text and "Did you mean 'transformer'" in caplog.text
+
+
+def test_names_of_an_iterator_are_excluded(device: torch.device) -> None:
+    handles = enable_group_offload(
+        tiny.flux_pipeline(), onload_device=device, exclude_modules=iter(["vae", "transformer"])
+    )
+    assert handles.keys() == {"text_encoder", "text_encoder_2"}
 
 
 def test_something_else_than_a_pipeline(device: torch.device) -> None:
