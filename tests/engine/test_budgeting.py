@@ -803,11 +803,15 @@ def test_three_tiers_read_each_group_of_the_drive_once(
         handle = offload(model, **options, ram_budget="1GiB", **shares)
         for _ in range(6):
             check(device, model, resident)
-        before = handle.stats().bytes_read
-        for _ in range(4):
-            check(device, model, resident)
-        wait_until_enqueued(handle)
-        after, details = handle.stats().bytes_read, handle.plan.details
+        details = handle.plan.details
+        for _ in range(5):  # on a busy machine the plan may go on changing
+            before, planned_before = handle.stats().bytes_read, details
+            for _ in range(4):
+                check(device, model, resident)
+            wait_until_enqueued(handle)
+            after, details = handle.stats().bytes_read, handle.plan.details
+            if details is not None and planned_before is not None and details.placements == planned_before.placements:
+                break
         handle.remove()
     assert details is not None and {place.value for place in details.placements} == {"device", "ram", "file"}
     planned = list(zip(details.problem.groups, details.placements, strict=True))
