@@ -268,7 +268,7 @@ class Packer:
             self._transfer.read_now(blob, image)
             return self._noted(pack_image(image, blob.layout, device, blob.generation, memory), part, limit)
         blob.check()
-        origin = origin_of(blob.source.path, blob.pieces, blob.layout)
+        origin = origin_of(blob.source, blob.pieces, blob.layout)
         found = files.find_or_pack(self._ids[part], blob.layout, blob.rest, origin=origin, device=device)
         if found is None:
             return None

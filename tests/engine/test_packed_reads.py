@@ -308,6 +308,12 @@ def test_the_next_set_up_reads_and_packs_nothing(
     end(device, model, resident, handle)
 
 
+def _pack_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let plans say, with "auto", that packing is worth it."""
+    monkeypatch.setattr(Budgeter, "has_learnt_to_pack", True)
+    monkeypatch.setattr(Budgeter, "gain_from_packing", lambda *args: 0.5)
+
+
 def test_a_model_that_runs_is_packed(device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With "auto" once a plan says so."""
     resident = routed([2400] * 4)
@@ -315,14 +321,39 @@ def test_a_model_that_runs_is_packed(device: SimulatedDevice, tmp_path: Path, mo
     handle = offload(model, pack="auto", offload_to_disk_path=tmp_path / "groups")
     check(device, model, resident, 3)
     assert not handle.stats().bytes_unpacked
-    monkeypatch.setattr(Budgeter, "has_learnt_to_pack", True)
-    monkeypatch.setattr(Budgeter, "gain_from_packing", lambda *args: 0.5)
+    _pack_now(monkeypatch)
     check(device, model, resident, 2)
     before = settled(handle)
     check(device, model, resident)
     assert gained(handle, before, "bytes_read") < 0.8 * sum(group.num_bytes for group in handle.groups)
     assert handle.stats().bytes_unpacked and not handle.stats().packed_bytes
     end(device, model, resident, handle)
+
+
+@pytest.mark.parametrize("event", ["deleted", "replaced"])
+def test_a_checkpoint_that_lost_its_name_is_packed(
+    event: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights are still there. What has its name now is not what was packed."""
+    resident, other = routed([2400] * 3), routed([2400] * 3)
+    with torch.no_grad():
+        other.blocks[1].up.weight.mul_(2)
+    checkpoint = tmp_path / "model.safetensors"
+    model: Any = from_file(resident, checkpoint)
+    handle = offload(model, pack="auto", offload_to_disk_path=tmp_path / "groups")
+    check(device, model, resident, 2)
+    if event == "deleted":
+        checkpoint.unlink()
+    else:
+        from_file(other, tmp_path / "other.safetensors")
+        (tmp_path / "other.safetensors").replace(checkpoint)
+    _pack_now(monkeypatch)
+    check(device, model, resident, 2)
+    assert len(groups_of(handle)) == 3
+    end(device, model, resident, handle)
+    model, handle = offloaded("checkpoint", other, tmp_path)
+    check(device, model, other, 2)
+    end(device, model, other, handle)
 
 
 def test_no_descriptor_stays_open(device: SimulatedDevice, tmp_path: Path) -> None:
