@@ -26,6 +26,7 @@ from group_offload.runtime.budget.budgeter import Budgeter
 from group_offload.runtime.groups.group import Group
 from group_offload.stores import packed_files
 from group_offload.stores.descriptors import KeptDescriptors
+from group_offload.stores.manifest import manifests_in
 from group_offload.stores.packed import FileImage, RamImage
 
 from ..support.asserts import assert_at_rest
@@ -354,6 +355,23 @@ def test_a_checkpoint_that_lost_its_name_is_packed(
     model, handle = offloaded("checkpoint", other, tmp_path)
     check(device, model, other, 2)
     end(device, model, other, handle)
+
+
+@pytest.mark.parametrize("source", ["checkpoint", "folder"])
+def test_what_is_packed_later_is_in_the_manifest(
+    source: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a set-up: the next one finds it, and neither `prune` nor a set-up that does not pack removes it."""
+    resident = routed([2400] * 3)
+    _pack_now(monkeypatch)
+    model: Any = copy.deepcopy(resident) if source == "folder" else from_file(resident, tmp_path / "model.safetensors")
+    handle = offload(model, pack="auto", offload_to_disk_path=tmp_path / "groups")
+    check(device, model, resident, 2)
+    end(device, model, resident, handle)
+    named = [entry for each in manifests_in(tmp_path / "groups").values() for entry in each.entries]
+    assert sorted(tmp_path / "groups" / entry.file for entry in named if entry.packed_from) == packed_names(tmp_path)
+    assert len(packed_names(tmp_path)) == 3
+    assert not any(each.edited_in for each in manifests_in(tmp_path / "groups").values())
 
 
 def test_no_descriptor_stays_open(device: SimulatedDevice, tmp_path: Path) -> None:
