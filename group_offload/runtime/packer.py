@@ -208,7 +208,10 @@ class Packer:
             stack.callback(buffer.close)
             advance = stack.enter_context(progress_bar(total, "Packing weights"))
             for part in parts:
+                outdated = part.packed
                 part.drop_packed()
+                if outdated is not None:
+                    outdated.leave(forget=True)
                 image = self._pack(part, buffer, files, limit)
                 if image is not None:
                     self._sizes[part] = image.num_bytes

@@ -374,6 +374,61 @@ def test_what_is_packed_later_is_in_the_manifest(
     assert not any(each.edited_in for each in manifests_in(tmp_path / "groups").values())
 
 
+def _scale(factor: float, *models: Any) -> None:
+    for model in models:
+        with torch.no_grad():
+            model.blocks[1].up.weight.mul_(factor)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("source", ["checkpoint", "folder"])
+def test_edits_leave_no_packed_files(
+    source: str, share: float, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A packed file of edited weights goes with the group file that it was made from. That of a checkpoint stays."""
+    tune(monkeypatch, locked_share=share)
+    resident = routed([2400] * 2)
+    model, handle = offloaded(source, resident, tmp_path)
+    first, counts = packed_names(tmp_path), []
+    for _ in range(3):
+        _scale(1.5, model, resident)
+        check(device, model, resident, 2)
+        counts.append(len(packed_names(tmp_path)))
+    assert len({*counts}) == 1
+    if source == "checkpoint":
+        for twin in (model, resident):  # what is in the checkpoint again rests there again
+            with torch.no_grad():
+                twin.blocks[1].up.weight.copy_(routed([2400] * 2).blocks[1].up.weight)
+        check(device, model, resident, 3)
+        assert len(packed_names(tmp_path)) <= counts[0] and {*first} <= {*packed_names(tmp_path)}
+    end(device, model, resident, handle)
+    assert main(["verify", str(tmp_path / "groups")]) == 0
+
+
+@pytest.mark.parametrize("are_together", [True, False])
+def test_edits_of_a_model_leave_the_packed_files_of_another(
+    are_together: bool, device: SimulatedDevice, tmp_path: Path
+) -> None:
+    """Both have one packed file, and a group file each that it was made from."""
+    resident = routed([2400] * 2)
+    one, handle = offloaded("folder", resident, tmp_path)
+    _scale(2, one, resident)
+    check(device, one, resident, 2)
+    if not are_together:
+        end(device, one, resident, handle)
+    two, other_handle = offloaded("folder", resident, tmp_path)
+    check(device, two, resident)
+    before, edited = packed_names(tmp_path), copy.deepcopy(resident)
+    _scale(3, one if are_together else two, edited)
+    check(device, one if are_together else two, edited, 2)
+    assert {*before} < {*packed_names(tmp_path)}
+    if are_together:
+        check(device, two, resident)
+        one.alive.clear()
+        handle.remove()
+    end(device, two, resident if are_together else edited, other_handle)
+
+
 def test_no_descriptor_stays_open(device: SimulatedDevice, tmp_path: Path) -> None:
     resident = routed([2400] * 4)
     counts = []
