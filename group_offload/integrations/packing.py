@@ -110,7 +110,7 @@ def _pack(
     blob.check()
     origin = None
     if isinstance(blob, FileBlob):
-        origin = origin_of(blob.source.path, blob.pieces, blob.layout)
+        origin = origin_of(blob.source, blob.pieces, blob.layout)
     found = files.find_or_pack(group_id, blob.layout, blob.rest, on_done, origin=origin, device=device)
     blob.check()
     return found

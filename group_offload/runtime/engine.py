@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -128,7 +129,7 @@ class Engine:
             self._probe.stopwatch,
             self.counters,
             self._packer,
-            self._publish_manifest,
+            partial(self._publish_manifest, is_edit=False),
             is_tight=is_tight,
         )
         self._passes = (SharedPasses if config.share_passes else Passes)(
@@ -405,12 +406,12 @@ class Engine:
                 part.close(forget=True)
         self._replaced = {}
 
-    def _publish_manifest(self) -> None:
+    def _publish_manifest(self, *, is_edit: bool = True) -> None:
         parts = [part for group in self.groups for part in group.parts]
         entries = [part.blob.entry for part in parts if isinstance(part.blob, GroupFile)]
         entries += [part.packed.entry for part in parts if part.packed is not None and part.packed.entry is not None]
         if self._folder is not None:
-            self._folder.publish_manifest(entries)
+            self._folder.publish_manifest(entries, is_edit=is_edit)
 
     def _install_gates(self) -> None:
         self._changes.invalidate()

@@ -208,7 +208,10 @@ class Packer:
             stack.callback(buffer.close)
             advance = stack.enter_context(progress_bar(total, "Packing weights"))
             for part in parts:
+                outdated = part.packed
                 part.drop_packed()
+                if outdated is not None:
+                    outdated.leave(forget=True)
                 image = self._pack(part, buffer, files, limit)
                 if image is not None:
                     self._sizes[part] = image.num_bytes
@@ -268,7 +271,7 @@ class Packer:
             self._transfer.read_now(blob, image)
             return self._noted(pack_image(image, blob.layout, device, blob.generation, memory), part, limit)
         blob.check()
-        origin = origin_of(blob.source.path, blob.pieces, blob.layout)
+        origin = origin_of(blob.source, blob.pieces, blob.layout)
         found = files.find_or_pack(self._ids[part], blob.layout, blob.rest, origin=origin, device=device)
         if found is None:
             return None

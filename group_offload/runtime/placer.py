@@ -82,7 +82,7 @@ class Placer:
     ) -> None:
         """
         Args:
-            publish: Function that is called once edited weights were packed into other files.
+            publish: Function that is called once weights were packed into other files than before.
             is_tight: Whether memory of weights that wait for their turn counts most: at leaf level, without `record_stream`.
         """
         self._root = root
@@ -314,6 +314,7 @@ class Placer:
         self._memory.release()
         self._packer.switch_on()
         self.place(self._groups, is_first=False)
+        self._publish()
 
     def _pack_again(self) -> None:
         """Pack blobs that were edited since."""

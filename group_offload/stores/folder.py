@@ -76,7 +76,9 @@ class Folder:
         self._mine: set[Path] = set()
         """The files of groups of the model. It gives some of them up when it is laid out again."""
         self._is_set_up = False
-        """Whether the manifest of the set-up was published. Later manifests are those of edited weights."""
+        """Whether the manifest of the set-up was published."""
+        self._is_edited = False
+        """Whether a manifest of edited weights was published. Later manifests are those of edited weights too."""
         self._manifest: Path | None = None
         """The manifest that the folder has for this model."""
         self._manifest_lock: object = None
@@ -203,21 +205,23 @@ class Folder:
         logger.info("%s is not what group %r rests in: left alone, another name is used.", path, group_id)
         self._num_in_the_way += path not in self._mine
 
-    def publish_manifest(self, entries: Sequence[ManifestEntry]) -> Path | None:
+    def publish_manifest(self, entries: Sequence[ManifestEntry], *, is_edit: bool = True) -> Path | None:
         """Write down which files the model needs, once all of them are there.
 
         The first call is that of the set-up. It also tidies up what models of the class left that were edited and have died.
-        Later calls are for edited weights. They give up the manifest before, which is deleted if this process wrote it and no
-        other model of the process has it.
+        Later calls are for edited weights, or for weights that were packed only then. They give up the manifest before, which
+        is deleted if this process wrote it and no other model of the process has it.
 
         Args:
             entries: the `ProvenFile.entry` of each file.
+            is_edit: whether a call after the first one is for edited weights.
 
         Returns:
             The manifest of the model. None if it needs no file, or if it never had a manifest that could be written. (The log
             says so, and the model works all the same.)
         """
-        manifest = Manifest(self.model_class, tuple(sorted(entries)), boot() if self._is_set_up else "")
+        self._is_edited |= self._is_set_up and is_edit
+        manifest = Manifest(self.model_class, tuple(sorted(entries)), boot() if self._is_edited else "")
         published = publish_manifest(self.path, manifest) if entries else None
         if not self._is_set_up:
             tidy_manifests(self.path, self.model_class)

@@ -30,7 +30,7 @@ from ..base.tuning import tuning
 from ..errors import GroupFileError
 from ..packing.codec import pack
 from ..packing.layout import PackedLayout
-from .manifest import ManifestEntry
+from .folder import add_user, delete_if_unused, never_delete, remove_user
 from .moves import Copy, Read, Unpack
 from .packed_files import PackedFile
 from .source import Piece, Proof, SourceFile
@@ -42,15 +42,19 @@ class PackedImage(ABC):
     is_read: bool
     """Whether the packed bytes are read from a file each time that they are sent."""
 
-    def __init__(self, layout: PackedLayout, generation: int, entry: ManifestEntry | None) -> None:
+    def __init__(self, layout: PackedLayout, generation: int, file: PackedFile | None) -> None:
         """
         Args:
             generation: The blob's, when it was packed.
-            entry: What the manifest says of the packed file, if there is one.
+            file: The packed file, if there is one.
         """
         self.layout = layout
         self.generation = generation
-        self.entry = entry
+        self.entry = None if file is None else file.entry
+        """What the manifest says of the packed file."""
+        self._path = None if file is None else file.path
+        if self._path is not None:
+            add_user(self._path, self)
 
     @property
     def num_bytes(self) -> int:
@@ -74,8 +78,25 @@ class PackedImage(ABC):
             on_device: The packed bytes in memory of the device, if they are there.
         """
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Give up the memory, or the file."""
+        if self._path is not None:
+            remove_user(self._path, self)
+
+    def leave(self, *, forget: bool) -> None:
+        """Let the packed file be, once this was closed, for whoever comes next.
+
+        Args:
+            forget: Whether the weights are out of date. Then the packed file goes with the group file that it was made from:
+                else each edit would leave one. That of a checkpoint stays.
+        """
+        if self._path is None or self.entry is None:
+            return
+        source = self.entry.packed_from
+        if not forget:
+            never_delete(self._path)
+        elif source is not None and not os.path.lexists(source.path):
+            delete_if_unused(self._path)
 
 
 class RamImage(PackedImage):
@@ -89,14 +110,14 @@ class RamImage(PackedImage):
         memory: torch.Tensor,
         lock: PageLock | None,
         generation: int,
-        entry: ManifestEntry | None = None,
+        file: PackedFile | None = None,
     ) -> None:
         """
         Args:
             memory: Page-locked, flat uint8.
             lock: None if the driver allocated the memory.
         """
-        super().__init__(layout, generation, entry)
+        super().__init__(layout, generation, file)
         self._memory = memory
         self._lock = lock
 
@@ -110,6 +131,7 @@ class RamImage(PackedImage):
 
     def close(self) -> None:
         """Give the memory back, on another thread, once no copy reads it."""
+        super().close()
         memory: list[object] = [self._lock, self._memory]
         self._lock, self._memory = None, flat_view(b"", 0, 0)
         release_later(memory)
@@ -129,7 +151,7 @@ class FileImage(PackedImage):
         Raises:
             GroupFileError: the file cannot be mapped.
         """
-        super().__init__(file.packed, generation, file.entry)
+        super().__init__(file.packed, generation, file)
         self.name = file.entry.group_id
         self.content: str | None = file.entry.content
         self.pieces: Sequence[Piece] = [Piece(0, file.start, self.num_bytes)]
@@ -214,9 +236,9 @@ class LockedMemory:
         self._found = (memory, lock) if lock is not None else None if by_driver is None else (by_driver, None)
         return memory if self._found is None else self._found[0]
 
-    def image(self, layout: PackedLayout, generation: int, entry: ManifestEntry | None = None) -> PackedImage | None:
+    def image(self, layout: PackedLayout, generation: int, file: PackedFile | None = None) -> PackedImage | None:
         """What is in the memory that was allocated last; None if it is not page-locked."""
-        return None if self._found is None else RamImage(layout, *self._found, generation, entry)
+        return None if self._found is None else RamImage(layout, *self._found, generation, file)
 
 
 def pack_image(
@@ -251,7 +273,7 @@ def read_image(file: PackedFile, generation: int, memory: LockedMemory) -> Packe
         file.read(memory.allocate(file.packed.packed_bytes))
     finally:
         os.close(file.fd)
-    return memory.image(file.packed, generation, file.entry)
+    return memory.image(file.packed, generation, file)
 
 
 def open_image(file: PackedFile, generation: int, *, is_verified: bool) -> FileImage:

@@ -18,6 +18,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +43,7 @@ from .safetensors_file import (
     printable_id,
     read_header,
 )
-from .source import Piece
+from .source import Piece, SourceFile
 
 logger = logging.getLogger("group_offload")
 
@@ -57,19 +58,29 @@ class Origin:
     facts: str
     place: str
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the file is still the one that the facts are of."""
+        with suppress(OSError):
+            return facts_of(os.stat(self.path)) == self.facts
+        return False
 
-def origin_of(path: Path, pieces: Sequence[Piece], layout: BlobLayout) -> Origin:
+
+def origin_of(source: SourceFile, pieces: Sequence[Piece], layout: BlobLayout) -> Origin | None:
     """
     Args:
-        path: the file that the tensors of a blob are views of.
+        source: the file that the tensors of a blob are views of.
         pieces: where they lie in it.
 
-    Raises:
-        OSError: the file is not there.
+    Returns:
+        None if the file was deleted, renamed or replaced since: what is under its name now proves nothing.
     """
+    found = source.stat_at(source.path)
+    if found is None:
+        return None
     specs = [[printable_id(spec.fqn), str(spec.dtype), spec.shape, spec.stride, spec.offset] for spec in layout.specs]
     place = json.dumps([[[piece.offset, piece.position, piece.num_bytes] for piece in pieces], specs])
-    return Origin(path, facts_of(os.stat(path)), hashlib.sha256(place.encode()).hexdigest()[:32])
+    return Origin(source.path, facts_of(found), hashlib.sha256(place.encode()).hexdigest()[:32])
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +202,7 @@ class PackedFiles:
                 packed = packed or _pack(layout, tensors, device)
                 if packed is None:
                     return None
-                if packed.layout.hash != plain or (origin and facts_of(os.stat(origin.path)) != origin.facts):
+                if packed.layout.hash != plain or (origin and not origin.is_there):
                     raise GroupFileError(
                         f"{origin.path if origin else group_id} changed while it was being packed: the result may be of the "
                         f"old weights and the new ones, and was thrown away. Keep other programs from changing it, and try "

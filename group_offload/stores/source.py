@@ -378,8 +378,12 @@ class SourceFile:
 
     def has_name(self, path: Path) -> bool:
         """Whether `path` leads to this file, unchanged."""
+        return self.stat_at(path) is not None
+
+    def stat_at(self, path: Path) -> os.stat_result | None:
+        """The status of `path` if it leads to this file, unchanged."""
         now = self._stat_of(path)
-        return now is not None and _content_of(now) == _content_of(self._stamp)
+        return now if now is not None and _content_of(now) == _content_of(self._stamp) else None
 
     def lost(self, position: int, what: str) -> GroupFileError:
         return GroupFileError(

@@ -26,6 +26,7 @@ from group_offload.runtime.budget.budgeter import Budgeter
 from group_offload.runtime.groups.group import Group
 from group_offload.stores import packed_files
 from group_offload.stores.descriptors import KeptDescriptors
+from group_offload.stores.manifest import manifests_in
 from group_offload.stores.packed import FileImage, RamImage
 
 from ..support.asserts import assert_at_rest
@@ -308,6 +309,12 @@ def test_the_next_set_up_reads_and_packs_nothing(
     end(device, model, resident, handle)
 
 
+def _pack_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let plans say, with "auto", that packing is worth it."""
+    monkeypatch.setattr(Budgeter, "has_learnt_to_pack", True)
+    monkeypatch.setattr(Budgeter, "gain_from_packing", lambda *args: 0.5)
+
+
 def test_a_model_that_runs_is_packed(device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With "auto" once a plan says so."""
     resident = routed([2400] * 4)
@@ -315,14 +322,111 @@ def test_a_model_that_runs_is_packed(device: SimulatedDevice, tmp_path: Path, mo
     handle = offload(model, pack="auto", offload_to_disk_path=tmp_path / "groups")
     check(device, model, resident, 3)
     assert not handle.stats().bytes_unpacked
-    monkeypatch.setattr(Budgeter, "has_learnt_to_pack", True)
-    monkeypatch.setattr(Budgeter, "gain_from_packing", lambda *args: 0.5)
+    _pack_now(monkeypatch)
     check(device, model, resident, 2)
     before = settled(handle)
     check(device, model, resident)
     assert gained(handle, before, "bytes_read") < 0.8 * sum(group.num_bytes for group in handle.groups)
     assert handle.stats().bytes_unpacked and not handle.stats().packed_bytes
     end(device, model, resident, handle)
+
+
+@pytest.mark.parametrize("event", ["deleted", "replaced"])
+def test_a_checkpoint_that_lost_its_name_is_packed(
+    event: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights are still there. What has its name now is not what was packed."""
+    resident, other = routed([2400] * 3), routed([2400] * 3)
+    with torch.no_grad():
+        other.blocks[1].up.weight.mul_(2)
+    checkpoint = tmp_path / "model.safetensors"
+    model: Any = from_file(resident, checkpoint)
+    handle = offload(model, pack="auto", offload_to_disk_path=tmp_path / "groups")
+    check(device, model, resident, 2)
+    if event == "deleted":
+        checkpoint.unlink()
+    else:
+        from_file(other, tmp_path / "other.safetensors")
+        (tmp_path / "other.safetensors").replace(checkpoint)
+    _pack_now(monkeypatch)
+    check(device, model, resident, 2)
+    assert len(groups_of(handle)) == 3
+    end(device, model, resident, handle)
+    model, handle = offloaded("checkpoint", other, tmp_path)
+    check(device, model, other, 2)
+    end(device, model, other, handle)
+
+
+@pytest.mark.parametrize("source", ["checkpoint", "folder"])
+def test_what_is_packed_later_is_in_the_manifest(
+    source: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a set-up: the next one finds it, and neither `prune` nor a set-up that does not pack removes it."""
+    resident = routed([2400] * 3)
+    _pack_now(monkeypatch)
+    model: Any = copy.deepcopy(resident) if source == "folder" else from_file(resident, tmp_path / "model.safetensors")
+    handle = offload(model, pack="auto", offload_to_disk_path=tmp_path / "groups")
+    check(device, model, resident, 2)
+    end(device, model, resident, handle)
+    named = [entry for each in manifests_in(tmp_path / "groups").values() for entry in each.entries]
+    assert sorted(tmp_path / "groups" / entry.file for entry in named if entry.packed_from) == packed_names(tmp_path)
+    assert len(packed_names(tmp_path)) == 3
+    assert not any(each.edited_in for each in manifests_in(tmp_path / "groups").values())
+
+
+def _scale(factor: float, *models: Any) -> None:
+    for model in models:
+        with torch.no_grad():
+            model.blocks[1].up.weight.mul_(factor)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("source", ["checkpoint", "folder"])
+def test_edits_leave_no_packed_files(
+    source: str, share: float, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A packed file of edited weights goes with the group file that it was made from. That of a checkpoint stays."""
+    tune(monkeypatch, locked_share=share)
+    resident = routed([2400] * 2)
+    model, handle = offloaded(source, resident, tmp_path)
+    first, counts = packed_names(tmp_path), []
+    for _ in range(3):
+        _scale(1.5, model, resident)
+        check(device, model, resident, 2)
+        counts.append(len(packed_names(tmp_path)))
+    assert len({*counts}) == 1
+    if source == "checkpoint":
+        for twin in (model, resident):  # what is in the checkpoint again rests there again
+            with torch.no_grad():
+                twin.blocks[1].up.weight.copy_(routed([2400] * 2).blocks[1].up.weight)
+        check(device, model, resident, 3)
+        assert len(packed_names(tmp_path)) <= counts[0] and {*first} <= {*packed_names(tmp_path)}
+    end(device, model, resident, handle)
+    assert main(["verify", str(tmp_path / "groups")]) == 0
+
+
+@pytest.mark.parametrize("are_together", [True, False])
+def test_edits_of_a_model_leave_the_packed_files_of_another(
+    are_together: bool, device: SimulatedDevice, tmp_path: Path
+) -> None:
+    """Both have one packed file, and a group file each that it was made from."""
+    resident = routed([2400] * 2)
+    one, handle = offloaded("folder", resident, tmp_path)
+    _scale(2, one, resident)
+    check(device, one, resident, 2)
+    if not are_together:
+        end(device, one, resident, handle)
+    two, other_handle = offloaded("folder", resident, tmp_path)
+    check(device, two, resident)
+    before, edited = packed_names(tmp_path), copy.deepcopy(resident)
+    _scale(3, one if are_together else two, edited)
+    check(device, one if are_together else two, edited, 2)
+    assert {*before} < {*packed_names(tmp_path)}
+    if are_together:
+        check(device, two, resident)
+        one.alive.clear()
+        handle.remove()
+    end(device, two, resident if are_together else edited, other_handle)
 
 
 def test_no_descriptor_stays_open(device: SimulatedDevice, tmp_path: Path) -> None:

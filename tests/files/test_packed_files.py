@@ -21,7 +21,7 @@ from group_offload.stores.folder import Folder
 from group_offload.stores.manifest import Manifest, PackedFrom
 from group_offload.stores.packed_files import Origin, PackedFile, PackedFiles, give_up_outdated, origin_of
 from group_offload.stores.safetensors_file import read_header
-from group_offload.stores.source import Piece
+from group_offload.stores.source import Piece, SourceFile
 from group_offload.stores.survey import Kind, removable
 
 from ..support.folders import look
@@ -144,28 +144,32 @@ def test_tensors_of_a_checkpoint_in_another_order(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ by facts
 
 
-def from_checkpoint(path: Path, checkpoint: Path) -> tuple[Origin, BlobLayout]:
+def from_checkpoint(checkpoint: Path, position: int = 64) -> tuple[Origin, BlobLayout]:
     layout = image_of(TENSORS[:1])[1]
-    return origin_of(checkpoint, [Piece(0, 64, TENSORS[0].nbytes)], layout), layout
+    with open(checkpoint, "rb") as file:
+        source = SourceFile(checkpoint, file.fileno(), 0, checkpoint.stat().st_size)
+    origin = origin_of(source, [Piece(0, position, TENSORS[0].nbytes)], layout)
+    assert origin is not None
+    return origin, layout
 
 
 def test_it_is_found_without_reading_the_weights(tmp_path: Path, checkpoint: Path) -> None:
-    origin, layout = from_checkpoint(tmp_path, checkpoint)
+    origin, layout = from_checkpoint(checkpoint)
     first = packed(tmp_path / "groups", TENSORS[:1], origin)
     files = PackedFiles(Folder(tmp_path / "groups", "Model"))
     found = files.find("blocks_0", layout, origin)
     assert found is not None and found.path == first.path and files.num_changed == 0
     os.close(found.fd)
     assert torch.equal(image_in(found), image_of(TENSORS[:1])[0])
-    elsewhere = origin_of(checkpoint, [Piece(0, 72, TENSORS[0].nbytes)], layout)
+    elsewhere, _ = from_checkpoint(checkpoint, 72)
     assert files.find("blocks_0", layout, elsewhere) is None
 
 
 def test_a_checkpoint_that_changed_since(tmp_path: Path, checkpoint: Path) -> None:
-    origin, layout = from_checkpoint(tmp_path, checkpoint)
+    origin, layout = from_checkpoint(checkpoint)
     packed(tmp_path / "groups", TENSORS[:1], origin)
     save_file({"a": weights("normal", len(TENSORS[0]), seed=9)}, checkpoint)
-    now, _ = from_checkpoint(tmp_path, checkpoint)
+    now, _ = from_checkpoint(checkpoint)
     files = PackedFiles(Folder(tmp_path / "groups", "Model"))
     assert files.find("blocks_0", layout, now) is None and files.num_changed == 1
     changed = [weights("normal", len(TENSORS[0]), seed=9)]
@@ -181,10 +185,10 @@ def test_a_checkpoint_that_changed_since(tmp_path: Path, checkpoint: Path) -> No
 
 def test_a_checkpoint_that_is_the_same_under_new_facts(tmp_path: Path, checkpoint: Path) -> None:
     """It was touched, or copied: the hashes find the file, and from then on its facts do."""
-    origin, layout = from_checkpoint(tmp_path, checkpoint)
+    origin, layout = from_checkpoint(checkpoint)
     first = packed(tmp_path / "groups", TENSORS[:1], origin)
     os.utime(checkpoint)
-    now, _ = from_checkpoint(tmp_path, checkpoint)
+    now, _ = from_checkpoint(checkpoint)
     assert packed(tmp_path / "groups", TENSORS[:1], now).path == first.path
     found = PackedFiles(Folder(tmp_path / "groups", "Model")).find("blocks_0", layout, now)
     assert found is not None
@@ -192,7 +196,7 @@ def test_a_checkpoint_that_is_the_same_under_new_facts(tmp_path: Path, checkpoin
 
 
 def test_a_checkpoint_that_changes_while_it_is_packed(tmp_path: Path, checkpoint: Path) -> None:
-    origin, layout = from_checkpoint(tmp_path, checkpoint)
+    origin, layout = from_checkpoint(checkpoint)
     os.utime(checkpoint)
     with pytest.raises(GroupFileError, match="changed while it was being packed"):
         PackedFiles(Folder(tmp_path / "groups", "Model")).find_or_pack("blocks_0", layout, TENSORS[:1], origin=origin)
@@ -200,7 +204,7 @@ def test_a_checkpoint_that_changes_while_it_is_packed(tmp_path: Path, checkpoint
 
 
 def test_a_packed_file_that_was_replaced_is_not_found_by_facts(tmp_path: Path, checkpoint: Path) -> None:
-    origin, layout = from_checkpoint(tmp_path, checkpoint)
+    origin, layout = from_checkpoint(checkpoint)
     first = packed(tmp_path / "groups", TENSORS[:1], origin)
     shutil.copy(first.path, tmp_path / "copy")
     os.replace(tmp_path / "copy", first.path)

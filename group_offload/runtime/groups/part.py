@@ -95,8 +95,11 @@ class Part:
 
     def close(self, *, forget: bool) -> None:
         """Give up the memory or the file of the blob, and its packed bytes. See `Blob.close`."""
+        packed = self.packed
         self.drop_packed()
         self.blob.close(forget=forget)
+        if packed is not None:
+            packed.leave(forget=forget)
 
     def index_at(self, offset: int) -> int:
         """The index of the tensor that byte `offset` of the blob belongs to."""
