@@ -14,6 +14,7 @@ from ..base.page_lock import LockLimit, PageLock
 from ..base.progress import progress_bar
 from ..base.ram import available_ram, fits
 from ..base.tuning import tuning
+from ..errors import GroupFileError
 from ..plan.budgets import describe_bytes
 from ..stores.base import Tier
 from ..stores.files import FileBlob
@@ -60,6 +61,8 @@ class Packer:
         self._has_ram_budget = has_ram_budget
         self.is_on = is_on
         """Whether blobs are packed."""
+        self.is_set_up = False
+        """Whether the module has been offloaded. Then weights stay plain where the folder does not take packed files."""
         self._groups: tuple[Group, ...] = ()
         """The groups whose packed bytes are wanted."""
         self._ids: dict[Part, str] = {}
@@ -189,7 +192,7 @@ class Packer:
         Where RAM is short and there is a folder, packed bytes stay in their files.
 
         Raises:
-            GroupFileError: a blob cannot be read from its file.
+            GroupFileError: a blob cannot be read from its file; or, while the module is set up, packed files cannot be written.
         """
         parts = self._with_room(parts)
         if not parts:
@@ -201,18 +204,28 @@ class Packer:
             files = None
             if self._folder is not None:
                 stack.enter_context(self._folder.locked())
-                self._folder.prepare(int(total * _USUAL_RATIO))
+                try:
+                    self._folder.prepare(int(total * _USUAL_RATIO))
+                except GroupFileError as error:
+                    parts = self._left_plain(parts, error)
                 files = PackedFiles(self._folder)
             read = [part.blob.layout.num_bytes for part in parts if files is None and isinstance(part.blob, FileBlob)]
             buffer = _Buffer(max(read, default=0), self._backend)
             stack.callback(buffer.close)
             advance = stack.enter_context(progress_bar(total, "Packing weights"))
-            for part in parts:
+            for number, part in enumerate(parts):
                 outdated = part.packed
                 part.drop_packed()
                 if outdated is not None:
                     outdated.leave(forget=True)
-                image = self._pack(part, buffer, files, limit)
+                try:
+                    image = self._pack(part, buffer, files, limit)
+                except GroupFileError as error:
+                    if files is None:
+                        raise
+                    part.blob.check()  # else it is the folder that fails
+                    self._left_plain(parts[number:], error)
+                    break
                 if image is not None:
                     self._sizes[part] = image.num_bytes
                 part.take_packed(image)
@@ -221,6 +234,16 @@ class Packer:
             if part.packed is None and isinstance(part.blob, RamBlob):
                 part.blob.store.lock_after_all(limit)
         limit.report()
+
+    def _left_plain(self, parts: Sequence[Part], error: GroupFileError) -> list[Part]:
+        """Leave parts plain that the folder takes no packed files of. Returns what is to be packed: nothing."""
+        if not self.is_set_up:
+            raise error
+        left = sum(part.blob.layout.num_bytes for part in parts)
+        for part in parts:
+            part.may_pack = False
+        logger.warning("%s of weights are not packed, and used as they are: %s", describe_bytes(left), error)
+        return []
 
     def _with_room(self, parts: Sequence[Part]) -> list[Part]:
         """The parts that RAM has room for, packed, or that are read packed. The others stay as they are."""

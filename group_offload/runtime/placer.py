@@ -152,6 +152,7 @@ class Placer:
                 is_of_leaves=self._config.is_leaf_level and not in_files,
             ),
         )
+        self._packer.is_set_up = True
 
     def clear(self) -> None:
         """Forget the groups and the plan."""

@@ -26,6 +26,7 @@ from group_offload.runtime.budget.budgeter import Budgeter
 from group_offload.runtime.groups.group import Group
 from group_offload.stores import packed_files
 from group_offload.stores.descriptors import KeptDescriptors
+from group_offload.stores.folder import Folder
 from group_offload.stores.manifest import manifests_in
 from group_offload.stores.packed import FileImage, RamImage
 
@@ -328,6 +329,47 @@ def test_a_model_that_runs_is_packed(device: SimulatedDevice, tmp_path: Path, mo
     check(device, model, resident)
     assert gained(handle, before, "bytes_read") < 0.8 * sum(group.num_bytes for group in handle.groups)
     assert handle.stats().bytes_unpacked and not handle.stats().packed_bytes
+    end(device, model, resident, handle)
+
+
+@pytest.mark.parametrize("fault", ["no room", "no room for the second"])
+@pytest.mark.parametrize("pack", [True, "auto"])
+def test_a_folder_that_takes_no_packed_files_any_more(
+    pack: Any,
+    fault: str,
+    device: SimulatedDevice,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Weights that run are not lost for it: they are used as they are."""
+    resident = routed([2400] * 3)
+    model: Any = from_file(resident, tmp_path / "model.safetensors")
+    handle = offload(model, pack=pack, offload_to_disk_path=tmp_path / "groups")
+    check(device, model, resident, 2)
+    taken: list[Any] = []
+    find_or_pack = packed_files.PackedFiles.find_or_pack
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if fault == "no room" or taken:
+            raise GroupFileError("The folder is full. Free some room.")
+        taken.append(find_or_pack(*args, **kwargs))
+        return taken[0]
+
+    monkeypatch.setattr(packed_files.PackedFiles, "find_or_pack", refuse)
+    if pack == "auto":
+        _pack_now(monkeypatch)
+        if fault == "no room":
+            monkeypatch.setattr(Folder, "prepare", refuse)
+    else:
+        for each in (model, resident):
+            with torch.no_grad():
+                for block in each.blocks:
+                    block.up.weight.mul_(2)
+    caplog.clear()
+    check(device, model, resident, 3)
+    assert caplog.text.count("not packed, and used as they are: The folder is full.") == 1
+    assert len(taken) == (fault != "no room")
     end(device, model, resident, handle)
 
 
