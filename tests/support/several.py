@@ -502,9 +502,10 @@ def trains_under_fsdp(rank: int) -> None:
     kinds = ("resident", "alone", "shared") if DEVICE.type == "cpu" else ("alone", "shared")
     for where, when, is_checkpointed, options in (
         ("what is trained", "before", False, {}),
-        ("what is trained", "after", True, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}),
+        # Not with checkpoints: torch 2.8 fails at that with resident weights.
+        ("what is trained", "after", False, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}),
         ("the blocks and the model", "before", True, {"reshard_after_forward": False}),
-        ("a module around it", "after", False, {}),
+        ("a module around it", "after", True, {}),
     ):
         expected, *others = (
             trained_under_fsdp(rank, kind, where, when, is_checkpointed=is_checkpointed, **options) for kind in kinds
