@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,18 @@ def said(what: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
     say(f"{what}: {time.perf_counter() - start:.1f} s")
+
+
+def limit_ram(num_bytes: int, stack: ExitStack, facts: dict[str, Any]) -> MemoryGroup | None:
+    """What limits the RAM of processes, until `stack` ends. None if no limit can be set here: `facts` says why."""
+    try:
+        group = MemoryGroup(num_bytes)
+    except OSError as error:
+        facts["group_error"] = str(error)
+        say(f"no limit of RAM: {error}")
+        return None
+    stack.callback(group.remove)
+    return group
 
 
 # ------------------------------------------------------------------------------------------------ the child

@@ -14,8 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from .limits import MemoryGroup
 from .machine import default_device, fix_algorithms, fix_training_algorithms, measure_machine, sha256, synchronize
 from .models import Draw, Model, find, make_inputs
 from .options import add, model_of, sizes_of
-from .processes import QUIET, said, say, share_of_anonymous_bytes
+from .processes import QUIET, limit_ram, said, say, share_of_anonymous_bytes
 from .weights import load, preload
 
 PARALLEL, SHARDED, LORA, SHARDED_LORA = "context parallel", "FSDP2", "LoRA", "FSDP2 with a LoRA"
@@ -125,7 +125,7 @@ def run(options: argparse.Namespace) -> Path | None:
         checkpoint = stack.enter_context(checkpoints.folder_of(options))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         # All of them import at the same time, while the checkpoint is made.
-        teams = {kind: stack.enter_context(_team(kind, options, found["ram"])) for kind in by_kind}
+        teams = {kind: _team(kind, options, stack, found["ram"]) for kind in by_kind}
         found["machine"] = measure_machine(device)
         checkpoints.make_sure(model, device, checkpoint, SHARD_BYTES)
         for kind, names in by_kind.items():
@@ -158,33 +158,21 @@ def run(options: argparse.Namespace) -> Path | None:
     return path
 
 
-@contextmanager
 def _team(
-    kind: str, options: argparse.Namespace, limits: dict[str, Any]
-) -> Iterator[tuple[list[subprocess.Popen[str]], MemoryGroup | None]]:
+    kind: str, options: argparse.Namespace, stack: ExitStack, limits: dict[str, Any]
+) -> tuple[list[subprocess.Popen[str]], MemoryGroup | None]:
     """The processes of one kind, and what limits their RAM. They wait for their job."""
     group: MemoryGroup | None = None
     if kind == "files":
-        try:
-            group = MemoryGroup(parse_size(options.ram))
-        except OSError as error:
-            limits[kind] = {"group_error": str(error)}
-            say(f"no limit of RAM: {error}")
+        group = limit_ram(parse_size(options.ram), stack, limits.setdefault(kind, {}))
     arguments = ["-m", "benchmarks.several"]
     command = [sys.executable, *arguments] if group is None else group.command(arguments)
-    environment = {**QUIET, **os.environ}
-    ranks = [
-        subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=2, text=True)
-        for _ in range(options.ranks)
-    ]
-    try:
-        yield ranks, group
-    finally:
-        for each in ranks:
-            each.kill()
-            each.communicate()
-        if group is not None:
-            group.remove()
+    environment, ranks = {**QUIET, **os.environ}, []
+    for _ in range(options.ranks):
+        ranks.append(subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=2, text=True))
+        stack.callback(ranks[-1].communicate)
+        stack.callback(ranks[-1].kill)
+    return ranks, group
 
 
 def _work(ranks: Sequence[subprocess.Popen[str]], job: Mapping[str, Any], until: float) -> str | None:
