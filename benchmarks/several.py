@@ -403,12 +403,13 @@ def train(name: str, module: nn.Module, job: Mapping[str, Any], device: torch.de
             if handle is not None:
                 module(**inputs)  # brings what is trained to the device: DDP wants to find it there
             training_run.called = _in_parallel(module)
+        before = _counts(handle)["gathered_bytes"]
         found = training_run.measure(inputs)
         return {
             "setup_s": setup,
             **found,
             "output": found["bits"],
-            "gathered_bytes": _counts(handle)["gathered_bytes"] / len(found["steps_s"]),
+            "gathered_bytes": (_counts(handle)["gathered_bytes"] - before) / len(found["steps_s"]),
             "missed": 0 if handle is None else handle.stats().gathers_missed,
             "anonymous_bytes": share_of_anonymous_bytes(),
             "plan": "" if handle is None else handle.plan.gpus,

@@ -194,7 +194,7 @@ def test_opening_is_measured(tmp_path: Path, benchmark_here: Run) -> None:
 
 def test_timelines_are_drawn(tmp_path: Path) -> None:
     """Lanes, a part of the time, and slices too narrow to be seen."""
-    lanes = ["file reads", "file reads 2", "H2D", "compute", "stalls"]
+    lanes = ["file reads", "file reads 2", "H2D", "gathers", "compute", "stalls"]
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": lane}}
         for tid, lane in enumerate(lanes)
@@ -206,7 +206,10 @@ def test_timelines_are_drawn(tmp_path: Path) -> None:
     whole, part = tmp_path / "whole.svg", tmp_path / "part.svg"
     run("docs/images/draw_trace.py", tmp_path / "trace.json", "--output", whole)
     run("docs/images/draw_trace.py", tmp_path / "trace.json", "--start", "1", "--seconds", "0.01", "--output", part)
-    assert "2 s · file reads busy 90% · H2D busy 90% · compute busy 90% · stalls busy 90%" in whole.read_text()
+    assert (
+        "2 s · file reads busy 90% · H2D busy 90% · gathers busy 90% · compute busy 90% · stalls busy 90%"
+        in whole.read_text()
+    )
     assert len(whole.read_text()) < 1 << 20
     assert part.read_text().count("<rect") == 1 + 10 * len(lanes)
     assert ">8 ms<" in part.read_text()
