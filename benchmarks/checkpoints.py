@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .disk import files_in, size_of
-from .machine import GIB
+from .machine import GIB, forget_device_peak
 from .models import Model, make_model
 from .processes import say
 
@@ -27,6 +27,13 @@ def folder_of(options: argparse.Namespace) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="group-offload-checkpoint-", dir=options.disk) as folder:
         yield Path(folder)
+
+
+def make_sure(model: Model, device: torch.device, folder: Path, shard_bytes: int | None) -> None:
+    """Save the model's checkpoint if it is not there yet. This process holds no memory of the device afterwards."""
+    if not (folder / "config.json").exists():
+        save(model, device, folder, shard_bytes)
+    forget_device_peak(device)
 
 
 def save(

@@ -185,6 +185,30 @@ class Wan(Model):
         }
 
 
+class QwenImage(Model):
+    """The transformer of Qwen-Image. 4096 tokens are an image of 1024 x 1024 pixels."""
+
+    class_name = "QwenImageTransformer2DModel"
+    takes = "{tokens} image tokens and {text_tokens} text tokens"
+    block_fields = ("num_layers",)
+
+    def make_buffers(self, model: nn.Module) -> None:
+        axes = list(self.config["axes_dims_rope"])  # positions are no buffers
+        model.pos_embed = type(model.pos_embed)(theta=10000, axes_dim=axes, scale_rope=True)  # type: ignore[operator]
+
+    def inputs(self, draw: Draw) -> dict[str, torch.Tensor]:
+        return {
+            "hidden_states": draw.normal(1, self.sizes["tokens"], self.config["in_channels"]),
+            "encoder_hidden_states": draw.normal(1, self.sizes["text_tokens"], self.config["joint_attention_dim"]),
+            "timestep": torch.full((1,), 0.5, device=draw.device, dtype=draw.dtype),
+        }
+
+    def call(self, model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        side = int(self.sizes["tokens"] ** 0.5)
+        output: torch.Tensor = model(**inputs, img_shapes=[[(1, side, side)]], return_dict=False)[0]
+        return output
+
+
 class TextEncoder(Model):
     """A text encoder of transformers."""
 
@@ -297,6 +321,9 @@ def _large() -> Iterator[tuple[str, Model]]:
     wan |= {"ffn_dim": 13824, "text_dim": 4096, "freq_dim": 256}
     frames = {"frames": 21, "height": 60, "width": 104}
     yield "wan14b", Wan(name="wan14b", config=wan, sizes={**frames, "text_tokens": 512})
+    qwen: dict[str, Any] = {"num_layers": 60, "num_attention_heads": 24, "attention_head_dim": 128, "in_channels": 64}
+    qwen |= {"joint_attention_dim": 3584, "axes_dims_rope": (16, 56, 56)}
+    yield "qwen-image", QwenImage(name="qwen-image", config=qwen, sizes={"tokens": 4096, "text_tokens": 512})
     unet = {"block_out_channels": (320, 640, 1280, 1280), "cross_attention_dim": 768, "sample_size": 64}
     unet |= {"attention_head_dim": 8}  # the number of heads, by diffusers' name for it
     yield "unet-sd15", UNet(name="unet-sd15", config=unet, sizes={"batch": 2})
@@ -332,6 +359,14 @@ def _small(large: Mapping[str, Model]) -> Iterator[tuple[str, Model]]:
         "flux": {**flux, "name": "small"},
         "flux-control": {**flux, "num_layers": 1, "num_single_layers": 2},
         "wan14b": {**width, **few, "num_layers": 4, "ffn_dim": 256, "text_dim": 64, "freq_dim": 32, "text_tokens": 16},
+        "qwen-image": {
+            **width,
+            "num_layers": 3,
+            "joint_attention_dim": 64,
+            "axes_dims_rope": (8, 12, 12),
+            "tokens": 16,
+            "text_tokens": 8,
+        },
         "unet-sd15": {**channels, "cross_attention_dim": 32, "attention_head_dim": 2, "sample_size": 16},
         "vae-decode": {**channels, "size": 8},
         "t5-xxl": t5,
@@ -392,9 +427,10 @@ def make_model(model: Model, device: torch.device, *, resident: bool, dtype: tor
         dtype: default: the model's own.
     """
     with torch.device("meta"):
-        module = model.build().eval()
+        module = model.build()
     fill(module, model, device, resident=resident, dtype=dtype or model.dtype)
     model.make_buffers(module)
+    module.eval()
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
             raise RuntimeError(f"The buffer {name} of {type(module).__name__} would stay uninitialised.")

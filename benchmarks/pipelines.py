@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from .models import MODELS, SMALL, Model, make_model
+from .models import MODELS, SMALL, Draw, Model, make_model
 
 PROMPT = "a lighthouse in the fog"
 SECOND_EXPERT = 1000
@@ -150,10 +150,14 @@ class WanVideo(Pipeline):
     product = "video"
     denoisers = ("transformer", "transformer_2")
     is_measured_alone = False
+    num_blocks: ClassVar[int] = 10
+    frames: ClassVar[int] = 5
+    """Of latents."""
+    guidance: ClassVar[float] = 1.0
 
     def __init__(self, *, small: bool) -> None:
-        found, frames = (SMALL, 2) if small else (MODELS, 5)
-        expert = found["wan14b"].resized("wan14b", frames=frames, num_layers=3 if small else 10)
+        found, frames = (SMALL, 2) if small else (MODELS, self.frames)
+        expert = found["wan14b"].resized("wan14b", frames=frames, num_layers=3 if small else self.num_blocks)
         self.models = {
             "text_encoder": found["umt5-xxl"] if small else found["umt5-xxl"].resized(num_layers=12),
             "transformer": expert,
@@ -175,11 +179,12 @@ class WanVideo(Pipeline):
         sizes = self.models["vae"].sizes
         frames: torch.Tensor = pipe(
             prompt=PROMPT,
+            negative_prompt=PROMPT.split()[-1],
             height=8 * sizes["height"],
             width=8 * sizes["width"],
             num_frames=4 * (sizes["frames"] - 1) + 1,
             num_inference_steps=num_steps,
-            guidance_scale=1.0,
+            guidance_scale=self.guidance,
             max_sequence_length=pipe.tokenizer.model_max_length,
             generator=torch.Generator().manual_seed(0),
             callback_on_step_end=on_step_end,
@@ -188,12 +193,57 @@ class WanVideo(Pipeline):
         return frames
 
 
+class GuidedWanVideo(WanVideo):
+    """The same with guidance and all 40 blocks of each transformer; 5 frames, for which the link bounds a step."""
+
+    num_blocks = 40
+    frames = 2
+    guidance = 4.0
+
+
+class GuidedQwenImage(Pipeline):
+    """diffusers' `QwenImagePipeline` with true guidance: its transformer, from embeddings of two prompts to latents."""
+
+    product = "image"
+    denoisers = ("transformer",)
+    is_measured_alone = False
+
+    def __init__(self, *, small: bool) -> None:
+        self.models = {"transformer": (SMALL if small else MODELS)["qwen-image"]}
+
+    def assemble(self, modules: Mapping[str, Any]) -> Any:
+        from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline
+
+        scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+        return QwenImagePipeline(scheduler=scheduler, vae=None, text_encoder=None, tokenizer=None, **modules)
+
+    def call(self, pipe: Any, num_steps: int, on_step_end: Callable[..., Any]) -> torch.Tensor:
+        model = self.models["transformer"]
+        size = 16 * int(model.num_tokens**0.5)
+        draw = Draw(torch.device("cpu"), model.dtype)
+        prompts = [draw.normal(1, model.sizes["text_tokens"], model.config["joint_attention_dim"]) for _ in range(2)]
+        latents: torch.Tensor = pipe(
+            prompt_embeds=prompts[0].to(pipe._execution_device),
+            negative_prompt_embeds=prompts[1].to(pipe._execution_device),
+            true_cfg_scale=4.0,
+            height=size,
+            width=size,
+            num_inference_steps=num_steps,
+            generator=torch.Generator().manual_seed(0),
+            callback_on_step_end=on_step_end,
+            output_type="latent",
+        ).images
+        return latents
+
+
 PIPELINES: dict[str, type[FluxImage] | type[WanVideo]] = {
     "flux": FluxImage,
     "flux-control": ControlledFluxImage,
     "flux-whole": WholeFluxImage,
     "wan": WanVideo,
 }
+GUIDED: dict[str, type[GuidedWanVideo] | type[GuidedQwenImage]] = {"wan": GuidedWanVideo, "qwen": GuidedQwenImage}
+"""Those that call a denoiser two times in each step."""
 
 
 def _tokenizer(model: Model) -> Any:

@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,30 @@ QUIET = {"GROUP_OFFLOAD_PROGRESS_BAR": "0", "HF_HUB_OFFLINE": "1", "TRANSFORMERS
 
 
 def say(text: str, elapsed: float | None = None) -> None:
-    print(f"{f'[{elapsed:4.0f} s]' if elapsed is not None else '        '} {text}", file=sys.stderr, flush=True)
+    # One write: several processes may say something at once.
+    print(
+        f"{f'[{elapsed:4.0f} s]' if elapsed is not None else '        '} {text}\n", end="", file=sys.stderr, flush=True
+    )
+
+
+@contextmanager
+def said(what: str) -> Iterator[None]:
+    """Say how long the block took."""
+    start = time.perf_counter()
+    yield
+    say(f"{what}: {time.perf_counter() - start:.1f} s")
+
+
+def limit_ram(num_bytes: int, stack: ExitStack, facts: dict[str, Any]) -> MemoryGroup | None:
+    """What limits the RAM of processes, until `stack` ends. None if no limit can be set here: `facts` says why."""
+    try:
+        group = MemoryGroup(num_bytes)
+    except OSError as error:
+        facts["group_error"] = str(error)
+        say(f"no limit of RAM: {error}")
+        return None
+    stack.callback(group.remove)
+    return group
 
 
 # ------------------------------------------------------------------------------------------------ the child

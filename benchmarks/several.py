@@ -1,8 +1,12 @@
-"""One model on several GPUs of a host: alone, replicated, and with each GPU bringing a share of every group."""
+"""One model on several GPUs of a host: alone, replicated, and with each GPU bringing a share of every group.
+
+The arms of one kind run in the same processes, one after another, and keep the module that the arm before has left.
+"""
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -10,28 +14,74 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from . import checkpoints, report
-from .machine import default_device, fix_algorithms, measure_machine, sha256, synchronize
-from .models import find, make_inputs
+from . import checkpoints, report, training
+from .arms import parse_size
+from .disk import drop_page_cache, files_in, transferred
+from .limits import MemoryGroup
+from .machine import default_device, fix_algorithms, fix_training_algorithms, measure_machine, sha256, synchronize
+from .models import Draw, Model, find, make_inputs
 from .options import add, model_of, sizes_of
-from .processes import QUIET, share_of_anonymous_bytes
-from .weights import load
+from .processes import QUIET, limit_ram, said, say, share_of_anonymous_bytes
+from .weights import load, preload
 
-ARMS: dict[str, dict[str, Any]] = {
-    "one GPU": {"is_alone": True},
-    "each alone": {"share": False},
-    "shared": {"share": True},
-    "context parallel, each alone": {"share": False, "is_parallel": True},
-    "context parallel, shared": {"share": True, "is_parallel": True},
-}
+PARALLEL, SHARDED, LORA, SHARDED_LORA = "context parallel", "FSDP2", "LoRA", "FSDP2 with a LoRA"
+BAR = 0.6
+"""At most so much of one GPU's time an arm that shares is to take."""
+TRACED = "shared"
 SHARD_BYTES = 5 << 30
+SLOW_STEPS = 2
+"""Timed steps of arms that read a drive."""
+TRACED_STEPS = 2
+LORA_RANK = 16
+GRACE_SECONDS = 5
+"""How long the other ranks have, once one of them has failed, to say what they saw."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    kind: str = "RAM"
+    """What runs in the same processes: "RAM", "files" (with little RAM) or "training"."""
+    share: bool | None = None
+    """None: one GPU runs, and the others wait."""
+    form: str = ""
+    """What is made of the module before. The module cannot be used for another form afterwards."""
+    reference: str = "one GPU"
+    """The arm whose time this one's is compared with."""
+    same_as: str = "one GPU"
+    """The arm with the same arithmetic, whose bits this one is to have."""
+    bar: float | None = None
+
+
+ARMS = {
+    "one GPU": Arm(),
+    "each alone": Arm(share=False),
+    "shared": Arm(share=True),
+    "context parallel, each alone": Arm(share=False, form=PARALLEL, same_as="context parallel, each alone"),
+    "context parallel, shared": Arm(share=True, form=PARALLEL, same_as="context parallel, each alone"),
+    "FSDP2": Arm(share=False, form=SHARDED),
+}
+DEFAULT = tuple(name for name, arm in ARMS.items() if arm.form != SHARDED)
+for _name, _share in (("one GPU", None), ("each alone", False), ("shared", True)):
+    _bar = BAR if _share else None
+    _first = "files, one GPU"
+    ARMS[f"files, {_name}"] = Arm(kind="files", share=_share, reference=_first, same_as=_first, bar=_bar)
+    _own = "LoRA, each alone" if _share is not None else "LoRA, one GPU"  # a batch is other arithmetic
+    ARMS[f"LoRA, {_name}"] = Arm(
+        kind="training", share=_share, form=LORA, reference="LoRA, one GPU", same_as=_own, bar=_bar
+    )
+ARMS["LoRA, FSDP2"] = Arm(
+    kind="training", share=False, form=SHARDED_LORA, reference="LoRA, one GPU", same_as="LoRA, each alone"
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -48,140 +98,240 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         steps=10,
         device=default_device(),
     )
+    parser.set_defaults(arms=[*DEFAULT])
     parser.add_argument("--ranks", type=int, default=2, help="processes, each with a device of its own (default 2)")
     parser.add_argument("--limit", type=float, default=600, help="seconds for all of them (default 600)")
+    parser.add_argument("--ram", default="12GiB", metavar="SIZE", help="of all ranks, from files (default 12GiB)")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help=f"the timeline of {TRACED_STEPS} more steps of the arm {TRACED!r}"
+    )
 
 
 def run(options: argparse.Namespace) -> Path | None:
-    model = model_of(options)
-    names = options.arms or [*ARMS]
-    unknown = [name for name in names if name not in ARMS]
+    model, device, until = model_of(options), torch.device(options.device), time.monotonic() + options.limit
+    unknown = [name for name in options.arms if name not in ARMS]
     if unknown:
         raise SystemExit(f"No such arm: {unknown[0]!r}. There are {[*ARMS]}.")
-    found = report.new("several", options, model=model.facts(), num_ranks=options.ranks, num_steps=options.steps)
-    with checkpoints.folder_of(options) as checkpoint, tempfile.TemporaryDirectory() as folder:
-        if not any(checkpoint.glob("*.json")):
-            checkpoints.save(model, torch.device(options.device), checkpoint, SHARD_BYTES)
-        job = {
-            "model": sizes_of(options),
-            "arms": names,
-            "checkpoint": str(checkpoint),
-            "folder": folder,
-            "device": torch.device(options.device).type,
-            "num_ranks": options.ranks,
-            "num_steps": options.steps,
+    if options.trace is not None and TRACED not in options.arms:
+        raise SystemExit(f"--trace: the arm {TRACED!r} is not among those that run.")
+    by_kind: dict[str, list[str]] = {}
+    for name in options.arms:
+        by_kind.setdefault(ARMS[name].kind, []).append(name)
+    found = report.new(
+        "several", options, model=model.facts(), num_ranks=options.ranks, num_steps=options.steps, ram={}
+    )
+    path = None
+    with ExitStack() as stack:
+        checkpoint = stack.enter_context(checkpoints.folder_of(options))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        # All of them import at the same time, while the checkpoint is made.
+        teams = {kind: _team(kind, options, stack, found["ram"]) for kind in by_kind}
+        found["machine"] = measure_machine(device)
+        checkpoints.make_sure(model, device, checkpoint, SHARD_BYTES)
+        for kind, names in by_kind.items():
+            ranks, group = teams[kind]
+            if kind == "files":
+                drop_page_cache(files_in(checkpoint), may_drop_all=not options.small)
+            (folder / kind).mkdir()
+            job = {
+                "model": sizes_of(options),
+                "kind": kind,
+                "arms": names,
+                "checkpoint": str(checkpoint),
+                "folder": str(folder / kind),
+                "device": device.type,
+                "num_ranks": options.ranks,
+                "num_steps": min(options.steps, SLOW_STEPS) if kind == "files" else options.steps,
+                "trace": None if options.trace is None else str(options.trace.absolute()),
+            }
+            with said(f"all arms of {kind}"):
+                error = _work(ranks, job, until)
+            if group is not None:
+                found["ram"][kind] = group.usage()
+            files = [folder / kind / f"rank{rank}.json" for rank in range(options.ranks)]
+            results = [json.loads(file.read_text()) for file in files if file.exists()]
+            for name in names:
+                done = [result[name] for result in results if name in result]
+                is_whole = len(done) == (1 if ARMS[name].share is None else options.ranks)
+                found["arms"][name] = {"ranks": done} if is_whole else {"error": error}
+            path = report.write(found, options.output)
+    return path
+
+
+def _team(
+    kind: str, options: argparse.Namespace, stack: ExitStack, limits: dict[str, Any]
+) -> tuple[list[subprocess.Popen[str]], MemoryGroup | None]:
+    """The processes of one kind, and what limits their RAM. They wait for their job."""
+    group: MemoryGroup | None = None
+    if kind == "files":
+        group = limit_ram(parse_size(options.ram), stack, limits.setdefault(kind, {}))
+    arguments = ["-m", "benchmarks.several"]
+    command = [sys.executable, *arguments] if group is None else group.command(arguments)
+    environment, ranks = {**QUIET, **os.environ}, []
+    for _ in range(options.ranks):
+        ranks.append(subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=2, text=True))
+        stack.callback(ranks[-1].communicate)
+        stack.callback(ranks[-1].kill)
+    return ranks, group
+
+
+def _work(ranks: Sequence[subprocess.Popen[str]], job: Mapping[str, Any], until: float) -> str | None:
+    """Let the ranks do their job. Returns what went wrong."""
+    for rank, each in enumerate(ranks):
+        with suppress(BrokenPipeError):  # it has ended: its status says so
+            assert each.stdin is not None
+            each.stdin.write(json.dumps({**job, "rank": rank}) + "\n")
+            each.stdin.flush()
+    error = None
+    while None in (statuses := [each.poll() for each in ranks]):
+        if error is None and any(statuses):
+            error, until = f"the ranks ended with {statuses}", min(until, time.monotonic() + GRACE_SECONDS)
+        if time.monotonic() >= until:
+            for each in ranks:
+                each.kill()
+            return error or "stopped: the time for all arms was over"
+        time.sleep(0.05)
+    return error or f"the ranks ended with {statuses}"
+
+
+# ------------------------------------------------------------------------------------------------ the table
+
+
+def judge(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """One row for each arm, of what all ranks measured: the slowest rank's times, compared with other arms."""
+    arms, rows = found["arms"], {}
+    outputs = {name: [each["output"] for each in arm["ranks"]] for name, arm in arms.items() if "ranks" in arm}
+    for name, arm in arms.items():
+        if name not in outputs:
+            rows[name] = arm
+            continue
+        ranks, facts = arm["ranks"], ARMS[name]
+        row: dict[str, Any] = {
+            key: max(each[key] for each in ranks)
+            for key in ("setup_s", "step_s", "in_a_row_s", "forward_s", "backward_s")
+            if ranks[0].get(key) is not None
         }
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.several", json.dumps({**job, "rank": rank})],
-                env={**QUIET, **os.environ},
-                stdout=sys.stderr,
-            )
-            for rank in range(options.ranks)
-        ]
-        limit = time.monotonic() + options.limit
-        try:
-            for rank in ranks:
-                rank.wait(max(1.0, limit - time.monotonic()))
-        finally:
-            for rank in ranks:
-                rank.kill()
-        results = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*.json"))]
-    if len(results) < options.ranks:
-        return None
-    found["machine"] = results[0]["machine"]
-    for name in names:
-        found["arms"][name] = {"ranks": [result["arms"][name] for result in results if name in result["arms"]]}
-    return report.write(found, options.output)
+        for key in ("missed", "anonymous_bytes", "drive_bytes"):
+            row[key] = sum(each.get(key) or 0 for each in ranks)
+        row["gathered_bytes"] = int(ranks[0]["gathered_bytes"])
+        reference = rows.get(facts.reference, row if name == facts.reference else {})
+        if "step_s" in reference:
+            row["of_one"] = _time(row) / _time(reference)
+            row["is_met"] = None if facts.bar is None else row["of_one"] <= facts.bar
+        expected = outputs.get(facts.same_as, [])
+        if expected and name != facts.same_as:
+            row["is_equal"] = all(output == expected[rank % len(expected)] for rank, output in enumerate(outputs[name]))
+        rows[name] = row
+    return rows
+
+
+def _time(row: Mapping[str, Any]) -> float:
+    return float(row.get("in_a_row_s") or row["step_s"])
+
+
+def _against_one(row: Mapping[str, Any]) -> str:
+    verdict = {True: f" (bar {BAR}: met)", False: f" (bar {BAR}: MISSED)", None: ""}[row.get("is_met")]
+    return f"{report.number(row.get('of_one'), 3)}{verdict}"
+
+
+COLUMNS: report.Columns = {
+    "set-up": lambda row: report.seconds(row["setup_s"]),
+    "step": lambda row: report.seconds(row["step_s"]),
+    "forward": lambda row: report.seconds(row.get("forward_s")),
+    "backward": lambda row: report.seconds(row.get("backward_s")),
+    "in a row": lambda row: report.seconds(row.get("in_a_row_s")),
+    "against one GPU": _against_one,
+    "bits": lambda row: {True: "equal", False: "DIFFERENT", None: ""}[row.get("is_equal")],
+    "gathered a step": lambda row: report.gib(row["gathered_bytes"]),
+    "from the drive a step, all": lambda row: report.gib(row["drive_bytes"]) if row["drive_bytes"] else "",
+    "missed": lambda row: str(row["missed"]),
+    "anonymous RAM, all": lambda row: report.gib(row["anonymous_bytes"]),
+}
 
 
 def render(found: Mapping[str, Any]) -> str:
-    rows = [
-        (
-            "",
-            "set-up",
-            "step",
-            "in a row",
-            "against one GPU",
-            "output",
-            "gathered a step",
-            "missed",
-            "anonymous RAM, all",
-        )
-    ]
-    one = _worst(found["arms"].get("one GPU"), "in_a_row_s")
-    hashes: dict[bool, str] = {}
-    for name, arm in found["arms"].items():
-        ranks = arm["ranks"]
-        row, outputs = _worst(arm, "in_a_row_s"), {each["output"] for each in ranks}
-        reference = hashes.setdefault("context" in name, ranks[0]["output"])
-        rows.append(
-            (
-                name,
-                report.seconds(_worst(arm, "setup_s")),
-                report.seconds(_worst(arm, "step_s")),
-                report.seconds(row),
-                f"{row / one:.3f}" if one and row else "",
-                "equal" if outputs == {reference} else "DIFFERENT",
-                report.gib(int(ranks[0]["gathered_bytes"])),
-                str(sum(each["missed"] for each in ranks)),
-                report.gib(sum(each["anonymous_bytes"] for each in ranks)),
-            )
-        )
     model = found["model"]
     head = f"{model['name']}: {model['what']}, {model['goes_in']}, {found['num_ranks']} processes. "
-    plans = [f"- {name}: {arm['ranks'][0]['plan']}" for name, arm in found["arms"].items() if arm["ranks"][0]["plan"]]
-    return "\n".join([head + report.machine_facts(found), "", report.markdown(rows), "", *plans])
-
-
-def _worst(arm: Mapping[str, Any] | None, what: str) -> float | None:
-    return None if arm is None else max(float(each[what]) for each in arm["ranks"])
+    plans = [
+        f"- {name}: {arm['ranks'][0]['plan']}"
+        for name, arm in found["arms"].items()
+        if "ranks" in arm and arm["ranks"][0]["plan"]
+    ]
+    for kind, limit in found.get("ram", {}).items():
+        refusal = limit.get("group_error")
+        text = f"RAM was not restricted: {refusal}" if refusal else f"{report.gib(limit['group_limit_bytes'])} of RAM"
+        plans.append(f"- {kind}, all ranks: {text}")
+    return "\n".join(
+        [head + report.machine_facts(found), "", report.table(judge(found), COLUMNS, "step_s"), "", *plans]
+    )
 
 
 # ------------------------------------------------------------------------------------------------ one rank
 
 
 def run_rank(job: Mapping[str, Any]) -> None:
-    rank, num_ranks = job["rank"], job["num_ranks"]
+    rank, folder = job["rank"], Path(job["folder"])
     device = torch.device("cpu" if job["device"] == "cpu" else f"{job['device']}:{rank}")
     if device.type != "cpu":
         torch.accelerator.set_device_index(rank)
-    fix_algorithms()
+    (fix_training_algorithms if job["kind"] == "training" else fix_algorithms)()
     dist.init_process_group(
         "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl",
-        init_method=f"file://{job['folder']}/meeting",
+        init_method=f"file://{folder}/meeting",
         rank=rank,
-        world_size=num_ranks,
+        world_size=job["num_ranks"],
     )
-    result: dict[str, Any] = {"arms": {}}
-    with torch.no_grad():
-        for name in job["arms"]:
-            arm = ARMS[name]
-            dist.barrier()
-            if rank == 0 or not arm.get("is_alone"):
-                result["arms"][name] = run_arm(arm, job, device)
-            dist.barrier()
-    result["machine"] = measure_machine(device) if rank == 0 else None
-    Path(job["folder"], f"rank{rank}.json").write_text(json.dumps(result))
-    dist.barrier()
+    result: dict[str, Any] = {}
+    module: nn.Module | None = None
+    form = ""
+    for name in job["arms"]:
+        arm, start = ARMS[name], time.perf_counter()
+        if module is None or form != arm.form:
+            module, form = None, arm.form
+            gc.collect()
+            module = make(arm, job)
+        loaded = time.perf_counter() - start
+        dist.barrier()
+        if rank == 0 or arm.share is not None:
+            measure = train if job["kind"] == "training" else infer
+            result[name] = {"load_s": loaded, **measure(name, module, job, device)}
+            say(f"{name}, rank {rank}, {time.perf_counter() - start:.1f} s: {result[name]}")
+            (folder / f"rank{rank}.json").write_text(json.dumps(result))
+        dist.barrier()
     dist.destroy_process_group()
 
 
-def run_arm(arm: Mapping[str, Any], job: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    from group_offload import apply_group_offloading
-
-    model = find(**job["model"])
-    inputs = make_inputs(model, device)
-    module = load(model, Path(job["checkpoint"]))
-    if arm.get("is_parallel"):
+def make(arm: Arm, job: Mapping[str, Any]) -> nn.Module:
+    """The module, loaded from the checkpoint, in the form that an arm needs."""
+    module = load(find(**job["model"]), Path(job["checkpoint"]))
+    if arm.form == PARALLEL:
         from diffusers import ContextParallelConfig
 
-        module.enable_parallelism(config=ContextParallelConfig(ulysses_degree=job["num_ranks"]))
-    meet = (lambda: None) if arm.get("is_alone") else dist.barrier
+        module.enable_parallelism(config=ContextParallelConfig(ulysses_degree=job["num_ranks"]))  # type: ignore[operator]
+    elif arm.form in (LORA, SHARDED_LORA):
+        training.add_lora(module.train(), LORA_RANK)
+    return module
+
+
+def sharing_of(arm: Arm) -> dict[str, Any]:
+    return {} if arm.share is None else {"process_group": dist.group.WORLD, "share": arm.share}
+
+
+@torch.no_grad()
+def infer(name: str, module: nn.Module, job: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    from group_offload import apply_group_offloading
+
+    model, arm = find(**job["model"]), ARMS[name]
+    inputs = make_inputs(model, device)
+    meet = (lambda: None) if arm.share is None else dist.barrier
     meet()
-    shared = {} if arm.get("is_alone") else {"process_group": dist.group.WORLD, "share": arm["share"]}
     start = time.perf_counter()
-    handle = apply_group_offloading(module, device, **shared)
+    handle: Any = None
+    if arm.form == SHARDED:
+        training.shard(module, device)
+    else:
+        where = "disk" if arm.kind == "files" else "cpu"
+        handle = apply_group_offloading(module, device, where, **sharing_of(arm))
     setup = time.perf_counter() - start
     times = []
     for _ in range(1 + job["num_steps"]):
@@ -190,31 +340,108 @@ def run_arm(arm: Mapping[str, Any], job: Mapping[str, Any], device: torch.device
         output = model.call(module, inputs)
         synchronize(device)
         times.append(time.perf_counter() - start)
-    before = handle.stats()
+    before, drive = _counts(handle), transferred()
     meet()
     start = time.perf_counter()
     for _ in range(job["num_steps"]):
         output = model.call(module, inputs)
+    launched = time.perf_counter() - start
     synchronize(device)
-    in_a_row = (time.perf_counter() - start) / job["num_steps"]
-    stats = handle.stats()
+    took = time.perf_counter() - start
+    later = transferred()
+    counts = {key: (value - before[key]) / job["num_steps"] for key, value in _counts(handle).items()}
     found = {
         "setup_s": setup,
         "first_step_s": times[0],
         "step_s": statistics.median(times[1:]),
-        "in_a_row_s": in_a_row,
+        "in_a_row_s": took / job["num_steps"],
+        "host_s": launched / job["num_steps"],
         "output": sha256(output),
-        "gathered_bytes": (stats.bytes_gathered - before.bytes_gathered) / job["num_steps"],
-        "missed": stats.gathers_missed,
-        "stalls": stats.stalls,
-        "stalled_s": stats.stalled_seconds,
+        **counts,
+        "missed": 0 if handle is None else handle.stats().gathers_missed,
+        "drive_bytes": (later["read_bytes"] - drive["read_bytes"]) / job["num_steps"] if drive else None,
         "anonymous_bytes": share_of_anonymous_bytes(),
-        "plan": handle.plan.gpus,
+        "plan": "" if handle is None else handle.plan.gpus,
     }
-    print(f"rank {job['rank']}: {found}", file=sys.stderr, flush=True)
-    handle.remove()
+    if job["trace"] is not None and name == TRACED:
+        path = Path(job["trace"])
+        path = path if job["rank"] == 0 else path.with_stem(f"{path.stem}-rank{job['rank']}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        meet()
+        with handle.trace(path):
+            start = time.perf_counter()
+            for _ in range(TRACED_STEPS):
+                model.call(module, inputs)
+            synchronize(device)
+            found["traced_step_s"] = (time.perf_counter() - start) / TRACED_STEPS
+    if handle is not None:
+        handle.remove()
     return found
 
 
+def _counts(handle: Any) -> dict[str, float]:
+    """What a handle has counted so far."""
+    if handle is None:
+        return {"gathered_bytes": 0}
+    stats = handle.stats()
+    return {"gathered_bytes": stats.bytes_gathered, "stalls": stats.stalls, "stalled_s": stats.stalled_seconds}
+
+
+def train(name: str, module: nn.Module, job: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """A LoRA's steps, each with one sample for each rank: in one batch, or under DDP."""
+    arm = ARMS[name]
+    inputs = samples(find(**job["model"]), device, job["num_ranks"], None if arm.share is None else job["rank"])
+    way = "fsdp2" if arm.form == SHARDED_LORA else "ours block"
+    options = argparse.Namespace(device=str(device), steps=job["num_steps"], min_bytes=0)
+    training_run = training.Run(f"{way} + checkpointing", module, options)
+    start = time.perf_counter()
+    training_run.open(Path(job["folder"]), **sharing_of(arm))
+    setup = time.perf_counter() - start
+    handle = training_run.handle
+    try:
+        if arm.share is not None:
+            if handle is not None:
+                module(**inputs)  # brings what is trained to the device: DDP wants to find it there
+            training_run.called = _in_parallel(module)
+        before = _counts(handle)["gathered_bytes"]
+        found = training_run.measure(inputs)
+        return {
+            "setup_s": setup,
+            **found,
+            "output": found["bits"],
+            "gathered_bytes": (_counts(handle)["gathered_bytes"] - before) / len(found["steps_s"]),
+            "missed": 0 if handle is None else handle.stats().gathers_missed,
+            "anonymous_bytes": share_of_anonymous_bytes(),
+            "plan": "" if handle is None else handle.plan.gpus,
+        }
+    finally:
+        torch.use_deterministic_algorithms(False)
+        training_run.close()
+
+
+def samples(model: Model, device: torch.device, num_samples: int, which: int | None) -> dict[str, torch.Tensor]:
+    """One of several samples; None: all of them as one batch."""
+    draw = Draw(device, model.dtype)
+    drawn = [model.inputs(draw) for _ in range(num_samples)]
+    if which is not None:
+        return drawn[which]
+    # Positions have no dimension of samples.
+    return {
+        name: torch.cat([each[name] for each in drawn]) if first.shape[0] == 1 else first
+        for name, first in drawn[0].items()
+    }
+
+
+def _in_parallel(module: nn.Module) -> nn.Module:
+    """DDP of what is trained. It would send all other weights from the first rank to the others, too."""
+    parallel: Any = nn.parallel.DistributedDataParallel
+    frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+    buffers = [name for name, _ in module.named_buffers()]
+    parallel._set_params_and_buffers_to_ignore_for_model(module, [*frozen, *buffers])
+    return parallel(module)  # type: ignore[no-any-return]
+
+
 if __name__ == "__main__":
-    run_rank(json.loads(sys.argv[1]))
+    preload()
+    if line := sys.stdin.readline():
+        run_rank(json.loads(line))

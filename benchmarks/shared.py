@@ -1,31 +1,54 @@
-"""Forwards that share passes: the two calls of a step of guidance, and the requests of several threads, with and without it.
+"""Forwards that share passes, with and without it: the calls of a step of guidance, requests of several threads, pipelines.
 
-All arms run the same loops in one process, and the bits of their latents are compared with those of the resident model.
-`--files FOLDER` lets the weights rest in group files there. A control group that limits RAM is the caller's business
-(`systemd-run --scope -p MemoryMax=12G ...`).
+The arms of one kind run the same loops in one process, over one model, and their bits are compared.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from group_offload import OffloadHandle, apply_group_offloading, free_slots
+from group_offload import OffloadHandle, apply_group_offloading, disable_group_offload, enable_group_offload, free_slots
 
+from . import checkpoints, pipeline, weights
 from . import report as reports
-from .machine import device_peak, forget_device_peak, measure_machine, synchronize
-from .models import Model, make_inputs, make_model
-from .options import add, model_of
+from .arms import parse_size
+from .disk import drop_page_cache, files_in, transferred
+from .machine import device_peak, forget_device_peak, sha256, synchronize, wait_for_output
+from .models import Model, find, make_inputs
+from .options import add, model_of, sizes_of
+from .pipelines import GUIDED
+from .processes import Relay, limit_ram, said, say
 from .report import gib, machine_facts, number, seconds, verdict
 
-ARMS = {"guidance": "two calls a step", "threads": "one request in each of several threads"}
+ARMS = {
+    "guidance": "two calls a step",
+    "threads": "one request in each of several threads",
+    "files": "two calls a step, weights in the checkpoint's files, with little RAM",
+    **{name: f"the pipeline {kind.__name__}, weights in RAM" for name, kind in GUIDED.items()},
+}
+DEFAULT = ("guidance", "threads")
+IN_RAM = "RAM"
+"""The kind of the default arms, which run in one process. Each of the other arms is a kind of its own."""
+BAR = 0.6
+"""At most so much of the time without sharing a step of these arms is to take."""
+BARRED = ("files", *GUIDED)
+SHARD_BYTES = 5 << 30
+FEW_STEPS, FEW_WARM_UP = 2, 3
+"""Of arms that read a drive. From the third step on, calls share passes."""
+PIPELINE_STEPS = 3
+"""Of each denoiser."""
 
 
 class Request:
@@ -51,26 +74,29 @@ class Request:
                 self.latents = self.latents - 0.01 * guided
 
 
-def measure(
-    options: argparse.Namespace, model: Model, device: torch.device, module: nn.Module, what: str, num_threads: int
-) -> tuple[float, list[torch.Tensor]]:
-    """The seconds of a step, and the latents at the end."""
-    num_calls = 2 if what == "guidance" else 1
+# ------------------------------------------------------------------------------------------------ one kind: the child
+
+
+def run_loops(
+    job: Mapping[str, Any], model: Model, device: torch.device, module: nn.Module, what: str
+) -> dict[str, Any]:
+    """Times are seconds."""
+    num_threads, num_calls = (job["threads"], 1) if what == "threads" else (1, 2)
     requests = [Request(model, make_inputs(model, device), number) for number in range(num_threads)]
-    began: list[float] = []
+    began: list[tuple[float, dict[str, int]]] = []
 
     def begin() -> None:
         synchronize(device)
-        began.append(time.perf_counter())
+        began.append((time.perf_counter(), transferred()))
 
     barrier = threading.Barrier(num_threads, begin)
     errors: list[BaseException] = []
 
     def work(request: Request) -> None:
         try:
-            request.steps(module, options.warm_up, num_calls)
+            request.steps(module, job["warm_up"], num_calls)
             barrier.wait()
-            request.steps(module, options.steps, num_calls)
+            request.steps(module, job["steps"], num_calls)
         except BaseException as error:
             errors.append(error)
             barrier.abort()
@@ -83,93 +109,223 @@ def measure(
     synchronize(device)
     if errors:
         raise errors[0]
-    return (time.perf_counter() - began[0]) / options.steps, [request.latents.cpu() for request in requests]
+    [(start, drive)] = began
+    step = (time.perf_counter() - start) / job["steps"]
+    later = transferred()
+    return {
+        "step_s": step,
+        "num_forwards": num_threads * num_calls,
+        "drive_bytes": (later["read_bytes"] - drive["read_bytes"]) / job["steps"] if drive else None,
+        "output_sha256": [sha256(request.latents) for request in requests],
+    }
+
+
+def run_model(job: Mapping[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
+    """The arms of one model, loaded once."""
+    device, model = torch.device(job["device"]), find(**job["model"])
+    with said("load"):
+        module = weights.load(model, Path(job["checkpoint"]))
+    begin()
+    where = "disk" if job["kind"] == "files" else "cpu"
+    found: dict[str, dict[str, Any]] = {}
+    for way in ("alone", "shared", *(() if job["no_resident"] else ("resident",))):
+        start = time.perf_counter()
+        handles: list[OffloadHandle] = []
+        if way == "resident":
+            module.to(device)
+        else:
+            options = {"vram_budget": job["vram"], "share_passes": way == "shared"}
+            handles = [apply_group_offloading(module, device, where, **options)]
+        setup = time.perf_counter() - start
+        for what in job["arms"]:
+            loops = partial(run_loops, job, model, device, module, what)
+            arm = found[f"{what}, {way}"] = _counted(handles, device, loops, job["steps"] + job["warm_up"])
+            arm["setup_s"] = setup
+            say(f"{what}, {way}: {arm}")
+        for handle in handles:
+            handle.remove()
+        free_slots()
+    return {"arms": found}
+
+
+def run_pipeline(job: Mapping[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
+    """A pipeline, made once: its first image is not measured, because the denoisers' forwards are checked in it."""
+    device, made = torch.device(job["device"]), GUIDED[job["kind"]](small=job["model"]["small"])
+    if job["denoiser_blocks"] is not None:
+        made.models = {
+            name: model.resized(num_layers=job["denoiser_blocks"]) if name in made.denoisers else model
+            for name, model in made.models.items()
+        }
+    with said("make the pipeline"):
+        pipe = made.make(device)
+    begin()
+    num_steps = PIPELINE_STEPS * len(made.denoisers)
+    found: dict[str, dict[str, Any]] = {}
+    for way in ("alone", "shared"):
+        start = time.perf_counter()
+        every = enable_group_offload(pipe, onload_device=device, vram_budget=job["vram"], share_passes=way == "shared")
+        setup = time.perf_counter() - start
+        handles = [every[name] for name in made.denoisers]
+        made.call(pipe, num_steps, lambda pipe, number, timestep, tensors: tensors)
+
+        def image() -> dict[str, Any]:
+            ends: list[float] = []
+
+            def end(pipe: Any, number: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+                wait_for_output(device)
+                ends.append(time.perf_counter())
+                return tensors
+
+            start = time.perf_counter()
+            output = made.call(pipe, num_steps, end)
+            synchronize(device)
+            steps = [after - before for before, after in pairwise(ends)]
+            return {
+                # A denoiser's first step goes alone: the prompts are new.
+                "step_s": statistics.median(steps),
+                "steps_s": steps,
+                "image_s": time.perf_counter() - start,
+                "num_forwards": 2,
+                "output_sha256": [sha256(output)],
+            }
+
+        arm = found[f"{job['kind']}, {way}"] = _counted(handles, device, image, num_steps)
+        arm["setup_s"] = setup
+        say(f"{job['kind']}, {way}: {arm}")
+        disable_group_offload(pipe)
+        free_slots()
+    return {"arms": found, "models": {name: model.facts() for name, model in made.models.items()}}
+
+
+def _counted(
+    handles: Sequence[OffloadHandle], device: torch.device, run: Callable[[], dict[str, Any]], num_steps: int
+) -> dict[str, Any]:
+    """What `run` measures in so many steps, and what was moved for them."""
+    forget_device_peak(device)
+    moved, shared = _counts(handles)
+    arm = {**run(), "peak_bytes": device_peak(device)}
+    moved_later, shared_later = _counts(handles)
+    if handles:
+        arm |= {"moved_bytes": (moved_later - moved) / num_steps, "num_shared": shared_later - shared}
+    return arm
+
+
+def _counts(handles: Sequence[OffloadHandle]) -> tuple[int, int]:
+    """Bytes that were sent to the device, and forwards that shared a pass."""
+    every = [handle.stats() for handle in handles]
+    return sum(sum(each.bytes_onloaded.values()) for each in every), sum(each.passes_shared for each in every)
+
+
+def work(job: dict[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
+    """What a child process does with its job."""
+    return run_pipeline(job, begin) if job["kind"] in GUIDED else run_model(job, begin)
+
+
+def preload() -> None:
+    pipeline.preload()
+
+
+# ------------------------------------------------------------------------------------------------ the parent
 
 
 def run(options: argparse.Namespace) -> Path | None:
-    device = torch.device(options.device)
     model = model_of(options)
-    report = reports.new(
-        "shared", options, model=model.facts(), steps=options.steps, in_files=options.files is not None
-    )
-    report["machine"] = measure_machine(device)
-    module = make_model(model, device, resident=False)
-    kinds: list[tuple[str, Callable[[], OffloadHandle | None]]] = [
-        ("alone", lambda: _offload(module, device, options, share_passes=False)),
-        ("shared", lambda: _offload(module, device, options, share_passes=True)),
-    ]
-    if not options.no_resident:
-        kinds.append(("resident", lambda: _resident(module, device)))
-    found: dict[str, dict[str, Any]] = {}
-    latents: dict[str, dict[str, list[torch.Tensor]]] = {}
-    for kind, prepare in kinds:
-        handle = prepare()
-        for what in options.arms or ARMS:
-            num_threads = 1 if what == "guidance" else options.threads
-            forget_device_peak(device)
-            before = _bytes_moved(handle)
-            took, end = measure(options, model, device, module, what, num_threads)
-            arm = found[f"{what}, {kind}"] = {"step_s": took, "num_forwards": 2 if what == "guidance" else num_threads}
-            arm["peak_bytes"] = device_peak(device)
-            if handle is not None:
-                arm["moved_bytes"] = (_bytes_moved(handle) - before) / (options.steps + options.warm_up)
-                arm["num_shared"] = handle.stats().passes_shared
-            latents.setdefault(what, {})[kind] = end
-        if handle is not None:
-            handle.remove()
-            free_slots()
-    for what, by_kind in latents.items():
-        wanted = by_kind.get("resident", by_kind["alone"])
-        for kind, end in by_kind.items():
-            arm = found[f"{what}, {kind}"]
-            arm["is_equal"] = all(map(torch.equal, end, wanted))
-            arm["of_alone"] = arm["step_s"] / found[f"{what}, alone"]["step_s"]
-    report["arms"] = {name: found[name] for what in latents for name in found if name.startswith(what)}
-    return reports.write(report, options.output)
+    by_kind: dict[str, list[str]] = {}
+    for name in options.arms:
+        by_kind.setdefault(IN_RAM if name in DEFAULT else name, []).append(name)
+    has_model = not by_kind.keys() <= GUIDED.keys()
+    facts = model.facts() if has_model else {"name": "-".join(by_kind)}
+    report = reports.new("shared", options, model=facts, steps=options.steps, kinds={kind: {} for kind in by_kind})
+    with ExitStack() as stack:
+        checkpoint = stack.enter_context(checkpoints.folder_of(options))
+        groups = [
+            limit_ram(parse_size(options.ram), stack, report["kinds"][kind]) if kind == "files" else None
+            for kind in by_kind
+        ]
+        relay = Relay(report, options, len(by_kind), groups[0])
+        if has_model:
+            checkpoints.make_sure(model, torch.device(options.device), checkpoint, SHARD_BYTES)
+        for (kind, names), next_group in zip(by_kind.items(), [*groups[1:], None], strict=True):
+            job = {
+                "model": sizes_of(options),
+                "kind": kind,
+                "arms": names,
+                "checkpoint": str(checkpoint),
+                **{name: getattr(options, name) for name in ("steps", "warm_up", "threads", "vram", "no_resident")},
+                "denoiser_blocks": options.denoiser_blocks,
+            }
+            drop = None
+            if kind == "files":
+                few = {"steps": min(options.steps, FEW_STEPS), "warm_up": min(options.warm_up, FEW_WARM_UP)}
+                job |= {**few, "no_resident": True}
+                drop = partial(drop_page_cache, files_in(checkpoint), may_drop_all=not options.small)
+                drop()  # before the model is loaded, and before it is set up
+            facts = report["kinds"][kind]
+            result = relay.run(kind, job, into="kinds", facts=facts, next_group=next_group, before=drop)
+            report["arms"] |= report["kinds"][kind].pop("arms", {f"{name}, alone": result for name in names})
+            judge(report)
+            relay.write()
+    return relay.end()
 
 
-def _offload(
-    module: nn.Module, device: torch.device, options: argparse.Namespace, *, share_passes: bool
-) -> OffloadHandle:
-    return apply_group_offloading(
-        module, device, offload_to_disk_path=options.files, vram_budget=options.vram, share_passes=share_passes
-    )
+def judge(report: dict[str, Any]) -> None:
+    """Compare each arm with the one without sharing, and its bits with the resident model's, or with that one's."""
+    arms = report["arms"]
+    for name, arm in arms.items():
+        what = name.rpartition(", ")[0]
+        alone = arms.get(f"{what}, alone", {})
+        reference = arms.get(f"{what}, resident", alone)
+        if "step_s" in arm and "step_s" in alone:
+            arm["is_equal"] = arm["output_sha256"] == reference["output_sha256"]
+            arm["of_alone"] = arm["step_s"] / alone["step_s"]
+            if what in BARRED and name.endswith(", shared"):
+                arm["is_met"] = arm["of_alone"] <= BAR
 
 
-def _resident(module: nn.Module, device: torch.device) -> None:
-    module.to(device)
-
-
-def _bytes_moved(handle: OffloadHandle | None) -> int:
-    return 0 if handle is None else sum(handle.stats().bytes_onloaded.values())
+# ------------------------------------------------------------------------------------------------ the table
 
 
 def render(report: Mapping[str, Any]) -> str:
+    def against_alone(arm: reports.Arm) -> str:
+        bar = "" if "is_met" not in arm else f" (bar {BAR}: {'met' if arm['is_met'] else 'MISSED'})"
+        return f"**{number(arm['of_alone'], 3)}**{bar}"
+
     columns: reports.Columns = {
         "a step": lambda arm: seconds(arm["step_s"]),
-        "of alone": lambda arm: f"**{number(arm['of_alone'], 3)}**",
+        "of alone": against_alone,
         "forwards a second": lambda arm: number(arm["num_forwards"] / arm["step_s"], 2),
+        "shared a pass": lambda arm: str(arm["num_shared"]) if arm.get("num_shared") is not None else "",
         "weights moved a step": lambda arm: gib(arm.get("moved_bytes")),
+        "from the drive a step": lambda arm: gib(arm["drive_bytes"]) if arm.get("drive_bytes") else "",
+        "an image": lambda arm: seconds(arm.get("image_s")),
         "device peak": lambda arm: gib(arm.get("peak_bytes")),
         "bits equal": lambda arm: verdict(arm["is_equal"]),
     }
-    model = report["model"]
-    place = "files" if report["in_files"] else "RAM"
-    head = f"{model['class_name'] if 'class_name' in model else model['name']}, {model['what']}, {model['goes_in']}"
-    head = f"{head}; weights in {place}, {report['steps']} steps, {machine_facts(report, 'diffusers')}."
-    return "\n".join([head, "", reports.table(report["arms"], columns, "step_s")])
+    model, lines = report["model"], []
+    if "what" in model:
+        lines.append(f"- {model['name']}: {model['what']}, {model['goes_in']}, {report['steps']} steps.")
+    for kind, facts in report["kinds"].items():
+        made = [f"{name}: {each['what']}, {each['goes_in']}" for name, each in facts.get("models", {}).items()]
+        if "group_error" in facts:
+            made.append(f"RAM was not restricted: {facts['group_error']}")
+        elif "group_limit_bytes" in facts:
+            made.append(f"{gib(facts['group_limit_bytes'])} of RAM")
+        lines += [f"- {kind}: {'; '.join(made)}."] if made else []
+    head = f"Weights in RAM, unless an arm says otherwise; {machine_facts(report, 'diffusers')}."
+    return "\n".join([head, "", reports.table(report["arms"], columns, "step_s"), "", *lines])
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add(parser, "model", "blocks", "tokens", "frames", "small", "device")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, help="only these")
-    parser.add_argument("--steps", type=int, default=6, help="timed steps (default %(default)s)")
+    add(parser, "model", "blocks", "tokens", "frames", "small", "device", "list", "disk", "checkpoint", "budget")
+    add(parser, steps=6, timeout=400)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=[*DEFAULT], help=f"default: {' '.join(DEFAULT)}")
     parser.add_argument(
         "--warm-up", type=int, default=5, help="steps before, in which forwards are checked (default 5)"
     )
     parser.add_argument("--threads", type=int, default=4, help="default %(default)s")
-    parser.add_argument("--files", type=Path, metavar="FOLDER", help="folder for group files")
+    parser.add_argument("--ram", default="12GiB", metavar="SIZE", help="of the arm that reads files (default 12GiB)")
     parser.add_argument("--vram", metavar="SIZE", help="the vram_budget")
+    parser.add_argument("--denoiser-blocks", type=int, help="of each denoiser of a pipeline (default: all)")
     parser.add_argument(
         "--no-resident", action="store_true", help="without the resident model: bits are those of `alone`"
     )

@@ -12,7 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,19 +118,26 @@ class Run:
     def __init__(self, name: str, model: nn.Module, options: argparse.Namespace) -> None:
         self.name, self.model, self.options = name, model, options
         self.device = torch.device(options.device)
+        self.called: Any = model
+        """What a step calls: the model, or what is wrapped around it."""
         self.handle: Any = None
         self.activations: Any = None
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.before = [parameter.detach().clone() for parameter in self.trained]
 
-    def open(self, folder: Path) -> None:
+    def open(self, folder: Path, **sharing: Any) -> None:
+        """Offload the model, in the way that the name says.
+
+        Args:
+            sharing: `process_group` and `share`, for this package.
+        """
         where, *extras = self.name.split(" + ")
         if "checkpointing" in extras:
             self.model.enable_gradient_checkpointing()  # type: ignore[operator]
         else:
             self.model.disable_gradient_checkpointing()  # type: ignore[operator]
         if where == "fsdp2":
-            self._shard()
+            shard(self.model, self.device, self.trained)
         elif where == "diffusers block":
             blocks = {"offload_type": "block_level", "num_blocks_per_group": 1}
             apply_function("diffusers")(self.model, self.device, {**blocks, "use_stream": self.device.type != "cpu"})
@@ -140,37 +147,13 @@ class Run:
                 choice["offload_to_disk_path"] = folder
             if (share := choice.pop("vram_share", None)) is not None:  # of the weights
                 choice["vram_budget"] = int(share * sum(parameter.nbytes for parameter in self.model.parameters()))
-            self.handle = apply_group_offloading(self.model, self.device, **choice)
+            self.handle = apply_group_offloading(self.model, self.device, **choice, **sharing)
             if "ram_budget" in choice:  # what is in the page cache would be taken from there
                 drop_page_cache(files_in(folder), may_drop_all=False)
         if "activations" in extras:
             self.activations = apply_activation_offloading(
                 self.model, device=self.device, min_bytes=self.options.min_bytes
             )
-
-    def _shard(self) -> None:
-        """FSDP2 as one would use it for this: a block at a time, and what is trained stays on the device."""
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-
-        has_streams = self.device.type != "cpu"
-        if not dist.is_initialized():
-            dist.init_process_group("nccl" if has_streams else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-        for parameter in self.trained:
-            parameter.data = parameter.data.to(self.device)
-        for name, buffer in list(self.model.named_buffers()):
-            owner, _, last = name.rpartition(".")
-            setattr(self.model.get_submodule(owner), last, buffer.to(self.device))
-        choice: dict[str, Any] = {
-            "mesh": init_device_mesh(self.device.type, (1,)),
-            "offload_policy": CPUOffloadPolicy(pin_memory=has_streams),
-            "ignored_params": set(self.trained),
-        }
-        for blocks in self.model.children():
-            if isinstance(blocks, nn.ModuleList):
-                for block in blocks:
-                    fully_shard(block, **choice)
-        fully_shard(self.model, **choice)
 
     def close(self) -> None:
         for handle in (self.activations, self.handle):
@@ -184,7 +167,7 @@ class Run:
     def step(self, inputs: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> torch.Tensor:
         """`marks` are the moments of compute's stream when forward begins and ends, and when all is done."""
         self.marks = [mark(self.device)]
-        loss = self.model(**inputs, return_dict=False)[0].float().square().mean()  # type: ignore[operator]
+        loss = self.called(**inputs, return_dict=False)[0].float().square().mean()
         self.marks.append(mark(self.device))
         self.after_forward()
         loss.backward()
@@ -263,6 +246,31 @@ class Run:
             stats = self.activations.stats()
             report["activations_bytes_per_step"] = stats.offloaded_bytes // stats.passes
         return report
+
+
+def shard(model: nn.Module, device: torch.device, trained: Sequence[nn.Parameter] = ()) -> None:
+    """FSDP2 as one would use it for this: a block at a time, over all processes, and what is trained stays on the device."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    has_streams = device.type != "cpu"
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if has_streams else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for parameter in trained:
+        parameter.data = parameter.data.to(device)
+    for name, buffer in list(model.named_buffers()):
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, buffer.to(device))
+    choice: dict[str, Any] = {
+        "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
+        "offload_policy": CPUOffloadPolicy(pin_memory=has_streams),
+        "ignored_params": set(trained),
+    }
+    for blocks in model.children():
+        if isinstance(blocks, nn.ModuleList):
+            for block in blocks:
+                fully_shard(block, **choice)
+    fully_shard(model, **choice)
 
 
 def measure_drive(folder: Path) -> float | None:

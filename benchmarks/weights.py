@@ -40,7 +40,7 @@ from .machine import (
 )
 from .models import SEED, Model, find, make_inputs, make_model, warm_up
 from .options import add, model_of, sizes_of
-from .processes import Child, Relay, anonymous_bytes, say, tell_measured, tell_so_far
+from .processes import Child, Relay, anonymous_bytes, limit_ram, say, tell_measured, tell_so_far
 from .report import gib, is_equal, machine_facts, number, seconds, span, verdict
 from .restrictions import RESTRICTIONS
 
@@ -284,14 +284,7 @@ def _group_for(arm: Arm, stack: ExitStack, errors: dict[str, Any]) -> MemoryGrou
     """What limits an arm's RAM. None if no limit is asked for, or none can be set here: `errors` says why."""
     if arm.ram_limit_bytes is None:
         return None
-    try:
-        group = MemoryGroup(arm.ram_limit_bytes)
-    except OSError as error:
-        errors[arm.name] = {"group_error": str(error)}
-        say(f"no limit of RAM: {error}")
-        return None
-    stack.callback(group.remove)
-    return group
+    return limit_ram(arm.ram_limit_bytes, stack, errors.setdefault(arm.name, {}))
 
 
 class _Disk:

@@ -17,7 +17,18 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import activations, first_image, machine, models, packing, pipeline, processes, training, weights
+from benchmarks import (
+    activations,
+    first_image,
+    machine,
+    models,
+    packing,
+    pipeline,
+    processes,
+    several,
+    training,
+    weights,
+)
 from benchmarks.__main__ import main
 from benchmarks.arms import choose
 from benchmarks.processes import Child
@@ -108,7 +119,9 @@ def measure(
     return report
 
 
-@pytest.mark.parametrize("name", ["flux", "wan14b", "unet-sd15", "vae-decode", "t5-xxl", "umt5-xxl", "wan-vae-decode"])
+@pytest.mark.parametrize(
+    "name", ["flux", "wan14b", "qwen-image", "unet-sd15", "vae-decode", "t5-xxl", "umt5-xxl", "wan-vae-decode"]
+)
 def test_every_model_is_built_and_runs(name: str) -> None:
     model, device = models.find(name, small=True), torch.device("cpu")
     module, inputs = models.make_model(model, device, resident=False), models.make_inputs(model, device)
@@ -181,7 +194,7 @@ def test_opening_is_measured(tmp_path: Path, benchmark_here: Run) -> None:
 
 def test_timelines_are_drawn(tmp_path: Path) -> None:
     """Lanes, a part of the time, and slices too narrow to be seen."""
-    lanes = ["file reads", "file reads 2", "H2D", "compute", "stalls"]
+    lanes = ["file reads", "file reads 2", "H2D", "gathers", "compute", "stalls"]
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": lane}}
         for tid, lane in enumerate(lanes)
@@ -193,7 +206,10 @@ def test_timelines_are_drawn(tmp_path: Path) -> None:
     whole, part = tmp_path / "whole.svg", tmp_path / "part.svg"
     run("docs/images/draw_trace.py", tmp_path / "trace.json", "--output", whole)
     run("docs/images/draw_trace.py", tmp_path / "trace.json", "--start", "1", "--seconds", "0.01", "--output", part)
-    assert "2 s · file reads busy 90% · H2D busy 90% · compute busy 90% · stalls busy 90%" in whole.read_text()
+    assert (
+        "2 s · file reads busy 90% · H2D busy 90% · gathers busy 90% · compute busy 90% · stalls busy 90%"
+        in whole.read_text()
+    )
     assert len(whole.read_text()) < 1 << 20
     assert part.read_text().count("<rect") == 1 + 10 * len(lanes)
     assert ">8 ms<" in part.read_text()
@@ -452,11 +468,34 @@ def test_packing_is_measured(tmp_path: Path, benchmark_here: Run) -> None:
 
 
 def test_shared_passes_are_measured(tmp_path: Path, benchmark_here: Run) -> None:
-    options = ("--small", "--steps", "1", "--threads", "2", "--device", "cpu", "--files", tmp_path / "groups")
-    table = benchmark_here("shared", *options, "--output", tmp_path)
+    """In RAM, from files, and in pipelines. All arms have the same bits, and those that are to share passes do."""
+    options = ("--small", "--steps", "1", "--warm-up", "3", "--threads", "2", "--device", "cpu", "--disk", tmp_path)
+    names = ("guidance", "threads", "files", "wan", "qwen")
+    table = benchmark_here("shared", *options, "--output", tmp_path, "--arms", *names)
     arms = result_of(tmp_path, "shared")["arms"]
-    assert all(arm["is_equal"] for arm in arms.values()) and "| guidance, shared " in table
-    assert arms["guidance, shared"]["num_shared"] and arms["threads, shared"]["num_shared"]
+    assert len(arms) == 3 * 2 + 2 * len(names[2:]) and table.count("| yes") == len(arms), table
+    assert all(bool(arms[f"{name}, shared"]["num_shared"]) for name in names)
+    assert not any(arms[f"{name}, alone"]["num_shared"] for name in names)
+
+
+def test_several_gpus_are_measured(tmp_path: Path) -> None:
+    """One device and two, in RAM, from files and in training: the arms of a kind run in the same two processes."""
+    arms = ("one GPU", "shared", "files, one GPU", "files, shared", "LoRA, each alone", "LoRA, shared", "LoRA, FSDP2")
+    trace = tmp_path / "trace.json"
+    options = ("--small", "--device", "cpu", "--steps", "1", "--disk", tmp_path, "--output", tmp_path, "--trace", trace)
+    table = run("-m", "benchmarks", "several", *options, "--arms", *arms)
+    report = result_of(tmp_path, "several")
+    assert not [arm for arm in report["arms"].values() if "error" in arm]
+    assert table.count("| equal") == 4 and "DIFFERENT" not in table, table
+    assert all(each["anonymous_bytes"] > 0 for arm in report["arms"].values() for each in arm["ranks"])
+    assert trace.exists() and trace.with_stem("trace-rank1").exists()
+    # What sharing has to reach, and an arm whose ranks failed.
+    report["arms"]["files, one GPU"]["ranks"][0]["in_a_row_s"] = 1.0
+    for each in report["arms"]["files, shared"]["ranks"]:
+        each["in_a_row_s"] = 0.5
+    report["arms"]["LoRA, shared"] = {"error": "the ranks ended with [-9, None]"}
+    table = several.render(report)
+    assert "| 0.500 (bar 0.6: met)" in table and "| LoRA, shared     | the ranks ended with [-9, None]" in table
 
 
 def test_what_packing_leaves_is_measured(tmp_path: Path, benchmark_here: Run, monkeypatch: pytest.MonkeyPatch) -> None:

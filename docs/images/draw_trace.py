@@ -18,10 +18,14 @@ from svg import close_picture, line, open_picture, text
 WIDTH, LEFT, RIGHT, TOP = 860, 110, 24, 62
 LANE, ROW, GAP = 30, 7, 14
 """Heights: of a lane, of one of the rows of reads side by side, between lanes."""
-LANES = ("file reads", "H2D", "compute", "stalls")
+LANES = ("file reads", "H2D", "gathers", "decode", "compute", "stalls")
+OPTIONAL = ("gathers", "decode")
+"""Lanes that are left out if nothing is in them."""
 COLOURS = {
     "file reads": ("#2a6f97", "#6fa8c7"),
     "H2D": ("#c98a1b", "#e0b566"),
+    "gathers": ("#7a5195", "#a98bbd"),
+    "decode": ("#5c6b73", "#97a6ad"),
     "compute": ("#4b7f52", "#8db893"),
     "stalls": ("#b0413e", "#cf817f"),
 }
@@ -56,7 +60,11 @@ def read_slices(trace: Mapping[str, Any]) -> dict[str, list[Slice]]:
         lanes[lane].append(
             Slice(int(number or 1) - 1, start, start + event["dur"] / 1e6, event.get("name", ""), num_bytes)
         )
-    return {lane: sorted(slices, key=lambda each: each.start) for lane, slices in lanes.items()}
+    return {
+        lane: sorted(slices, key=lambda each: each.start)
+        for lane, slices in lanes.items()
+        if slices or lane not in OPTIONAL
+    }
 
 
 def busy_seconds(slices: Sequence[Slice], begin: float, end: float) -> float:
@@ -86,8 +94,8 @@ def draw(trace: Mapping[str, Any], *, title: str, start: float = 0, seconds: flo
     if begin >= stop:
         raise ValueError(f"The trace is over after {last - first:.3f} s.")
     num_rows = {lane: 1 + max((each.row for each in slices), default=0) for lane, slices in lanes.items()}
-    heights = {lane: max(LANE, ROW * num_rows[lane]) for lane in LANES}
-    height = TOP + sum(heights.values()) + GAP * len(LANES) + 34
+    heights = {lane: max(LANE, ROW * num_rows[lane]) for lane in lanes}
+    height = TOP + sum(heights.values()) + GAP * len(lanes) + 34
 
     def x(at: float) -> float:
         return LEFT + (at - begin) / (stop - begin) * (WIDTH - LEFT - RIGHT)
@@ -99,7 +107,7 @@ def draw(trace: Mapping[str, Any], *, title: str, start: float = 0, seconds: flo
         at = x(begin + number * step)
         parts += [line(at, TOP - 6, at, bottom, "#e4e4e4"), text(at, bottom + 17, _seconds(number * step), "middle")]
     y = float(TOP)
-    for lane in LANES:
+    for lane in lanes:
         parts += [text(LEFT - 10, y + heights[lane] / 2 + 4, lane, "end")]
         parts += _rectangles(lanes[lane], COLOURS[lane], x, begin, stop, y, heights[lane] / num_rows[lane])
         y += heights[lane] + GAP
@@ -108,7 +116,7 @@ def draw(trace: Mapping[str, Any], *, title: str, start: float = 0, seconds: flo
 
 def _facts(lanes: Mapping[str, Sequence[Slice]], begin: float, end: float) -> Iterator[str]:
     yield _seconds(end - begin)
-    for lane in LANES:
+    for lane in lanes:
         if lanes[lane]:
             yield f"{lane} busy {busy_seconds(lanes[lane], begin, end) / (end - begin):.0%}"
     num_bytes = sum(
