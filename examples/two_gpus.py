@@ -42,9 +42,12 @@ def make_image(pipe: Any, args: argparse.Namespace, size: int, steps: int) -> No
 def train(pipe: Any, steps: int) -> None:
     transformer, config = pipe.transformer, pipe.transformer.config
     transformer.requires_grad_(False)
+    torch.manual_seed(0)  # all ranks begin with the same LoRA
     transformer.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v"]))
     trained = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
-    parallel, optimizer = DistributedDataParallel(transformer), torch.optim.AdamW(trained, lr=1e-4)
+    # By default the first rank sends all weights to the others, also the frozen ones.
+    parallel = DistributedDataParallel(transformer, init_sync=False)
+    optimizer = torch.optim.AdamW(trained, lr=1e-4)
     torch.manual_seed(dist.get_rank())  # each GPU has a batch of its own
     device, dtype = pipe._execution_device, transformer.dtype
     for step in range(steps):
