@@ -109,7 +109,10 @@ class Gate(Around):
             # Our hooks are known by their functions: an interrupt may come before their handles could be stored.
             for key in [key for key, hook in hooks.items() if any(hook is ours for ours in _OURS)]:
                 del hooks[key]
-                flags.pop(key, None)
+            for key in [
+                key for key in flags if key not in hooks
+            ]:  # also of hooks that an interrupted call has taken off
+                del flags[key]
         if module.__dict__.get(COMPILED_CALL) is self:
             if self.compiled is None:
                 del module.__dict__[COMPILED_CALL]

@@ -25,6 +25,7 @@ from group_offload import (
     remove_group_offloading,
 )
 from group_offload.api import handle_of
+from group_offload.base.torch_internals import COMPILED_CALL
 
 from ..interrupts import Strike, contained
 from ..support.asserts import assert_at_rest, assert_same, named_tensors
@@ -170,6 +171,23 @@ def test_an_interrupt_while_changes_are_taken_up(kind: str, tmp_path: Path) -> N
             break
         at += 1 + at // 6
     assert at > 500
+
+
+def test_an_interrupt_while_hooks_are_taken_off() -> None:
+    """A hook and what torch notes of it go together, at whichever line the first attempt ends."""
+    at, strike = 0, None
+    while strike is None or strike.where:
+        at += 1
+        model = make()
+        handle = apply_group_offloading(model, "cpu")
+        gate = model.__dict__[COMPILED_CALL]
+        strike = Strike(at)
+        with suppress(KeyboardInterrupt), strike:
+            gate.uninstall()
+        gate.uninstall()
+        handle.remove()
+        assert hooks(model) == [], strike.where
+    assert at > 10
 
 
 @pytest.mark.parametrize("has_folder", [False, True])
