@@ -70,6 +70,10 @@ class Two:
             state.offer(1, "1/a", "digest", (6, 0), 2)
         wait_until(lambda: self.board.read().sent[0] == 1)
 
+    def other_has_sent(self) -> None:
+        with self.board.change() as state:
+            state.has_sent(1, 1)
+
     def job_for(self, shared: Shared) -> ShareJob:
         event = HostBackend().new_event()
         return ShareJob(
@@ -93,8 +97,7 @@ def test_a_group_has_arrived_once_all_ranks_have_sent() -> None:
         two.courier.post("leave", "1")
         time.sleep(0.05)
         assert not two.job.is_settled and two.shared.pieces
-        with two.board.change() as state:
-            state.has_sent(1, 1)
+        two.other_has_sent()
         two.job.wait()
         assert not two.shared.pieces and two.board.read().log == []
         two.courier.leave_all()
@@ -104,8 +107,7 @@ def test_a_group_has_arrived_once_all_ranks_have_sent() -> None:
 def test_a_rank_that_ends_after_it_has_sent_is_not_missed() -> None:
     with other_process() as other:
         two = Two(other)
-        with two.board.change() as state:
-            state.has_sent(1, 1)
+        two.other_has_sent()
         other.kill()
         two.job.wait()
         two.courier.leave_all()
@@ -115,8 +117,7 @@ def test_a_pass_shares_again_at_once_after_one_that_went_alone() -> None:
     """Else short passes go alone by turns: each rank waits in vain for one that the pass before has left behind."""
     with other_process() as other:
         two = Two(other)
-        with two.board.change() as state:
-            state.has_sent(1, 1)
+        two.other_has_sent()
         two.job.wait()
         two.courier.begin_pass("1", [], 1e-3)
         late = two.job_for(Shared("1/b", "digest", "b"))
@@ -148,8 +149,7 @@ def test_the_last_things_of_a_process_are_sent_before_it_ends() -> None:
         ended: list[Any] = []
 
         def end() -> None:
-            with two.board.change() as state:
-                state.has_sent(1, 1)
+            two.other_has_sent()
             ended.append(two.job.is_settled)
 
         threading.Timer(0.1, end).start()
@@ -160,8 +160,7 @@ def test_the_last_things_of_a_process_are_sent_before_it_ends() -> None:
 def test_a_rank_that_leaves_and_ends_while_nobody_looks_is_not_missed() -> None:
     with other_process() as other:
         two = Two(other)
-        with two.board.change() as state:
-            state.has_sent(1, 1)
+        two.other_has_sent()
         two.job.wait()
         with two.board.change() as state:
             state.leave(1, "1")
@@ -178,8 +177,7 @@ def test_a_rank_that_leaves_and_ends_while_nobody_looks_is_not_missed() -> None:
 def test_a_rank_that_ends_leaves_models_that_it_never_ran() -> None:
     with other_process() as other:
         two = Two(other)
-        with two.board.change() as state:
-            state.has_sent(1, 1)
+        two.other_has_sent()
         two.courier.post("join", "2")
         two.courier.leave_all()
         assert two.board.read().left == {"1": ["0"], "2": ["0"]}
@@ -188,8 +186,7 @@ def test_a_rank_that_ends_leaves_models_that_it_never_ran() -> None:
 def test_a_job_may_be_settled_while_the_thread_that_waited_for_it_has_its_lock() -> None:
     with other_process() as other:
         two = Two(other)
-        with two.board.change() as state:
-            state.has_sent(1, 1)
+        two.other_has_sent()
         two.job.wait()
         lock = two.job.until_settled
 
@@ -215,8 +212,7 @@ def test_a_model_that_is_left_on_the_way_is_forgotten_once_it_has_arrived() -> N
         two = Two(other)
         two.courier.post("leave", "1")
         wait_until(lambda: two.board.read().left)
-        with two.board.change() as state:
-            state.has_sent(1, 1)
+        two.other_has_sent()
         two.job.wait()
         wait_until(lambda: two.memory.closed)
         two.courier.leave_all()
