@@ -36,7 +36,7 @@ from .caller import Caller
 from .helpers import Helpers
 from .lock import Traveller
 from .passes import Broken, SharedPasses
-from .watch import Mark, Watch, survey
+from .watch import Survey, Watch, survey
 
 logger = logging.getLogger("group_offload")
 
@@ -129,14 +129,14 @@ class _Steps:
         """What the rest of this step should be called with."""
         self.ahead: list[_Ahead] = []
         """The forwards that were run for these calls, as far as they were not called for yet."""
-        self.mark: Mark | None = None
+        self.state: Survey | None = None
         """The state of the modules that they ran with."""
         self.run_with: Hashable = None
         """The stream that they ran on, and the weights."""
         self.misses: dict[Hashable, int] = {}
 
     def forget(self) -> None:
-        self.calls, self.outputs, self.foreseen, self.ahead, self.mark = [], [], [], [], None
+        self.calls, self.outputs, self.foreseen, self.ahead, self.state = [], [], [], [], None
 
 
 class _Output:
@@ -186,6 +186,8 @@ class Sharing:
         self._local = threading.local()
         self._lock = threading.Lock()
         self._verdicts: dict[Hashable, Verdict] = {}
+        self._state: Survey | None = None
+        """What the last call found."""
         self._structure = 0
         """The modules that the verdicts are about."""
         self._findings: dict[Hashable, int] = {}
@@ -205,7 +207,7 @@ class Sharing:
 
     def close(self) -> None:
         """Throw all results away that nobody called for, and end the threads."""
-        self._local = threading.local()  # a call in progress goes on with what it has
+        self._local, self._state = threading.local(), None  # a call in progress goes on with what it has
         self.helpers.close()
 
     # ---------------------------------------------------------------- a call
@@ -216,25 +218,35 @@ class Sharing:
         if turns.here is not None or turns._is_owned() or self._backend.is_capturing():
             return self.alone(*args, **kwargs)  # inside of another call, or refused
         steps = self._steps
-        state = survey(self._root, self._is_ours)
-        reason = state.reason or self._why_not() or _state_of_thread() or self._lock_is_shared()
+        state = self._state_now()
+        reason = state if isinstance(state, str) else self._why_not() or _state_of_thread() or self._lock_is_shared()
         if reason is not None:
             self._say(reason)
             self._discard(steps)
             steps.forget()
             return self.alone(*args, **kwargs)
+        assert isinstance(state, Survey)
         if state.structure != self._structure:  # the modules are others than the verdicts are about
             self._structure = state.structure
             self._verdicts.clear()
             self._findings.clear()
         now = Arguments(args, kwargs)
-        found = self._result_for(steps, now, state.mark)
+        found = self._result_for(steps, now, state)
         if found is not None:
             now.shared = found.arguments.shared
             steps.calls.append(now)
             return found.output
         self._begin_step(steps, now)
-        return self._checked(steps, now, state.mark, args, kwargs)
+        return self._checked(steps, now, state, args, kwargs)
+
+    def _state_now(self) -> Survey | str:
+        """The state of the modules, or why forwards cannot share passes."""
+        known = self._state
+        if known is not None and known.holds():
+            return known
+        found = survey(self._root, self._is_ours)
+        self._state = found if isinstance(found, Survey) else None
+        return found
 
     @property
     def _steps(self) -> _Steps:
@@ -246,7 +258,7 @@ class Sharing:
     def _lock_is_shared(self) -> str | None:
         return None if self.passes.turns is not None else "it shares weights with another offloaded model"
 
-    def _result_for(self, steps: _Steps, now: Arguments, mark: Mark) -> _Ahead | None:
+    def _result_for(self, steps: _Steps, now: Arguments, state: Survey) -> _Ahead | None:
         """The forward that was run with these arguments. Others are thrown away."""
         if not steps.ahead:
             return None
@@ -257,11 +269,11 @@ class Sharing:
                 is_right = not self.passes.were_touched()
                 self._refresh()  # it commits edits that the system tells of
         is_right = is_right and steps.run_with == (self._stream, self._edits())
-        is_right = is_right and steps.mark is not None and steps.mark.is_same(mark)
+        is_right = is_right and steps.state is not None and (steps.state is state or steps.state.holds())
         if is_right and now.are_same(found.arguments):  # last: the host may wait for the device here
             steps.misses.clear()
             if not steps.ahead:
-                steps.mark = None
+                steps.state = None
             return found
         steps.ahead.insert(0, found)
         self._discard(steps)
@@ -279,7 +291,7 @@ class Sharing:
             steps.misses[key] = steps.misses.get(key, 0) + 1
             if steps.misses[key] == _MOST_MISSES:
                 self._say("calls of a step were foreseen wrongly twice in a row")
-        steps.ahead, steps.foreseen, steps.mark = [], [], None
+        steps.ahead, steps.foreseen, steps.state = [], [], None
 
     @staticmethod
     def _key_of(calls: Sequence[Arguments]) -> Hashable:
@@ -300,7 +312,7 @@ class Sharing:
         if all(each is not None for each in foreseen):
             steps.foreseen = [each for each in foreseen if each is not None]
 
-    def _checked(self, steps: _Steps, now: Arguments, mark: Mark, args: Any, kwargs: Any) -> Any:
+    def _checked(self, steps: _Steps, now: Arguments, state: Survey, args: Any, kwargs: Any) -> Any:
         key, turns = now.key, self.turns
         verdict = self._verdict(key)
         at = len(steps.calls)
@@ -311,7 +323,7 @@ class Sharing:
         num_callers = turns.announce()
         if verdict is Verdict.SHARED:
             ahead = steps.foreseen if at == 0 and self._may_foresee(steps) else []
-            output = self._travel(steps, [now, *ahead], mark, args, kwargs)
+            output = self._travel(steps, [now, *ahead], state, args, kwargs)
         elif verdict is None:
             output = self._watched(key, now, args, kwargs)
         else:
@@ -340,7 +352,7 @@ class Sharing:
 
     # ---------------------------------------------------------------- together
 
-    def _travel(self, steps: _Steps, calls: list[Arguments], mark: Mark, args: Any, kwargs: Any) -> Any:
+    def _travel(self, steps: _Steps, calls: list[Arguments], state: Survey, args: Any, kwargs: Any) -> Any:
         """Make a call in a pass that others may share, and run the calls that are foreseen beside it."""
         calls = calls[: self.passes.most_together]
         boarded: list[Traveller] = []
@@ -367,7 +379,7 @@ class Sharing:
                 self._judge([calls[0].key], Verdict.APART, "it changes its inputs")
                 self.passes.counters.discarded += len(ahead)
                 return output
-            steps.ahead, steps.mark, steps.run_with = ahead, mark, (self._stream, self._edits())
+            steps.ahead, steps.state, steps.run_with = ahead, state, (self._stream, self._edits())
             latents = calls[0].first
             if latents is not None:
                 weakref.finalize(latents, _drop, [weakref.ref(each) for each in ahead]).atexit = False

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from operator import is_
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter, is_
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -36,6 +36,8 @@ _APART = frozenset(
 """Attributes of modules that change for other reasons, or that `survey` looks at."""
 _OWN = frozenset(nn.Module().__dict__) | _APART
 """Attributes whose contents are looked at elsewhere: what every module has, and ours."""
+_TABLES = ("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks")
+_values, _attributes = dict.values, attrgetter("__dict__")
 
 
 class Watch:
@@ -95,25 +97,56 @@ class Watch:
         return tuple(states)
 
 
-class Mark:
-    """What is in the attributes of modules: which objects, and how often tensors were changed in place.
+class Survey:
+    """The state of a module between forwards: which objects are in its modules, and how often tensors were changed in place.
 
-    It keeps the objects. Else another one could take the place of one that is gone, and would look the same.
+    It keeps the objects. Else another one could take the place of one that is gone, and would look the same. The device has
+    nothing to do while the state is looked at again, so the data is flat, for loops in C code.
     """
 
-    __slots__ = ("_objects", "_versions")
+    __slots__ = ("_contents", "_inside", "_modules", "_sizes", "_tables", "_types", "_watched", "structure")
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._types = [*map(type, modules)]
+        attributes = [module.__dict__ for module in modules]
+        self.structure = hash((*map(id, modules), *self._types, *(id(each.get("processor")) for each in attributes)))
+        """Tells which modules there are, and how they process attention."""
+        self._tables: list[dict[Any, Any]] = [
+            *attributes,
+            *(each[name] for name in _TABLES for each in attributes),
+            *(each["_diffusers_hook"].hooks for each in attributes if each.get("_diffusers_hook") is not None),
+        ]
+        self._sizes = [*map(len, self._tables)]
+        self._contents = [*chain.from_iterable(map(_values, self._tables))]
+        self._watched = [
+            value
+            for each in attributes
+            for name, value in [*each.items()]
+            if name not in _OWN and not isinstance(value, _SIMPLE) and not _is_constant(value)
+        ]
+        """What may change in place."""
+        self._inside = _Inside(self._watched)
+
+    def holds(self) -> bool:
+        """Whether the state is still the same."""
+        return (
+            all(map(is_, map(type, self._modules), self._types))
+            and all(map(is_, map(_attributes, self._modules), self._tables))
+            and [*map(len, self._tables)] == self._sizes
+            and all(map(is_, chain.from_iterable(map(_values, self._tables)), self._contents))
+            and _Inside(self._watched) == self._inside
+        )
+
+
+class _Inside:
+    """What is in containers and objects."""
+
+    def __init__(self, watched: Sequence[Any]) -> None:
         self._objects: list[Any] = []
         self._versions: list[int] = []
-
-    def add(self, module: nn.Module) -> None:
-        attributes = module.__dict__
-        self._objects += attributes.values()
-        for owned in (module._parameters, module._buffers, module._modules):
-            self._objects += owned.values()
-        for name in attributes.keys() - _OWN:
-            self._look_into(attributes.get(name), _DEPTH)
+        for each in watched:
+            self._look_into(each, _DEPTH)
 
     def _look_into(self, value: Any, depth: int) -> None:
         if type(value) in _SIMPLE:
@@ -126,56 +159,52 @@ class Mark:
             for each in inside:
                 self._look_into(each, depth - 1)
 
-    def is_same(self, other: Mark) -> bool:
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Inside):
+            return NotImplemented
         mine, theirs = self._objects, other._objects
         return self._versions == other._versions and len(mine) == len(theirs) and all(map(is_, mine, theirs))
 
-
-@dataclass(frozen=True, slots=True)
-class Survey:
-    """The state of a module, as far as its modules show it."""
-
-    reason: str | None = None
-    """Why forwards cannot share passes."""
-    structure: int = 0
-    """Tells which modules there are, and how they process attention."""
-    mark: Mark = field(default_factory=Mark)
-    """Tells what the attributes of modules are, and the weights."""
+    __hash__ = None  # type: ignore[assignment]
 
 
-def survey(root: nn.Module, is_ours: Callable[[Any], bool]) -> Survey:
+def _is_constant(value: Any) -> bool:
+    return type(value) is tuple and all(type(each) in _SIMPLE for each in value)
+
+
+def survey(root: nn.Module, is_ours: Callable[[Any], bool]) -> Survey | str:
     """Look at a module between forwards, while the forward of another thread may change its hooks and gates.
 
     Args:
         is_ours: Whether a hook belongs to the engine.
+
+    Returns:
+        The state, or why forwards cannot share passes.
     """
     added: set[int] = set()
-    structure: list[int] = []
-    mark = Mark()
-    for module in root.modules():
+    modules = [*root.modules()]
+    for module in modules:
         attributes = module.__dict__
         if isinstance(module, torch.jit.ScriptModule):
-            return Survey(f"{_name_of(root, module)} is scripted")
+            return f"{_name_of(root, module)} is scripted"
         if type(module).__module__.startswith(
             "peft."
         ):  # it adds layers to a model in eval mode, and leaves them in the other
             added.update(map(id, module.modules()))
         if attributes["training"] and id(module) not in added:
-            return Survey(f"{_name_of(root, module)} is in training mode: call eval()")
+            return f"{_name_of(root, module)} is in training mode: call eval()"
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             if attributes[name] and not all(map(is_ours, [*attributes[name].values()])):
-                return Survey(f"{_name_of(root, module)} has a hook, which would see forwards in another order")
+                return f"{_name_of(root, module)} has a hook, which would see forwards in another order"
         registry = attributes.get("_diffusers_hook")
         if registry is not None:
             others = [each for each in registry.hooks if each != MARKER]
             if others:
-                return Survey(f"{_name_of(root, module)} has the hook {others[0]!r} of diffusers, which keeps state")
+                return f"{_name_of(root, module)} has the hook {others[0]!r} of diffusers, which keeps state"
         own = attributes.get("forward")
         if own is not None and getattr(own, "__func__", None) is not type(module).forward:
-            return Survey(f"the forward of {_name_of(root, module)} was replaced")
-        structure += id(module), id(attributes.get("processor"))
-        mark.add(module)
-    return Survey(None, hash(tuple(structure)), mark)
+            return f"the forward of {_name_of(root, module)} was replaced"
+    return Survey(modules)
 
 
 def _name_of(root: nn.Module, module: nn.Module) -> str:
