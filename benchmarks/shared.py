@@ -89,16 +89,19 @@ def run_loops(
         synchronize(device)
         began.append((time.perf_counter(), transferred()))
 
-    barrier = threading.Barrier(num_threads, begin)
+    aligned, barrier = threading.Barrier(num_threads), threading.Barrier(num_threads, begin)
     errors: list[BaseException] = []
 
     def work(request: Request) -> None:
         try:
-            request.steps(module, job["warm_up"], num_calls)
+            for _ in range(job["warm_up"]):
+                request.steps(module, 1, num_calls)
+                aligned.wait()  # who first went alone would be one step ahead, and go alone in its last step as well
             barrier.wait()
             request.steps(module, job["steps"], num_calls)
         except BaseException as error:
             errors.append(error)
+            aligned.abort()
             barrier.abort()
 
     threads = [threading.Thread(target=work, args=(request,)) for request in requests]
