@@ -84,7 +84,7 @@ WAITS: list[tuple[Any, str, str, str]] = [
     (PeerLink, "send", "sent.record(stream)", "pass"),
     (courier, "_has_begun", "job.begun.query()", "True"),
     (courier, "_has_sent", "event.query()", "True"),
-    (Courier, "_note_arrivals", "self._state.num_arrived", "self._num_sent"),
+    (Courier, "_note_arrivals", "min(self._board.sent)", "self._num_sent"),
     (ShareJob, "finish", "self.stream.wait_event(self.sent)", "pass"),
     (ShareJob, "finish", "self.stream.wait_event(self.rest)", "pass"),
     (ShareJob, "finish", "self.ready.record(self.stream)", "pass"),

@@ -13,7 +13,7 @@ import torch
 
 from group_offload import config
 from group_offload.base.layout import memory_of
-from group_offload.base.system import new_shared_file, started_at
+from group_offload.base.system import name_of_shared_file, new_shared_file, started_at
 from group_offload.runtime import engine
 from group_offload.runtime.sharing.board import BOARD_BYTES, Board, State
 from group_offload.runtime.sharing.courier import Peer
@@ -98,7 +98,10 @@ class PhantomLink(PeerLink):
 
 class PhantomBoard(Board):
     def __init__(self, rng: random.Random, link: PhantomLink) -> None:
-        super().__init__(new_shared_file(BOARD_BYTES), rank=0, num_ranks=2)
+        fd = new_shared_file(BOARD_BYTES)
+        self.its = Board(os.open(name_of_shared_file(fd), os.O_RDWR), rank=1, num_ranks=2)
+        """The board as the other rank has it."""
+        super().__init__(fd, rank=0, num_ranks=2)
         self._rng, self._link = rng, link
         self._num_sent = 0
         self._is_locked = False
@@ -127,8 +130,7 @@ class PhantomBoard(Board):
         if not self._is_locked and self._num_sent < len(self._link.its_events) and self._rng.random() < 0.3:
             self._link.its_events[self._num_sent].synchronize()
             self._num_sent += 1
-            with super().change() as state:
-                state.has_sent(1, self._num_sent)
+            self.its.has_sent(self._num_sent)
         return super().turn
 
 

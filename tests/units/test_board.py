@@ -11,12 +11,8 @@ from group_offload.runtime.sharing.board import BOARD_BYTES, Board, State, all_o
 from group_offload.runtime.sharing.cut import cut
 
 
-def state(num_ranks: int = 2) -> State:
-    return State(sent=[0] * num_ranks)
-
-
 def test_the_last_offer_enters_the_log() -> None:
-    found = state(3)
+    found = State()
     for rank in (2, 0):
         found.offer(rank, "1/a", "same", (7, rank), 3)
         assert found.log == []
@@ -26,7 +22,7 @@ def test_the_last_offer_enters_the_log() -> None:
 
 
 def test_other_bytes_are_never_gathered() -> None:
-    found = state()
+    found = State()
     found.offer(0, "1/a", "one", (), 2)
     found.offer(1, "1/a", "other", (), 2)
     assert found.log == []
@@ -35,18 +31,18 @@ def test_other_bytes_are_never_gathered() -> None:
 
 
 def test_the_log_keeps_what_a_rank_has_yet_to_send() -> None:
-    found = state()
+    found = State()
     for key in ("1/a", "1/b"):
         for rank in (0, 1):
             found.offer(rank, key, "", (), 2)
-    found.has_sent(0, 2)
-    assert (found.first, found.num_arrived, [key for key, _ in found.log]) == (0, 0, ["1/a", "1/b"])
-    found.has_sent(1, 1)
-    assert (found.first, found.num_arrived, [key for key, _ in found.log]) == (1, 1, ["1/b"])
+    found.forget(0)
+    assert (found.first, [key for key, _ in found.log]) == (0, ["1/a", "1/b"])
+    found.forget(1)
+    assert (found.first, [key for key, _ in found.log]) == (1, ["1/b"])
 
 
 def test_who_waits_in_vain() -> None:
-    found = state()
+    found = State()
 
     def is_hopeless(*, is_first: bool = False) -> bool:
         return found.is_hopeless(0, "1/a", 2, is_first=is_first)
@@ -66,28 +62,46 @@ def test_who_waits_in_vain() -> None:
     found.awaited["1"] = "1/b", True
     assert is_hopeless(is_first=True)
     found.awaited.clear()
-    found.leave(1, "1")
+    found.leave(1, "1", 2)
     assert is_hopeless(is_first=True) and "1/b" not in found.offers
 
 
 def test_a_rank_that_leaves_awaits_nothing() -> None:
-    found = state()
+    found = State()
     found.awaited = {"0": ("1/a", False), "1": ("1/a", True)}
-    found.leave(1, "1")
+    found.leave(1, "1", 2)
     assert found.awaited == {"0": ("1/a", False)}
 
 
 def test_nothing_is_left_of_a_model_that_all_have_left() -> None:
     """Else the board is full after some hundred models."""
-    found = state()
+    found = State()
     for rank in (0, 1):
         found.begin_pass(rank, "1", ["1/a"])
         found.offer(rank, "1/b", str(rank), (), 2)
         found.decline(rank, [all_of("1")])
     found.residents = {"1/device": ["a"], "2/device": ["a"]}
     for rank in (0, 1):
-        found.leave(rank, "1")
-    assert found == State(sent=[0, 0], residents={"2/device": ["a"]})
+        found.leave(rank, "1", 2)
+    assert found == State(residents={"2/device": ["a"]})
+
+
+def test_what_was_sent_is_said_without_a_turn() -> None:
+    fd = new_shared_file(BOARD_BYTES)
+    boards = [Board(os.open(name_of_shared_file(fd), os.O_RDWR), rank, 3) for rank in range(3)]
+    os.close(fd)
+    with boards[0].change() as found:
+        for rank in range(3):
+            found.offer(rank, "1/a", "", (), 3)
+    turn = boards[0].turn
+    for number, board in enumerate(boards):
+        board.has_sent(number + (1 << 32))
+    assert [board.sent for board in boards] == [[1 << 32, (1 << 32) + 1, (1 << 32) + 2]] * 3 and boards[0].turn == turn
+    assert len(boards[0].read().log) == 1
+    with boards[2].change() as found:
+        assert not found.log
+    for board in boards:
+        board.close()
 
 
 def test_a_change_that_breaks_off_leaves_the_state_before() -> None:

@@ -68,11 +68,10 @@ class Two:
         with self.board.change() as state:
             state.memories["1"] = {"6": "6"}
             state.offer(1, "1/a", "digest", (6, 0), 2)
-        wait_until(lambda: self.board.read().sent[0] == 1)
+        wait_until(lambda: self.board.sent[0] == 1)
 
     def other_has_sent(self) -> None:
-        with self.board.change() as state:
-            state.has_sent(1, 1)
+        self.board.has_sent(1)
 
     def job_for(self, shared: Shared) -> ShareJob:
         event = HostBackend().new_event()
@@ -99,7 +98,7 @@ def test_a_group_has_arrived_once_all_ranks_have_sent() -> None:
         assert not two.job.is_settled and two.shared.pieces
         two.other_has_sent()
         two.job.wait()
-        assert not two.shared.pieces and two.board.read().log == []
+        assert not two.shared.pieces
         two.courier.leave_all()
         assert two.courier.error is not None
 
@@ -163,7 +162,7 @@ def test_a_rank_that_leaves_and_ends_while_nobody_looks_is_not_missed() -> None:
         two.other_has_sent()
         two.job.wait()
         with two.board.change() as state:
-            state.leave(1, "1")
+            state.leave(1, "1", 2)
         other.kill()
         other.wait()
         two.courier.begin_pass("1", [], 5.0)

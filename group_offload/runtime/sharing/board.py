@@ -5,8 +5,8 @@ What a rank needs, and when, is not known to the others: caches skip blocks, and
 foretold. A rank *offers* a group once the copy of its share has begun: its slot is free, and nothing but the link stands
 between. The offer says where the slot is. The rank whose offer is the last one that was missing enters the group in the *log*,
 in the same step. All ranks send their parts of the groups in the log to the other slots, in the order of the log, and at once:
-a thread does that which waits for nothing else. Once the device has sent them, the rank says so. A group has *arrived* once all
-ranks have.
+a thread does that which waits for nothing else. Each rank counts what the device has sent. A group has *arrived* once all
+ranks have counted it.
 
 No stream ever waits for another rank, and what is sent waits for this rank's own copies only, which have begun. So each group
 in the log arrives, whatever else ranks compute and exchange, and a rank that dies leaves no GPU waiting. The host orders what
@@ -36,7 +36,11 @@ from ...errors import StateError
 
 _TURN = struct.Struct("<Q")
 _SIZE = struct.Struct("<I")
-_HEAD_BYTES = 64
+_COUNT = struct.Struct("Q")
+"""A number of the machine's own form: it is written at once, and nobody reads half of it."""
+_LINE_BYTES = 64
+"""What a processor writes at once. Each number that one rank writes has a line of its own."""
+_HEAD_BYTES = 1 << 16
 _HALF_BYTES = 1 << 20
 BOARD_BYTES = _HEAD_BYTES + 2 * _HALF_BYTES
 _LOCK_SECONDS = 20.0
@@ -49,11 +53,9 @@ class State:
     offers: dict[str, dict[str, tuple[str, Sequence[int]]]] = field(default_factory=dict)
     """By key and rank, the digests of groups that are offered and not in the log, and their places in the rank's memory."""
     log: list[tuple[str, dict[str, Sequence[int]]]] = field(default_factory=list)
-    """The keys that are sent, in order, and their places by rank. Those that have arrived are left out."""
+    """The keys that are sent, in order, and their places by rank. Those that have arrived are left out, sooner or later."""
     first: int = 0
     """The number of the first key of `log`, counted from the beginning."""
-    sent: list[int] = field(default_factory=list)
-    """How many of these groups each rank has sent: its parts are in the memory of the others."""
     memories: dict[str, dict[str, str]] = field(default_factory=dict)
     """By rank and number, what the others open the memory with that the places are in."""
     absent: dict[str, dict[str, list[str]]] = field(default_factory=dict)
@@ -103,14 +105,14 @@ class State:
         self.absent.setdefault(model, {})[str(rank)] = [*absent]
         self.declined.setdefault(model, {})[str(rank)] = []
 
-    def leave(self, rank: int, model: str) -> None:
+    def leave(self, rank: int, model: str, num_ranks: int) -> None:
         """This rank does not run the model any more. Once none does, nothing of it is left."""
         left = self.left.setdefault(model, [])
         if str(rank) not in left:
             left.append(str(rank))
         for by_rank in (self.absent, self.declined):
             by_rank.get(model, {}).pop(str(rank), None)
-        if len(left) == len(self.sent):
+        if len(left) == num_ranks:
             for by_model in (self.left, self.absent, self.declined):
                 by_model.pop(model, None)
             self.residents = {key: names for key, names in self.residents.items() if model_of(key) != model}
@@ -119,17 +121,12 @@ class State:
         for key in [key for key in self.offers if model_of(key) == model]:
             self.take_back(rank, key)
 
-    def has_sent(self, rank: int, number: int) -> None:
-        """This rank's parts of all groups before `number` are where they belong."""
-        self.sent[rank] = number
-        num_over = self.num_arrived - self.first
+    def forget(self, num_arrived: int) -> None:
+        """So many groups, counted from the beginning, have arrived."""
+        num_over = num_arrived - self.first
         if num_over > 0:
             del self.log[:num_over]
             self.first += num_over
-
-    @property
-    def num_arrived(self) -> int:
-        return min(self.sent)
 
     def is_hopeless(self, rank: int, key: str, num_ranks: int, *, is_first: bool) -> bool:
         """Whether another rank will not offer the group now.
@@ -155,6 +152,10 @@ class State:
             if not is_first and (key in declined or all_of(model) in declined):
                 return True
         return False
+
+
+def _line_of(rank: int) -> int:
+    return (1 + rank) * _LINE_BYTES
 
 
 def _are_equal(offers: Mapping[str, Sequence[Any]]) -> bool:
@@ -189,12 +190,24 @@ class Board:
         self.rank, self.num_ranks = rank, num_ranks
         self._fd: int | None = fd
         self._memory = mmap.mmap(fd, BOARD_BYTES)
+        if (1 + num_ranks) * _LINE_BYTES > _HEAD_BYTES:
+            raise StateError(f"{num_ranks} ranks of one host share a model, which is too many. Pass share=False.")
 
     @property
     def turn(self) -> int:
         """A number that goes up with each change."""
         found: tuple[int] = _TURN.unpack_from(self._memory, 0)
         return found[0]
+
+    @property
+    def sent(self) -> list[int]:
+        """How many groups of the log, counted from the beginning, each rank has sent: its parts are in the others' memory."""
+        return [found for rank in range(self.num_ranks) for found in _COUNT.unpack_from(self._memory, _line_of(rank))]
+
+    def has_sent(self, number: int) -> None:
+        """This rank's parts of all groups before `number` are where they belong."""
+        # No lock, and no turn: this is said for each group, and only this rank writes here.
+        _COUNT.pack_into(self._memory, _line_of(self.rank), number)
 
     def read(self) -> State:
         with self._locked():
@@ -205,6 +218,7 @@ class Board:
         """The state, which is written at the end of the block."""
         with self._locked():
             state = self._load()
+            state.forget(min(self.sent))
             yield state
             turn = self.turn + 1
             content = json.dumps(
@@ -226,7 +240,7 @@ class Board:
     def _load(self) -> State:
         turn = self.turn
         if not turn:
-            return State(sent=[0] * self.num_ranks)
+            return State()
         start = _HEAD_BYTES + turn % 2 * _HALF_BYTES
         (size,) = _SIZE.unpack_from(self._memory, start)
         return State(**json.loads(self._memory[start + _SIZE.size : start + _SIZE.size + size]))

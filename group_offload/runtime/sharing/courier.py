@@ -93,7 +93,7 @@ class Courier:
         self._requests: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._models: dict[str, _Model] = {}
         self._offered: dict[str, tuple[ShareJob, Shared]] = {}
-        self._state = State(sent=[0] * board.num_ranks)
+        self._state = State()
         self._turn = 0
         self._on_way: deque[_OnWay] = deque()
         """In the order of the log. What is in it when sharing ends by an error stays: others may yet write to its memory."""
@@ -244,7 +244,7 @@ class Courier:
         for job in [*model.jobs]:
             self._on_cancel(job)
         with self._board.change() as state:
-            state.leave(self._rank, name)
+            state.leave(self._rank, name, self._board.num_ranks)
         model.has_left = True
         self._forget_left(name)
 
@@ -310,17 +310,18 @@ class Courier:
         if number == self._num_sent:
             return
         self._num_sent = number
-        with self._board.change() as state:
-            state.has_sent(self._rank, number)
-            self._forget_awaited(state, [each.shared.key for each in self._on_way])
-        self._state.sent = state.sent
+        self._board.has_sent(number)
+        agreed = [each.shared.key for each in self._on_way]
+        if self._awaits(self._state, agreed):
+            with self._board.change() as state:
+                self._forget_awaited(state, agreed)
 
     def _note_arrivals(self) -> None:
         """
         Raises:
             StateError: a rank that has to send its parts has ended, or takes too long.
         """
-        while self._on_way and self._num_arrived < self._state.num_arrived:
+        while self._on_way and self._num_arrived < min(self._board.sent):
             each = self._on_way.popleft()
             self._num_arrived += 1
             each.shared.pieces.clear()
@@ -329,8 +330,8 @@ class Courier:
         if self._on_way and time.monotonic() - max(self._looked_at, self._on_way[0].since) > _LOOK_SECONDS:
             self._looked_at = time.monotonic()
             there = [peer.is_there for peer in self._peers]
-            self._look()  # after: what a rank has done is told before it ends
-            late = [rank for rank, number in enumerate(self._state.sent) if number <= self._num_arrived]
+            sent = self._board.sent  # after: what a rank has done is told before it ends
+            late = [rank for rank, number in enumerate(sent) if number <= self._num_arrived]
             gone = [self._peers[rank] for rank in late if not there[rank]]
             if gone:
                 raise _have_ended(gone)
@@ -381,8 +382,11 @@ class Courier:
                 if key in state.offers:
                     state.awaited[str(self._rank)] = key, not model.num_gathered
 
+    def _awaits(self, state: State, keys: Sequence[str]) -> bool:
+        return state.awaited.get(str(self._rank), ("",))[0] in keys
+
     def _forget_awaited(self, state: State, keys: Sequence[str]) -> None:
-        if state.awaited.get(str(self._rank), ("",))[0] in keys:
+        if self._awaits(state, keys):
             del state.awaited[str(self._rank)]
 
     def _withdraw(self, job: ShareJob, shared: list[Shared]) -> None:
