@@ -34,7 +34,8 @@ from .options import add, model_of, sizes_of
 from .processes import QUIET, limit_ram, said, say, share_of_anonymous_bytes
 from .weights import load, preload
 
-PARALLEL, SHARDED, LORA, SHARDED_LORA = "context parallel", "FSDP2", "LoRA", "FSDP2 with a LoRA"
+RESIDENT, PARALLEL, PARALLEL_RESIDENT = "resident", "context parallel", "context parallel, resident"
+SHARDED, LORA, SHARDED_LORA = "FSDP2", "LoRA", "FSDP2 with a LoRA"
 BAR = 0.6
 """At most so much of one GPU's time an arm that shares is to take."""
 TRACED = "shared"
@@ -68,9 +69,11 @@ ARMS = {
     "shared": Arm(share=True),
     "context parallel, each alone": Arm(share=False, form=PARALLEL, same_as="context parallel, each alone"),
     "context parallel, shared": Arm(share=True, form=PARALLEL, same_as="context parallel, each alone"),
+    "resident": Arm(share=False, form=RESIDENT),
+    "context parallel, resident": Arm(share=False, form=PARALLEL_RESIDENT, same_as="context parallel, each alone"),
     "FSDP2": Arm(share=False, form=SHARDED),
 }
-DEFAULT = tuple(name for name, arm in ARMS.items() if arm.form != SHARDED)
+DEFAULT = tuple(name for name, arm in ARMS.items() if arm.form in ("", PARALLEL))
 for _name, _share in (("one GPU", None), ("each alone", False), ("shared", True)):
     _bar = BAR if _share else None
     _first = "files, one GPU"
@@ -208,7 +211,7 @@ def judge(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         ranks, facts = arm["ranks"], ARMS[name]
         row: dict[str, Any] = {
             key: max(each[key] for each in ranks)
-            for key in ("setup_s", "step_s", "in_a_row_s", "forward_s", "backward_s")
+            for key in ("setup_s", "step_s", "in_a_row_s", "host_s", "forward_s", "backward_s")
             if ranks[0].get(key) is not None
         }
         for key in ("missed", "anonymous_bytes", "drive_bytes"):
@@ -240,6 +243,7 @@ COLUMNS: report.Columns = {
     "forward": lambda row: report.seconds(row.get("forward_s")),
     "backward": lambda row: report.seconds(row.get("backward_s")),
     "in a row": lambda row: report.seconds(row.get("in_a_row_s")),
+    "host": lambda row: report.seconds(row.get("host_s")),
     "against one GPU": _against_one,
     "bits": lambda row: {True: "equal", False: "DIFFERENT", None: ""}[row.get("is_equal")],
     "gathered a step": lambda row: report.gib(row["gathered_bytes"]),
@@ -304,7 +308,7 @@ def run_rank(job: Mapping[str, Any]) -> None:
 def make(arm: Arm, job: Mapping[str, Any]) -> nn.Module:
     """The module, loaded from the checkpoint, in the form that an arm needs."""
     module = load(find(**job["model"]), Path(job["checkpoint"]))
-    if arm.form == PARALLEL:
+    if arm.form in (PARALLEL, PARALLEL_RESIDENT):
         from diffusers import ContextParallelConfig
 
         module.enable_parallelism(config=ContextParallelConfig(ulysses_degree=job["num_ranks"]))  # type: ignore[operator]
@@ -329,6 +333,8 @@ def infer(name: str, module: nn.Module, job: Mapping[str, Any], device: torch.de
     handle: Any = None
     if arm.form == SHARDED:
         training.shard(module, device)
+    elif arm.form in (RESIDENT, PARALLEL_RESIDENT):
+        module.to(device)
     else:
         where = "disk" if arm.kind == "files" else "cpu"
         handle = apply_group_offloading(module, device, where, **sharing_of(arm))
