@@ -11,7 +11,6 @@ tests/engine/test_interrupts.py runs a few of both.
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import copy
 import faulthandler
@@ -28,7 +27,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeVar
@@ -52,6 +51,7 @@ from .support.simulated import SimulatedDevice, use_simulated_device
 from .support.training import DIM, TOKENS
 from .support.training import make as make_trained
 from .support.tuning import tune
+from .support.with_exits import exits_of
 
 _NUM_PARTS = 3
 """In which a sweep is cut, each in a process of its own."""
@@ -115,7 +115,7 @@ class Strike:
             return None
         if not frame.f_code.co_filename.startswith(self._path) or self.where:
             return None
-        if event == "call" or (event == "line" and frame.f_lasti not in _exits_of(frame.f_code)):
+        if event == "call" or (event == "line" and frame.f_lasti not in exits_of(frame.f_code)):
             place = frame.f_code, frame.f_lineno if event == "line" else 0
             self.places[place] += 1
             self._left -= self._place is None or self._place == place
@@ -137,27 +137,6 @@ def contained(work: Callable[[], T]) -> T:
         yield work()
 
     return next(once())
-
-
-@cache
-def _exits_of(code: CodeType) -> frozenset[int]:
-    """Where the code leaves a `with` block, back on the line that began it.
-
-    Python raises nothing there from a signal: a lock that is written in C is let go by the instruction that comes next.
-    """
-    begins = _with_lines(code.co_filename)
-    first: dict[int, int] = {}
-    found = set()
-    for start, _, line in code.co_lines():
-        if line in begins and first.setdefault(line, start) != start:
-            found.add(start)
-    return frozenset(found)
-
-
-@cache
-def _with_lines(path: str) -> frozenset[int]:
-    tree = ast.parse(Path(path).read_text())
-    return frozenset(node.lineno for node in ast.walk(tree) if isinstance(node, ast.With))
 
 
 # ---------------------------------------------------------------- models

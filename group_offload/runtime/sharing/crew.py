@@ -320,7 +320,7 @@ class Trial:
         self.stream = backend.new_stream()
         self.memory = backend.empty(num_bytes, self.stream)
         self.place = self.link.place_of(self.memory)
-        self.pieces = cut(num_bytes, num_ranks, tuning().share_part_bytes).pieces
+        self.pieces = cut(num_bytes, num_ranks, tuning().share_part_bytes, tuning().share_most_pieces).pieces
 
     def shared(self, piece: Piece, landed: Event) -> SharedPiece:
         return self.memory[piece.start : piece.start + piece.num_bytes], piece.part_bytes, landed

@@ -45,10 +45,14 @@ class Cut:
         return [(start, end) for start, end in found if start < end]
 
 
-def cut(num_bytes: int, num_ranks: int, most: int) -> Cut:
-    """Cut `num_bytes` so that each rank has a part of each piece, of `most` bytes at most. All parts are aligned."""
+def cut(num_bytes: int, num_ranks: int, part_bytes: int, most_pieces: int) -> Cut:
+    """Cut `num_bytes` so that each rank has a part of each piece. All parts are aligned.
+
+    Args:
+        part_bytes: What a part has at most, as long as there are fewer than `most_pieces` pieces.
+    """
     units = num_bytes // num_ranks // ALIGNMENT
-    num_pieces = max(1, -(-units * ALIGNMENT // max(most, ALIGNMENT)))
+    num_pieces = min(most_pieces, max(1, -(-units * ALIGNMENT // max(part_bytes, ALIGNMENT))))
     pieces, start = [], 0
     for index in range(num_pieces):
         size = (units * (index + 1) // num_pieces - units * index // num_pieces) * ALIGNMENT

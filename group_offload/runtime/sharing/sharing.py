@@ -282,7 +282,7 @@ class Sharing:
             end = last.at + (last.blob.layout.num_bytes if isinstance(last, PlacedBlob) else last.sent_bytes)
             is_shared = end - at >= tuning().min_shared_bytes and not alone and may_be_cut(moves)
             if is_shared:
-                shares = cut(end - at, crew.num_ranks, tuning().share_part_bytes)
+                shares = cut(end - at, crew.num_ranks, tuning().share_part_bytes, tuning().share_most_pieces)
                 found.append(Part(label, at, moves, mine, key, self._digest_of(label, mine, at), shares))
             else:
                 found.append(Part(label, at, moves, mine, key, "", None))
