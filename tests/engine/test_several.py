@@ -31,6 +31,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         several.trains_under_fsdp,
         (several.has_another_model, "blocks"),
         (several.has_another_model, "weights"),
+        several.has_other_options,
         (several.is_missing, "fails"),
         several.leaves_early,
         several.is_dropped,

@@ -278,6 +278,27 @@ def has_another_model(rank: int, what: str) -> None:
     assert all(same_bits(value, before[name]) for name, value in offloaded.state_dict().items())
 
 
+def has_other_options(rank: int) -> None:
+    """All ranks say so at once, and can share afterwards."""
+    for name, value in {
+        "offload_type": "leaf_level",
+        "num_blocks_per_group": 2,
+        "low_cpu_mem_usage": True,
+        "share": False,
+        "offload_device": "disk",
+    }.items():
+        offloaded = model()
+        before = {key: tensor.clone() for key, tensor in offloaded.state_dict().items()}
+        folder = {"offload_to_disk_path": tempfile.mkdtemp()} if value == "disk" and rank == 1 else {}
+        with pytest.raises(ConfigError, match=rf"same options, and {name}.* in rank 1, and .* in rank 0"):
+            share(offloaded, **({name: value, **folder} if rank == 1 else {}))
+        assert all(same_bits(tensor, before[key]) for key, tensor in offloaded.state_dict().items())
+    offloaded = model()
+    handle = share(offloaded)
+    check(offloaded, resident())
+    assert_shared(handle)
+
+
 def is_missing(rank: int, what: str) -> None:
     tune(share_setup_seconds=1.0)
     if rank == 1 and what == "is missing":

@@ -41,6 +41,12 @@ logger = logging.getLogger("group_offload")
 
 _SAMPLE_BYTES = 4096
 _NUM_SAMPLES = 64
+_ALIKE = {
+    **{name: name for name in ("offload_type", "num_blocks_per_group", "low_cpu_mem_usage", "embeddings_on_cpu")},
+    "rests_in_files": "offload_device='disk'",
+}
+"""The options that all ranks have to have in common, by the name in `OffloadConfig`, and what an error calls them. (Budgets are
+not among them: those of the first rank count.)"""
 _ASSUMED_LINK = 5e9
 """Bytes per second where the link was not measured."""
 
@@ -124,9 +130,10 @@ class Sharing:
 
         Raises:
             StateError: a rank does not call this in time, or has failed.
-            ConfigError: sharing was asked for, and is not possible.
+            ConfigError: sharing was asked for, and is not possible; or ranks have other options than others.
         """
         self._roll, self._model = roll_of(self._config.process_group, self._backend)
+        self._compare_options(self._roll)
         share = self._config.share
         if share is False:
             self.why_not = "share=False"
@@ -147,6 +154,22 @@ class Sharing:
             self.one_copy = OneCopy(self._roll, self._model, crew.ranks)
         if self.crew is None:
             logger.info("%s is not shared among GPUs: %s.", self._title, self.why_not)
+
+    def _compare_options(self, roll: Roll) -> None:
+        """Make sure that ranks which cannot meet say so at once, and why.
+
+        Raises:
+            ConfigError: two ranks have different options of which all have to have the same.
+        """
+        mine = [str(getattr(self._config, name)) for name in _ALIKE] + [str(self._config.share is False)]
+        found = roll.exchange(f"{self._model}/options", mine, roll.ranks)
+        for rank, values in zip(roll.ranks, found, strict=True):
+            for what, value, first in zip([*_ALIKE.values(), "share=False"], values, found[0], strict=True):
+                if value != first:
+                    raise ConfigError(
+                        f"All ranks of process_group have to have the same options, and {what} is {value} in rank {rank}, and "
+                        f"{first} in rank {roll.ranks[0]}."
+                    )
 
     def check(self, groups: Sequence[Shareable]) -> None:
         """Make sure that all ranks have the same model.
