@@ -63,10 +63,23 @@ def test_a_change_is_seen(change: str) -> None:
 
 def test_what_forwards_do_is_no_change() -> None:
     model = _model()
+    model[0].large, model[0].tables = 1000, [torch.zeros(2), (1000, "a")]
     before = _state(model)
     with torch.no_grad():
         model(torch.zeros(1, 2))
     assert before.holds()
+    model[0].large, model[0].tables = int("1000"), [model[0].tables[0], (int("1000"), "a")]
+    assert before.holds()
+    model[0].tables[0].add_(1)
+    assert not before.holds()
+
+
+def test_another_tensor_in_a_list_that_is_made_anew() -> None:
+    model = _model()
+    model[0].tables = [torch.zeros(2)]
+    before = _state(model)
+    model[0].tables = [torch.zeros(2)]
+    assert not before.holds()
 
 
 def test_a_list_that_is_filled_again_as_it_was() -> None:

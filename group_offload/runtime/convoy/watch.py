@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
-from operator import attrgetter, is_
+from itertools import chain, compress
+from operator import attrgetter, is_, is_not
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -19,6 +19,7 @@ from ...base.torch_internals import COMPILED_CALL
 MARKER = "group_offloading"
 """The name of the hook by which diffusers knows offloaded modules."""
 _SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_CONTAINERS = (list, tuple, dict)
 _DEPTH = 4
 """How far a look goes into containers and objects."""
 _APART = frozenset(
@@ -28,7 +29,10 @@ _APART = frozenset(
         "_modules",
         "_diffusers_hook",
         "_forward_hooks",
+        "_forward_hooks_always_called",
+        "_forward_hooks_with_kwargs",
         "_forward_pre_hooks",
+        "_forward_pre_hooks_with_kwargs",
         "_group_offload_handle",
         COMPILED_CALL,
     }
@@ -134,9 +138,16 @@ class Survey:
             all(map(is_, map(type, self._modules), self._types))
             and all(map(is_, map(_attributes, self._modules), self._tables))
             and [*map(len, self._tables)] == self._sizes
-            and all(map(is_, chain.from_iterable(map(_values, self._tables)), self._contents))
+            and self._has_same_contents()
             and _Inside(self._watched) == self._inside
         )
+
+    def _has_same_contents(self) -> bool:
+        now = [*chain.from_iterable(map(_values, self._tables))]
+        if all(map(is_, now, self._contents)):
+            return True
+        others = compress(zip(now, self._contents, strict=True), map(is_not, now, self._contents))
+        return all(print_of(new) == print_of(old) for new, old in others)  # a forward may make a list anew
 
 
 class _Inside:
@@ -237,7 +248,9 @@ def print_of(value: Any, unseen: list[Any] | None = None, depth: int = _DEPTH) -
         return id(value), _random_state_of(value)
     inside = _inside_of(value) if depth else None
     if inside is not None:
-        return id(value), tuple(print_of(each, unseen, depth - 1) for each in inside)
+        # Another list of the same things is the same.
+        what = type(value) if type(value) in _CONTAINERS else id(value)
+        return what, tuple(print_of(each, unseen, depth - 1) for each in inside)
     if unseen is not None and not isinstance(value, type):
         unseen.append(value)
     return id(value)
