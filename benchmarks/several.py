@@ -35,7 +35,7 @@ from .processes import QUIET, limit_ram, said, say, share_of_anonymous_bytes
 from .weights import load, preload
 
 RESIDENT, PARALLEL, PARALLEL_RESIDENT = "resident", "context parallel", "context parallel, resident"
-SHARDED, LORA, SHARDED_LORA = "FSDP2", "LoRA", "FSDP2 with a LoRA"
+COMPILED, SHARDED, LORA, SHARDED_LORA = "compiled", "FSDP2", "LoRA", "FSDP2 with a LoRA"
 BAR = 0.6
 """At most so much of one GPU's time an arm that shares is to take."""
 TRACED = "shared"
@@ -76,6 +76,8 @@ ARMS = {
 DEFAULT = tuple(name for name, arm in ARMS.items() if arm.form in ("", PARALLEL))
 for _name, _share in (("one GPU", None), ("each alone", False), ("shared", True)):
     _bar = BAR if _share else None
+    _first = "compiled, one GPU"
+    ARMS[f"compiled, {_name}"] = Arm(share=_share, form=COMPILED, reference=_first, same_as=_first, bar=_bar)
     _first = "files, one GPU"
     ARMS[f"files, {_name}"] = Arm(kind="files", share=_share, reference=_first, same_as=_first, bar=_bar)
     _own = "LoRA, each alone" if _share is not None else "LoRA, one GPU"  # a batch is other arithmetic
@@ -312,6 +314,8 @@ def make(arm: Arm, job: Mapping[str, Any]) -> nn.Module:
         from diffusers import ContextParallelConfig
 
         module.enable_parallelism(config=ContextParallelConfig(ulysses_degree=job["num_ranks"]))  # type: ignore[operator]
+    elif arm.form == COMPILED:  # then the host launches few kernels
+        module.compile_repeated_blocks(fullgraph=True)  # type: ignore[operator]
     elif arm.form in (LORA, SHARDED_LORA):
         training.add_lora(module.train(), LORA_RANK)
     return module
