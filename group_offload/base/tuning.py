@@ -84,7 +84,7 @@ class Tuning:
 
     # Several GPUs
     share_part_bytes: int = 16 << 20
-    """What one GPU brings of a group before that goes on to the others; of a large group more. PCIe is at full speed with it."""
+    """What one GPU brings of a group before that goes on to the others, more of a large group. PCIe is at full speed then."""
     share_most_pieces: int = 4
     """Into how many pieces a group is cut at most. Each costs the host a copy and two events for each GPU."""
     min_shared_bytes: int = 2 << 20
