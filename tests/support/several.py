@@ -284,14 +284,15 @@ def has_other_options(rank: int) -> None:
         "offload_type": "leaf_level",
         "num_blocks_per_group": 2,
         "low_cpu_mem_usage": True,
+        "verify_files": True,
         "share": False,
         "offload_device": "disk",
     }.items():
         offloaded = model()
         before = {key: tensor.clone() for key, tensor in offloaded.state_dict().items()}
-        folder = {"offload_to_disk_path": tempfile.mkdtemp()} if value == "disk" and rank == 1 else {}
+        more = {"share": "auto"} if name == "verify_files" else {}
         with pytest.raises(ConfigError, match=rf"same options, and {name}.* in rank 1, and .* in rank 0"):
-            share(offloaded, **({name: value, **folder} if rank == 1 else {}))
+            share(offloaded, **({name: value, **more} if rank == 1 else {}))
         assert all(same_bits(tensor, before[key]) for key, tensor in offloaded.state_dict().items())
     offloaded = model()
     handle = share(offloaded)

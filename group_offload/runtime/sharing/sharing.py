@@ -42,8 +42,12 @@ logger = logging.getLogger("group_offload")
 _SAMPLE_BYTES = 4096
 _NUM_SAMPLES = 64
 _ALIKE = {
-    **{name: name for name in ("offload_type", "num_blocks_per_group", "low_cpu_mem_usage", "embeddings_on_cpu")},
+    "offload_type": "offload_type",
+    "num_blocks_per_group": "num_blocks_per_group",
     "rests_in_files": "offload_device='disk'",
+    "low_cpu_mem_usage": "low_cpu_mem_usage",
+    "embeddings_on_cpu": "embeddings_on_cpu",
+    "verify_files": "verify_files",  # before share, which is False with it
 }
 """The options that all ranks have to have in common, by the name in `OffloadConfig`, and what an error calls them. (Budgets are
 not among them: those of the first rank count.)"""
