@@ -109,9 +109,8 @@ class Gate(Around):
             # Our hooks are known by their functions: an interrupt may come before their handles could be stored.
             for key in [key for key, hook in hooks.items() if any(hook is ours for ours in _OURS)]:
                 del hooks[key]
-            for key in [
-                key for key in flags if key not in hooks
-            ]:  # also of hooks that an interrupted call has taken off
+            # Also the flags of hooks that an interrupted call has taken off.
+            for key in [key for key in flags if key not in hooks]:
                 del flags[key]
         if module.__dict__.get(COMPILED_CALL) is self:
             if self.compiled is None:

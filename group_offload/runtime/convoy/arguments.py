@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from ...base.torch_internals import tree_flatten, tree_unflatten
-from .watch import print_of
+from .watch import SIMPLE, print_of
 
 _SMALL = 32
 """The most elements of a tensor that is compared by its values, and kept for that."""
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
 class _Leaf:
@@ -36,7 +35,7 @@ class _Leaf:
             self._reference = weakref.ref(value)
             if value.numel() <= _SMALL:
                 self._kept = value
-        elif isinstance(value, _PLAIN):
+        elif isinstance(value, SIMPLE):
             # A number that a call is given may be the time, another one in each step.
             self.key = float if is_top and isinstance(value, float) else (type(value), value)
             self._kept = value
@@ -62,7 +61,7 @@ class _Leaf:
         if self.is_tensor != other.is_tensor or self.key != other.key:
             return False
         if not self.is_tensor:
-            if isinstance(self._kept, _PLAIN):
+            if isinstance(self._kept, SIMPLE):
                 return repr(self._kept) == repr(other._kept)  # 0.0 is not -0.0
             return self._kept is other._kept and not self._unseen and self._print == other._print
         if self.version is None or other.version is None:

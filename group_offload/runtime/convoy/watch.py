@@ -18,7 +18,7 @@ from ...base.torch_internals import COMPILED_CALL
 
 MARKER = "group_offloading"
 """The name of the hook by which diffusers knows offloaded modules."""
-_SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _CONTAINERS = (list, tuple, dict)
 _DEPTH = 4
 """How far a look goes into containers and objects."""
@@ -127,7 +127,7 @@ class Survey:
             value
             for each in attributes
             for name, value in [*each.items()]
-            if name not in _OWN and not isinstance(value, _SIMPLE) and not _is_constant(value)
+            if name not in _OWN and not isinstance(value, SIMPLE) and not _is_constant(value)
         ]
         """What may change in place."""
         self._inside = _Inside(self._watched)
@@ -160,7 +160,7 @@ class _Inside:
             self._look_into(each, _DEPTH)
 
     def _look_into(self, value: Any, depth: int) -> None:
-        if type(value) in _SIMPLE:
+        if type(value) in SIMPLE:
             return
         if isinstance(value, torch.Tensor):
             self._versions.append(-1 if value.is_inference() else value._version)
@@ -180,7 +180,7 @@ class _Inside:
 
 
 def _is_constant(value: Any) -> bool:
-    return type(value) is tuple and all(type(each) in _SIMPLE for each in value)
+    return type(value) is tuple and all(type(each) in SIMPLE for each in value)
 
 
 def survey(root: nn.Module, is_ours: Callable[[Any], bool]) -> Survey | str:
@@ -198,9 +198,8 @@ def survey(root: nn.Module, is_ours: Callable[[Any], bool]) -> Survey | str:
         attributes = module.__dict__
         if isinstance(module, torch.jit.ScriptModule):
             return f"{_name_of(root, module)} is scripted"
-        if type(module).__module__.startswith(
-            "peft."
-        ):  # it adds layers to a model in eval mode, and leaves them in the other
+        # peft adds layers to a model in eval mode, and leaves them in the other.
+        if type(module).__module__.startswith("peft."):
             added.update(map(id, module.modules()))
         if attributes["training"] and id(module) not in added:
             return f"{_name_of(root, module)} is in training mode: call eval()"
@@ -238,7 +237,7 @@ def print_of(value: Any, unseen: list[Any] | None = None, depth: int = _DEPTH) -
     Args:
         unseen: List that gets what may change, and was not looked at.
     """
-    if isinstance(value, _SIMPLE):
+    if isinstance(value, SIMPLE):
         return type(value), value if value == value else repr(value)
     if isinstance(value, torch.Tensor):
         if value.is_inference() and unseen is not None:
