@@ -29,13 +29,14 @@ if args.tiny:
     import tiny
 
     args.model, options = tiny.wan(), tiny.ON_CPU
-    height, width, num_frames, steps = 32, 32, 5, 4
+    height, width, num_frames, steps = 32, 32, 5, 10
 
 pipe = from_pretrained(
     WanPipeline,
     args.model,
     dtype={"vae": torch.float32, "default": torch.bfloat16},
     offload_to_disk_path=args.folder,
+    share_passes=True,  # guidance makes two calls in each step: the weights are sent once for both
     **options,
 )
 frames = pipe(

@@ -8,6 +8,7 @@ import gc
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -251,6 +252,19 @@ def test_an_interrupt_in_one_forward(at: int, device: SimulatedDevice, monkeypat
 
 def test_an_interrupt_where_a_forward_waits_to_end_a_call() -> None:
     interrupt_at_the_end_of_a_call()
+
+
+def test_what_was_seen_of_modules_goes_with_remove() -> None:
+    """The state is kept from call to call, with all objects in it."""
+    model = Travelling([8] * 4)
+    model.seen = torch.zeros(1)
+    gone = weakref.ref(model.seen)
+    handle = apply_group_offloading(model, "cpu", share_passes=True)
+    for _ in range(3):
+        run(model, torch.randn(2, DIM), (0, 1, 2, 3))
+    handle.remove()
+    del model.seen
+    assert gone() is None
 
 
 def test_an_interrupt_on_any_line() -> None:

@@ -144,6 +144,8 @@ class Survey:
 
     def _has_same_contents(self) -> bool:
         now = [*chain.from_iterable(map(_values, self._tables))]
+        if len(now) != len(self._contents):  # another thread was faster
+            return False
         if all(map(is_, now, self._contents)):
             return True
         others = compress(zip(now, self._contents, strict=True), map(is_not, now, self._contents))

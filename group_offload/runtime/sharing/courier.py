@@ -26,7 +26,7 @@ _WAITED_FOR_SECONDS = 1e-4
 """The time between two looks while compute waits, here or elsewhere. A copy of a group takes longer."""
 _BUSY_SECONDS = 2e-4
 """The same while copies are about to begin, or parts are on their way. Each look takes Python's time from the thread that
-launches compute, a sixth of it at most; with fewer looks ranks that compute together wait longer for each other."""
+launches compute; with fewer looks ranks that compute together wait longer for each other."""
 _IDLE_SECONDS = 2e-3
 """The same while groups are offered that nobody waits for."""
 _JOIN_SECONDS = 5.0
