@@ -26,6 +26,7 @@ from group_offload import ConfigError, OffloadHandle, apply_group_offloading
 from group_offload.base.pagemap import Detection
 from group_offload.runtime.convoy.arguments import Arguments
 from group_offload.runtime.convoy.helpers import Helpers
+from group_offload.runtime.convoy.lock import TurnLock
 from group_offload.runtime.copies.transfer import Transfer
 
 from ..support.inside import engine_of
@@ -252,6 +253,27 @@ def test_an_interrupt_in_one_forward(at: int, device: SimulatedDevice, monkeypat
 
 def test_an_interrupt_where_a_forward_waits_to_end_a_call() -> None:
     interrupt_at_the_end_of_a_call()
+
+
+def test_a_thread_that_takes_the_lock_again_and_again_holds_up_no_convoy() -> None:
+    turns, is_over, mine = TurnLock(lambda traveller: None), threading.Event(), list[Any]()
+    turns._recent = {-1: 0}  # a thread that came along last time, and does not come now
+
+    def take() -> None:
+        while not is_over.is_set():
+            with turns:
+                time.sleep(1e-3)
+
+    other = threading.Thread(target=take)
+    other.start()
+    begun = time.monotonic()
+    try:
+        turns.board([()], 4, mine)
+        assert time.monotonic() - begun < 1
+    finally:
+        is_over.set()
+        turns.disembark(mine[0])
+        other.join()
 
 
 def test_what_was_seen_of_modules_goes_with_remove() -> None:

@@ -96,6 +96,8 @@ class TurnLock:
         """The lock was released, or a convoy has departed or ended."""
         self._owner = 0
         self._depth = 0
+        self._owned_since = 0.0
+        """When a thread of no convoy has acquired the lock last."""
         self._outsiders: dict[int, float] = {}
         """The threads of no convoy that wait for the lock, and since when."""
         self._is_lent = False
@@ -129,7 +131,7 @@ class TurnLock:
                     if left <= 0:
                         return False
                     self._changed.wait(min(left, 3600))
-                self._owner, self._depth = me, 1
+                self._owner, self._depth, self._owned_since = me, 1, time.monotonic()
                 return True
             finally:
                 del self._outsiders[me]
@@ -355,7 +357,8 @@ class TurnLock:
         if goes_first and now - convoy.formed_at < tuning().traveller_patience_seconds:
             convoy.departs_at = now + wait
             return False
-        if self._owner and not is_complete:
+        # Nobody waits for a thread that takes the lock again and again.
+        if self._owner and self._owned_since <= convoy.formed_at and not is_complete:
             convoy.departs_at = now + wait
         return is_complete or now >= convoy.departs_at
 
