@@ -1,4 +1,4 @@
-"""Modular diffusers: components that a manager moves make room for models that are group-offloaded.
+"""Modular diffusers: components that a manager moves make room, and guiders tell which calls of a step are to come.
 
 [Note: Who makes room]
 `ComponentsManager.enable_auto_cpu_offload` puts a hook on each component. Before the component's forward, the hook asks a
@@ -10,18 +10,24 @@ it takes.
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 from torch import nn
 
 from ..api import handle_of
 from ..handle import Listener, OffloadHandle, add_listener
+from ..runtime.convoy.announced import announce, begin_step
 
 _MANAGER = "diffusers.modular_pipelines.components_manager"
 _PIPELINES = "diffusers.modular_pipelines.modular_pipeline"
+_GUIDERS = "diffusers.guiders.guider_utils"
 
 
 def is_modular(pipeline: Any) -> bool:
@@ -84,4 +90,53 @@ def _keep_inputs(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any
     return args, kwargs
 
 
+class _HearsGuiders(Listener):
+    """Notes the branches that guiders prepare for a step, while a model is offloaded that shares passes."""
+
+    def __init__(self) -> None:
+        self._handles: weakref.WeakSet[OffloadHandle] = weakref.WeakSet()
+        self._undo = ExitStack()
+
+    def applied(self, handle: OffloadHandle) -> None:
+        if not handle.config.share_passes or "diffusers" not in sys.modules:
+            return
+        if not self._handles:
+            self._undo.close()
+            self._listen(importlib.import_module(_GUIDERS).BaseGuidance)
+        self._handles.add(handle)
+
+    def removed(self, handle: OffloadHandle) -> None:
+        self._handles.discard(handle)
+        if not self._handles:
+            self._undo.close()
+
+    def _listen(self, guidance: Any) -> None:
+        """Guiders make each branch by one of two methods, and none has methods of these names for itself."""
+
+        def set_state(call: Callable[..., Any]) -> Any:
+            @wraps(call)
+            def begins(*args: Any, **kwargs: Any) -> Any:
+                begin_step()
+                return call(*args, **kwargs)
+
+            return begins
+
+        def prepare(call: Callable[..., Any]) -> Any:
+            @wraps(call)
+            def prepares(*args: Any, **kwargs: Any) -> Any:
+                branch = call(*args, **kwargs)
+                announce(branch, getattr(branch, guidance._identifier_key, None))
+                return branch
+
+            return classmethod(prepares)
+
+        methods = {"set_state": set_state, "_prepare_batch": prepare, "_prepare_batch_from_block_state": prepare}
+        for name, make in methods.items():
+            before = guidance.__dict__.get(name)
+            if before is not None:
+                setattr(guidance, name, make(getattr(before, "__func__", before)))
+                self._undo.callback(setattr, guidance, name, before)
+
+
 add_listener(_MakesRoom())
+add_listener(_HearsGuiders())

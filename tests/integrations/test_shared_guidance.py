@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -216,3 +217,15 @@ def test_a_cache_with_named_contexts_goes_alone(caplog: pytest.LogCaptureFixture
     pipe.transformer_2.disable_cache()
     assert_same(call(), expected("wan"))
     assert handle.stats().passes_shared
+
+
+def test_a_budget_that_has_no_room_for_two_says_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """On the CPU nobody measures what a forward takes."""
+    caplog.set_level(logging.INFO, "group_offload")
+    pipe = tiny.wan_pipeline()
+    enable_group_offload(pipe, "cpu", share_passes=True, offload_to_disk_path=tmp_path, ram_budget="4GiB")
+    handle = handle_of(pipe.transformer_2)
+    assert handle is not None
+    assert_same(run_wan(pipe), expected("wan"))
+    assert handle.stats().passes_shared == 0
+    assert any("have room for 1 in one pass" in record.getMessage() for record in caplog.records)

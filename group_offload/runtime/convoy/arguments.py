@@ -1,4 +1,4 @@
-"""The arguments of one call, as later calls are compared with them: no tensor is kept alive for that, but small ones."""
+"""The arguments of one call, as later calls are compared with them: no tensor is kept alive by that, but small ones."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ _SMALL = 32
 class _Leaf:
     """One argument: a tensor, a plain value, or another object, which is compared by identity and by what is in it."""
 
-    __slots__ = ("_kept", "_print", "_reference", "_unseen", "is_tensor", "key", "version")
+    __slots__ = ("_kept", "_print", "_reference", "_unseen", "has_values", "is_tensor", "key", "version")
 
     def __init__(self, value: Any, *, is_top: bool) -> None:
         self.is_tensor = isinstance(value, torch.Tensor)
+        self.has_values = False
+        """Whether a tensor is kept, so that another one may be compared with it by value."""
         self.version: int | None = None
         self._kept: Any = None
         self._reference: Any = None
@@ -34,7 +36,7 @@ class _Leaf:
             self.key: Hashable = (tuple(value.shape), value.dtype, value.device)
             self._reference = weakref.ref(value)
             if value.numel() <= _SMALL:
-                self._kept = value
+                self._kept, self.has_values = value, True
         elif isinstance(value, SIMPLE):
             # A number that a call is given may be the time, another one in each step.
             self.key = float if is_top and isinstance(value, float) else (type(value), value)
@@ -57,7 +59,7 @@ class _Leaf:
         return tensor is not None and self.version is not None and tensor._version == self.version
 
     def is_same(self, other: _Leaf) -> bool:
-        """Whether this argument is that of an earlier call: the same object, unchanged, or a small tensor of equal values."""
+        """Whether this argument is that of an earlier call: the same object, unchanged, or a kept tensor's equal."""
         if self.is_tensor != other.is_tensor or self.key != other.key:
             return False
         if not self.is_tensor:
@@ -69,9 +71,9 @@ class _Leaf:
         mine, theirs = self.value, other.value
         if mine is theirs:
             return mine is not None and self.version == other.version == mine._version
-        if self._kept is None or other._kept is None or not other.is_still():
+        if mine is None or not other.has_values or not other.is_still():
             return False
-        return are_equal([self._kept], [other._kept])
+        return are_equal([mine], [theirs])
 
 
 class Arguments:
@@ -102,6 +104,14 @@ class Arguments:
     @property
     def has_inference_tensors(self) -> bool:
         return any(leaf.is_tensor and leaf.version is None for leaf in self._leaves)
+
+    def keep(self, kept: list[Any]) -> Arguments:
+        """Keep the tensors in a list, for as long as they are in it, and let later ones of equal values pass for them."""
+        for leaf in self._leaves:
+            if leaf.is_tensor and not leaf.has_values and leaf.value is not None:
+                kept.append(leaf.value)
+                leaf.has_values = True
+        return self
 
     def are_unchanged(self) -> bool:
         """Whether nothing was changed in place since the call began."""
@@ -155,6 +165,13 @@ def are_equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> boo
     for a, b in zip(one, other, strict=True):
         if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
             return False
-        if not torch.equal(*(t.detach().contiguous().view(-1).view(torch.uint8) for t in (a, b))):
+        if not torch.equal(_bytes_of(a), _bytes_of(b)):
             return False
     return True
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.stride(0) != 1:  # one element, expanded: that is contiguous too, but has no view as bytes
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)

@@ -8,10 +8,11 @@ passes. A kind is what calls have in common that take the same way: see `Argumen
 
 Company are forwards of other threads, and the other calls of a step of guidance. A step is a row of calls with the same first
 tensor (the latents). If the last step had several, the first call of the next one foresees the arguments of the others: what
-was the same in both calls comes from this call, the rest has to be what it was. They run beside it, in threads of their own.
+was the same in both calls comes from this call, the rest has to be what it was. Where the calls of a step are announced, that
+tells their arguments, and no step has to be seen before: see `announced`. They run beside it, in threads of their own.
 The first call returns once the pass is over. If the caller then calls with the very arguments, and neither weights nor modules
-were changed meanwhile, it gets the result that is there. Else the results are thrown away. After two misses in a row no call of
-such a step is foreseen again.
+were changed meanwhile, it gets the result that is there. Else the results are thrown away. After two misses in a row the call
+of the last miss is not foreseen again, and neither are those after it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ...base.pagemap import Detection, detection
 from ...base.tensors import map_tensors
 from ...base.torch_internals import has_global_hooks, set_eval_frame
 from ...base.tuning import tuning
+from .announced import Step, announced
 from .arguments import Arguments, are_equal
 from .caller import Caller
 from .helpers import Helpers
@@ -126,17 +128,40 @@ class _Steps:
         """The calls of the step in progress."""
         self.outputs: list[_Output] = []
         self.foreseen: list[Arguments] = []
-        """What the rest of this step should be called with."""
+        """What the rest of this step should be called with, as far as `most` says."""
+        self.kinds: Hashable = None
+        """The kinds of all calls that are expected."""
         self.ahead: list[_Ahead] = []
         """The forwards that were run for these calls, as far as they were not called for yet."""
         self.state: Survey | None = None
         """The state of the modules that they ran with."""
         self.run_with: Hashable = None
         """The stream that they ran on, and the weights."""
+        self.announced: Step | None = None
+        """The step in progress, if its calls were announced."""
+        self.num_run = 0
+        """How many forwards were run for calls of this step."""
         self.misses: dict[Hashable, int] = {}
+        """For calls of such kinds, how often in a row one came that was foreseen wrongly, or has to go alone."""
+        self.most: dict[Hashable, int] = {}
+        """How many of them are foreseen, if two misses in a row have shown that not all should be."""
 
     def forget(self) -> None:
         self.calls, self.outputs, self.foreseen, self.ahead, self.state = [], [], [], [], None
+        self.announced = None
+
+    def foresee(self, calls: list[Arguments]) -> None:
+        self.kinds = tuple(call.key for call in calls)
+        self.foreseen = calls[: self.most.get(self.kinds, len(calls))]
+
+    def miss(self, at: int) -> bool:
+        """Note that a call was foreseen wrongly. Whether neither it nor those after it will be foreseen again."""
+        self.misses[self.kinds] = self.misses.get(self.kinds, 0) + 1
+        if self.misses[self.kinds] < _MOST_MISSES:
+            return False
+        del self.misses[self.kinds]
+        self.most[self.kinds] = at
+        return True
 
 
 class _Output:
@@ -222,6 +247,8 @@ class Sharing:
         reason = state if isinstance(state, str) else self._why_not() or _state_of_thread() or self._lock_is_shared()
         if reason is not None:
             self._say(reason)
+            if not steps.ahead and 0 < len(steps.calls) <= len(steps.foreseen):
+                steps.miss(len(steps.calls) - 1)
             self._discard(steps)
             steps.forget()
             return self.alone(*args, **kwargs)
@@ -236,7 +263,7 @@ class Sharing:
             now.shared = found.arguments.shared
             steps.calls.append(now)
             return found.output
-        self._begin_step(steps, now)
+        self._begin_step(steps, now, args, kwargs)
         return self._checked(steps, now, state, args, kwargs)
 
     def _state_now(self) -> Survey | str:
@@ -271,8 +298,8 @@ class Sharing:
         is_right = is_right and steps.run_with == (self._stream, self._edits())
         is_right = is_right and steps.state is not None and (steps.state is state or steps.state.holds())
         if is_right and now.are_same(found.arguments):  # last: the host may wait for the device here
-            steps.misses.clear()
             if not steps.ahead:
+                steps.misses.pop(steps.kinds, None)
                 steps.state = None
             return found
         steps.ahead.insert(0, found)
@@ -287,30 +314,34 @@ class Sharing:
         """Throw away what was not called for."""
         if steps.ahead:
             self.passes.counters.discarded += len(steps.ahead)
-            key = self._key_of([*steps.foreseen])
-            steps.misses[key] = steps.misses.get(key, 0) + 1
-            if steps.misses[key] == _MOST_MISSES:
+            if steps.miss(steps.num_run - len(steps.ahead)):
                 self._say("calls of a step were foreseen wrongly twice in a row")
         steps.ahead, steps.foreseen, steps.state = [], [], None
 
-    @staticmethod
-    def _key_of(calls: Sequence[Arguments]) -> Hashable:
-        return tuple(call.key for call in calls)
-
-    def _begin_step(self, steps: _Steps, now: Arguments) -> None:
+    def _begin_step(self, steps: _Steps, now: Arguments, args: Any, kwargs: Any) -> None:
         """Note that a step begins, if this is its first call, and foresee the others."""
-        if steps.calls and now.is_of_same_step(steps.calls[0]):
+        step = announced()
+        is_announced = step is not None and step is steps.announced
+        if steps.calls and (is_announced or now.is_of_same_step(steps.calls[0])):
             now.relate(steps.calls[0])
+            if step is not None and is_announced:
+                now.keep(step.kept)  # it may be made once more, after the last call
             return
         if steps.calls and now.has_inference_tensors and now.first is steps.calls[0].first:
             self._say("its inputs are inference tensors, in which nobody sees changes: call it under torch.no_grad()")
         self._discard(steps)
-        others, steps.calls, steps.outputs = steps.calls[1:], [], []
+        others, steps.calls, steps.outputs, steps.announced = steps.calls[1:], [], [], None
+        beside = step.calls_beside(args, kwargs) if step is not None else []
+        if step is not None and 0 < len(beside) < _MOST_CALLS:
+            steps.announced = step
+            now.keep(step.kept)
+            steps.foresee([Arguments(*call).keep(step.kept) for call in beside])
+            return
         if not 0 < len(others) < _MOST_CALLS:
             return
         foreseen = [each.foresee(now) for each in others]
         if all(each is not None for each in foreseen):
-            steps.foreseen = [each for each in foreseen if each is not None]
+            steps.foresee([each for each in foreseen if each is not None])
 
     def _checked(self, steps: _Steps, now: Arguments, state: Survey, args: Any, kwargs: Any) -> Any:
         key, turns = now.key, self.turns
@@ -322,7 +353,7 @@ class Sharing:
             return self.alone(*args, **kwargs)
         num_callers = turns.announce()
         if verdict is Verdict.SHARED:
-            ahead = steps.foreseen if at == 0 and self._may_foresee(steps) else []
+            ahead = self._foreseen(steps) if at == 0 else []
             output = self._travel(steps, [now, *ahead], state, args, kwargs)
         elif verdict is None:
             output = self._watched(key, now, args, kwargs)
@@ -339,16 +370,14 @@ class Sharing:
             self._try_with_others(now, output, args, kwargs)
         return output
 
-    def _may_foresee(self, steps: _Steps) -> bool:
-        if not steps.foreseen:
-            return False
+    def _foreseen(self, steps: _Steps) -> list[Arguments]:
+        """The calls of this step that may be run beside the first."""
+        if not steps.foreseen or any(self._verdict(each.key) is not Verdict.SHARED for each in steps.foreseen):
+            return []
         if self._backend.has_streams and detection() is not Detection.SCAN:
             self._say("this system has no quick way to tell whether weights were edited between two calls of a step")
-            return False
-        key = self._key_of(steps.foreseen)
-        return steps.misses.get(key, 0) < _MOST_MISSES and all(
-            self._verdict(each.key) is Verdict.SHARED for each in steps.foreseen
-        )
+            return []
+        return steps.foreseen
 
     # ---------------------------------------------------------------- together
 
@@ -379,7 +408,8 @@ class Sharing:
                 self._judge([calls[0].key], Verdict.APART, "it changes its inputs")
                 self.passes.counters.discarded += len(ahead)
                 return output
-            steps.ahead, steps.state, steps.run_with = ahead, state, (self._stream, self._edits())
+            steps.ahead, steps.num_run = ahead, len(ahead)
+            steps.state, steps.run_with = state, (self._stream, self._edits())
             latents = calls[0].first
             if latents is not None:
                 weakref.finalize(latents, _drop, [weakref.ref(each) for each in ahead]).atexit = False
@@ -459,7 +489,7 @@ class Sharing:
         """Make the calls of this step once more, all together, and compare the bits."""
         calls = steps.calls
         given = [call.given() for call in calls]
-        if any(each is None for each in given) or self.passes.most_together < len(calls):
+        if any(each is None for each in given) or not self._has_room(len(calls)):
             return
         wanted: list[Any] = [each.tensors() for each in steps.outputs[:-1]]
         for at, each in enumerate(wanted):
@@ -482,7 +512,7 @@ class Sharing:
 
     def _try_with_others(self, now: Arguments, output: Any, args: Any, kwargs: Any) -> None:
         """Make a call once more, together with those of other threads, and compare the bits."""
-        if self.passes.most_together < 2:
+        if not self._has_room(2):
             return
         boarded: list[Traveller] = []
         try:
@@ -501,6 +531,12 @@ class Sharing:
             return
         finding = None if is_same else "forwards that shared a pass had other bits than those made one after another"
         self._judge(keys, Verdict.SHARED if is_same else Verdict.APART, finding)
+
+    def _has_room(self, num_forwards: int) -> bool:
+        most = self.passes.most_together
+        if most < num_forwards:
+            self._say(f"the budgets have room for {most} in one pass, not for {num_forwards}")
+        return most >= num_forwards
 
     def _verdict(self, key: Hashable) -> Verdict | None:
         return self._verdicts.get(key)

@@ -1,0 +1,151 @@
+"""Guiders of Modular Diffusers tell all calls of a step before the first: they share passes at once. The bits are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoGuidance, ClassifierFreeGuidance, LayerSkipConfig, SkipLayerGuidance
+from diffusers.guiders.guider_utils import BaseGuidance
+
+from group_offload import apply_group_offloading, disable_group_offload, enable_group_offload, handle_of
+from group_offload.handle import listeners
+from group_offload.integrations.modular import _HearsGuiders
+
+from ..support import tiny_models as tiny
+from ..support.asserts import assert_same
+from ..support.models import Model
+from ..support.travellers import helpers
+
+STEPS = 8
+
+
+@pytest.fixture(autouse=True)
+def without_ftfy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diffusers.modular_pipelines.wan.encoders.prompt_clean", str)
+
+
+def pipeline(dtype: torch.dtype = torch.float32, guider: Any = None) -> Any:
+    blocks = pytest.importorskip("diffusers.modular_pipelines.wan.modular_blocks_wan22")
+    pipe = blocks.Wan22Blocks().init_pipeline()
+    found = tiny.wan_pipeline().components
+    for name in ("transformer", "transformer_2", "text_encoder"):
+        found[name].to(dtype)
+    pipe.update_components(**{name: part for name, part in found.items() if name in pipe._component_specs})
+    if guider is not None:
+        pipe.update_components(guider=guider(), guider_2=guider())
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def run(pipe: Any, prompt: str = tiny.PROMPT) -> torch.Tensor:
+    torch.manual_seed(0)  # some guiders draw
+    videos = pipe(
+        prompt=prompt,
+        negative_prompt="blurry",
+        num_inference_steps=STEPS,
+        height=16,
+        width=16,
+        num_frames=5,
+        generator=torch.Generator().manual_seed(0),
+        max_sequence_length=16,
+        output_type="pt",
+        output="videos",
+    )
+    return torch.as_tensor(videos).cpu()
+
+
+def offloaded(pipe: Any, **options: Any) -> list[Any]:
+    enable_group_offload(pipe, onload_device=tiny.device(), share_passes=True, **options)
+    return [handle_of(pipe.transformer), handle_of(pipe.transformer_2)]
+
+
+@pytest.mark.parametrize("level", ["block_level", "leaf_level"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_all_steps_but_the_first_share_passes(dtype: torch.dtype, level: str) -> None:
+    """The first step is made as always, and once more together. With bfloat16 the latents are cast anew for each call."""
+    before = helpers()
+    pipe = pipeline(dtype)
+    wanted = [run(pipe.to(tiny.device()), prompt) for prompt in ("a lighthouse", "a crab")]
+    handles = offloaded(pipe, offload_type=level)
+    assert_same(run(pipe, "a lighthouse"), wanted[0])
+    stats = [handle.stats() for handle in handles]
+    assert sum(each.passes_predicted for each in stats) == STEPS - 2, "each expert has a first step"
+    assert_same(run(pipe, "a crab"), wanted[1])
+    stats = [handle.stats() for handle in handles]
+    assert sum(each.passes_predicted for each in stats) == 2 * STEPS - 2, "another prompt is no other pattern"
+    assert not any(each.passes_discarded for each in stats)
+    disable_group_offload(pipe)
+    assert helpers() <= before
+
+
+def skipped_layers() -> SkipLayerGuidance:
+    config = LayerSkipConfig(indices=[0], fqn="blocks")
+    return SkipLayerGuidance(skip_layer_guidance_start=0.0, skip_layer_guidance_stop=1.0, skip_layer_config=config)
+
+
+def skipped_at_first() -> SkipLayerGuidance:
+    """As the defaults: three branches in early steps, two later."""
+    config = LayerSkipConfig(indices=[0], fqn="blocks")
+    return SkipLayerGuidance(skip_layer_guidance_start=0.0, skip_layer_guidance_stop=0.6, skip_layer_config=config)
+
+
+def worse_model() -> AutoGuidance:
+    return AutoGuidance(
+        auto_guidance_config=LayerSkipConfig(indices=[0], fqn="blocks", skip_attention=False, dropout=0.5)
+    )
+
+
+def half_the_way() -> ClassifierFreeGuidance:
+    return ClassifierFreeGuidance(start=0.3, stop=0.8)
+
+
+@pytest.mark.parametrize("guider", [skipped_layers, skipped_at_first, worse_model, half_the_way])
+def test_branches_that_change_hooks_go_alone(guider: Callable[[], Any]) -> None:
+    """The others of the step share a pass nevertheless."""
+    pipe = pipeline(guider=guider)
+    wanted = run(pipe.to(tiny.device()))
+    handles = offloaded(pipe)
+    for _ in range(3):
+        assert_same(run(pipe), wanted)
+    stats = [handle.stats() for handle in handles]
+    assert (sum(each.passes_predicted for each in stats) > STEPS) == (guider is not worse_model)
+    assert all(each.passes_discarded <= 2 for each in stats), "two misses in a row end it"
+
+
+def test_a_guider_that_comes_later() -> None:
+    pipe = pipeline()
+    handles = offloaded(pipe)
+    run(pipe)
+    pipe.update_components(guider=skipped_at_first(), guider_2=ClassifierFreeGuidance(guidance_scale=1.0))
+    twin = pipeline()
+    twin.update_components(guider=skipped_at_first(), guider_2=ClassifierFreeGuidance(guidance_scale=1.0))
+    assert_same(run(pipe), run(twin.to(tiny.device())))
+    before = handles[1].stats().passes_shared
+    run(pipe)
+    assert handles[1].stats().passes_shared == before, "one branch needs no company"
+
+
+def test_the_guiders_are_as_before_once_no_model_shares_passes() -> None:
+    names = ("set_state", "_prepare_batch", "_prepare_batch_from_block_state")
+
+    def methods() -> list[Any]:
+        return [BaseGuidance.__dict__.get(name) for name in names]
+
+    others = [*listeners]
+    listeners[:] = [_HearsGuiders()]  # models of other tests may still be offloaded
+    try:
+        before = methods()
+        models = [Model(2, 16).eval() for _ in range(2)]
+        handles = [apply_group_offloading(model, "cpu", share_passes=True) for model in models]
+        assert methods() != before
+        handles[0].remove()
+        assert methods() != before
+        handles[1].remove()
+        assert methods() == before
+        apply_group_offloading(models[0], "cpu").remove()
+        assert methods() == before
+    finally:
+        listeners[:] = others
