@@ -1,8 +1,8 @@
 """README and docs: links lead somewhere, tests that are named exist, code blocks run, and the site has every page and name.
 
 A block of Python runs, with what `support/blocks.py` says that it finds; the blocks of one file run in one namespace, in
-order. `python run` promises readers that the block runs as it is, without models of the hub. `python not run: REASON` says
-why no test runs it. Commands are read by the parsers of the programs that they call.
+order. `python run` promises readers that the block runs as it is, without models of the hub. `python run on a GPU: REASON` says
+why no other machine runs it. Commands are read by the parsers of the programs that they call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import yaml
 import group_offload
 from group_offload.cli.main import _parser
 
-from .support.blocks import Block, World, blocks, on_a_device, without_blocks
+from .support.blocks import World, blocks, on_a_device, python_blocks, without_blocks
 from .support.simulated import SimulatedDevice, use_simulated_device
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,14 +73,10 @@ def test_links(file: Path) -> None:
 # ------------------------------------------------------------------------------------------------ code
 
 
-def python_blocks(file: Path) -> list[Block]:
-    return [block for block in blocks(file.read_text()) if block.language == "python"]
-
-
 @needs_today
 @pytest.mark.parametrize("file", [file for file in FILES if python_blocks(file)], ids=lambda file: file.stem)
 def test_python_blocks(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [block for block in python_blocks(file) if block.why_not is None]
+    found = [block for block in python_blocks(file) if not block.needs_gpu]  # tests/gpu/test_gpu_docs.py runs those
     world = World(tmp_path, monkeypatch)
     with on_a_device() if any("vram_budget" in block.code for block in found) else nullcontext():
         for block in found:
@@ -93,7 +89,7 @@ def test_marks_of_blocks(file: Path) -> None:
     """A fence without a language holds commands, or what people read."""
     for block in blocks(file.read_text()):
         assert block.language in ("", "python") and (block.language or not block.mark), f"line {block.line}"
-        assert block.mark in ("", "run") or block.why_not, f"line {block.line}: say `not run: REASON`"
+        assert block.mark in ("", "run") or block.needs_gpu, f"line {block.line}: say `run on a GPU: REASON`"
         if block.language:
             ast.parse(block.code)
 

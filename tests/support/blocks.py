@@ -1,13 +1,17 @@
 """What the code blocks of the docs find: pipelines of the names that they open, tiny and with random weights.
 
 A block that names a checkpoint of the hub finds a folder of that name. `/nvme` is a folder, too. Blocks that give a
-`vram_budget` run on the simulated device, because a CPU has no memory of its own to give.
+`vram_budget` run on the simulated device, because a CPU has no memory of its own to give. Models and data that a page speaks of
+and does not make are in `STOCK`.
+
+`python -m tests.support.blocks FILE FOLDER` runs all blocks of a page on the accelerator of this machine.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +24,8 @@ import pytest
 import torch
 from diffusers import FluxPipeline, WanPipeline
 from safetensors.torch import save_file
+
+from group_offload import OffloadHandle
 
 from . import tiny_models as tiny
 from .simulated import SimulatedDevice, use_simulated_device
@@ -38,6 +44,32 @@ CHECKPOINTS: dict[str, Callable[[], Any]] = {
     "InstantX/FLUX.1-dev-Controlnet-Canny": _controlnet,
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": tiny.wan_pipeline,
 }
+
+
+def _trainer_arguments() -> Any:
+    from transformers import TrainingArguments
+
+    return TrainingArguments("trainer", max_steps=2, save_strategy="no", report_to=[], disable_tqdm=True)
+
+
+def _language_model() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_layer": 3, "n_head": 2, "n_embd": 16, "vocab_size": 32, "bos_token_id": 0, "eos_token_id": 1}
+    return GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False))
+
+
+STOCK: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "pipe": lambda names: tiny.flux_pipeline(),
+    "transformer": lambda names: tiny.flux_transformer().to(tiny.device()),
+    "batches": lambda names: [tiny.flux_inputs(seed) for seed in range(2)],
+    "compute_loss": lambda names: lambda model, batch: model(**batch)[0].square().mean(),
+    "optimizer": lambda names: torch.optim.AdamW(names["transformer"].parameters()),
+    "model": lambda names: _language_model(),
+    "data": lambda names: [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(8)],
+    "arguments": lambda names: _trainer_arguments(),
+}
+"""What blocks find under these names, if no block before has made something else, from the names that are there."""
 LORAS = ("style.safetensors", "face.safetensors")
 _SIZES = {"height": 16, "width": 16, "max_sequence_length": 16, "num_inference_steps": 1}
 SMALL: dict[type, dict[str, Any]] = {
@@ -45,6 +77,7 @@ SMALL: dict[type, dict[str, Any]] = {
     WanPipeline: {**_SIZES, "num_frames": 5, "output_type": "latent"},
 }
 
+_ON_A_GPU = "run on a GPU:"
 _BLOCK = re.compile(r"^( *)```(\w*)[ ]*([^\n]*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
@@ -54,19 +87,23 @@ class Block:
 
     language: str
     mark: str
-    """What the fence says behind the language: "run", "not run: REASON", or nothing."""
+    """What the fence says behind the language: "run", "run on a GPU: REASON", or nothing."""
     code: str
     line: int
 
     @property
-    def why_not(self) -> str | None:
-        """The reason why no test runs it."""
-        return self.mark.removeprefix("not run:").strip() if self.mark.startswith("not run") else None
+    def needs_gpu(self) -> str:
+        """The reason why it is run on a GPU only; empty if it is run without one."""
+        return self.mark.removeprefix(_ON_A_GPU).strip() if self.mark.startswith(_ON_A_GPU) else ""
 
 
 def blocks(page: str) -> Iterator[Block]:
     for found in _BLOCK.finditer(page):
         yield Block(found[2], found[3].strip(), found[4], page[: found.start()].count("\n") + 1)
+
+
+def python_blocks(file: Path) -> list[Block]:
+    return [block for block in blocks(file.read_text()) if block.language == "python"]
 
 
 def without_blocks(page: str) -> str:
@@ -84,11 +121,17 @@ class World:
             monkeypatch.setattr(kind, "__call__", _small(kind.__call__, arguments))
 
     def run(self, code: str, file: str, line: int = 0) -> None:
-        """Run a block. `pipe` is a tiny pipeline if no block before it has made another one."""
+        """Run a block. A module that a block before has offloaded by itself is restored if this one offloads modules too."""
         code = code.replace("/nvme/", f"{self._folder}/nvme/")
         tree = ast.parse("\n" * line + code, file)
-        if any(isinstance(node, ast.Name) and node.id == "pipe" for node in ast.walk(tree)):
-            self._names.setdefault("pipe", tiny.flux_pipeline())
+        handle = self._names.get("handle")
+        if isinstance(handle, OffloadHandle) and "apply_group_offloading(" in code:
+            handle.remove()
+        names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+        wanted = {node.id for node in names} - {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        for name, make in STOCK.items():
+            if name in wanted and name not in self._names:
+                self._names[name] = make(self._names)
         with catch_warnings():
             simplefilter("ignore")  # of diffusers and peft, about one another
             self._save_checkpoints(code)
@@ -119,3 +162,14 @@ def _small(call: Callable[..., Any], arguments: dict[str, Any]) -> Callable[...,
         return call(self, *args, **{**kwargs, **arguments})
 
     return small
+
+
+def _run_page(file: Path, folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        world = World(folder, monkeypatch)
+        for block in python_blocks(file):
+            world.run(block.code, str(file), block.line)
+
+
+if __name__ == "__main__":
+    _run_page(Path(sys.argv[1]).resolve(), Path(sys.argv[2]))
