@@ -116,6 +116,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     ", tables move": {"embeddings_on_cpu": False},
     " layers, ahead": {"async_transfer": True},
     " 4 ahead": {"async_transfer": True, "transfer_buckets": 4},
+    " 1536MiB ahead": {"async_transfer": True, "transfer_buckets": 4, "max_inflight_prefetch_bytes": "1536MiB"},
 }
 """What the parts of a name stand for. This package copies ahead by itself where there are streams; diffusers has to be told."""
 _SLOW = (
@@ -168,7 +169,7 @@ ARMS = {
         *(f"{engine} {cut}, no stream" for engine in ("ours", "diffusers") for cut in CUTS),
         "resident, from_pretrained",
         "accelerate cpu_offload",
-        *(f"cache-dit layers, {far}" for far in ("ahead", "4 ahead", "one by one")),
+        *(f"cache-dit layers, {far}" for far in ("ahead", "4 ahead", "1536MiB ahead", "one by one")),
     )
 }
 
