@@ -77,7 +77,8 @@ DEFAULT = tuple(name for name, arm in ARMS.items() if arm.form in ("", PARALLEL)
 for _name, _share in (("one GPU", None), ("each alone", False), ("shared", True)):
     _bar = BAR if _share else None
     _first = "compiled, one GPU"
-    ARMS[f"compiled, {_name}"] = Arm(share=_share, form=COMPILED, reference=_first, same_as=_first, bar=_bar)
+    _own = "compiled, each alone" if _share else _first  # each process compiles for itself
+    ARMS[f"compiled, {_name}"] = Arm(share=_share, form=COMPILED, reference=_first, same_as=_own, bar=_bar)
     _first = "files, one GPU"
     ARMS[f"files, {_name}"] = Arm(kind="files", share=_share, reference=_first, same_as=_first, bar=_bar)
     _own = "LoRA, each alone" if _share is not None else "LoRA, one GPU"  # a batch is other arithmetic

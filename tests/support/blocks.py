@@ -46,6 +46,13 @@ CHECKPOINTS: dict[str, Callable[[], Any]] = {
 }
 
 
+def _pipeline() -> Any:
+    """With more blocks than cache-dit always computes."""
+    pipe = tiny.flux_pipeline()
+    pipe.transformer = tiny.flux_transformer(num_layers=8, num_single_layers=8)
+    return pipe
+
+
 def _trainer_arguments() -> Any:
     from transformers import TrainingArguments
 
@@ -60,12 +67,12 @@ def _language_model() -> Any:
 
 
 STOCK: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "pipe": lambda names: tiny.flux_pipeline(),
+    "pipe": lambda names: _pipeline(),
     "transformer": lambda names: tiny.flux_transformer().to(tiny.device()),
     "batches": lambda names: [tiny.flux_inputs(seed) for seed in range(2)],
     "compute_loss": lambda names: lambda model, batch: model(**batch)[0].square().mean(),
     "optimizer": lambda names: torch.optim.AdamW(names["transformer"].parameters()),
-    "model": lambda names: _language_model(),
+    "language_model": lambda names: _language_model(),
     "data": lambda names: [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(8)],
     "arguments": lambda names: _trainer_arguments(),
 }
