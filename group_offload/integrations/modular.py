@@ -128,13 +128,14 @@ class _HearsGuiders(Listener):
                 announce(branch, getattr(branch, guidance._identifier_key, None))
                 return branch
 
-            return classmethod(prepares)
+            return prepares
 
         methods = {"set_state": set_state, "_prepare_batch": prepare, "_prepare_batch_from_block_state": prepare}
         for name, make in methods.items():
             before = guidance.__dict__.get(name)
             if before is not None:
-                setattr(guidance, name, make(getattr(before, "__func__", before)))
+                mine = make(getattr(before, "__func__", before))
+                setattr(guidance, name, classmethod(mine) if isinstance(before, classmethod) else mine)
                 self._undo.callback(setattr, guidance, name, before)
 
 
