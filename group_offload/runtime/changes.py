@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress, repeat
-from operator import is_, itemgetter
+from operator import is_, itemgetter, not_
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ..base.caches import touch
 from ..base.layout import overlapping
 from ..base.pagemap import NO_LOOKS, Looks, begin_looks, look_at_all
 from ..base.torch_internals import COMPILED_CALL
@@ -87,7 +88,7 @@ class Watch:
             scope.update(dict.fromkeys(groups_of.get(module, ())))
             pending.extend(seen[module].children)
         before = [seen[module] for module in inside]
-        self._tables: list[dict[str, Any]] = []
+        tables: list[dict[str, Any]] = []
         members: list[tuple[Any, ...]] = []
         of_fsdp: list[dict[str, Any]] = []
         beside: list[tuple[dict[str, Any], str, Any]] = []
@@ -98,10 +99,11 @@ class Watch:
                     pairs = zip(table, values, strict=True)
                     beside += [(table, name, value) for name, value in pairs if name not in each.left]
                 else:
-                    self._tables.append(table)
+                    tables.append(table)
                     members.append(values)
-        self._sizes = tuple(map(len, members))
-        self._filled = list(compress(self._tables, members))
+        self._filled = list(compress(tables, members))
+        self._sizes = list(map(len, compress(members, members)))
+        self._empty = list(compress(tables, map(not_, members)))
         self._members = list(chain.from_iterable(members))
         self._of_fsdp = of_fsdp
         """The tables in which FSDP2 exchanges parameters."""
@@ -130,8 +132,10 @@ class Watch:
     def has_same_modules(self) -> bool:
         # Modules are not looked at, only their tables: the device has nothing to do meanwhile, and all of this memory has left
         # the processor's caches since the last pass. See `Changes.recover`.
+        touch(self._empty, self._filled, self._members)
         return (
-            tuple(map(len, self._tables)) == self._sizes
+            not any(self._empty)
+            and list(map(len, self._filled)) == self._sizes
             and all(map(is_, chain.from_iterable(map(_values, self._filled)), self._members))
             and all(map(is_lazy, self._lazy))
             and [*map(tuple, self._of_fsdp)] == self._names_of_fsdp

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...base.caches import touch
 from ...base.compiled import Around
 from ...base.torch_internals import COMPILED_CALL
 
@@ -110,7 +111,7 @@ class Survey:
 
     __slots__ = ("_contents", "_inside", "_modules", "_sizes", "_tables", "_types", "_watched", "structure")
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: list[nn.Module]) -> None:
         self._modules = modules
         self._types = [*map(type, modules)]
         attributes = [module.__dict__ for module in modules]
@@ -134,6 +135,7 @@ class Survey:
 
     def holds(self) -> bool:
         """Whether the state is still the same."""
+        touch(self._modules, self._tables, self._contents)
         return (
             all(map(is_, map(type, self._modules), self._types))
             and all(map(is_, map(_attributes, self._modules), self._tables))
