@@ -29,7 +29,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
-from itertools import accumulate, groupby
+from itertools import accumulate, compress, groupby
 
 from ..base.timeline import COMPUTE, COPIES, DECODE, READS, STALLS, Slice
 from .placement import NUM_BERTHS, Placement, Problem, smallest_ram_bytes
@@ -231,7 +231,8 @@ class PassModel:
         """The placement with each group on the lowest tier that it may rest on."""
         placements = [Placement.FILE if group.is_in_file else Placement.RAM for group in self.groups]
         if self.ram_room == math.inf:
-            for index in self.used:
+            # Also what this pass does not use, if it would be read packed: a berth for that may have no room beside the others.
+            for index in {*self.used, *compress(range(len(self.groups)), self.reads_packed)}:
                 placements[index] = Placement.RAM
         return placements
 

@@ -491,6 +491,30 @@ def test_budgets_are_kept_by_many_groups(problem: Problem) -> None:
     assert_sound(make_plan(problem))
 
 
+def test_a_packed_group_that_the_pass_does_not_use_keeps_within_the_budget() -> None:
+    """Those that are used rest in RAM. To read the other one packed would take a berth of its own beside theirs."""
+    groups = tuple(
+        PlannedGroup(
+            name=f"blocks.{at}",
+            num_bytes=10 * MIB,
+            compute_seconds=0.0,
+            is_in_file=True,
+            packed_bytes=7 * MIB if at in (0, 9, 10) else 0,
+            reads_packed=True,
+        )
+        for at in range(11)
+    )
+    problem = Problem(
+        groups=groups,
+        order=tuple(range(1, 11)),
+        speeds=Speeds(h2d=100 * MIB, drive=10 * MIB, unpack=80 * MIB),
+        budgets=Budgets(device_bytes=24 * MIB, ram_bytes=None),
+        num_slots=1,
+        staging_bytes=0,
+    )
+    assert_sound(make_plan(problem))
+
+
 @given(problems(max_groups=8), st.floats(0, 0.5), st.floats(0, 0.5))
 @settings(max_examples=40, deadline=None)
 def test_more_memory_is_never_slower(problem: Problem, more_device: float, more_ram: float) -> None:
