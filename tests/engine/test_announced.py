@@ -101,7 +101,7 @@ def test_branches_that_come_again_count_once() -> None:
     assert call[1]["flag"] == 2
 
 
-def run(model: nn.Module, latents: torch.Tensor, prompts: list[torch.Tensor], *, is_cast: bool = False) -> list[Any]:
+def run(model: nn.Module, latents: torch.Tensor, prompts: list[Any], *, is_cast: bool = False) -> list[Any]:
     branches = [Branch(prompt=prompt) for prompt in prompts]
     begin_step()
     for at, branch in enumerate(branches):
@@ -126,6 +126,48 @@ def test_from_the_second_step_on(is_cast: bool) -> None:
             assert_same(found, wanted)
         assert handle.stats().passes_predicted == 2 * at
     assert not handle.stats().passes_discarded
+
+
+def test_branches_of_another_form() -> None:
+    """One of the inputs is a list, longer in one branch than in the other."""
+
+    class Listed(Guided):
+        def forward(self, x: torch.Tensor, prompt: Any, more: Any = None) -> torch.Tensor:
+            return super().forward(x, torch.cat(prompt), more)
+
+    torch.manual_seed(0)
+    model = Listed().eval()
+    prompts: list[Any] = [[draw(10)], [draw(11), draw(12)]]
+    twin = Listed().eval()
+    twin.load_state_dict(model.state_dict())
+    twin.to(device())
+    handle = apply_group_offloading(model, device(), share_passes=True)
+    for at in range(3):
+        latents = draw(at)
+        for found, wanted in zip(run(model, latents, prompts), run(twin, latents, prompts), strict=True):
+            assert_same(found, wanted)
+    assert handle.stats().passes_predicted == 2
+
+
+def test_nothing_is_kept_if_somebody_keeps_the_branches() -> None:
+    model = Guided().eval()
+    handle = apply_group_offloading(model, device(), share_passes=True)
+    prompts, kept, seen = [draw(10), draw(11)], [], []
+    for seed in range(4):
+        latents = draw(seed)
+        branches = [Branch(prompt=prompt) for prompt in prompts]
+        kept.append(branches)
+        begin_step()
+        for at, branch in enumerate(branches):
+            announce(branch, at)
+        with torch.no_grad():
+            for branch in branches:
+                model(x=latents, prompt=branch.prompt)
+        seen.append(weakref.ref(latents))
+    del latents
+    gc.collect()
+    assert handle.stats().passes_predicted == 3
+    assert not any(each() is not None for each in seen[:-1])
 
 
 def test_nothing_is_kept_once_the_branches_are_gone() -> None:

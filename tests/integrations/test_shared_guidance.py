@@ -228,4 +228,4 @@ def test_a_budget_that_has_no_room_for_two_says_so(caplog: pytest.LogCaptureFixt
     assert handle is not None
     assert_same(run_wan(pipe), expected("wan"))
     assert handle.stats().passes_shared == 0
-    assert any("have room for 1 in one pass" in record.getMessage() for record in caplog.records)
+    assert any("there is room for 1 in one pass" in record.getMessage() for record in caplog.records)

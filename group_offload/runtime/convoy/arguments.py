@@ -141,8 +141,9 @@ class Arguments:
 
     def relate(self, first: Arguments) -> None:
         """Note which arguments are the same as in the first call of the step. Later the latents are gone."""
-        pairs = zip(self._leaves, first._leaves, strict=True)
-        self.shared = [mine.is_same(before) for mine, before in pairs]
+        if self._form == first._form:
+            pairs = zip(self._leaves, first._leaves, strict=True)
+            self.shared = [mine.is_same(before) for mine, before in pairs]
 
     def foresee(self, now: Arguments) -> Arguments | None:
         """The arguments of this call in the next step, which begins with `now`.

@@ -330,6 +330,8 @@ class Sharing:
         if steps.calls and now.has_inference_tensors and now.first is steps.calls[0].first:
             self._say("its inputs are inference tensors, in which nobody sees changes: call it under torch.no_grad()")
         self._discard(steps)
+        if steps.announced is not None:
+            steps.announced.kept.clear()  # somebody may keep the branches
         others, steps.calls, steps.outputs, steps.announced = steps.calls[1:], [], [], None
         beside = step.calls_beside(args, kwargs) if step is not None else []
         if step is not None and 0 < len(beside) < _MOST_CALLS:
@@ -535,7 +537,7 @@ class Sharing:
     def _has_room(self, num_forwards: int) -> bool:
         most = self.passes.most_together
         if most < num_forwards:
-            self._say(f"the budgets have room for {most} in one pass, not for {num_forwards}")
+            self._say(f"there is room for {most} in one pass, not for {num_forwards}")
         return most >= num_forwards
 
     def _verdict(self, key: Hashable) -> Verdict | None:
