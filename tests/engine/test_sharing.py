@@ -965,7 +965,7 @@ def test_an_interrupt_between_boarding_and_the_forwards(monkeypatch: pytest.Monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("group_offload.runtime.convoy.sharing._Ahead.__init__", strike)
+        patch.setattr("group_offload.runtime.convoy.ahead.Ahead.__init__", strike)
         with pytest.raises(KeyboardInterrupt):
             pipe.run(40)
     in_threads([pipe.run], 20)

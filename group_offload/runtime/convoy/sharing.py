@@ -29,24 +29,21 @@ from torch import nn
 
 from ...base.device import Backend
 from ...base.pagemap import Detection, detection
-from ...base.tensors import map_tensors
 from ...base.torch_internals import has_global_hooks, set_eval_frame
 from ...base.tuning import tuning
-from .announced import Step, announced
+from .ahead import Ahead, drop
 from .arguments import Arguments, are_equal
 from .caller import Caller
 from .helpers import Helpers
 from .lock import Traveller
 from .passes import Broken, SharedPasses
+from .steps import MOST_CALLS, Output, Steps, tensors_of
 from .watch import Survey, Watch, survey
 
 logger = logging.getLogger("group_offload")
 
 _MOST_KINDS = 256
 """The number of kinds of calls that are remembered."""
-_MOST_CALLS = 4
-"""The most calls of a step that are foreseen."""
-_MOST_MISSES = 2
 _MOST_FINDINGS = 3
 """How often a kind of calls is watched before it goes alone for good. A first forward may move a table to the device, and
 another thread may draw random numbers meanwhile."""
@@ -61,126 +58,6 @@ class Verdict(Enum):
     """Calls that shared a pass had the bits of calls made one after another."""
     APART = "apart"
     """They do not share passes."""
-
-
-class _Ahead:
-    """A forward that runs in another thread, in place of a thread that should call for it later."""
-
-    def __init__(self, sharing: Sharing, traveller: Traveller, arguments: Arguments) -> None:
-        self.arguments = arguments
-        self.traveller = traveller
-        self.caller: Caller | None = sharing.caller()
-        self.output: Any = None
-        self.error: BaseException | None = None
-        self._sharing: Sharing | None = sharing
-        self._done = threading.Lock()
-        self._done.acquire()
-        self._is_given = False
-        self._claims: dict[str, str] = {}
-        """Under "by" who has the forward: a helper, or the caller, who has not given it away. (Ctrl-C may come in between.)"""
-
-    def start(self) -> None:
-        assert self._sharing is not None
-        try:
-            self._sharing.helpers.begin(self._run, self._done)
-            self._is_given = True
-        except RuntimeError as error:  # the system has no more threads
-            self.error = error
-            self._withdraw()
-
-    def _withdraw(self) -> bool:
-        """Keep the helper from beginning. False if it has begun."""
-        if self._claims.setdefault("by", "caller") != "caller":
-            return False
-        if self._sharing is not None:
-            self._sharing.turns.disembark(self.traveller)
-        return True
-
-    def join(self, timeout: float = -1) -> None:
-        """Wait until the forward is over, if it was started."""
-        if (self._is_given or not self._withdraw()) and self._done.acquire(timeout=timeout):
-            self._done.release()
-
-    def _run(self) -> None:
-        sharing, caller = self._sharing, self.caller
-        if self._claims.setdefault("by", "helper") != "helper":
-            return
-        assert sharing is not None and caller is not None
-        sharing.turns.embark(self.traveller)
-        try:
-            given = self.arguments.given()
-            if given is not None:
-                self.output = caller.run(lambda: sharing.alone(*given[0], **given[1]))
-            else:
-                self.error = RuntimeError("a tensor is gone")
-        except BaseException as error:
-            self.error = error.with_traceback(None)  # frames keep activations alive
-        finally:
-            self._sharing = self.caller = None
-            sharing.passes.leave(self.traveller)
-
-
-class _Steps:
-    """The calls of one thread, step by step."""
-
-    def __init__(self) -> None:
-        self.calls: list[Arguments] = []
-        """The calls of the step in progress."""
-        self.outputs: list[_Output] = []
-        self.foreseen: list[Arguments] = []
-        """What the rest of this step should be called with, as far as `most` says."""
-        self.kinds: Hashable = None
-        """The kinds of all calls that are expected."""
-        self.ahead: list[_Ahead] = []
-        """The forwards that were run for these calls, as far as they were not called for yet."""
-        self.state: Survey | None = None
-        """The state of the modules that they ran with."""
-        self.run_with: Hashable = None
-        """The stream that they ran on, and the weights."""
-        self.announced: Step | None = None
-        """The step in progress, if its calls were announced."""
-        self.num_run = 0
-        """How many forwards were run for calls of this step."""
-        self.misses: dict[Hashable, int] = {}
-        """For calls of such kinds, how often in a row one came that was foreseen wrongly, or has to go alone."""
-        self.most: dict[Hashable, int] = {}
-        """How many of them are foreseen, if two misses in a row have shown that not all should be."""
-
-    def forget(self) -> None:
-        self.calls, self.outputs, self.foreseen, self.ahead, self.state = [], [], [], [], None
-        self.announced = None
-
-    def foresee(self, calls: list[Arguments]) -> None:
-        self.kinds = tuple(call.key for call in calls)
-        self.foreseen = calls[: self.most.get(self.kinds, len(calls))]
-
-    def miss(self, at: int) -> bool:
-        """Note that a call was foreseen wrongly. Whether neither it nor those after it will be foreseen again."""
-        self.misses[self.kinds] = self.misses.get(self.kinds, 0) + 1
-        if self.misses[self.kinds] < _MOST_MISSES:
-            return False
-        del self.misses[self.kinds]
-        self.most[self.kinds] = at
-        return True
-
-
-class _Output:
-    """What a call has returned, for as long as somebody else keeps it."""
-
-    def __init__(self, output: Any) -> None:
-        tensors = _tensors_of(output)
-        self._versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
-        self._references = [weakref.ref(tensor) for tensor in tensors]
-
-    def tensors(self) -> list[torch.Tensor] | None:
-        """The tensors, unless one of them is gone or was changed in place."""
-        found = []
-        for reference, version in zip(self._references, self._versions, strict=True):
-            tensor = reference()
-            if tensor is None or version is None or tensor._version != version:
-                return None
-            found.append(tensor)
-        return found
 
 
 class Sharing:
@@ -226,9 +103,6 @@ class Sharing:
     @property
     def turns(self) -> Any:
         return self.passes._turns
-
-    def caller(self) -> Caller:
-        return Caller(self._backend)
 
     def close(self) -> None:
         """Throw all results away that nobody called for, and end the threads."""
@@ -276,16 +150,16 @@ class Sharing:
         return found
 
     @property
-    def _steps(self) -> _Steps:
-        steps: _Steps | None = getattr(self._local, "steps", None)
+    def _steps(self) -> Steps:
+        steps: Steps | None = getattr(self._local, "steps", None)
         if steps is None:
-            steps = self._local.steps = _Steps()
+            steps = self._local.steps = Steps()
         return steps
 
     def _lock_is_shared(self) -> str | None:
         return None if self.passes.turns is not None else "it shares weights with another offloaded model"
 
-    def _result_for(self, steps: _Steps, now: Arguments, state: Survey) -> _Ahead | None:
+    def _result_for(self, steps: Steps, now: Arguments, state: Survey) -> Ahead | None:
         """The forward that was run with these arguments. Others are thrown away."""
         if not steps.ahead:
             return None
@@ -310,7 +184,7 @@ class Sharing:
     def _stream(self) -> Any:
         return self._backend.current_stream()
 
-    def _discard(self, steps: _Steps) -> None:
+    def _discard(self, steps: Steps) -> None:
         """Throw away what was not called for."""
         if steps.ahead:
             self.passes.counters.discarded += len(steps.ahead)
@@ -318,38 +192,20 @@ class Sharing:
                 self._say("calls of a step were foreseen wrongly twice in a row")
         steps.ahead, steps.foreseen, steps.state = [], [], None
 
-    def _begin_step(self, steps: _Steps, now: Arguments, args: Any, kwargs: Any) -> None:
+    def _begin_step(self, steps: Steps, now: Arguments, args: Any, kwargs: Any) -> None:
         """Note that a step begins, if this is its first call, and foresee the others."""
-        step = announced()
-        is_announced = step is not None and step is steps.announced
-        if steps.calls and (is_announced or now.is_of_same_step(steps.calls[0])):
-            now.relate(steps.calls[0])
-            if step is not None and is_announced:
-                now.keep(step.kept)  # it may be made once more, after the last call
+        if steps.goes_on_with(now):
             return
         if steps.calls and now.has_inference_tensors and now.first is steps.calls[0].first:
             self._say("its inputs are inference tensors, in which nobody sees changes: call it under torch.no_grad()")
         self._discard(steps)
-        if steps.announced is not None:
-            steps.announced.kept.clear()  # somebody may keep the branches
-        others, steps.calls, steps.outputs, steps.announced = steps.calls[1:], [], [], None
-        beside = step.calls_beside(args, kwargs) if step is not None else []
-        if step is not None and 0 < len(beside) < _MOST_CALLS:
-            steps.announced = step
-            now.keep(step.kept)
-            steps.foresee([Arguments(*call).keep(step.kept) for call in beside])
-            return
-        if not 0 < len(others) < _MOST_CALLS:
-            return
-        foreseen = [each.foresee(now) for each in others]
-        if all(each is not None for each in foreseen):
-            steps.foresee([each for each in foreseen if each is not None])
+        steps.begin(now, args, kwargs)
 
-    def _checked(self, steps: _Steps, now: Arguments, state: Survey, args: Any, kwargs: Any) -> Any:
+    def _checked(self, steps: Steps, now: Arguments, state: Survey, args: Any, kwargs: Any) -> Any:
         key, turns = now.key, self.turns
         verdict = self._verdict(key)
         at = len(steps.calls)
-        if at <= _MOST_CALLS:  # of a step with more calls none is foreseen
+        if at <= MOST_CALLS:  # of a step with more calls none is foreseen
             steps.calls.append(now)
         if verdict is Verdict.APART:
             return self.alone(*args, **kwargs)
@@ -361,8 +217,8 @@ class Sharing:
             output = self._watched(key, now, args, kwargs)
         else:
             output = self.alone(*args, **kwargs)
-        if len(steps.outputs) <= _MOST_CALLS:
-            steps.outputs.append(_Output(output))
+        if len(steps.outputs) <= MOST_CALLS:
+            steps.outputs.append(Output(output))
         verdicts = {self._verdict(each.key) for each in steps.calls}
         if at and verdicts <= {Verdict.SHARED, Verdict.WATCHED} and Verdict.WATCHED in verdicts:
             is_last = at == len(steps.foreseen) and len(steps.outputs) == at + 1
@@ -372,7 +228,7 @@ class Sharing:
             self._try_with_others(now, output, args, kwargs)
         return output
 
-    def _foreseen(self, steps: _Steps) -> list[Arguments]:
+    def _foreseen(self, steps: Steps) -> list[Arguments]:
         """The calls of this step that may be run beside the first."""
         if not steps.foreseen or any(self._verdict(each.key) is not Verdict.SHARED for each in steps.foreseen):
             return []
@@ -383,11 +239,11 @@ class Sharing:
 
     # ---------------------------------------------------------------- together
 
-    def _travel(self, steps: _Steps, calls: list[Arguments], state: Survey, args: Any, kwargs: Any) -> Any:
+    def _travel(self, steps: Steps, calls: list[Arguments], state: Survey, args: Any, kwargs: Any) -> Any:
         """Make a call in a pass that others may share, and run the calls that are foreseen beside it."""
         calls = calls[: self.passes.most_together]
         boarded: list[Traveller] = []
-        ahead: list[_Ahead] = []
+        ahead: list[Ahead] = []
         try:
             output = self._run(calls, boarded, ahead, args, kwargs)
         except (torch.OutOfMemoryError, Broken) as error:
@@ -414,14 +270,14 @@ class Sharing:
             steps.state, steps.run_with = state, (self._stream, self._edits())
             latents = calls[0].first
             if latents is not None:
-                weakref.finalize(latents, _drop, [weakref.ref(each) for each in ahead]).atexit = False
+                weakref.finalize(latents, drop, [weakref.ref(each) for each in ahead]).atexit = False
         return output
 
     def _run(
         self,
         calls: Sequence[Arguments],
         boarded: list[Traveller],
-        ahead: list[_Ahead],
+        ahead: list[Ahead],
         args: Any,
         kwargs: Any,
         *,
@@ -439,7 +295,10 @@ class Sharing:
             self.turns.board([call.shapes for call in calls], self.passes.most_together, boarded)
             if needs_company and boarded[0].convoy.size == 1:
                 return None
-            ahead += [_Ahead(self, traveller, call) for traveller, call in zip(boarded[1:], calls[1:], strict=True)]
+            ahead += [
+                Ahead(self.passes, self.helpers, self.alone, Caller(self._backend), traveller, call)
+                for traveller, call in zip(boarded[1:], calls[1:], strict=True)
+            ]
             for each in ahead:
                 each.start()
             output = self.alone(*args, **kwargs)
@@ -487,7 +346,7 @@ class Sharing:
         finally:
             self._lock.release()
 
-    def _try_step(self, steps: _Steps, output: Any) -> None:
+    def _try_step(self, steps: Steps, output: Any) -> None:
         """Make the calls of this step once more, all together, and compare the bits."""
         calls = steps.calls
         given = [call.given() for call in calls]
@@ -497,19 +356,19 @@ class Sharing:
         for at, each in enumerate(wanted):
             if each is None:
                 args, kwargs = given[at]  # type: ignore[misc]
-                wanted[at] = _tensors_of(self.alone(*args, **kwargs))
-        wanted.append(_tensors_of(output))
+                wanted[at] = tensors_of(self.alone(*args, **kwargs))
+        wanted.append(tensors_of(output))
         args, kwargs = given[0]  # type: ignore[misc]
-        ahead: list[_Ahead] = []
+        ahead: list[Ahead] = []
         try:
-            found = [_tensors_of(self._run(calls, [], ahead, args, kwargs))]
+            found = [tensors_of(self._run(calls, [], ahead, args, kwargs))]
         except Exception as error:
             self._say(f"a trial failed: {type(error).__name__}: {error}")
             return
         keys = [call.key for call in calls]
         if any(each.error is not None for each in ahead):
             return
-        found += [_tensors_of(each.output) for each in ahead]
+        found += [tensors_of(each.output) for each in ahead]
         self._compare(keys, found, wanted)
 
     def _try_with_others(self, now: Arguments, output: Any, args: Any, kwargs: Any) -> None:
@@ -524,7 +383,7 @@ class Sharing:
             return
         if boarded[0].convoy.size == 1:
             return
-        self._compare([now.key], [_tensors_of(found)], [_tensors_of(output)])
+        self._compare([now.key], [tensors_of(found)], [tensors_of(output)])
 
     def _compare(self, keys: list[Hashable], found: Sequence[Any], wanted: Sequence[Any]) -> None:
         is_same = all(are_equal(one, other) for one, other in zip(found, wanted, strict=True))
@@ -559,14 +418,6 @@ class Sharing:
             logger.info("Forwards of %s do not share passes: %s.", type(self._root).__name__, reason)
 
 
-def _drop(ahead: list[Any]) -> None:
-    """Let results go whose latents are gone: nobody can call for them any more."""
-    for reference in ahead:
-        found = reference()
-        if found is not None:
-            found.output, found.error = None, found.error or ReferenceError("the latents are gone")
-
-
 def _state_of_thread() -> str | None:
     if torch.is_grad_enabled():
         return "gradients are enabled: call it under torch.no_grad()"
@@ -577,14 +428,3 @@ def _state_of_thread() -> str | None:
     if compiler:
         return "it is called in compiled code: compile its blocks instead"
     return None
-
-
-def _tensors_of(output: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(output, note, enters_dataclasses=True)
-    return found
