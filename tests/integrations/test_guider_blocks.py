@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import ClassifierFreeGuidance
+from diffusers import ClassifierFreeGuidance, FlowMatchEulerDiscreteScheduler
 from diffusers.modular_pipelines.modular_pipeline import BlockState
 
 from group_offload import apply_group_offloading
@@ -108,5 +108,56 @@ def test_a_block(name: str) -> None:
         for found, expected in zip(loop(name, inputs, model), wanted, strict=True):
             assert_same(found, expected)
         assert handle.stats().passes_predicted == STEPS - 1 + run * STEPS
+    assert not handle.stats().passes_discarded
+    handle.remove()
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_branches_of_two_guiders() -> None:
+    """LTX-2 guides video and audio: four branches, which differ in embeddings, or in plain options of the model."""
+    denoise = pytest.importorskip("diffusers.modular_pipelines.ltx2.denoise")
+    guidance = pytest.importorskip("diffusers.guiders.ltx2_guidance").LTX2Guidance
+    case = next(case for cases in FAMILIES.values() for case in cases if case.name == "LTX2VideoTransformer3DModel")
+    torch.manual_seed(1)
+    inputs, model, block = case.inputs(), case.make(), denoise.LTX2LoopDenoiser()
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(STEPS)
+    scales = {"stg_scale": 1.0, "modality_scale": 3.0, "guidance_rescale": 0.7}
+    given: dict[str, Any] = {}
+    for argument, (positive, negative, *_) in block._guider_input_fields.items():
+        given[positive] = inputs.get(argument, inputs["encoder_attention_mask"])
+        given[negative] = other(given[positive])
+
+    def loop(model: torch.nn.Module) -> list[torch.Tensor]:
+        components = SimpleNamespace(
+            guider=guidance(guidance_scale=3.0, spatio_temporal_guidance_blocks=[0], **scales),
+            audio_guider=guidance(guidance_scale=7.0, **scales),
+            transformer=model,
+            scheduler=scheduler,
+            vae_temporal_compression_ratio=8,
+            vae_spatial_compression_ratio=32,
+        )
+        found = []
+        for step in range(STEPS):
+            video, audio = inputs["hidden_states"] + step / 8, inputs["audio_hidden_states"] + step / 8
+            time = inputs["timestep"] - step
+            state = State(
+                **{"latents": video, "latent_model_input": video, "video_timestep": time},
+                **{"audio_latents": audio, "audio_latent_model_input": audio, "audio_timestep": time},
+                **{"num_frames": 9, "height": 512, "width": 512, "frame_rate": 24.0, "motion_speed": 1.0},
+                audio_scheduler=scheduler,
+                denoiser_input_fields={"audio_num_frames": 9},
+                num_inference_steps=STEPS,
+                **given,
+            )
+            block(components, state, step, torch.tensor(500.0 - step))
+            found += [state.noise_pred_video, state.noise_pred_audio]
+        return found
+
+    wanted = loop(model)
+    handle = apply_group_offloading(model, "cpu", share_passes=True)
+    for found, expected in zip(loop(model), wanted, strict=True):
+        assert_same(found, expected)
+    assert handle.stats().passes_predicted == 3 * (STEPS - 1)
     assert not handle.stats().passes_discarded
     handle.remove()
