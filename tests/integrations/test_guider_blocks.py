@@ -142,9 +142,17 @@ def test_branches_of_two_guiders() -> None:
             video, audio = inputs["hidden_states"] + step / 8, inputs["audio_hidden_states"] + step / 8
             time = inputs["timestep"] - step
             state = State(
-                **{"latents": video, "latent_model_input": video, "video_timestep": time},
-                **{"audio_latents": audio, "audio_latent_model_input": audio, "audio_timestep": time},
-                **{"num_frames": 9, "height": 512, "width": 512, "frame_rate": 24.0, "motion_speed": 1.0},
+                latents=video,
+                latent_model_input=video,
+                video_timestep=time,
+                audio_latents=audio,
+                audio_latent_model_input=audio,
+                audio_timestep=time,
+                num_frames=9,
+                height=512,
+                width=512,
+                frame_rate=24.0,
+                motion_speed=1.0,
                 audio_scheduler=scheduler,
                 denoiser_input_fields={"audio_num_frames": 9},
                 num_inference_steps=STEPS,
