@@ -799,8 +799,12 @@ def test_a_model_is_packed_while_its_files_are_read() -> None:
         assert engine_of(handle).transfer._reader._submitted
         tune(patch, locked_share=0.5)
         patch.setattr(Budgeter, "has_learnt_to_pack", True)
-        patch.setattr(Budgeter, "gain_from_packing", lambda *args: 0.5)
-        threading.Timer(0.2, held.open).start()
+
+        def gain(*args: Any) -> float:
+            threading.Timer(0.2, held.open).start()  # not before: a busy machine takes its time to come here
+            return 0.5
+
+        patch.setattr(Budgeter, "gain_from_packing", gain)
         outputs += [forward(device, model, x) for _ in range(3)]
         assert handle.stats().bytes_unpacked
         for output in outputs:

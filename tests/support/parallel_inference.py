@@ -21,6 +21,7 @@ from diffusers.hooks import tensor_parallel
 from diffusers.hooks.context_parallel import remove_context_parallel
 from diffusers.models import attention_dispatch
 from diffusers.models._modeling_parallel import TensorParallelConfig
+from diffusers.utils import logging
 from torch import nn
 
 from group_offload import apply_group_offloading
@@ -151,6 +152,7 @@ def use_the_cpu() -> None:
 
 def main(file: str, device_type: str) -> None:
     warnings.simplefilter("ignore")
+    logging.set_verbosity_error()  # diffusers warns at each call, and what went wrong would not be seen
     torch.set_num_threads(1)
     if device_type == "cpu":
         use_the_cpu()
