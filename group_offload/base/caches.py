@@ -13,7 +13,7 @@ def touch(*lists: list[Any]) -> None:
     """Bring the objects of some lists into the caches.
 
     A copy of a list counts a reference to each object. That loop is so short that the processor waits for many objects at a
-    time: for the tables of 1,275 modules it is twice as fast with it as without.
+    time.
     """
     for each in lists:
         each.copy()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from diffusers import AutoGuidance, ClassifierFreeGuidance, LayerSkipConfig, SkipLayerGuidance
 from diffusers.guiders.guider_utils import BaseGuidance
+from diffusers.modular_pipelines.modular_pipeline import BlockState
 
 from group_offload import apply_group_offloading, disable_group_offload, enable_group_offload, handle_of
 from group_offload.handle import listeners
@@ -113,6 +114,29 @@ def test_branches_that_change_hooks_go_alone(guider: Callable[[], Any]) -> None:
     stats = [handle.stats() for handle in handles]
     assert (sum(each.passes_predicted for each in stats) > STEPS) == (guider is not worse_model)
     assert all(each.passes_discarded <= 2 for each in stats), "two misses in a row end it"
+
+
+class OwnGuidance(ClassifierFreeGuidance):
+    """It makes its branches without the methods of the base class."""
+
+    def prepare_inputs_from_block_state(self, data: Any, input_fields: dict[str, Any]) -> list[BlockState]:
+        names = zip(*input_fields.values(), strict=True)
+        branches = [
+            {name: getattr(data, given) for name, given in zip(input_fields, each, strict=True)} for each in names
+        ]
+        return [
+            BlockState(**branch, **{self._identifier_key: kind})
+            for branch, kind in zip(branches, self._input_predictions, strict=True)
+        ]
+
+
+def test_a_guider_that_is_not_heard() -> None:
+    """Its calls are foreseen as those of a pipeline: from the third step on."""
+    pipe = pipeline(guider=OwnGuidance)
+    wanted = run(pipe.to(tiny.device()))
+    handles = offloaded(pipe)
+    assert_same(run(pipe), wanted)
+    assert 0 < sum(handle.stats().passes_predicted for handle in handles) < STEPS - 2
 
 
 def test_a_guider_that_comes_later() -> None:
