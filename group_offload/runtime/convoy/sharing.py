@@ -122,7 +122,7 @@ class Sharing:
         if reason is not None:
             self._say(reason)
             if not steps.ahead and 0 < len(steps.calls) <= len(steps.foreseen):
-                steps.miss(len(steps.calls) - 1)
+                steps.miss()
             self._discard(steps)
             steps.forget()
             return self.alone(*args, **kwargs)
@@ -188,7 +188,7 @@ class Sharing:
         """Throw away what was not called for."""
         if steps.ahead:
             self.passes.counters.discarded += len(steps.ahead)
-            if steps.miss(steps.num_run - len(steps.ahead)):
+            if steps.miss():
                 self._say("calls of a step were foreseen wrongly twice in a row")
         steps.ahead, steps.foreseen, steps.state = [], [], None
 
@@ -266,8 +266,7 @@ class Sharing:
                 self._judge([calls[0].key], Verdict.APART, "it changes its inputs")
                 self.passes.counters.discarded += len(ahead)
                 return output
-            steps.ahead, steps.num_run = ahead, len(ahead)
-            steps.state, steps.run_with = state, (self._stream, self._edits())
+            steps.ahead, steps.state, steps.run_with = ahead, state, (self._stream, self._edits())
             latents = calls[0].first
             if latents is not None:
                 weakref.finalize(latents, drop, [weakref.ref(each) for each in ahead]).atexit = False

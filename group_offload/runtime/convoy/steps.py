@@ -38,8 +38,6 @@ class Steps:
         """The stream that they ran on, and the weights."""
         self.announced: Step | None = None
         """The step in progress, if its calls were announced."""
-        self.num_run = 0
-        """How many forwards were run for calls of this step."""
         self.misses: dict[Hashable, int] = {}
         """For calls of such kinds, how often in a row one came that was foreseen wrongly, or has to go alone."""
         self.most: dict[Hashable, int] = {}
@@ -49,13 +47,13 @@ class Steps:
         self.calls, self.outputs, self.foreseen, self.ahead, self.state = [], [], [], [], None
         self.announced = None
 
-    def miss(self, at: int) -> bool:
-        """Note that a call was foreseen wrongly. Whether neither it nor those after it will be foreseen again."""
+    def miss(self) -> bool:
+        """Note that the next call was foreseen wrongly. Whether neither it nor those after it will be foreseen again."""
         self.misses[self.kinds] = self.misses.get(self.kinds, 0) + 1
         if self.misses[self.kinds] < _MOST_MISSES:
             return False
         del self.misses[self.kinds]
-        self.most[self.kinds] = at
+        self.most[self.kinds] = len(self.calls) - 1
         return True
 
     def goes_on_with(self, now: Arguments) -> bool:
