@@ -98,27 +98,28 @@ def hash_of(image: torch.Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(memory_of(image))
 
 
-def unpack(data: torch.Tensor, layout: PackedLayout, out: torch.Tensor) -> None:
-    """Write the image to `out`: enqueued on the current stream of a device, done at return on the CPU.
+def unpack(data: torch.Tensor, layout: PackedLayout, out: torch.Tensor, start: int = 0) -> None:
+    """Write the image, or a part of it, to `out`: enqueued on the current stream of a device, done at return on the CPU.
 
     Args:
-        data: uint8 [layout.packed_bytes], that `check` has passed.
-        out: uint8 [layout.plain_bytes] on the same device.
+        data: uint8 [layout.packed_bytes], that `check` has passed. Of a part, only what is `needed` has to be there.
+        out: uint8 [at most layout.plain_bytes] on the same device.
+        start: The byte of the image that `out` begins at, a multiple of 16.
 
     Raises:
         PackedError: on the CPU, the codes do not fit the escapes. A device writes something, and nothing outside of `out`.
     """
     _check_sizes(data, layout)
-    if out.numel() != layout.plain_bytes:
-        raise ValueError(f"out has {out.numel():,} bytes, and the image has {layout.plain_bytes:,}")
-    if (data.data_ptr() | out.data_ptr()) % SPAN_ALIGNMENT:
-        raise ValueError(f"data and out have to begin at multiples of {SPAN_ALIGNMENT} bytes")
+    if not 0 < out.numel() <= layout.plain_bytes - start or start < 0:
+        raise ValueError(f"out has {out.numel():,} bytes from {start:,} on, and the image has {layout.plain_bytes:,}")
+    if (data.data_ptr() | out.data_ptr() | start | out.numel()) % SPAN_ALIGNMENT:
+        raise ValueError(f"data and out have to begin, and out has to end, at multiples of {SPAN_ALIGNMENT} bytes")
     if out.device.type == "cpu":
-        operators.decode(data, layout, out)
+        operators.decode(data, layout, out, start)
         return
     from .kernels import decode  # here, as there is no Triton on many machines
 
-    decode(data, layout, out)
+    decode(data, layout, out, start)
 
 
 def check(data: torch.Tensor, layout: PackedLayout) -> None:

@@ -14,6 +14,9 @@ escapes loads the 16 bytes around its first one, and takes exponents out of them
 
 No access depends on the bytes alone: places are clamped to the image and to the packed image, whose sizes the caller gives.
 Places are 64 bits wide.
+
+Where a part of an image is decoded, the parts of others begin and end in the middle of tiles, at multiples of 16 bytes. A thread
+stores 16 bytes, so it stores them or not. That is another kernel (`IS_PART`), so that a whole image is decoded without the tests.
 """
 # mypy: ignore-errors
 
@@ -32,14 +35,18 @@ _launching = Lock()
 """Triton compiles at the first launch, and threads that read files launch too."""
 
 
-def decode(data: torch.Tensor, layout: PackedLayout, out: torch.Tensor) -> None:
-    """Enqueue on the current stream of the device: write the image to `out`. Nothing is allocated."""
-    sizes = (layout.plain_bytes, len(layout.spans), layout.tiles_at, layout.escapes_at, layout.num_escapes)
+def decode(data: torch.Tensor, layout: PackedLayout, out: torch.Tensor, start: int = 0) -> None:
+    """Enqueue on the current stream of the device: write the image from byte `start` on to `out`. Nothing is allocated."""
+    end = start + out.numel()
+    first, last = layout.tiles_of(start, end)
+    sizes = (layout.plain_bytes, len(layout.spans), layout.tiles_at, layout.escapes_at, layout.num_escapes, first, start, end)
+    is_part = out.numel() < layout.plain_bytes
     if out.device.type == "cpu":  # Triton's interpreter
-        _decode[(layout.num_tiles,)](data, out, *sizes)
+        _decode[(last - first,)](data, out, *sizes, IS_PART=is_part)
         return
     with _launching, torch.get_device_module(out.device).device(out.device):
-        _decode[(layout.num_tiles,)](data, out, *sizes, num_warps=_num_warps(out.device), enable_fp_fusion=False)
+        num_warps = _num_warps(out.device)
+        _decode[(last - first,)](data, out, *sizes, IS_PART=is_part, num_warps=num_warps, enable_fp_fusion=False)
 
 
 @cache
@@ -67,11 +74,13 @@ def _aligned(place):
 
 
 @triton.jit
-def _copy_tile(source, target, num_bytes):
+def _copy_tile(source, out, target, num_bytes, start, end, IS_PART: tl.constexpr):
     unit = tl.arange(0, TILE_BYTES // 16)[:, None]
     i = unit * 16 + tl.arange(0, 16)[None, :]
     is_there = unit < num_bytes // 16
-    tl.store(target + i, tl.load(source + i, mask=is_there), mask=is_there)
+    if IS_PART:
+        is_there = is_there & (target + unit * 16 >= start) & (target + unit * 16 < end)
+    tl.store(out + _aligned(target - start) + i, tl.load(source + i, mask=is_there), mask=is_there)
 
 
 @triton.jit
@@ -125,7 +134,9 @@ def _pairs(codes, before, window, rest, low, high, BITS: tl.constexpr):
 
 
 @triton.jit
-def _decode_tile(record, escapes, start, half, target, low, high, BITS: tl.constexpr):
+def _decode_tile(
+    record, escapes, first, half, out, target, low, high, start, end, BITS: tl.constexpr, IS_PART: tl.constexpr
+):
     codes_0, before_0, num_0 = _codes_of(record, BITS)
     codes_1, before_1, num_1 = _codes_of(record + ROWS, BITS)
     i = tl.arange(0, ROWS)[:, None] * 4 + tl.arange(0, 4)[None, :]
@@ -133,16 +144,23 @@ def _decode_tile(record, escapes, start, half, target, low, high, BITS: tl.const
     rest_0 = tl.load(rest).to(tl.uint32)
     rest_1 = tl.load(rest + _HALF // 2).to(tl.uint32)
     sums = tl.cumsum(num_0 | num_1 << 16, 0)
-    window_0 = _window(escapes, start + (sums & 0xFFFF) - num_0, num_0)
-    window_1 = _window(escapes, start + half + (sums >> 16) - num_1, num_1)
+    window_0 = _window(escapes, first + (sums & 0xFFFF) - num_0, num_0)
+    window_1 = _window(escapes, first + half + (sums >> 16) - num_1, num_1)
     pairs_0 = _pairs(codes_0, before_0, window_0, rest_0, low, high, BITS)
     pairs_1 = _pairs(codes_1, before_1, window_1, rest_1, low, high, BITS)
-    pairs = target.to(tl.pointer_type(tl.uint32)) + i
-    tl.store(pairs, pairs_0)
-    tl.store(pairs + _HALF // 2, pairs_1)
+    pairs = (out + _aligned(target - start)).to(tl.pointer_type(tl.uint32)) + i
+    if IS_PART:
+        row = target + tl.arange(0, ROWS)[:, None] * 16
+        tl.store(pairs, pairs_0, mask=(row >= start) & (row < end))
+        tl.store(pairs + _HALF // 2, pairs_1, mask=(row + 2 * _HALF >= start) & (row + 2 * _HALF < end))
+    else:
+        tl.store(pairs, pairs_0)
+        tl.store(pairs + _HALF // 2, pairs_1)
 
 
-@triton.jit(do_not_specialize=["plain_bytes", "num_spans", "tiles_at", "escapes_at", "num_escapes"])
+@triton.jit(
+    do_not_specialize=["plain_bytes", "num_spans", "tiles_at", "escapes_at", "num_escapes", "first_tile", "start", "end"]
+)
 def _decode(
     data,
     out,
@@ -151,12 +169,16 @@ def _decode(
     tiles_at: tl.int64,
     escapes_at: tl.int64,
     num_escapes: tl.int64,
+    first_tile: tl.int64,
+    start: tl.int64,  # the bytes of the image that `out` has
+    end: tl.int64,
+    IS_PART: tl.constexpr,
 ):
-    tile = tl.program_id(0)
+    tile = tl.program_id(0) + first_tile
     entry = tl.load((data + tiles_at).to(tl.pointer_type(tl.int64)) + tile)
     span = tl.minimum((entry >> 32) & 0xFFFFF, num_spans - 1)
     half = tl.minimum((entry >> 52) & 0xFFF, _HALF)
-    start = tl.minimum(entry & _LOW_HALF, num_escapes)
+    first = tl.minimum(entry & _LOW_HALF, num_escapes)
     row = data.to(tl.pointer_type(tl.int64)) + span * _ROW_WORDS
     first_and_bits = tl.load(row + 3)
     number = tile - (first_and_bits & _LOW_HALF)
@@ -170,12 +192,13 @@ def _decode(
         table = row.to(tl.pointer_type(tl.uint64)) + 4
         if is_inside & (bits == 3):
             low = tl.load(table)
-            _decode_tile(data + source, escapes, start, half, out + target, low, low, 3)
+            _decode_tile(data + source, escapes, first, half, out, target, low, low, start, end, 3, IS_PART)
         elif is_inside & (bits == 4):
-            _decode_tile(data + source, escapes, start, half, out + target, tl.load(table), tl.load(table + 1), 4)
+            wide = tl.load(table + 1)
+            _decode_tile(data + source, escapes, first, half, out, target, tl.load(table), wide, start, end, 4, IS_PART)
     else:
         source = _aligned(tl.load(row + 2) + number * TILE_BYTES)
         num_bytes = tl.minimum(tl.load(row + 1) - number * TILE_BYTES, TILE_BYTES)
         num_bytes = tl.minimum(num_bytes, tl.minimum(plain_bytes - target, escapes_at - source))
         if (target >= 0) & (source >= 0) & (num_bytes > 0):
-            _copy_tile(data + source, out + target, num_bytes)
+            _copy_tile(data + source, out, target, num_bytes, start, end, IS_PART)

@@ -70,14 +70,16 @@ def encode(image: torch.Tensor, layout: PackedLayout, data: torch.Tensor) -> lis
     return escapes
 
 
-def decode(data: torch.Tensor, layout: PackedLayout, out: torch.Tensor) -> None:
-    """Write the image to `out`.
+def decode(data: torch.Tensor, layout: PackedLayout, out: torch.Tensor, start: int = 0) -> None:
+    """Write the image from byte `start` on to `out`, as much as finds room there.
 
     Raises:
         PackedError: the codes do not fit the escapes.
     """
     escapes = data[layout.escapes_at : layout.escapes_at + layout.num_escapes]
-    starts = [*((tile_table(data, layout) & 0xFFFFFFFF).tolist()), layout.num_escapes]
+    end = start + out.numel()
+    first, last = layout.tiles_of(start, end)
+    starts = [*((tile_table(data, layout)[first : last + 1] & 0xFFFFFFFF).tolist()), layout.num_escapes]
 
     def decode_part(part: _Part) -> None:
         span, record = part.span, part.record
@@ -89,7 +91,8 @@ def decode(data: torch.Tensor, layout: PackedLayout, out: torch.Tensor) -> None:
             apart = (apart | apart << shift) & mask
         codes = apart.view(torch.uint8).flatten()
         is_escape = codes == len(span.exponents)
-        mine = escapes[starts[part.tile] : max(starts[part.tile + len(record)], starts[part.tile])]
+        begin, behind = starts[part.tile - first], starts[part.tile - first + len(record)]
+        mine = escapes[begin : max(behind, begin)]
         if int(is_escape.sum()) != mine.numel():
             raise PackedError(
                 f"its codes of the span at byte {span.offset:,} do not ask for the escapes that there are"
@@ -101,9 +104,18 @@ def decode(data: torch.Tensor, layout: PackedLayout, out: torch.Tensor) -> None:
         part.weights.view(torch.int16).copy_(words)
 
     for span, place in _plain_spans(layout):
-        out[span.offset : span.offset + span.num_bytes] = data[place : place + span.num_bytes]
-    for part in _parts(layout, out, data):
+        low, high = max(span.offset, start), min(span.offset + span.num_bytes, end)
+        if low < high:
+            out[low - start : high - start] = data[place + low - span.offset : place + high - span.offset]
+    if out.numel() == layout.plain_bytes:
+        for part in _parts(layout, out, data):
+            decode_part(part)
+        return
+    for part in _parts(layout, None, data, first, last):
         decode_part(part)
+        begin = part.start
+        low, high = max(begin, start), min(begin + part.weights.numel(), end)
+        out[low - start : high - start] = part.weights[low - begin : high - begin]
 
 
 def tile_table(data: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
@@ -117,22 +129,34 @@ class _Part(NamedTuple):
     span: Span
     tile: int
     """The number of the first one in the table."""
+    start: int
+    """The byte of the image that they begin at."""
     weights: torch.Tensor
     """Their bytes of the image."""
     record: torch.Tensor
     """Their records: uint8 [tiles, record_bytes]."""
 
 
-def _parts(layout: PackedLayout, image: torch.Tensor, data: torch.Tensor) -> Iterator[_Part]:
-    tile, at_once = 0, _num_at_once(image.device)
-    for span, place in zip(layout.spans, layout.places, strict=False):
+def _parts(
+    layout: PackedLayout, image: torch.Tensor | None, data: torch.Tensor, begin: int = 0, end: int | None = None
+) -> Iterator[_Part]:
+    """The packed tiles from number `begin` to `end`, some at a time.
+
+    Args:
+        image: None: their bytes are in memory of their own.
+    """
+    end, at_once = layout.num_tiles if end is None else end, _num_at_once(data.device)
+    for span, place, tile in zip(layout.spans, layout.places, layout.first_tiles, strict=False):
         size = record_bytes(span.bits)
-        for first in range(0, span.num_tiles if span.bits else 0, at_once):
-            num = min(at_once, span.num_tiles - first)
+        last = min(span.num_tiles, end - tile) if span.bits else 0
+        for first in range(max(0, begin - tile), last, at_once):
+            num = min(at_once, last - first)
             start, there = span.offset + first * TILE_BYTES, place + first * size
-            weights = image[start : start + num * TILE_BYTES]
-            yield _Part(span, tile + first, weights, data[there : there + num * size].view(num, size))
-        tile += span.num_tiles
+            if image is None:
+                weights = torch.empty(num * TILE_BYTES, dtype=torch.uint8, device=data.device)
+            else:
+                weights = image[start : start + num * TILE_BYTES]
+            yield _Part(span, tile + first, start, weights, data[there : there + num * size].view(num, size))
 
 
 def _plain_spans(layout: PackedLayout) -> list[tuple[Span, int]]:

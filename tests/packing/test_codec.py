@@ -15,7 +15,18 @@ from group_offload import GroupFileError
 from group_offload.packing.codec import MIN_SAVING, check, hash_of, pack, unpack
 from group_offload.packing.layout import TILE_BYTES, TILE_WEIGHTS, PackedError, PackedLayout, Span
 
-from ..support.packing import KINDS, LENGTHS, image_of, packable, packed_of, tensors, weights, written_by
+from ..support.packing import (
+    KINDS,
+    LENGTHS,
+    image_of,
+    only_needed,
+    packable,
+    packed_of,
+    parts_of,
+    tensors,
+    weights,
+    written_by,
+)
 
 
 def unpacked(data: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
@@ -99,6 +110,18 @@ def test_an_image_of_several_parts() -> None:
     packed.data[packed.layout.places[0] : packed.layout.places[1]] = 0xFF
     with pytest.raises(PackedError, match="do not ask for the escapes"):
         unpacked(packed.data, packed.layout)
+
+
+@pytest.mark.parametrize("length", [TILE_WEIGHTS - 1, 3 * TILE_WEIGHTS + 77])
+def test_a_part_needs_a_part_of_the_packed_bytes(length: int) -> None:
+    """Each GPU of a host decodes its share: tiles that are cut in the middle, beside spans that are plain."""
+    given = [each for kind in ("normal", "wide", "sparse") for each in (weights(kind, 9 * length), torch.randn(33))]
+    image, (layout, data) = packed_of(given)
+    assert {span.bits for span in layout.spans} >= {0, 3}
+    for start, end in parts_of(layout):
+        needed = only_needed(data, layout, start, end)
+        found = written_by(lambda out, n=needed, s=start: unpack(n, layout, out, s), end - start)
+        assert torch.equal(found, image[start:end]), (start, end)
 
 
 def test_neighbours_that_agree_share_a_table() -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 
 import torch
 from hypothesis import strategies as st
 
 from group_offload.base.layout import BlobLayout, lay_out
 from group_offload.packing.codec import Packed, pack
-from group_offload.packing.layout import TILE_WEIGHTS
+from group_offload.packing.layout import SPAN_ALIGNMENT, TILE_BYTES, TILE_WEIGHTS, PackedLayout
+from group_offload.packing.operators import tile_table
 
 KINDS = (
     "normal",
@@ -108,6 +110,29 @@ def written_by(
     return out
 
 
+def parts_of(layout: PackedLayout) -> Iterator[tuple[int, int]]:
+    """Some parts of an image, as first and last byte, exclusive: they begin and end in the middle of tiles, and at their ends."""
+    random = torch.Generator().manual_seed(1)
+    most = layout.plain_bytes // SPAN_ALIGNMENT
+    yield 0, SPAN_ALIGNMENT
+    yield layout.plain_bytes - SPAN_ALIGNMENT, layout.plain_bytes
+    for span in layout.spans[:4]:
+        yield max(0, span.offset - SPAN_ALIGNMENT), min(layout.plain_bytes, span.offset + TILE_BYTES + SPAN_ALIGNMENT)
+    for _ in range(12):
+        start, end = sorted(torch.randperm(most + 1, generator=random)[:2].tolist())
+        yield start * SPAN_ALIGNMENT, end * SPAN_ALIGNMENT
+
+
+def only_needed(data: torch.Tensor, layout: PackedLayout, start: int, end: int) -> torch.Tensor:
+    """Packed bytes of which only those are right that a part is decoded from."""
+    found = torch.full_like(data, 0xEE)
+    starts = [*(tile_table(data, layout) & 0xFFFFFFFF).tolist()]
+    for low, high in layout.needed(start, end, starts.__getitem__):
+        assert 0 <= low < high <= len(data)
+        found[low:high] = data[low:high]
+    return found
+
+
 def check_kernel(device: torch.device | str, num_tiles: int, num_damages: int) -> None:
     """Compare the kernel with the CPU, on all kinds of weights and beside other dtypes; then let it decode damaged images.
 
@@ -127,6 +152,12 @@ def check_kernel(device: torch.device | str, num_tiles: int, num_damages: int) -
             lambda out, there=there, layout=layout: decode(there, layout, out), layout.plain_bytes, device
         )
         assert torch.equal(found.cpu(), image), layout
+        for start, end in parts_of(layout):
+            needed = only_needed(data, layout, start, end).to(device)
+            found = written_by(
+                lambda out, needed=needed, layout=layout, start=start: decode(needed, layout, out, start), end - start, device
+            )
+            assert torch.equal(found.cpu(), image[start:end]), (layout, start, end)
     image, (layout, data) = packed_of([weights("normal", size // 2), torch.randn(700), weights("wide", size // 2)])
     assert {span.bits for span in layout.spans} == {0, 3, 4}
     random = torch.Generator().manual_seed(0)
@@ -142,6 +173,8 @@ def check_kernel(device: torch.device | str, num_tiles: int, num_damages: int) -
         written_by(lambda out, there=there: decode(there, layout, out), layout.plain_bytes, device)
     garbage = torch.randint(256, (len(data),), generator=random, dtype=torch.uint8).to(device)
     written_by(lambda out: decode(garbage, layout, out), layout.plain_bytes, device)
+    for start, end in parts_of(layout):
+        written_by(lambda out, start=start: decode(garbage, layout, out, start), end - start, device)
 
 
 TARGETS: tuple[tuple[str, int | str, int, str], ...] = (
@@ -162,11 +195,12 @@ def check_compiler() -> None:
     from group_offload.packing.kernels import _decode
 
     names = list(_decode.arg_names)
-    signature = {name: "*u8" if name in ("data", "out") else "i64" for name in names}
+    signature = {name: "*u8" if name in ("data", "out") else "i64" for name in names} | {"IS_PART": "constexpr"}
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("data", "out")}
-    for backend, arch, warp_size, wide_store in TARGETS:
+    for (backend, arch, warp_size, wide_store), is_part in product(TARGETS, (False, True)):
         options = {"num_warps": 128 // warp_size, "enable_fp_fusion": False}
-        source, target = ASTSource(_decode, signature, {}, aligned), GPUTarget(backend, arch, warp_size)
+        source = ASTSource(_decode, signature, {"IS_PART": is_part}, aligned)
+        target = GPUTarget(backend, arch, warp_size)
         try:
             text = triton.compile(source, target=target, options=options).asm["ptx" if backend == "cuda" else "amdgcn"]
         except Exception as error:
