@@ -61,6 +61,8 @@ class Arm:
     same_as: str = "one GPU"
     """The arm with the same arithmetic, whose bits this one is to have."""
     bar: float | None = None
+    packs: bool = False
+    """Whether weights are packed."""
 
 
 ARMS = {
@@ -79,6 +81,10 @@ for _name, _share in (("one GPU", None), ("each alone", False), ("shared", True)
     _first = "compiled, one GPU"
     _own = "compiled, each alone" if _share else _first  # each process compiles for itself
     ARMS[f"compiled, {_name}"] = Arm(share=_share, form=COMPILED, reference=_first, same_as=_own, bar=_bar)
+    _packed = {"share": _share, "packs": True, "bar": _bar}
+    ARMS[f"packed, {_name}"] = Arm(reference="packed, one GPU", **_packed)
+    _first = "compiled and packed, one GPU"
+    ARMS[f"compiled and packed, {_name}"] = Arm(form=COMPILED, reference=_first, same_as=_own, **_packed)
     _first = "files, one GPU"
     ARMS[f"files, {_name}"] = Arm(kind="files", share=_share, reference=_first, same_as=_first, bar=_bar)
     _own = "LoRA, each alone" if _share is not None else "LoRA, one GPU"  # a batch is other arithmetic
@@ -342,7 +348,7 @@ def infer(name: str, module: nn.Module, job: Mapping[str, Any], device: torch.de
         module.to(device)
     else:
         where = "disk" if arm.kind == "files" else "cpu"
-        handle = apply_group_offloading(module, device, where, **sharing_of(arm))
+        handle = apply_group_offloading(module, device, where, pack=arm.packs, **sharing_of(arm))
     setup = time.perf_counter() - start
     times = []
     for _ in range(1 + job["num_steps"]):

@@ -231,7 +231,7 @@ class OffloadConfig:
                     "share_passes=True contradicts process_group: forwards that travel together need groups at other moments "
                     "in each process. Drop one of the two, or pass share=False, with which each process offloads alone."
                 )
-            share, pack = _check_share(share, pack, verify_files=options.verify_files, backend=backend)
+            share = _check_share(share, verify_files=options.verify_files, backend=backend)
         kind = _as_offload_type(options.offload_type)
         count = options.num_blocks_per_group
         if kind is OffloadType.LEAF_LEVEL:
@@ -318,17 +318,12 @@ def _as_share(value: Any, *, has_group: bool) -> bool | Literal["auto"]:
     return "auto" if value == "auto" else bool(value)
 
 
-def _check_share(
-    share: bool | Literal["auto"], pack: bool | Literal["auto"], *, verify_files: bool, backend: Backend
-) -> tuple[bool | Literal["auto"], bool | Literal["auto"]]:
-    """The two options as they go together."""
-    otherwise = "Drop one of the two, or pass share=False, with which each process offloads alone."
-    if pack is True:
-        raise ConfigError(f"pack=True contradicts process_group: packed weights are not shared among GPUs. {otherwise}")
+def _check_share(share: bool | Literal["auto"], *, verify_files: bool, backend: Backend) -> bool | Literal["auto"]:
+    """The option as it goes with others, and with the system."""
     if verify_files and share is True:
         raise ConfigError(
-            f"verify_files=True contradicts share=True: a process that reads a share of a file cannot tell whether all of it "
-            f"is sound. {otherwise}"
+            "verify_files=True contradicts share=True: a process that reads a share of a file cannot tell whether all of it "
+            "is sound. Drop one of the two, or pass share=False, with which each process offloads alone."
         )
     if backend.has_streams and not can_detect_writes():
         if share is True:
@@ -336,8 +331,8 @@ def _check_share(
                 "share=True needs a system that tells which pages of RAM were written to (/proc/self/pagemap), and this one "
                 "does not: edits of weights in one process would not be noticed in the others. Pass share='auto'."
             )
-        return False, pack
-    return (False if verify_files else share), False
+        return False
+    return False if verify_files else share
 
 
 def _as_group(value: Any) -> Any:

@@ -15,8 +15,8 @@ escapes loads the 16 bytes around its first one, and takes exponents out of them
 No access depends on the bytes alone: places are clamped to the image and to the packed image, whose sizes the caller gives.
 Places are 64 bits wide.
 
-Where a part of an image is decoded, the parts of others begin and end in the middle of tiles, at multiples of 16 bytes. A thread
-stores 16 bytes, so it stores them or not. That is another kernel (`IS_PART`), so that a whole image is decoded without the tests.
+A part of an image may begin and end in the middle of tiles, at multiples of 16 bytes. A thread stores 16 bytes, so it stores
+them or not. That is another kernel (`IS_PART`): a whole image is decoded without these tests.
 """
 # mypy: ignore-errors
 
@@ -39,7 +39,16 @@ def decode(data: torch.Tensor, layout: PackedLayout, out: torch.Tensor, start: i
     """Enqueue on the current stream of the device: write the image from byte `start` on to `out`. Nothing is allocated."""
     end = start + out.numel()
     first, last = layout.tiles_of(start, end)
-    sizes = (layout.plain_bytes, len(layout.spans), layout.tiles_at, layout.escapes_at, layout.num_escapes, first, start, end)
+    sizes = (
+        layout.plain_bytes,
+        len(layout.spans),
+        layout.tiles_at,
+        layout.escapes_at,
+        layout.num_escapes,
+        first,
+        start,
+        end,
+    )
     is_part = out.numel() < layout.plain_bytes
     if out.device.type == "cpu":  # Triton's interpreter
         _decode[(last - first,)](data, out, *sizes, IS_PART=is_part)
@@ -159,7 +168,16 @@ def _decode_tile(
 
 
 @triton.jit(
-    do_not_specialize=["plain_bytes", "num_spans", "tiles_at", "escapes_at", "num_escapes", "first_tile", "start", "end"]
+    do_not_specialize=[
+        "plain_bytes",
+        "num_spans",
+        "tiles_at",
+        "escapes_at",
+        "num_escapes",
+        "first_tile",
+        "start",
+        "end",
+    ]
 )
 def _decode(
     data,

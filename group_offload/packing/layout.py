@@ -139,7 +139,7 @@ class PackedLayout:
         return tuple(accumulate((span.num_tiles for span in self.spans), initial=0))
 
     def tiles_of(self, start: int, end: int) -> tuple[int, int]:
-        """The tiles that hold bytes `start` to `end` of the image: the number of the first one, and of the one behind the last."""
+        """The tiles that hold bytes `start` to `end` of the image: the number of the first one, and of that behind the last."""
         return self._tile_at(start), self._tile_at(end - 1) + 1
 
     def _tile_at(self, offset: int) -> int:
@@ -156,17 +156,25 @@ class PackedLayout:
             Runs of bytes, as first and last byte, exclusive, in order. The first one begins at 0.
         """
         first, last = self.tiles_of(start, end)
-        behind = self.num_escapes if last == self.num_tiles else escapes_before(last)
+        before = escapes_before(first)
+        behind = max(before, self.num_escapes if last == self.num_tiles else escapes_before(last))
         table = self.tiles_at + first * ENTRY_BYTES, self.tiles_at + min(last + 1, self.num_tiles) * ENTRY_BYTES
         # Kernels read escapes in words of eight bytes, and the word behind them.
-        escapes = self.escapes_at + escapes_before(first) // 8 * 8, self.escapes_at + behind // 8 * 8 + 16
-        return (0, ROW_BYTES * len(self.spans)), table, (self._place_of(first), self._place_of(last - 1, ends=True)), escapes
+        escapes = self.escapes_at + before // 8 * 8, self.escapes_at + behind // 8 * 8 + 16
+        return (
+            (0, ROW_BYTES * len(self.spans)),
+            table,
+            (self._place_of(first), self._place_of(last - 1, ends=True)),
+            escapes,
+        )
 
     def _place_of(self, tile: int, *, ends: bool = False) -> int:
         """Where the bytes of a tile begin in the packed image, or end."""
         number = bisect_right(self.first_tiles, tile) - 1
         span, nth = self.spans[number], tile - self.first_tiles[number] + ends
-        return self.places[number] + min(nth * (record_bytes(span.bits) if span.bits else TILE_BYTES), span.packed_bytes)
+        return self.places[number] + min(
+            nth * (record_bytes(span.bits) if span.bits else TILE_BYTES), span.packed_bytes
+        )
 
     def rows(self) -> torch.Tensor:
         """The table of spans: int64 [spans, 6]."""

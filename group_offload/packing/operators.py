@@ -123,6 +123,11 @@ def tile_table(data: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
     return data[layout.tiles_at : layout.tiles_at + layout.num_tiles * ENTRY_BYTES].view(torch.int64)
 
 
+def escapes_of(entry: int, layout: PackedLayout) -> int:
+    """How many escapes come before a tile, by its entry in the table."""
+    return min(entry & 0xFFFFFFFF, layout.num_escapes)
+
+
 class _Part(NamedTuple):
     """Some tiles of a packed span."""
 

@@ -432,9 +432,12 @@ class Placer:
 
     def reside(self) -> None:
         """Let only the groups stay on the device that the plan puts there, as far as they are there."""
-        packed = {group.packed for group in self._budgeter.at(Placement.PACKED)}
         staying = self._agreed("device", self._budgeter.at(Placement.DEVICE))
+        packed = {group.packed for group in self._packed_on_device() - staying}
         self._memory.reside(staying | packed, self._groups, self._config)
+
+    def _packed_on_device(self) -> frozenset[Group]:
+        return self._agreed("packed", self._budgeter.at(Placement.PACKED))
 
     def _agreed(self, what: str, groups: frozenset[Group]) -> frozenset[Group]:
         """The groups that all ranks put there: those of the first one. Without other ranks, `groups`."""
@@ -469,7 +472,7 @@ class Placer:
         )
 
     def _in_ram(self) -> frozenset[Group]:
-        return self._agreed("ram", self._budgeter.at(Placement.RAM)) | self._budgeter.at(Placement.PACKED)
+        return self._agreed("ram", self._budgeter.at(Placement.RAM)) | self._packed_on_device()
 
     @property
     def _settles(self) -> bool:
@@ -539,8 +542,10 @@ class Placer:
 
 def _measure_speeds(backend: Backend, files: CachedFiles, transfer: Transfer, *, unpacks: bool) -> Speeds:
     found = known_speeds(backend, next((blob.source.path for blob in files.blobs), None), unpacks=unpacks)
-    h2d = found.h2d if backend.has_streams else _IN_PLACE
+    h2d, unpack = found.h2d if backend.has_streams else _IN_PLACE, found.unpack or ASSUMED_UNPACK
     sharing = transfer.sharing
     if sharing is not None and sharing.speeds is not None:
         h2d = sharing.speeds.shared if sharing.crew is not None else min(h2d, sharing.speeds.alone)
-    return Speeds(h2d=h2d, drive=found.drive or ASSUMED_DRIVE, unpack=found.unpack or ASSUMED_UNPACK)
+    if sharing is not None and sharing.crew is not None:
+        unpack *= sharing.crew.num_ranks  # each unpacks its share
+    return Speeds(h2d=h2d, drive=found.drive or ASSUMED_DRIVE, unpack=unpack)

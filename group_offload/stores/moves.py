@@ -73,7 +73,7 @@ class Read:
     proof: Proof | None = None
     """A check of the bytes. It is shown what was read, in the order of the moves."""
     unpack: Unpack | None = None
-    """What is done with the bytes once all of them are in a berth, if they are packed."""
+    """What is done with the bytes once all that it needs are in a berth, if they are packed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,12 +88,35 @@ class Unpack:
     """The packed bytes, flat uint8, in page-locked memory or on the device. None: they are read from a file."""
     label: str
     """The name of the group that needs the bytes, for traces."""
+    escapes_before: Callable[[int], int]
+    """How many escapes come before a tile."""
     is_on_device: bool = False
     """Whether the packed bytes are on the device already."""
+    start: int = 0
+    """The first byte of the image that is unpacked."""
+    needed: tuple[tuple[int, int], ...] = ()
+    """The packed bytes that are needed, as first and last byte, exclusive. Empty: all of them."""
+
+    @property
+    def sent(self) -> tuple[tuple[int, int], ...]:
+        """The packed bytes that go to a berth: they are there once the last of these are."""
+        return self.needed or ((0, self.layout.packed_bytes),)
+
+    @property
+    def sent_bytes(self) -> int:
+        return 0 if self.is_on_device else sum(last - first for first, last in self.sent)
+
+    def part(self, first: int, last: int) -> Unpack:
+        """The same for bytes `first` to `last` of the slot alone."""
+        if (first, last) == (self.at, self.at + self.num_bytes):
+            return self
+        start, num_bytes = self.start + first - self.at, last - first
+        needed = self.layout.needed(start, start + num_bytes, self.escapes_before)
+        return replace(self, at=first, num_bytes=num_bytes, start=start, needed=needed)
 
     def kernel(self, packed: torch.Tensor, target: torch.Tensor) -> None:
         """Unpack on the current stream: see `Backend.transform`."""
-        unpack(packed, self.layout, target)
+        unpack(packed, self.layout, target, self.start)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,22 +136,49 @@ Move = Copy | Stage | Read | Unpack | Gather
 
 def may_be_cut(moves: Iterable[Move]) -> bool:
     """Whether a part of these bytes can be brought without the others."""
-    return all(isinstance(move, Copy) or (isinstance(move, Read) and move.proof is None) for move in moves)
+
+    def may_be(move: Move) -> bool:
+        if isinstance(move, Unpack):
+            return not move.is_on_device
+        return isinstance(move, Copy) or (isinstance(move, Read) and move.proof is None)
+
+    return all(map(may_be, moves))
 
 
 def moves_within(moves: Iterable[Move], start: int, end: int) -> list[Move]:
     """The moves of those bytes that go to bytes `start` to `end` of the slot."""
     found: list[Move] = []
     for move in moves:
-        assert isinstance(move, (Copy, Read))
-        first, last = max(start, move.at), min(end, move.at + move.num_bytes)
-        if first < last:
-            skipped = first - move.at
-            if isinstance(move, Copy):
+        assert isinstance(move, (Copy, Read, Unpack))
+        lands = move.unpack if isinstance(move, Read) and move.unpack is not None else move
+        first, last = max(start, lands.at), min(end, lands.at + lands.num_bytes)
+        if first >= last:
+            continue
+        skipped = first - lands.at
+        match move:
+            case Copy():
                 found.append(replace(move, at=first, num_bytes=last - first, start=move.start + skipped))
-            else:
+            case Unpack():
+                found.append(move.part(first, last))
+            case Read(unpack=None):
                 found.append(replace(move, at=first, num_bytes=last - first, position=move.position + skipped))
+            case Read(unpack=Unpack() as whole):
+                part = whole.part(first, last)
+                found += [
+                    replace(move, at=low, num_bytes=high - low, position=move.position + low, unpack=part)
+                    for low, high in part.sent
+                ]
     return found
+
+
+def sent_bytes(move: Move) -> int:
+    """The bytes that leave the host, or files."""
+    match move:
+        case Gather():
+            return 0
+        case Unpack():
+            return move.sent_bytes
+    return move.num_bytes
 
 
 def joined(moves: Iterable[Move]) -> list[Move]:
@@ -151,6 +201,7 @@ def _continues(last: Copy | Read, move: Copy | Stage | Read | Unpack) -> bool:
     return (
         isinstance(move, Read)
         and last.source is move.source
+        and last.unpack is move.unpack
         and last.proof is move.proof
         and last.is_direct == move.is_direct
         and last.position + last.num_bytes == move.position

@@ -29,7 +29,8 @@ from ..base.release import release_later
 from ..base.tuning import tuning
 from ..errors import GroupFileError
 from ..packing.codec import pack
-from ..packing.layout import PackedLayout
+from ..packing.layout import ENTRY_BYTES, PackedLayout
+from ..packing.operators import escapes_of, tile_table
 from .folder import add_user, delete_if_unused, never_delete, remove_user
 from .moves import Copy, Read, Unpack
 from .packed_files import PackedFile
@@ -123,7 +124,12 @@ class RamImage(PackedImage):
 
     def unpack(self, at: int, label: str, on_device: torch.Tensor | None) -> Unpack:
         packed = self._memory if on_device is None else on_device
-        return Unpack(at, self.layout.plain_bytes, self.layout, packed, label, on_device is not None)
+        return Unpack(
+            at, self.layout.plain_bytes, self.layout, packed, label, self._escapes_before, on_device is not None
+        )
+
+    def _escapes_before(self, tile: int) -> int:
+        return escapes_of(int(tile_table(self._memory, self.layout)[tile]), self.layout)
 
     def copy(self, at: int) -> Copy:
         """How the packed bytes get to byte `at` of a slot."""
@@ -164,6 +170,8 @@ class FileImage(PackedImage):
         self._is_verified = is_verified
         self.is_proven = False
         """Whether the bytes were compared with their hash since the file was opened."""
+        self._known_escapes: dict[int, int] = {}
+        """How many escapes come before the tiles that parts begin and end at."""
 
     @property
     def is_lost(self) -> bool:
@@ -178,10 +186,23 @@ class FileImage(PackedImage):
     def unpack(self, at: int, label: str, on_device: torch.Tensor | None) -> Read:
         """See `PackedImage.unpack`. The bytes do not stay on the device."""
         is_checked = self._is_verified or self.source.is_adrift or not self.is_proven
-        unpack = Unpack(at, self.layout.plain_bytes, self.layout, None, label)
+        unpack = Unpack(at, self.layout.plain_bytes, self.layout, None, label, self._escapes_before)
         proof = _ImageProof(self) if is_checked else None
         # Past the page cache: packed bytes that there is RAM for are in RAM.
         return Read(0, self.num_bytes, self.source, self.pieces[0].position, True, label, proof, unpack)
+
+    def _escapes_before(self, tile: int) -> int:
+        """
+        Raises:
+            GroupFileError: the file cannot be read.
+        """
+        if tile not in self._known_escapes:
+            entry = bytearray(ENTRY_BYTES)
+            self.source.read_straight(
+                memoryview(entry), self.pieces[0].position + self.layout.tiles_at + tile * ENTRY_BYTES
+            )
+            self._known_escapes[tile] = escapes_of(int.from_bytes(entry, "little"), self.layout)
+        return self._known_escapes[tile]
 
 
 class _ImageProof(Proof):

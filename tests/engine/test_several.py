@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from group_offload import ConfigError, DeviceError, apply_group_offloading
+from group_offload import ConfigError, apply_group_offloading
 
 from ..support import several
 from ..support.several import run
@@ -108,8 +108,3 @@ def test_a_group_that_was_destroyed_is_named(group: Any) -> None:
 def test_options_that_do_not_fit(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         apply_group_offloading(nn.Linear(2, 2), "cpu", **options)
-
-
-def test_packed_weights_are_not_shared() -> None:
-    with pytest.raises((ConfigError, DeviceError), match="pack=True"):
-        apply_group_offloading(nn.Linear(2, 2), "cpu", process_group=dist, pack=True)

@@ -23,7 +23,7 @@ from group_offload.runtime.sharing.sharing import Sharing
 
 from ..support.inside import engine_of
 from ..support.models import DIM, RoutedModel
-from ..support.on_device import exercise, forward, offload
+from ..support.on_device import exercise, forward, offload, packing
 from ..support.phantom import PhantomCrew, phantom_rank
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
@@ -35,6 +35,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"use_stream": False},
     {"in_checkpoint": True},
     {"low_cpu_mem_usage": True},
+    {"pack": True},
+    {"pack": True, "reads_packed": True},
 ]
 
 
@@ -70,6 +72,27 @@ def test_groups_that_stay_are_those_of_the_first_rank(monkeypatch: pytest.Monkey
         for _ in range(4):
             staying = step()
         assert staying == other
+        handle.remove()
+
+
+@pytest.mark.parametrize("reads_packed", [False, True], ids=["RAM", "files"])
+def test_a_rank_sends_and_unpacks_its_part_of_packed_weights(reads_packed: bool, tmp_path: Path) -> None:
+    device, model = SimulatedDevice(0, "random"), RoutedModel([9000, 9000, 14000]).to(torch.bfloat16)
+    reference = copy.deepcopy(model)
+    with packing(), phantom_rank(), use_simulated_device(device), pytest.MonkeyPatch.context() as patch:
+        if reads_packed:
+            patch.setattr("group_offload.runtime.packer.available_ram", lambda: 0)
+        handle = offload(model, process_group="phantom", share=True, pack=True, offload_to_disk_path=tmp_path)
+        for _ in range(12):
+            x = torch.randn(3, DIM).to(torch.bfloat16)
+            assert torch.equal(device.get(forward(device, model, x)), run(reference, x))
+        sent = [part.sent_packed for group in engine_of(handle).groups for part in group.parts]
+        images = [image for image in sent if image is not None]
+        assert len(images) == 3 and all(image.is_read is reads_packed for image in images)
+        stats = handle.stats()
+        num_sent = sum(stats.bytes_onloaded.values())
+        assert stats.bytes_gathered > 0.2 * stats.bytes_unpacked  # each pass with the other rank gathers a half
+        assert 0.6 * stats.bytes_unpacked < num_sent < 0.8 * stats.bytes_unpacked
         handle.remove()
 
 

@@ -29,6 +29,7 @@ def _two_gpus() -> None:
         (several.needs_no_nccl,),
         (several.has_same_bits, "block_level"),
         (several.has_same_bits, "leaf_level"),
+        (several.sends_packed_weights,),
         (several.goes_its_own_way,),
         (several.raises_and_goes_on,),
         (several.edits_weights,),

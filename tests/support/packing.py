@@ -111,7 +111,7 @@ def written_by(
 
 
 def parts_of(layout: PackedLayout) -> Iterator[tuple[int, int]]:
-    """Some parts of an image, as first and last byte, exclusive: they begin and end in the middle of tiles, and at their ends."""
+    """Parts of an image, as first and last byte, exclusive. They begin and end at the ends of tiles, and inside of them."""
     random = torch.Generator().manual_seed(1)
     most = layout.plain_bytes // SPAN_ALIGNMENT
     yield 0, SPAN_ALIGNMENT
@@ -155,7 +155,9 @@ def check_kernel(device: torch.device | str, num_tiles: int, num_damages: int) -
         for start, end in parts_of(layout):
             needed = only_needed(data, layout, start, end).to(device)
             found = written_by(
-                lambda out, needed=needed, layout=layout, start=start: decode(needed, layout, out, start), end - start, device
+                lambda out, needed=needed, layout=layout, start=start: decode(needed, layout, out, start),
+                end - start,
+                device,
             )
             assert torch.equal(found.cpu(), image[start:end]), (layout, start, end)
     image, (layout, data) = packed_of([weights("normal", size // 2), torch.randn(700), weights("wide", size // 2)])

@@ -14,6 +14,7 @@ import torch
 from group_offload import config
 from group_offload.base.layout import memory_of
 from group_offload.base.system import name_of_shared_file, new_shared_file, started_at
+from group_offload.packing.codec import unpack
 from group_offload.runtime import engine
 from group_offload.runtime.sharing.board import BOARD_BYTES, Board, State
 from group_offload.runtime.sharing.courier import Peer
@@ -21,7 +22,7 @@ from group_offload.runtime.sharing.crew import Crew
 from group_offload.runtime.sharing.jobs import ShareJob
 from group_offload.runtime.sharing.links import PeerLink, Place, SharedPiece
 from group_offload.runtime.sharing.sharing import Part, Shareable, Sharing
-from group_offload.stores.moves import Copy, Gather, PageableMemory, Read
+from group_offload.stores.moves import Copy, Gather, PageableMemory, Read, Unpack
 
 from .tuning import tune
 
@@ -164,11 +165,19 @@ class PhantomSharing(Sharing):
         size = move.part_bytes * 2
         content = torch.zeros(size, dtype=torch.uint8)
         for each in part.moves:
-            start, end = max(each.at, move.at), min(each.at + each.num_bytes, move.at + size)  # type: ignore[union-attr]
+            assert isinstance(each, (Copy, Read, Unpack))
+            lands = each.unpack if isinstance(each, Read) and each.unpack is not None else each
+            start, end = max(lands.at, move.at), min(lands.at + lands.num_bytes, move.at + size)
             if start >= end:
                 continue
             into = content[start - move.at : end - move.at]
-            if isinstance(each, Copy):
+            if isinstance(lands, Unpack):
+                packed = lands.packed if isinstance(each, Unpack) else _all_of(each)
+                assert packed is not None
+                whole = torch.empty(lands.num_bytes, dtype=torch.uint8)
+                unpack(packed, lands.layout, whole)
+                into.copy_(whole[start - lands.at : end - lands.at])
+            elif isinstance(each, Copy):
                 into.copy_(each.memory[each.start + start - each.at :][: end - start])
             elif isinstance(each, Read):
                 into.copy_(torch.frombuffer(_bytes_of(each, start, end), dtype=torch.uint8))
@@ -184,6 +193,10 @@ class PhantomSharing(Sharing):
         if isinstance(crew, PhantomCrew):
             crew.courier.leave_all()
             self._backend.free(crew.memory.nothing)
+
+
+def _all_of(read: Read) -> torch.Tensor:
+    return torch.frombuffer(_bytes_of(read, read.at, read.at + read.num_bytes), dtype=torch.uint8)
 
 
 def _bytes_of(read: Read, start: int, end: int) -> bytearray:

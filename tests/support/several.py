@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import os
@@ -172,6 +173,33 @@ def has_same_bits(rank: int, offload_type: str) -> None:
     assert_shared(handle)
     handle.remove()
     check(offloaded.to(DEVICE), reference)
+
+
+def sends_packed_weights(rank: int) -> None:
+    """Each rank sends and unpacks its part of packed weights. One of them goes on with plain weights after an edit."""
+    tune(min_packed_bytes=4096)
+    torch.manual_seed(0)
+    offloaded = nn.Sequential(*(nn.Sequential(nn.Linear(1000, 1000), nn.GELU()) for _ in range(5)))
+    offloaded.to(torch.bfloat16).requires_grad_(requires_grad=False)
+    reference = copy.deepcopy(offloaded).to(DEVICE)
+    handle = share(offloaded, pack=True)
+
+    def step() -> None:
+        x = torch.randn(3, 1000, device=DEVICE).to(torch.bfloat16)
+        with torch.no_grad():
+            assert same_bits(offloaded(x), reference(x))
+
+    for _ in range(6):
+        step()
+    stats = handle.stats()
+    assert stats.bytes_gathered > 0 and stats.bytes_unpacked > 0
+    assert sum(stats.bytes_onloaded.values()) < 0.9 * stats.bytes_unpacked
+    with torch.no_grad():
+        for module in (offloaded, reference):
+            module[rank][0].weight.data.mul_(2)  # the ranks have other weights from now on: nobody gathers these
+    for _ in range(6):
+        step()
+    handle.remove()
 
 
 def goes_its_own_way(rank: int) -> None:

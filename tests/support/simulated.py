@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 import group_offload.base.device as backends
+from group_offload.stores.moves import Unpack
 
 Laziness = Literal["random", "lazy", "eager"]
 Clock = dict["_Timeline", int]
@@ -443,7 +444,9 @@ class SimulatedDevice:
                 finally:
                     sys.settrace(trace)
 
-            self._enqueue(stream, "unpack", run, reads=[source], writes=[target])
+            move = getattr(kernel, "__self__", None)
+            reads = [source[start:end] for start, end in move.sent] if isinstance(move, Unpack) else [source]
+            self._enqueue(stream, "unpack", run, reads=reads, writes=[target])
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """A device copy of a host tensor."""

@@ -235,9 +235,12 @@ def parts_of(reads: Sequence[Read], limit: int) -> Iterator[list[Read]]:
 
 
 def _in_order_of_files(reads: Sequence[Read]) -> list[Read]:
-    """Reads that lie next to each other in a file come one after the other. The first files come first."""
-    turns = {source: turn for turn, source in enumerate(dict.fromkeys(read.source for read in reads))}
-    return sorted(reads, key=lambda read: (turns[read.source], read.position))
+    """Reads that lie next to each other in a file come one after the other. The first files come first.
+
+    All that is unpacked at once comes before the next part of the same image: they go to the same berth.
+    """
+    turns = {key: turn for turn, key in enumerate(dict.fromkeys((read.source, read.unpack) for read in reads))}
+    return sorted(reads, key=lambda read: (turns[read.source, read.unpack], read.position))
 
 
 def _is_next_to(span: Read, read: Read) -> bool:

@@ -429,10 +429,9 @@ class Reader:
         assert berth is not None and move is not None
         landing.fill(self._backend, berth, read.at, source, read.label, trace)
         self.num_copies += 1
-        packed_bytes = move.layout.packed_bytes
-        if read.at + read.num_bytes == packed_bytes:
+        if read.at + read.num_bytes == move.sent[-1][1]:
             landing.wait_for_room()
-            landing.unpack(self._backend, move, berth.memory[:packed_bytes], berth, trace)
+            landing.unpack(self._backend, move, berth.memory[: move.layout.packed_bytes], berth, trace)
             self.bytes_unpacked += move.num_bytes
 
     def _end(self, job: ReadJob, error: BaseException | None) -> None:

@@ -13,7 +13,7 @@ from ...base.page_lock import PageLock
 from ...base.torch_internals import is_profiler_enabled
 from ...base.tuning import tuning
 from ...stores.base import Blob, PlacedBlob, PlacedImage, Tier
-from ...stores.moves import Copy, Gather, Move, PageableMemory, Read, Stage, Unpack, joined
+from ...stores.moves import Copy, Gather, Move, PageableMemory, Read, Stage, Unpack, joined, sent_bytes
 from ..measure.drive import DriveMeter
 from ..measure.recorder import Recorder
 from ..measure.trace import WeightTrace
@@ -183,7 +183,7 @@ class Transfer:
             _drop(job)  # it has this rank's share only
             job = None
         moves = sharing.moves_of(parts)
-        shared = sharing.job_for(parts, ready, lambda shared: self._bring_rest(sharing, parts, shared, memory))
+        shared = sharing.job_for(parts, ready, lambda shared: self._bring_rest(sharing, parts, shared, memory, berths))
         if alone:
             sharing.decline(parts)
         if shared is None:
@@ -196,14 +196,16 @@ class Transfer:
             shared.wait()  # copies run on the stream that computes: no kernel may come in between
         return None
 
-    def _bring_rest(self, sharing: Sharing, parts: Sequence[Part], shared: ShareJob, memory: torch.Tensor) -> None:
+    def _bring_rest(
+        self, sharing: Sharing, parts: Sequence[Part], shared: ShareJob, memory: torch.Tensor, berths: Berths | None
+    ) -> None:
         """Bring what other GPUs did not: behind this rank's share, in whose place in the slot nothing is left."""
         moves = sharing.rest_of(parts, shared)
-        reads = self._send_all([], moves, memory, [], shared.rest, None, None)
+        reads = self._send_all([], moves, memory, [], shared.rest, None, berths)
         if reads is not None:
             reads.wait()
-        self.bytes_sent[Tier.RAM] += sum(move.num_bytes for move in moves if isinstance(move, Copy))
-        self.bytes_sent[Tier.FILE] += sum(move.num_bytes for move in moves if isinstance(move, Read))
+        for move in moves:
+            self.bytes_sent[Tier.FILE if isinstance(move, Read) else Tier.RAM] += sent_bytes(move)
 
     def _send_all(
         self,
@@ -387,8 +389,9 @@ class Transfer:
         if not move.is_on_device:
             assert berths is not None
             berth = berths.next()
-            landing.fill(self._backend, berth, 0, packed, move.label, trace, blocking=self._blocking)
-            self._num_copies += 1
+            for start, end in move.sent:
+                landing.fill(self._backend, berth, start, packed[start:end], move.label, trace, blocking=self._blocking)
+                self._num_copies += 1
             packed = berth.memory[: packed.numel()]
         self._wait_for_room(landing)
         landing.unpack(self._backend, move, packed, berth, trace)

@@ -28,7 +28,7 @@ from ...base.tuning import tuning
 from ...config import OffloadConfig
 from ...errors import ConfigError
 from ...stores.base import PlacedBlob, PlacedImage
-from ...stores.moves import Gather, Move, joined, may_be_cut, moves_within
+from ...stores.moves import Gather, Move, joined, may_be_cut, moves_within, sent_bytes
 from ..measure.recorder import Recorder
 from .board import key_of
 from .crew import Crew, GatherSpeeds, OtherModel, Roll, crew_of, pays, roll_of
@@ -306,7 +306,10 @@ class Sharing:
             moves = joined(move for placed in mine for move in placed.moves())
             at, key = mine[0].at, key_of(self._model, label)
             last = mine[-1]
-            end = last.at + (last.blob.layout.num_bytes if isinstance(last, PlacedBlob) else last.sent_bytes)
+            if isinstance(last, PlacedImage):  # it stays on the device packed, so it is sent once
+                found.append(Part(label, at, moves, mine, key, "", None))
+                continue
+            end = last.at + last.blob.layout.num_bytes
             is_shared = end - at >= tuning().min_shared_bytes and not alone and may_be_cut(moves)
             if is_shared:
                 shares = cut(end - at, crew.num_ranks, tuning().share_part_bytes, tuning().share_most_pieces)
@@ -343,8 +346,12 @@ class Sharing:
         """The bytes of a blob that this rank sends."""
         if part.cut is None or self.crew is None or isinstance(placed, PlacedImage):
             return placed.sent_bytes
+        own = part.own(self.crew.rank)
+        if placed.packed is not None:
+            moves = placed.moves()
+            return sum(sent_bytes(move) for first, last in own for move in moves_within(moves, first, last))
         end = placed.at + placed.sent_bytes
-        return sum(max(0, min(last, end) - max(first, placed.at)) for first, last in part.own(self.crew.rank))
+        return sum(max(0, min(last, end) - max(first, placed.at)) for first, last in own)
 
     def rest_of(self, parts: Sequence[Part], job: ShareJob) -> list[Move]:
         """What the other ranks did not bring."""
