@@ -35,6 +35,7 @@ from ..support import tiny_models as tiny
 from ..support.asserts import assert_at_rest
 from ..support.models import DIM, RoutedModel
 from ..support.on_device import forward, from_file, offload, packing
+from ..support.phantom import phantom_rank
 from ..support.reads import watch_file_reads
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
@@ -165,9 +166,10 @@ def test_device_memory_is_the_formula(options: dict[str, Any], device: Simulated
     handle.remove()
 
 
+@pytest.mark.parametrize("group", [None, "phantom"], ids=["one GPU", "two GPUs"])
 @pytest.mark.parametrize("share", [0.3, 0.8])
 def test_budgets_of_ram_and_of_the_device(
-    share: float, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    share: float, group: str | None, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """RAM holds the packed bytes of as many groups as the budget says; others stay on the device, or are read plain."""
     tune(monkeypatch, device_margin_bytes=0)
@@ -178,7 +180,8 @@ def test_budgets_of_ram_and_of_the_device(
     size = sum(parameter.nbytes for parameter in model.parameters())
     budget = int(0.9 * size)
     options: dict[str, Any] = {"pack": True, "vram_budget": budget, "ram_budget": "auto", "onload_device": "cpu"}
-    with watch_file_reads(device):
+    options |= {"process_group": group, "share": group is not None}
+    with watch_file_reads(device), phantom_rank():
         handle = api.offload(model, ModelOptions(**options), ram_share=int(share * size))
         for _ in range(5):
             check(device, model, resident)
@@ -186,6 +189,7 @@ def test_budgets_of_ram_and_of_the_device(
             resident.alive.clear()
         stats, plan = handle.stats(), handle.plan.details
         assert 0 < stats.packed_bytes <= share * size and stats.resident_bytes and plan is not None
+        assert (stats.bytes_gathered > 0) == (group is not None)
         assert Placement.RAM in plan.placements and plan.prediction.unpack_bytes
         assert device.peak_bytes_in_use() <= budget
         assert str(handle.plan).count("RAM, packed")
