@@ -64,7 +64,7 @@ class Two:
         self.job = self.job_for(self.shared)
         self.courier.begin_pass("1", [], 5.0)
         self.courier.post("submit", self.job)
-        wait_until(lambda: self.board.read().offers)
+        wait_until(lambda: self.board.read()[0].offers)
         with self.board.change() as state:
             state.memories["1"] = {"6": "6"}
             state.offer(1, "1/a", "digest", (6, 0), 2)
@@ -179,7 +179,7 @@ def test_a_rank_that_ends_leaves_models_that_it_never_ran() -> None:
         two.other_has_sent()
         two.courier.post("join", "2")
         two.courier.leave_all()
-        assert two.board.read().left == {"1": ["0"], "2": ["0"]}
+        assert two.board.read()[0].left == {"1": ["0"], "2": ["0"]}
 
 
 def test_a_job_may_be_settled_while_the_thread_that_waited_for_it_has_its_lock() -> None:
@@ -210,7 +210,7 @@ def test_a_model_that_is_left_on_the_way_is_forgotten_once_it_has_arrived() -> N
     with other_process() as other:
         two = Two(other)
         two.courier.post("leave", "1")
-        wait_until(lambda: two.board.read().left)
+        wait_until(lambda: two.board.read()[0].left)
         two.other_has_sent()
         two.job.wait()
         wait_until(lambda: two.memory.closed)

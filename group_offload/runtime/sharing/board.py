@@ -21,7 +21,7 @@ An offer has a digest of the group's bytes. Groups whose digests differ are neve
 
 from __future__ import annotations
 
-import json
+import marshal
 import mmap
 import os
 import struct
@@ -190,6 +190,8 @@ class Board:
         self.rank, self.num_ranks = rank, num_ranks
         self._fd: int | None = fd
         self._memory = mmap.mmap(fd, BOARD_BYTES)
+        self.written = 0
+        """The turn of the last change of this rank."""
         if (1 + num_ranks) * _LINE_BYTES > _HEAD_BYTES:
             raise StateError(f"{num_ranks} ranks of one host share a model, which is too many. Pass share=False.")
 
@@ -209,9 +211,10 @@ class Board:
         # No lock, and no turn: this is said for each group, and only this rank writes here.
         _COUNT.pack_into(self._memory, _line_of(self.rank), number)
 
-    def read(self) -> State:
+    def read(self) -> tuple[State, int]:
+        """The state, and its turn."""
         with self._locked():
-            return self._load()
+            return self._load(), self.turn
 
     @contextmanager
     def change(self) -> Iterator[State]:
@@ -220,10 +223,8 @@ class Board:
             state = self._load()
             state.forget(min(self.sent))
             yield state
-            turn = self.turn + 1
-            content = json.dumps(
-                {name: getattr(state, name) for name in State.__slots__}, separators=(",", ":")
-            ).encode()
+            turn = self.written = self.turn + 1
+            content = marshal.dumps([getattr(state, name) for name in State.__slots__])
             if len(content) > _HALF_BYTES - _SIZE.size:
                 raise StateError("Too many groups are offered at once by GPUs that share a model. Pass share=False.")
             start = _HEAD_BYTES + turn % 2 * _HALF_BYTES
@@ -243,7 +244,7 @@ class Board:
             return State()
         start = _HEAD_BYTES + turn % 2 * _HALF_BYTES
         (size,) = _SIZE.unpack_from(self._memory, start)
-        return State(**json.loads(self._memory[start + _SIZE.size : start + _SIZE.size + size]))
+        return State(*marshal.loads(self._memory[start + _SIZE.size : start + _SIZE.size + size]))
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

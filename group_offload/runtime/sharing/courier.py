@@ -7,7 +7,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -98,6 +99,10 @@ class Courier:
         self._on_way: deque[_OnWay] = deque()
         """In the order of the log. What is in it when sharing ends by an error stays: others may yet write to its memory."""
         self._num_sent = self._num_arrived = 0
+        self._begins_next: ShareJob | None = None
+        """The first job whose copies have not begun."""
+        self._is_sent_next: _OnWay | None = None
+        """The first group of which this rank's parts have not come to the others."""
         self._is_closing = False
         self._looked_at = 0.0
         self.alone: set[str] = set()
@@ -144,6 +149,7 @@ class Courier:
                 self._tell()
                 self._note_arrivals()
                 self._give_up()
+                self._note_what_is_next()
         except BaseException as error:
             self.error = self._blame(error)
         finally:
@@ -180,14 +186,35 @@ class Courier:
 
     def _serve(self) -> None:
         """Do what was asked for; with nothing to do, wait."""
-        timeout = self._until_next_look()
+        timeout, limit = self._until_next_look(), time.monotonic() + _IDLE_SECONDS
         while True:
             try:
                 request, content = self._requests.get(timeout=timeout) if timeout != 0 else self._requests.get_nowait()
             except queue.Empty:
-                return
+                if timeout == 0 or self._has_news() or time.monotonic() > limit:
+                    return
+                continue
             timeout = 0
             getattr(self, f"_on_{request}")(content)
+
+    def _note_what_is_next(self) -> None:
+        jobs = [job for model in self._models.values() for job in model.jobs]
+        self._begins_next = next(
+            (job for job in jobs if any(each.progress is Progress.SENT for each in job.shared)), None
+        )
+        self._is_sent_next = next(islice(self._on_way, self._num_sent - self._num_arrived, None), None)
+
+    def _has_news(self) -> bool:
+        """Whether anything may have happened since `_note_what_is_next`.
+
+        Most looks find nothing, and a thread that looks takes Python's time from the one that launches compute.
+        """
+        return (
+            self._board.turn != self._turn
+            or (self._begins_next is not None and _may_be_offered(self._begins_next))
+            or (self._is_sent_next is not None and _has_sent(self._is_sent_next))
+            or (bool(self._on_way) and self._num_arrived < min(self._board.sent))
+        )
 
     def _until_next_look(self) -> float | None:
         jobs = [job for model in self._models.values() for job in model.jobs]
@@ -218,7 +245,7 @@ class Courier:
         self._withdraw(job, [each for each in job.shared if each.progress in (Progress.SENT, Progress.OFFERED)])
 
     def _on_decline(self, keys: list[str]) -> None:
-        with self._board.change() as state:
+        with self._changed() as state:
             state.decline(self._rank, keys)
 
     def _on_begin(self, content: tuple[str, Sequence[str], float]) -> None:
@@ -230,20 +257,20 @@ class Courier:
         model.patience = patience / 2 ** min(model.misses, _MOST_HALVINGS)
         self._refuse_dead(name)
         self._link.forget_freed()
-        with self._board.change() as state:
+        with self._changed() as state:
             state.begin_pass(self._rank, name, absent)
             state.memories[str(self._rank)] = self._link.handles
 
     def _on_end(self, name: str) -> None:
         """A pass has failed. The jobs were cancelled before."""
-        with self._board.change() as state:
+        with self._changed() as state:
             state.decline(self._rank, [all_of(name)])
 
     def _on_leave(self, name: str) -> None:
         model = self._model(name)
         for job in [*model.jobs]:
             self._on_cancel(job)
-        with self._board.change() as state:
+        with self._changed() as state:
             state.leave(self._rank, name, self._board.num_ranks)
         model.has_left = True
         self._forget_left(name)
@@ -257,7 +284,7 @@ class Courier:
                 self._link.look({})
 
     def _on_reside(self, content: tuple[str, list[str]]) -> None:
-        with self._board.change() as state:
+        with self._changed() as state:
             state.residents[content[0]] = content[1]
 
     def _model(self, name: str) -> _Model:
@@ -271,16 +298,14 @@ class Courier:
                 waiting = [each for each in job.shared if each.progress is Progress.SENT]
                 if not waiting:
                     continue
-                if job.reads is not None and (not job.reads.is_over or job.reads.error is not None):
-                    break
-                if not _has_begun(job):
+                if not _may_be_offered(job):
                     break
                 found += [(job, each) for each in waiting if each.key not in self._offered]
         if not found:
             return
         now = time.monotonic()
         places = [self._link.place_of(each.pieces[0][0]) if each.pieces else () for _, each in found]
-        with self._board.change() as state:
+        with self._changed() as state:
             state.memories[str(self._rank)] = self._link.handles
             for (job, each), place in zip(found, places, strict=True):
                 state.offer(self._rank, each.key, each.digest, place, self._board.num_ranks)
@@ -313,7 +338,7 @@ class Courier:
         self._board.has_sent(number)
         agreed = [each.shared.key for each in self._on_way]
         if self._awaits(self._state, agreed):
-            with self._board.change() as state:
+            with self._changed() as state:
                 self._forget_awaited(state, agreed)
 
     def _note_arrivals(self) -> None:
@@ -343,10 +368,19 @@ class Courier:
                 )
 
     def _look(self) -> None:
-        self._turn = self._board.turn  # before: a change that comes between is looked at once more
-        self._state = self._board.read()
-        self._link.look(self._state.memories)
-        self.residents = self._state.residents
+        self._take(*self._board.read())
+
+    @contextmanager
+    def _changed(self) -> Iterator[State]:
+        """The board's state, which is written at the end of the block."""
+        with self._board.change() as state:
+            yield state
+        self._take(state, self._board.written)
+
+    def _take(self, state: State, turn: int) -> None:
+        self._state, self._turn = state, turn
+        self._link.look(state.memories)
+        self.residents = state.residents
 
     def _give_up(self) -> None:
         """Let ranks that wait bring by themselves what the others will not offer, or not soon."""
@@ -378,7 +412,7 @@ class Courier:
 
     def _say_what_is_awaited(self, key: str, model: _Model) -> None:
         if self._state.awaited.get(str(self._rank), ("",))[0] != key:
-            with self._board.change() as state:
+            with self._changed() as state:
                 if key in state.offers:
                     state.awaited[str(self._rank)] = key, not model.num_gathered
 
@@ -390,7 +424,7 @@ class Courier:
             del state.awaited[str(self._rank)]
 
     def _withdraw(self, job: ShareJob, shared: list[Shared]) -> None:
-        with self._board.change() as state:
+        with self._changed() as state:
             for each in shared:
                 if each.progress is Progress.SENT or state.take_back(self._rank, each.key):
                     each.progress = Progress.ALONE
@@ -419,6 +453,11 @@ class Courier:
             unexpected = [peer for rank, peer in gone.items() if rank not in left]
             if unexpected:
                 raise _have_ended(unexpected)
+
+
+def _may_be_offered(job: ShareJob) -> bool:
+    is_read = job.reads is None or (job.reads.is_over and job.reads.error is None)
+    return is_read and _has_begun(job)
 
 
 def _has_begun(job: ShareJob) -> bool:
