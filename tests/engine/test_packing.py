@@ -322,16 +322,18 @@ def test_a_trace_has_a_lane_for_unpacking(device: SimulatedDevice, tmp_path: Pat
     handle.remove()
 
 
+@pytest.mark.parametrize("group", [None, "phantom"], ids=["one GPU", "two GPUs"])
 @pytest.mark.parametrize("source", ["checkpoint", "ram"])
 def test_a_model_that_runs_is_packed(
-    source: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str, group: str | None, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With "auto" once a plan says so: until then weights are page-locked as they are, and from then on only packed."""
     resident = routed([2400] * 4)
     model: Any = copy.deepcopy(resident) if source == "ram" else from_file(resident, tmp_path / "model.safetensors")
     tune(monkeypatch, segment_bytes=4096)  # a segment for each group
     gains = {"has_learnt_to_pack": property(lambda self: True), "gain_from_packing": lambda *args: 0.5}
-    handle = offload(model, pack="auto")
+    with phantom_rank():
+        handle = offload(model, pack="auto", process_group=group)
     check(device, model, resident, 3)
     plain = handle.stats()
     assert not plain.packed_bytes and plain.pinned_bytes
