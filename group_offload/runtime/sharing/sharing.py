@@ -8,8 +8,8 @@ of its own, behind that event. So parts go on to the other GPUs while the next o
 waits, on the host, until the parts of all ranks have arrived. Then it records the slot's ready event behind what else is copied
 to the slot.
 
-Of packed weights a rank sends the tiles that its parts are in, and unpacks its parts into their places: the event is behind that.
-What goes on to the other ranks is plain. So a rank that has packed a group shares it with one that has not.
+Of packed weights a rank sends the tiles that its parts are in, and unpacks its parts into their places. The event is behind
+that, and what goes on to the other ranks is plain. So a rank that has packed a group shares it with one that has not.
 """
 
 from __future__ import annotations
