@@ -44,6 +44,10 @@ _BEHIND_ESCAPES = TILE_WEIGHTS + 16
 _HASH = re.compile("[0-9a-f]{32}")
 
 
+Runs = tuple[tuple[int, int], ...]
+"""Bytes of a packed image: first and last byte of each run, exclusive."""
+
+
 class PackedError(GroupFileError):
     """Packed bytes, or what is said about them, are damaged or of another version."""
 
@@ -146,14 +150,14 @@ class PackedLayout:
         number = bisect_right(self.spans, offset, key=lambda span: span.offset) - 1
         return self.first_tiles[number] + (offset - self.spans[number].offset) // TILE_BYTES
 
-    def needed(self, start: int, end: int, escapes_before: Callable[[int], int]) -> tuple[tuple[int, int], ...]:
+    def needed(self, start: int, end: int, escapes_before: Callable[[int], int]) -> Runs:
         """The bytes of the packed image that bytes `start` to `end` of the image are decoded from.
 
         Args:
             escapes_before: How many escapes come before a tile.
 
         Returns:
-            Runs of bytes, as first and last byte, exclusive, in order. The first one begins at 0.
+            Runs of bytes, in order. The first one begins at 0.
         """
         first, last = self.tiles_of(start, end)
         before = escapes_before(first)

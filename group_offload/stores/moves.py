@@ -13,7 +13,7 @@ import torch
 
 from ..base.reading import BLOCK
 from ..packing.codec import unpack
-from ..packing.layout import PackedLayout
+from ..packing.layout import PackedLayout, Runs
 from .source import Proof, SourceFile
 
 
@@ -88,17 +88,17 @@ class Unpack:
     """The packed bytes, flat uint8, in page-locked memory or on the device. None: they are read from a file."""
     label: str
     """The name of the group that needs the bytes, for traces."""
-    escapes_before: Callable[[int], int]
-    """How many escapes come before a tile."""
+    needed_for: Callable[[int, int], Runs]
+    """The packed bytes that a part of the image is unpacked from: see `PackedLayout.needed`."""
     is_on_device: bool = False
     """Whether the packed bytes are on the device already."""
     start: int = 0
     """The first byte of the image that is unpacked."""
-    needed: tuple[tuple[int, int], ...] = ()
-    """The packed bytes that are needed, as first and last byte, exclusive. Empty: all of them."""
+    needed: Runs = ()
+    """The packed bytes that are needed. Empty: all of them."""
 
     @property
-    def sent(self) -> tuple[tuple[int, int], ...]:
+    def sent(self) -> Runs:
         """The packed bytes that go to a berth: they are there once the last of these are."""
         return self.needed or ((0, self.layout.packed_bytes),)
 
@@ -111,7 +111,7 @@ class Unpack:
         if (first, last) == (self.at, self.at + self.num_bytes):
             return self
         start, num_bytes = self.start + first - self.at, last - first
-        needed = self.layout.needed(start, start + num_bytes, self.escapes_before)
+        needed = self.needed_for(start, start + num_bytes)
         return replace(self, at=first, num_bytes=num_bytes, start=start, needed=needed)
 
     def kernel(self, packed: torch.Tensor, target: torch.Tensor) -> None:

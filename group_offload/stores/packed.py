@@ -29,7 +29,7 @@ from ..base.release import release_later
 from ..base.tuning import tuning
 from ..errors import GroupFileError
 from ..packing.codec import pack
-from ..packing.layout import ENTRY_BYTES, PackedLayout
+from ..packing.layout import ENTRY_BYTES, PackedLayout, Runs
 from ..packing.operators import escapes_of, tile_table
 from .folder import add_user, delete_if_unused, never_delete, remove_user
 from .moves import Copy, Read, Unpack
@@ -51,6 +51,8 @@ class PackedImage(ABC):
         """
         self.layout = layout
         self.generation = generation
+        self._needed: dict[tuple[int, int], Runs] = {}
+        """What `needed_for` has found. Each pass asks for the same parts."""
         self.entry = None if file is None else file.entry
         """What the manifest says of the packed file."""
         self._path = None if file is None else file.path
@@ -78,6 +80,21 @@ class PackedImage(ABC):
         Args:
             on_device: The packed bytes in memory of the device, if they are there.
         """
+
+    def needed_for(self, start: int, end: int) -> Runs:
+        """The packed bytes that bytes `start` to `end` of the image are unpacked from.
+
+        Raises:
+            GroupFileError: the file cannot be read.
+        """
+        found = self._needed.get((start, end))
+        if found is None:
+            found = self._needed[start, end] = self.layout.needed(start, end, self._escapes_before)
+        return found
+
+    @abstractmethod
+    def _escapes_before(self, tile: int) -> int:
+        """How many escapes come before a tile."""
 
     def close(self) -> None:
         """Give up the memory, or the file."""
@@ -124,9 +141,7 @@ class RamImage(PackedImage):
 
     def unpack(self, at: int, label: str, on_device: torch.Tensor | None) -> Unpack:
         packed = self._memory if on_device is None else on_device
-        return Unpack(
-            at, self.layout.plain_bytes, self.layout, packed, label, self._escapes_before, on_device is not None
-        )
+        return Unpack(at, self.layout.plain_bytes, self.layout, packed, label, self.needed_for, on_device is not None)
 
     def _escapes_before(self, tile: int) -> int:
         return escapes_of(int(tile_table(self._memory, self.layout)[tile]), self.layout)
@@ -170,8 +185,6 @@ class FileImage(PackedImage):
         self._is_verified = is_verified
         self.is_proven = False
         """Whether the bytes were compared with their hash since the file was opened."""
-        self._known_escapes: dict[int, int] = {}
-        """How many escapes come before the tiles that parts begin and end at."""
 
     @property
     def is_lost(self) -> bool:
@@ -186,23 +199,15 @@ class FileImage(PackedImage):
     def unpack(self, at: int, label: str, on_device: torch.Tensor | None) -> Read:
         """See `PackedImage.unpack`. The bytes do not stay on the device."""
         is_checked = self._is_verified or self.source.is_adrift or not self.is_proven
-        unpack = Unpack(at, self.layout.plain_bytes, self.layout, None, label, self._escapes_before)
+        unpack = Unpack(at, self.layout.plain_bytes, self.layout, None, label, self.needed_for)
         proof = _ImageProof(self) if is_checked else None
         # Past the page cache: packed bytes that there is RAM for are in RAM.
         return Read(0, self.num_bytes, self.source, self.pieces[0].position, True, label, proof, unpack)
 
     def _escapes_before(self, tile: int) -> int:
-        """
-        Raises:
-            GroupFileError: the file cannot be read.
-        """
-        if tile not in self._known_escapes:
-            entry = bytearray(ENTRY_BYTES)
-            self.source.read_straight(
-                memoryview(entry), self.pieces[0].position + self.layout.tiles_at + tile * ENTRY_BYTES
-            )
-            self._known_escapes[tile] = escapes_of(int.from_bytes(entry, "little"), self.layout)
-        return self._known_escapes[tile]
+        entry, at = bytearray(ENTRY_BYTES), self.layout.tiles_at + tile * ENTRY_BYTES
+        self.source.read_straight(memoryview(entry), self.pieces[0].position + at)
+        return escapes_of(int.from_bytes(entry, "little"), self.layout)
 
 
 class _ImageProof(Proof):
