@@ -238,6 +238,7 @@ def _candidates(model: PassModel) -> Iterator[list[Placement]]:
     if any(model.is_packed) and model.has_residents:
         yield from (_fill_with_all(model, placement) for placement in (Placement.DEVICE, Placement.PACKED))
         yield from (_fill_with_packed(model, axis) for axis in axes)
+        yield _fill_without_berths(model)
     yield from even
 
 
@@ -302,6 +303,18 @@ def _fill_with_all(model: PassModel, placement: Placement) -> list[Placement]:
     room = model.device_budget - model.footprint(placements).device_bytes
     if room > 0:
         _top_up_device(model, placements, room)
+    return placements
+
+
+def _fill_without_berths(model: PassModel) -> list[Placement]:
+    """The device is filled first, as if packed groups took no berths there; then RAM, with groups that take none."""
+    placements = model.lowest()
+    _top_up_device(model, placements, model.device_budget - model.footprint(placements).device_bytes)
+    room = model.ram_room - model.footprint(placements).ram_bytes
+    for index in _by_size(model, [index for index in model.used if placements[index] is Placement.FILE]):
+        if not model.is_packed[index] and model.sent[index] <= room:
+            placements[index] = Placement.RAM
+            room -= model.sent[index]
     return placements
 
 
@@ -377,9 +390,9 @@ def _top_up(model: PassModel, placements: list[Placement]) -> None:
 def _room(model: PassModel, placements: Sequence[Placement]) -> int:
     """The room that is left on the device, less that of berths, which the first packed group in RAM will take."""
     footprint = model.footprint(placements)
-    berths = 0
-    if any(model.is_packed) and model.ram_room > 0:
-        largest = max(size for size, is_packed in zip(model.sent, model.is_packed, strict=True) if is_packed)
+    berths, packed = 0, [size for size, is_packed in zip(model.sent, model.is_packed, strict=True) if is_packed]
+    if packed and min(packed) <= model.ram_room:
+        largest = max(packed)
         read = max((size for size, is_read in zip(model.read, model.reads_packed, strict=True) if is_read), default=0)
         berths = max(0, NUM_BERTHS * largest + read - footprint.berth_bytes)
     return model.device_budget - footprint.device_bytes - berths

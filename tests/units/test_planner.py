@@ -432,7 +432,8 @@ def placements(problem: Problem) -> Iterator[tuple[Placement, ...]]:
         if group.may_reside and problem.budgets.device_bytes is not None:
             places = [R, D, P] if group.packed_bytes else [R, D]
         places += [F] if group.is_in_file and problem.budgets.ram_bytes is not None else []
-        unused = [F] if group.is_in_file else [R]
+        is_read_packed = group.reads_packed and problem.budgets.ram_bytes is None
+        unused = [F] if group.is_in_file and not is_read_packed else [R]
         choices.append(places if index in problem.order else unused)
     yield from (places for places in product(*choices) if fits(problem, places))
 
@@ -513,6 +514,29 @@ def test_a_packed_group_that_the_pass_does_not_use_keeps_within_the_budget() -> 
         staging_bytes=0,
     )
     assert_sound(make_plan(problem))
+
+
+def test_ram_that_holds_no_packed_group_takes_no_room_on_the_device() -> None:
+    """Berths are kept free for packed groups in RAM, if one of them finds room there."""
+    groups = tuple(
+        PlannedGroup(
+            name=f"blocks.{at}",
+            num_bytes=10 * MIB,
+            compute_seconds=0.0,
+            is_in_file=True,
+            packed_bytes=7 * MIB if at > 5 else 0,
+        )
+        for at in range(8)
+    )
+    problem = Problem(
+        groups=groups,
+        order=tuple(range(8)),
+        speeds=Speeds(h2d=100 * MIB, drive=10 * MIB, unpack=80 * MIB),
+        budgets=Budgets(device_bytes=24 * MIB, ram_bytes=5 * MIB),
+        num_slots=1,
+        staging_bytes=0,
+    )
+    assert Placement.DEVICE in make_plan(problem).placements
 
 
 @given(problems(max_groups=8), st.floats(0, 0.5), st.floats(0, 0.5))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "training mode": lambda model: model[1].train(),
     "a class": lambda model: setattr(model[0], "__class__", Other),
     "all attributes": lambda model: setattr(model[1], "__dict__", dict(model[1].__dict__)),
-    "a processor": lambda model: setattr(model[0], "processor", object()),
+    "a processor": lambda model: setattr(model[0], "processor", SimpleNamespace()),
 }
 
 
@@ -84,7 +85,7 @@ def test_another_tensor_in_a_list_that_is_made_anew() -> None:
 
 def test_a_list_that_is_filled_again_as_it_was() -> None:
     model = _model()
-    model[0].options["deep"] = [object()]
+    model[0].options["deep"] = [SimpleNamespace()]
     before = _state(model)
-    model[0].options["deep"][:] = [object()]  # another object, which may have the address of the one before
+    model[0].options["deep"][:] = [SimpleNamespace()]  # another object, which may have the address of the one before
     assert not before.holds()

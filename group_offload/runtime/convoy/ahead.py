@@ -72,6 +72,8 @@ class Ahead:
             given = self.arguments.given()
             if given is not None:
                 self.output = caller.run(lambda: alone(*given[0], **given[1]))
+                if not self.arguments.are_unchanged(*given):
+                    self.error = RuntimeError("it has changed its inputs")
             else:
                 self.error = RuntimeError("a tensor is gone")
         except BaseException as error:

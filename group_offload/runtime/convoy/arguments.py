@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...base.torch_internals import tree_flatten, tree_unflatten
-from .watch import SIMPLE, print_of
+from .contents import SIMPLE, print_of
 
 _SMALL = 32
 """The most elements of a tensor that is compared by its values, and kept for that."""
@@ -35,9 +35,9 @@ class _Leaf:
             self.version = None if value.is_inference() else value._version
             self.key: Hashable = (tuple(value.shape), value.dtype, value.device)
             self._reference = weakref.ref(value)
-            if value.numel() <= _SMALL:
+            if value.numel() <= _SMALL and is_plain(value):
                 self._kept, self.has_values = value, True
-        elif isinstance(value, SIMPLE):
+        elif type(value) in SIMPLE:
             # A number that a call is given may be the time, another one in each step.
             self.key = float if is_top and isinstance(value, float) else (type(value), value)
             self._kept = value
@@ -51,6 +51,11 @@ class _Leaf:
         """The argument; None if it was a tensor that is gone."""
         return self._reference() if self.is_tensor else self._kept
 
+    @property
+    def unseen(self) -> list[Any]:
+        """What may change in it and cannot be looked into. (Tensors are told from others by themselves.)"""
+        return [each for each in self._unseen if not isinstance(each, torch.Tensor)]
+
     def is_still(self) -> bool:
         """Whether the argument is there, and was not changed in place since."""
         if not self.is_tensor:
@@ -63,7 +68,7 @@ class _Leaf:
         if self.is_tensor != other.is_tensor or self.key != other.key:
             return False
         if not self.is_tensor:
-            if isinstance(self._kept, SIMPLE):
+            if type(self._kept) in SIMPLE:
                 return repr(self._kept) == repr(other._kept)  # 0.0 is not -0.0
             return self._kept is other._kept and not self._unseen and self._print == other._print
         if self.version is None or other.version is None:
@@ -73,7 +78,7 @@ class _Leaf:
             return mine is not None and self.version == other.version == mine._version
         if mine is None or not other.has_values or not other.is_still():
             return False
-        return are_equal([mine], [theirs])
+        return are_equal([mine], [theirs]) and mine.stride() == theirs.stride()
 
 
 class Arguments:
@@ -113,11 +118,26 @@ class Arguments:
                 leaf.has_values = True
         return self
 
-    def are_unchanged(self) -> bool:
-        """Whether nothing was changed in place since the call began."""
+    @property
+    def unseen(self) -> list[Any]:
+        """What may change, and cannot be looked into."""
+        return [each for leaf in self._leaves for each in leaf.unseen]
+
+    def are_unchanged(self, args: Any, kwargs: Any) -> bool:
+        """Whether nothing was changed since the call began: neither in place, nor which things its containers have.
+
+        Args:
+            args, kwargs: What the call was given.
+        """
+        leaves, form = tree_flatten((args, kwargs))
+        if form != self._form or len(leaves) != len(self._leaves):
+            return False
         return all(
             leaf.is_still() or (leaf.is_tensor and (leaf.value is None or leaf.version is None))
             for leaf in self._leaves
+        ) and all(
+            leaf.value is None or leaf.value is now or (type(now) in SIMPLE and repr(now) == repr(leaf.value))
+            for leaf, now in zip(self._leaves, leaves, strict=True)
         )
 
     def given(self) -> tuple[Any, Any] | None:
@@ -164,11 +184,17 @@ def are_equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> boo
     if len(one) != len(other):
         return False
     for a, b in zip(one, other, strict=True):
-        if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+        if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device or not (is_plain(a) and is_plain(b)):
             return False
         if not torch.equal(_bytes_of(a), _bytes_of(b)):
             return False
     return True
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of a tensor are all that there is to it."""
+    is_lazy = tensor.is_conj() or tensor.is_neg()
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested or is_lazy)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

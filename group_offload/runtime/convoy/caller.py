@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from operator import is_
 from typing import Any
 
 import torch
@@ -18,6 +19,25 @@ from ...base.torch_internals import (
     push_function_mode,
     push_mode,
 )
+
+_FLAGS: tuple[Callable[[], Any], ...] = (
+    torch.get_default_dtype,
+    torch.are_deterministic_algorithms_enabled,
+    torch.get_float32_matmul_precision,
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.math_sdp_enabled,
+    getattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: None),
+    lambda: torch.backends.cuda.matmul.allow_tf32,
+    lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+    lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+    lambda: torch.backends.cudnn.enabled,
+    lambda: torch.backends.cudnn.benchmark,
+    lambda: torch.backends.cudnn.deterministic,
+    lambda: torch.backends.cudnn.allow_tf32,
+)
+"""What bits depend on, in the whole process."""
+_TINY, _ONE = 1e-310, 1.0
 
 
 class Caller:
@@ -39,8 +59,27 @@ class Caller:
         self._index = torch.accelerator.current_device_index() if backend.device.type != "cpu" else None
         self._context = contextvars.copy_context()
         self._num_threads = torch.get_num_threads()
+        self._flushes_denormals = _flushes_denormals()
         self._function_modes = function_modes()
         self._dispatch_modes = dispatch_modes()
+        self._flags = [*map(_value_of, _FLAGS)]
+
+    def is_like(self, other: Caller) -> bool:
+        """Whether a call from there has the bits of one from here."""
+        return self._settings == other._settings and all(
+            len(mine) == len(theirs) and all(map(is_, mine, theirs))
+            for mine, theirs in zip(self._objects, other._objects, strict=True)
+        )
+
+    @property
+    def _settings(self) -> Any:
+        one_by_one = self._has_grad, self._is_inference, self._caches_casts, self._num_threads, self._flushes_denormals
+        return one_by_one, self._autocast, self.stream, self._index, self._flags
+
+    @property
+    def _objects(self) -> list[list[Any]]:
+        variables = [each for item in self._context.items() for each in item]
+        return [variables, [*self._function_modes], [*self._dispatch_modes]]
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Call a function in this thread as if the caller's thread called it."""
@@ -59,6 +98,8 @@ class Caller:
                 torch.accelerator.set_device_index(self._index)
             if torch.get_num_threads() != self._num_threads:
                 torch.set_num_threads(self._num_threads)
+            if _flushes_denormals() != self._flushes_denormals:
+                torch.set_flush_denormal(self._flushes_denormals)
             stack.enter_context(torch.inference_mode(self._is_inference))
             stack.enter_context(torch.set_grad_enabled(self._has_grad))
             for kind, is_enabled, dtype in self._autocast:  # a forward may switch on what is off, with the dtype it has
@@ -72,3 +113,15 @@ class Caller:
                 push_mode(dispatch_mode)
                 stack.callback(pop_mode)
             yield
+
+
+def _flushes_denormals() -> bool:
+    """Whether this thread takes tiny numbers for 0. The processor does that, for Python's numbers too."""
+    return _TINY * _ONE == 0.0
+
+
+def _value_of(flag: Callable[[], Any]) -> Any:
+    try:
+        return flag()
+    except (AttributeError, RuntimeError):  # a torch without it, or one whose newer names of the same were used
+        return None

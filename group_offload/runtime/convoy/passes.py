@@ -81,6 +81,11 @@ class SharedPasses(Passes):
     def counters(self) -> Counters:
         return self._counters
 
+    @property
+    def detects_edits(self) -> bool:
+        """Whether edits of weights at rest are noticed, however they are made."""
+        return self._detect_edits
+
     def edits(self) -> int:
         """A number that rises with each edit of weights that was committed."""
         return self._counters.rebuilds + sum(part.blob.generation for part in self._group_of)

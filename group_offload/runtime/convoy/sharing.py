@@ -22,6 +22,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
+from itertools import chain
 from typing import Any
 
 import torch
@@ -32,8 +33,9 @@ from ...base.pagemap import Detection, detection
 from ...base.torch_internals import has_global_hooks, set_eval_frame
 from ...base.tuning import tuning
 from .ahead import Ahead, drop
-from .arguments import Arguments, are_equal
+from .arguments import Arguments, are_equal, is_plain
 from .caller import Caller
+from .contents import RandomStates
 from .helpers import Helpers
 from .lock import Traveller
 from .passes import Broken, SharedPasses
@@ -120,18 +122,18 @@ class Sharing:
         state = self._state_now()
         reason = state if isinstance(state, str) else self._why_not() or _state_of_thread() or self._lock_is_shared()
         if reason is not None:
-            self._say(reason)
-            if not steps.ahead and 0 < len(steps.calls) <= len(steps.foreseen):
-                steps.miss()
-            self._discard(steps)
-            steps.forget()
-            return self.alone(*args, **kwargs)
+            return self._alone(steps, reason, args, kwargs)
         assert isinstance(state, Survey)
         if state.structure != self._structure:  # the modules are others than the verdicts are about
             self._structure = state.structure
             self._verdicts.clear()
             self._findings.clear()
         now = Arguments(args, kwargs)
+        if now.unseen:
+            what = type(now.unseen[0]).__name__
+            return self._alone(
+                steps, f"an input has a {what} in it, and whether that changes cannot be told", args, kwargs
+            )
         found = self._result_for(steps, now, state)
         if found is not None:
             now.shared = found.arguments.shared
@@ -139,6 +141,15 @@ class Sharing:
             return found.output
         self._begin_step(steps, now, args, kwargs)
         return self._checked(steps, now, state, args, kwargs)
+
+    def _alone(self, steps: Steps, reason: str, args: Any, kwargs: Any) -> Any:
+        """Make a call that may not share a pass."""
+        self._say(reason)
+        if not steps.ahead and 0 < len(steps.calls) <= len(steps.foreseen):
+            steps.miss()
+        self._discard(steps)
+        steps.forget()
+        return self.alone(*args, **kwargs)
 
     def _state_now(self) -> Survey | str:
         """The state of the modules, or why forwards cannot share passes."""
@@ -169,7 +180,8 @@ class Sharing:
             with self.turns:
                 is_right = not self.passes.were_touched()
                 self._refresh()  # it commits edits that the system tells of
-        is_right = is_right and steps.run_with == (self._stream, self._edits())
+        is_right = is_right and steps.edits == self._edits()
+        is_right = is_right and steps.caller is not None and steps.caller.is_like(Caller(self._backend))
         is_right = is_right and steps.state is not None and (steps.state is state or steps.state.holds())
         if is_right and now.are_same(found.arguments):  # last: the host may wait for the device here
             if not steps.ahead:
@@ -179,10 +191,6 @@ class Sharing:
         steps.ahead.insert(0, found)
         self._discard(steps)
         return None
-
-    @property
-    def _stream(self) -> Any:
-        return self._backend.current_stream()
 
     def _discard(self, steps: Steps) -> None:
         """Throw away what was not called for."""
@@ -232,8 +240,8 @@ class Sharing:
         """The calls of this step that may be run beside the first."""
         if not steps.foreseen or any(self._verdict(each.key) is not Verdict.SHARED for each in steps.foreseen):
             return []
-        if self._backend.has_streams and detection() is not Detection.SCAN:
-            self._say("this system has no quick way to tell whether weights were edited between two calls of a step")
+        if self._backend.has_streams and not (detection() is Detection.SCAN and self.passes.detects_edits):
+            self._say("there is no quick way here to tell whether weights were edited between two calls of a step")
             return []
         return steps.foreseen
 
@@ -244,6 +252,7 @@ class Sharing:
         calls = calls[: self.passes.most_together]
         boarded: list[Traveller] = []
         ahead: list[Ahead] = []
+        before, caller = RandomStates(self._backend.device), Caller(self._backend)
         try:
             output = self._run(calls, boarded, ahead, args, kwargs)
         except (torch.OutOfMemoryError, Broken) as error:
@@ -260,13 +269,23 @@ class Sharing:
             ahead.clear()
             self._discard(steps)
             return self.alone(*args, **kwargs)
+        keys = [call.key for call in calls]
+        self._judge_slow(keys, boarded)
+        if boarded[0].convoy.size > 1 and before != RandomStates(self._backend.device):
+            self._judge(keys, Verdict.APART, "random numbers are drawn in it")
+            if boarded[0].convoy.size == len(calls):  # nobody else has got any of these numbers
+                self.passes.counters.discarded += len(ahead)
+                ahead.clear()
+                self._discard(steps)
+                before.restore()
+                return self.alone(*args, **kwargs)
         if ahead:
             self.passes.counters.predicted += len(ahead)
-            if not calls[0].are_unchanged():
-                self._judge([calls[0].key], Verdict.APART, "it changes its inputs")
+            if not calls[0].are_unchanged(args, kwargs):
+                self._judge(keys, Verdict.APART, "it changes its inputs")
                 self.passes.counters.discarded += len(ahead)
                 return output
-            steps.ahead, steps.state, steps.run_with = ahead, state, (self._stream, self._edits())
+            steps.ahead, steps.state, steps.edits, steps.caller = ahead, state, self._edits(), caller
             latents = calls[0].first
             if latents is not None:
                 weakref.finalize(latents, drop, [weakref.ref(each) for each in ahead]).atexit = False
@@ -336,7 +355,7 @@ class Sharing:
                 finding = watch.end()
                 if finding is None and self.passes.counters.brought_back != brought_back:
                     finding = "it changes its weights or buffers"
-            if finding is None and not now.are_unchanged():
+            if finding is None and not now.are_unchanged(args, kwargs):
                 finding = "it changes its inputs"
             self._findings[key] = 0 if finding is None else self._findings.get(key, 0) + 1
             if not 0 < self._findings[key] < _MOST_FINDINGS:
@@ -359,15 +378,20 @@ class Sharing:
         wanted.append(tensors_of(output))
         args, kwargs = given[0]  # type: ignore[misc]
         ahead: list[Ahead] = []
+        boarded: list[Traveller] = []
         try:
-            found = [tensors_of(self._run(calls, [], ahead, args, kwargs))]
+            found = [tensors_of(self._run(calls, boarded, ahead, args, kwargs))]
         except Exception as error:
             self._say(f"a trial failed: {type(error).__name__}: {error}")
             return
         keys = [call.key for call in calls]
+        self._judge_slow(keys, boarded)
         if any(each.error is not None for each in ahead):
             return
         found += [tensors_of(each.output) for each in ahead]
+        if _share_memory(found, given):
+            self._judge(keys, Verdict.APART, "it returns the same memory each time")
+            return
         self._compare(keys, found, wanted)
 
     def _try_with_others(self, now: Arguments, output: Any, args: Any, kwargs: Any) -> None:
@@ -385,12 +409,21 @@ class Sharing:
         self._compare([now.key], [tensors_of(found)], [tensors_of(output)])
 
     def _compare(self, keys: list[Hashable], found: Sequence[Any], wanted: Sequence[Any]) -> None:
+        if not all(map(is_plain, chain.from_iterable([*found, *wanted]))):
+            self._judge(keys, Verdict.APART, "it returns tensors of a kind that is not compared")
+            return
         is_same = all(are_equal(one, other) for one, other in zip(found, wanted, strict=True))
         if is_same and not any(map(len, wanted)):
             self._judge(keys, Verdict.APART, "it returns no tensors that could be compared")
             return
         finding = None if is_same else "forwards that shared a pass had other bits than those made one after another"
         self._judge(keys, Verdict.SHARED if is_same else Verdict.APART, finding)
+
+    def _judge_slow(self, keys: list[Hashable], boarded: Sequence[Traveller]) -> None:
+        """Let forwards go apart of which one was left behind: it may wait for a lock that another one holds."""
+        if any(each.is_behind for each in boarded):
+            seconds = tuning().traveller_patience_seconds
+            self._judge(keys, Verdict.APART, f"one stayed in code of its own for {seconds:g} s while others waited")
 
     def _has_room(self, num_forwards: int) -> bool:
         most = self.passes.most_together
@@ -415,6 +448,13 @@ class Sharing:
         if reason not in self._said:
             self._said.add(reason)
             logger.info("Forwards of %s do not share passes: %s.", type(self._root).__name__, reason)
+
+
+def _share_memory(outputs: Sequence[Any], given: Sequence[Any]) -> bool:
+    """Whether outputs of different calls lie in the same memory, which is not that of inputs."""
+    memory = [{tensor.untyped_storage().data_ptr() for tensor in each if is_plain(tensor)} for each in outputs]
+    inputs = {each.untyped_storage().data_ptr() for each in tensors_of(given) if is_plain(each)}
+    return len(set().union(*memory) - inputs) < sum(len(each - inputs) for each in memory)
 
 
 def _state_of_thread() -> str | None:

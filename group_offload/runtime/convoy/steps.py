@@ -12,6 +12,7 @@ from ...base.tensors import map_tensors
 from .ahead import Ahead
 from .announced import Step, announced
 from .arguments import Arguments
+from .caller import Caller
 from .watch import Survey
 
 MOST_CALLS = 4
@@ -34,8 +35,10 @@ class Steps:
         """The forwards that were run for these calls, as far as they were not called for yet."""
         self.state: Survey | None = None
         """The state of the modules that they ran with."""
-        self.run_with: Hashable = None
-        """The stream that they ran on, and the weights."""
+        self.edits = 0
+        """The number of edits of weights before they ran."""
+        self.caller: Caller | None = None
+        """The state of the thread that they ran in place of."""
         self.announced: Step | None = None
         """The step in progress, if its calls were announced."""
         self.misses: dict[Hashable, int] = {}

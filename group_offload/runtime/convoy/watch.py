@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from itertools import chain, compress
 from operator import attrgetter, is_, is_not
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...base.caches import touch
-from ...base.compiled import Around
 from ...base.torch_internals import COMPILED_CALL
+from .contents import SIMPLE, Inside, RandomStates, print_of
 
 MARKER = "group_offloading"
 """The name of the hook by which diffusers knows offloaded modules."""
-SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_CONTAINERS = (list, tuple, dict)
-_DEPTH = 4
-"""How far a look goes into containers and objects."""
 _APART = frozenset(
     {
         "_parameters",
@@ -53,7 +46,7 @@ class Watch:
         self._device = device
         self._names = {module: name for name, module in root.named_modules()}
         self._before = {module: _state_of(module) for module in self._names}
-        self._random = self._random_states()
+        self._random = RandomStates(device)
         self.finding: str | None = None
         """What the forward was found to change."""
 
@@ -70,7 +63,7 @@ class Watch:
             What the forward changes; None if nothing was found.
         """
         self._compare((self._root,))
-        if self.finding is None and self._random != self._random_states():
+        if self.finding is None and self._random != RandomStates(self._device):
             self.finding = "random numbers are drawn in it"  # or in another thread meanwhile
         return self.finding
 
@@ -91,15 +84,6 @@ class Watch:
         changed = next(name for name in {**before, **now} if before.get(name) != now.get(name))
         where = f"{self._names[module]}.{changed}".removeprefix(".")
         self.finding = f"it changes {where} of {type(self._root).__name__}"
-
-    def _random_states(self) -> tuple[Any, ...]:
-        states: list[Any] = [random.getstate(), torch.get_rng_state().numpy().tobytes()]
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            states.append(repr(numpy.random.get_state(legacy=False)))
-        if self._device.type != "cpu":
-            states.append(torch.get_device_module(self._device).get_rng_state(self._device).numpy().tobytes())
-        return tuple(states)
 
 
 class Survey:
@@ -128,10 +112,15 @@ class Survey:
             value
             for each in attributes
             for name, value in [*each.items()]
-            if name not in _OWN and not isinstance(value, SIMPLE) and not _is_constant(value)
+            if name not in _OWN and type(value) not in SIMPLE and not _is_constant(value)
         ]
         """What may change in place."""
-        self._inside = _Inside(self._watched)
+        self._inside = Inside(self._watched)
+
+    @property
+    def unseen(self) -> list[Any]:
+        """What may change, and cannot be looked into."""
+        return self._inside.unseen
 
     def holds(self) -> bool:
         """Whether the state is still the same."""
@@ -141,7 +130,7 @@ class Survey:
             and all(map(is_, map(_attributes, self._modules), self._tables))
             and [*map(len, self._tables)] == self._sizes
             and self._has_same_contents()
-            and _Inside(self._watched) == self._inside
+            and Inside(self._watched) == self._inside
         )
 
     def _has_same_contents(self) -> bool:
@@ -152,35 +141,6 @@ class Survey:
             return True
         others = compress(zip(now, self._contents, strict=True), map(is_not, now, self._contents))
         return all(print_of(new) == print_of(old) for new, old in others)  # a forward may make a list anew
-
-
-class _Inside:
-    """What is in containers and objects."""
-
-    def __init__(self, watched: Sequence[Any]) -> None:
-        self._objects: list[Any] = []
-        self._versions: list[int] = []
-        for each in watched:
-            self._look_into(each, _DEPTH)
-
-    def _look_into(self, value: Any, depth: int) -> None:
-        if type(value) in SIMPLE:
-            return
-        if isinstance(value, torch.Tensor):
-            self._versions.append(-1 if value.is_inference() else value._version)
-        elif depth:
-            inside = _inside_of(value) or ()
-            self._objects += inside
-            for each in inside:
-                self._look_into(each, depth - 1)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Inside):
-            return NotImplemented
-        mine, theirs = self._objects, other._objects
-        return self._versions == other._versions and len(mine) == len(theirs) and all(map(is_, mine, theirs))
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def _is_constant(value: Any) -> bool:
@@ -207,6 +167,11 @@ def survey(root: nn.Module, is_ours: Callable[[Any], bool]) -> Survey | str:
             added.update(map(id, module.modules()))
         if attributes["training"] and id(module) not in added:
             return f"{_name_of(root, module)} is in training mode: call eval()"
+        if any(
+            each is not None and each.is_inference()
+            for each in (*_values(module._parameters), *_values(module._buffers))
+        ):
+            return f"{_name_of(root, module)} has inference tensors, in which nobody sees changes"
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             if attributes[name] and not all(map(is_ours, [*attributes[name].values()])):
                 return f"{_name_of(root, module)} has a hook, which would see forwards in another order"
@@ -218,7 +183,11 @@ def survey(root: nn.Module, is_ours: Callable[[Any], bool]) -> Survey | str:
         own = attributes.get("forward")
         if own is not None and getattr(own, "__func__", None) is not type(module).forward:
             return f"the forward of {_name_of(root, module)} was replaced"
-    return Survey(modules)
+    found = Survey(modules)
+    if found.unseen:
+        what = type(found.unseen[0]).__name__
+        return f"an attribute of its modules has a {what} in it, and whether that changes cannot be told"
+    return found
 
 
 def _name_of(root: nn.Module, module: nn.Module) -> str:
@@ -233,41 +202,3 @@ def _state_of(module: nn.Module) -> dict[str, Any]:
     for name, child in module._modules.items():
         found[name] = id(child)
     return found
-
-
-def print_of(value: Any, unseen: list[Any] | None = None, depth: int = _DEPTH) -> Any:
-    """A value that differs if `value` has changed.
-
-    Args:
-        unseen: List that gets what may change, and was not looked at.
-    """
-    if isinstance(value, SIMPLE):
-        return type(value), value if value == value else repr(value)
-    if isinstance(value, torch.Tensor):
-        if value.is_inference() and unseen is not None:
-            unseen.append(value)
-        return id(value), None if value.is_inference() else value._version
-    if isinstance(value, (torch.Generator, random.Random)):
-        return id(value), _random_state_of(value)
-    inside = _inside_of(value) if depth else None
-    if inside is not None:
-        # Another list of the same things is the same.
-        what = type(value) if type(value) in _CONTAINERS else id(value)
-        return what, tuple(print_of(each, unseen, depth - 1) for each in inside)
-    if unseen is not None and not isinstance(value, type):
-        unseen.append(value)
-    return id(value)
-
-
-def _random_state_of(source: torch.Generator | random.Random) -> Any:
-    return source.getstate() if isinstance(source, random.Random) else source.get_state().numpy().tobytes()
-
-
-def _inside_of(value: Any) -> list[Any] | None:
-    """What a container or an object has in it; None if that is no state of its own, or cannot be seen."""
-    if isinstance(value, (nn.Module, Around, type, FunctionType, MethodType)):
-        return None
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [*value]
-    found = value if isinstance(value, Mapping) else getattr(value, "__dict__", None)
-    return [each for item in [*found.items()] for each in item] if isinstance(found, Mapping) else None
