@@ -202,9 +202,14 @@ def plan_pipeline(pipeline: Any, options: PipelineOptions) -> PipelinePlan:
 
 
 def disable_group_offload(pipeline: Any) -> None:
-    """Undo `enable_group_offload` for every model of a pipeline: its weights get separate memory again, where they were."""
+    """Undo `enable_group_offload` for every model of a pipeline: its weights get separate memory again, where they were.
+
+    Models that were put into another one since (a ControlNet into a `MultiControlNetModel`) are among them.
+    """
     for model in models_of(pipeline).values():
-        remove_group_offloading(model)
+        for part in [*model.modules()]:
+            if handle_of(part) is not None:
+                remove_group_offloading(part)
 
 
 def handles_of(pipeline: Any) -> dict[str, OffloadHandle]:

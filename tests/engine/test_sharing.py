@@ -1112,3 +1112,13 @@ def test_a_helper_stays_from_step_to_step() -> None:
     (other,) = helpers() - before
     assert other is not helper
     pipe.close()
+
+
+def test_without_copies_in_ram_an_edit_is_not_noticed_so_nothing_is_foreseen() -> None:
+    device = SimulatedDevice(0, "random")
+    with use_simulated_device(device):
+        pipe = Pipe(device, low_cpu_mem_usage=True)
+        pipe.between = lambda step, model: model.blocks[2].up.weight.data.mul_(1.5) if step == 3 else None  # type: ignore
+        pipe.run(8)
+        assert not pipe.handle.stats().passes_predicted
+        pipe.close()

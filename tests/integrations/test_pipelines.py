@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -12,7 +13,14 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from group_offload import ConfigError, ModuleError, apply_group_offloading, disable_group_offload, enable_group_offload
+from group_offload import (
+    ConfigError,
+    ModuleError,
+    apply_group_offloading,
+    disable_group_offload,
+    enable_group_offload,
+    handle_of,
+)
 
 from ..support import tiny_models as tiny
 from ..support.pipelines import (
@@ -107,6 +115,17 @@ def test_disable_gives_everything_back(
         assert not stock._is_group_offload_enabled(model)
     assert torch.equal(tiny.run(pipe.to(device)), resident_outputs["flux"])
     disable_group_offload(pipe)  # and again does nothing
+
+
+def test_disable_finds_a_model_that_was_put_into_another_one() -> None:
+    """As a ControlNet is put into a `MultiControlNetModel`."""
+    pipe: Any = SimpleNamespace(components={"controlnet": nn.Linear(2, 2)})
+    enable_group_offload(pipe, onload_device="cpu")
+    first = pipe.components["controlnet"]
+    pipe.components["controlnet"] = nn.ModuleList([first, nn.Linear(2, 2)])
+    disable_group_offload(pipe)
+    assert handle_of(first) is None
+    enable_group_offload(pipe, onload_device="cpu")["controlnet"].remove()
 
 
 def test_disable_then_enable_uses_the_files_again(device: torch.device, tmp_path: Path) -> None:
