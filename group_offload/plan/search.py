@@ -238,7 +238,6 @@ def _candidates(model: PassModel) -> Iterator[list[Placement]]:
     if any(model.is_packed) and model.has_residents:
         yield from (_fill_with_all(model, placement) for placement in (Placement.DEVICE, Placement.PACKED))
         yield from (_fill_with_packed(model, axis) for axis in axes)
-        yield _fill_without_berths(model)
     yield from even
 
 
@@ -303,18 +302,6 @@ def _fill_with_all(model: PassModel, placement: Placement) -> list[Placement]:
     room = model.device_budget - model.footprint(placements).device_bytes
     if room > 0:
         _top_up_device(model, placements, room)
-    return placements
-
-
-def _fill_without_berths(model: PassModel) -> list[Placement]:
-    """The device is filled first, as if packed groups took no berths there; then RAM, with groups that take none."""
-    placements = model.lowest()
-    _top_up_device(model, placements, model.device_budget - model.footprint(placements).device_bytes)
-    room = model.ram_room - model.footprint(placements).ram_bytes
-    for index in _by_size(model, [index for index in model.used if placements[index] is Placement.FILE]):
-        if not model.is_packed[index] and model.sent[index] <= room:
-            placements[index] = Placement.RAM
-            room -= model.sent[index]
     return placements
 
 

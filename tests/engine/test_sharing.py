@@ -499,7 +499,7 @@ def scripted(model: nn.Module) -> None:
 
 APART: list[tuple[type[Model], Any, str]] = [
     (Draws, None, "random numbers are drawn"),
-    (DrawsOfItsOwn, None, "it changes source of DrawsOfItsOwn"),
+    (DrawsOfItsOwn, None, "an attribute of its modules has a Generator in it"),
     (DrawsWithNumpy, None, "random numbers are drawn"),
     (Counts, None, "it changes calls of Counts"),
     (Stores, None, "it changes processor of Stores"),
@@ -859,7 +859,7 @@ def test_a_generator_among_the_inputs(said: Callable[[], list[str]]) -> None:
                 latents = sum(each(latents, float(step), prompt, source)[0] for prompt in prompts)
         draws.append(torch.rand(1, generator=source))
     assert torch.equal(*draws)
-    assert "it changes its inputs" in said()[0]
+    assert "an input has a Generator in it" in said()[0]
     handle.remove()
 
 

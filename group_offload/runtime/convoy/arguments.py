@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...base.torch_internals import tree_flatten, tree_unflatten
-from .contents import SIMPLE, print_of
+from .contents import OPAQUE_INPUTS, SIMPLE, print_of
 
 _SMALL = 32
 """The most elements of a tensor that is compared by its values, and kept for that."""
@@ -53,8 +53,8 @@ class _Leaf:
 
     @property
     def unseen(self) -> list[Any]:
-        """What may change in it and cannot be looked into. (Tensors are told from others by themselves.)"""
-        return [each for each in self._unseen if not isinstance(each, torch.Tensor)]
+        """What one more forward may change, and what cannot be looked into."""
+        return [each for each in self._unseen if not isinstance(each, (torch.Tensor, *OPAQUE_INPUTS))]
 
     def is_still(self) -> bool:
         """Whether the argument is there, and was not changed in place since."""

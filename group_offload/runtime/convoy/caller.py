@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from operator import is_
 from typing import Any
 
 import torch
+from torch.utils._device import DeviceContext
 
 from ...base.device import Backend
 from ...base.torch_internals import (
@@ -19,6 +19,7 @@ from ...base.torch_internals import (
     push_function_mode,
     push_mode,
 )
+from .contents import SIMPLE
 
 _FLAGS: tuple[Callable[[], Any], ...] = (
     torch.get_default_dtype,
@@ -38,6 +39,8 @@ _FLAGS: tuple[Callable[[], Any], ...] = (
 )
 """What bits depend on, in the whole process."""
 _TINY, _ONE = 1e-310, 1.0
+_WITHOUT_EFFECT = ("numpy.ufunc.extobj",)
+"""Context variables that say what is warned of."""
 
 
 class Caller:
@@ -67,7 +70,7 @@ class Caller:
     def is_like(self, other: Caller) -> bool:
         """Whether a call from there has the bits of one from here."""
         return self._settings == other._settings and all(
-            len(mine) == len(theirs) and all(map(is_, mine, theirs))
+            len(mine) == len(theirs) and all(map(_are_alike, mine, theirs))
             for mine, theirs in zip(self._objects, other._objects, strict=True)
         )
 
@@ -78,7 +81,7 @@ class Caller:
 
     @property
     def _objects(self) -> list[list[Any]]:
-        variables = [each for item in self._context.items() for each in item]
+        variables = [each for item in self._context.items() if item[0].name not in _WITHOUT_EFFECT for each in item]
         return [variables, [*self._function_modes], [*self._dispatch_modes]]
 
     def run(self, function: Callable[[], Any]) -> Any:
@@ -113,6 +116,15 @@ class Caller:
                 push_mode(dispatch_mode)
                 stack.callback(pop_mode)
             yield
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Whether two context values or modes do the same. They may be made anew for each call."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    return bool(one.device == other.device) if isinstance(one, DeviceContext) else type(one) in SIMPLE and one == other
 
 
 def _flushes_denormals() -> bool:

@@ -8,6 +8,7 @@ import random
 import re
 import sys
 import threading
+import types
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -19,7 +20,6 @@ from itertools import chain
 from numbers import Number
 from operator import is_
 from pathlib import PurePath
-from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -33,14 +33,20 @@ _CONTAINERS = (list, tuple, dict)
 _DEPTH = 4
 """How far a look goes into objects, and into the arguments of calls."""
 _MOST_OBJECTS = 100_000
-"""How many objects a look goes through: a list that has itself in it would have no end."""
+"""How many objects a look goes through."""
 _FIXED = (
     type,
-    FunctionType,
-    MethodType,
-    ModuleType,
+    types.BuiltinFunctionType,
+    types.FunctionType,
+    types.MethodType,
+    weakref.ref,
+    types.GenericAlias,
+    types.UnionType,
+    type(...),
+    type(NotImplemented),
     Around,
     Enum,
+    Number,
     re.Pattern,
     range,
     slice,
@@ -51,13 +57,22 @@ _FIXED = (
     logging.Logger,
     type(threading.Lock()),
     type(threading.RLock()),
-    weakref.ref,
+    torch.finfo,
+    torch.iinfo,
     torch.layout,
     torch.memory_format,
     torch.Stream,
     torch.Event,
+    torch._ops.OpOverload,
+    torch._ops.OpOverloadPacket,
 )
 """What has no contents that a forward would change, or none that could tell anything."""
+OPAQUE_INPUTS = (types.FunctionType, types.MethodType, weakref.ref, nn.Module)
+"""What may have any state: an input with one of them in it passes for no other. A call with it may share a pass with those of
+other threads, though."""
+_OF_MODULES = frozenset(nn.Module().__dict__)
+_PYTHON_CLASS = 1 << 9
+"""The flag of classes that are made when a program runs: all of Python's, and some of C libraries."""
 
 
 class Inside:
@@ -69,27 +84,26 @@ class Inside:
         self._states: list[Any] = []
         self.unseen: list[Any] = []
         """What may change, and cannot be looked into."""
-        seen: set[int] = set()
+        seen: dict[int, int] = {}
         pending = [(each, _DEPTH) for each in watched]
-        while pending and len(seen) < _MOST_OBJECTS:
+        while pending:
             value, depth = pending.pop()
-            if type(value) in SIMPLE or (id(value) in seen and not isinstance(value, torch.Tensor)):
+            if type(value) in SIMPLE or seen.get(id(value), -1) >= depth:
                 continue
-            seen.add(id(value))
+            seen[id(value)] = depth
             if isinstance(value, torch.Tensor):
                 self._versions.append(-1 if value.is_inference() else value._version)
                 self.unseen += [value] if value.is_inference() else []
                 continue
-            state = _state_of(value)
-            if state is not None:
-                self._states.append(state)
-                continue
-            inside = _inside_of(value)
-            if inside is None:
-                self.unseen += [] if _is_fixed(value) else [value]
-            elif depth:
+            inside = _parts_of(value)
+            if isinstance(inside, _State):
+                self._states.append(inside)
+            elif inside is None or (inside and not depth) or len(seen) > _MOST_OBJECTS:
+                self.unseen.append(value)
+                break
+            else:
                 self._objects += inside
-                nearer = depth - (not isinstance(value, _CONTAINERS))
+                nearer = depth - (type(value) not in _CONTAINERS)
                 pending += [(each, nearer) for each in inside]
 
     def __eq__(self, other: object) -> bool:
@@ -97,78 +111,116 @@ class Inside:
             return NotImplemented
         mine, theirs = self._objects, other._objects
         is_same = self._versions == other._versions and self._states == other._states
-        return is_same and len(mine) == len(theirs) and all(map(is_, mine, theirs))
+        if not is_same or len(mine) != len(theirs):
+            return False
+        return all(map(is_, mine, theirs)) or all(map(_are_alike, mine, theirs))
 
     __hash__ = None  # type: ignore[assignment]
 
 
-def print_of(value: Any, unseen: list[Any] | None = None, depth: int = _DEPTH) -> Any:
+def _are_alike(one: Any, other: Any) -> bool:
+    """Whether it is the same object, or a number or a text that was made anew."""
+    return one is other or (type(one) is type(other) and type(one) in SIMPLE and repr(one) == repr(other))
+
+
+class _State(tuple[Any, ...]):
+    """The state of what has no parts."""
+
+    __slots__ = ()
+
+
+class _Tensor:
+    """A tensor, and how often it was changed in place. It is not kept: another one may get its address."""
+
+    __slots__ = ("_reference", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._reference = weakref.ref(tensor)
+        self._version = None if tensor.is_inference() else tensor._version
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Tensor):
+            return NotImplemented
+        tensor = self._reference()
+        return tensor is not None and tensor is other._reference() and self._version == other._version
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def print_of(value: Any, unseen: list[Any] | None = None) -> Any:
     """A value that differs if `value` has changed.
 
     Args:
         unseen: List that gets what may change, and was not looked at.
     """
+    return _print_of(value, [] if unseen is None else unseen, _DEPTH, {})
+
+
+def _print_of(value: Any, unseen: list[Any], depth: int, known: dict[tuple[int, int], Any]) -> Any:
     if type(value) in SIMPLE:
         return type(value), value if value == value else repr(value)
     if isinstance(value, torch.Tensor):
-        if value.is_inference() and unseen is not None:
+        if value.is_inference():
             unseen.append(value)
-        return id(value), None if value.is_inference() else value._version
-    state = _state_of(value)
-    if state is not None:
-        return state
-    inside = _inside_of(value)
-    if inside and not depth and unseen is not None:
+        return _Tensor(value)
+    key = id(value), depth
+    if key in known:
+        return known[key]
+    known[key] = id(value)
+    inside = _parts_of(value)
+    if inside is None or isinstance(value, OPAQUE_INPUTS) or (inside and not depth) or len(known) > _MOST_OBJECTS:
         unseen.append(value)
-    if inside is not None and depth:
+    elif isinstance(inside, _State):
+        known[key] = inside
+    else:
         # Another list of the same things is the same.
         what = type(value) if type(value) in _CONTAINERS else id(value)
-        return what, tuple(print_of(each, unseen, depth - 1) for each in inside)
-    if inside is None and unseen is not None and not _is_fixed(value):
-        unseen.append(value)
-    return id(value)
+        known[key] = what, tuple(_print_of(each, unseen, depth - 1, known) for each in inside)
+    return known[key]
 
 
-def _state_of(value: Any) -> Any:
-    """The state of what has no parts; None if it has some, or if that cannot be seen."""
-    if isinstance(value, random.Random):
-        return id(value), value.getstate()
-    if isinstance(value, torch.Generator):
-        return id(value), value.get_state().numpy().tobytes()
-    if isinstance(value, (bytearray, array.array)):
-        return id(value), bytes(value)
+def _parts_of(value: Any) -> list[Any] | _State | None:
+    """What is in an object, or its state if it has no parts; None if that cannot be seen."""
+    try:
+        return _state_of(value) or _inside_of(value)
+    except Exception:  # an object may do anything when it is looked at
+        return None
+
+
+def _state_of(value: Any) -> _State | None:
+    kind = type(value)
+    if isinstance(value, _FIXED):
+        return _State((id(value),))
+    if kind in (bytearray, array.array):
+        return _State((id(value), bytes(value)))
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return None
     if isinstance(value, numpy.generic):
-        return type(value), value.tobytes()
-    if isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
-        return id(value), value.shape, str(value.dtype), xxhash.xxh3_128_digest(value.tobytes())
-    if isinstance(value, numpy.random.Generator):
-        return id(value), repr(value.bit_generator.state)
-    if isinstance(value, numpy.random.RandomState):
-        return id(value), repr(value.get_state(legacy=False))
+        return _State((kind, value.tobytes()))
+    if isinstance(value, numpy.dtype):
+        return _State((id(value),))
+    if kind is numpy.ndarray and not value.dtype.hasobject:
+        return _State((id(value), value.shape, str(value.dtype), xxhash.xxh3_128_digest(value.tobytes())))
     return None
 
 
-def _is_fixed(value: Any) -> bool:
-    return isinstance(value, (*SIMPLE, *_FIXED, Number)) or (callable(value) and not isinstance(value, partial))
-
-
 def _inside_of(value: Any) -> list[Any] | None:
-    """What a container or an object has in it; None if that is no state of its own, or cannot be seen."""
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
+    kind = type(value)
+    if kind is partial:
+        return [value.func, *value.args, *value.keywords, *value.keywords.values(), *_attributes_of(value)]
+    if isinstance(value, nn.Module):  # one that is no part of the model, or its gates would be seen
+        own = [[each for name, each in part.__dict__.items() if name not in _OF_MODULES] for part in value.modules()]
+        return [*value.parameters(), *value.buffers(), *chain.from_iterable(own)]
+    base = next(each for each in kind.__mro__ if not each.__flags__ & _PYTHON_CLASS)
+    if base in (list, tuple, set, frozenset, deque):
         return [*value, *_attributes_of(value)]
     if isinstance(value, Mapping):
         return [*chain.from_iterable([*value.items()]), *_attributes_of(value)]
-    if isinstance(value, nn.Module):  # one that is no part of the model, else torch would know it
-        return [*value.parameters(), *value.buffers()]
-    if isinstance(value, partial):
-        return [value.func, *value.args, *value.keywords, *value.keywords.values()]
-    if isinstance(value, _FIXED):
-        return None
-    found = _attributes_of(value)
-    return found if found or hasattr(value, "__dict__") else None
+    if base in (int, float, complex, str, bytes):
+        return [base(value), *_attributes_of(value)]
+    is_plain = base in (object, types.SimpleNamespace) and kind.__module__ != "_io"
+    return _attributes_of(value) if is_plain else None
 
 
 def _attributes_of(value: Any) -> list[Any]:
@@ -220,3 +272,10 @@ def _of_numpy(state: Any) -> Any:
     if not isinstance(inner, dict) or "key" not in inner:  # another kind of generator, or no NumPy
         return repr(state)
     return inner["key"].tobytes(), inner["pos"], state["has_gauss"], state["gauss"]
+
+
+def others_may_draw() -> bool:
+    """Whether there are threads, besides this one and those that are known, which may draw random numbers meanwhile."""
+    here = threading.current_thread()
+    others = [each for each in threading.enumerate() if each is not here and not each.name.startswith("group_offload")]
+    return any(type(each).__name__ != "TMonitor" for each in others)  # that of tqdm draws none

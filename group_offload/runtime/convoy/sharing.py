@@ -35,7 +35,7 @@ from ...base.tuning import tuning
 from .ahead import Ahead, drop
 from .arguments import Arguments, are_equal, is_plain
 from .caller import Caller
-from .contents import RandomStates
+from .contents import RandomStates, others_may_draw
 from .helpers import Helpers
 from .lock import Traveller
 from .passes import Broken, SharedPasses
@@ -271,14 +271,13 @@ class Sharing:
             return self.alone(*args, **kwargs)
         keys = [call.key for call in calls]
         self._judge_slow(keys, boarded)
-        if boarded[0].convoy.size > 1 and before != RandomStates(self._backend.device):
-            self._judge(keys, Verdict.APART, "random numbers are drawn in it")
-            if boarded[0].convoy.size == len(calls):  # nobody else has got any of these numbers
-                self.passes.counters.discarded += len(ahead)
-                ahead.clear()
-                self._discard(steps)
-                before.restore()
-                return self.alone(*args, **kwargs)
+        size = boarded[0].convoy.size
+        if size > 1 and self._has_drawn(keys, before) and size == len(calls) and not others_may_draw():
+            self.passes.counters.discarded += len(ahead)
+            ahead.clear()
+            self._discard(steps)
+            before.restore()
+            return self.alone(*args, **kwargs)
         if ahead:
             self.passes.counters.predicted += len(ahead)
             if not calls[0].are_unchanged(args, kwargs):
@@ -418,6 +417,15 @@ class Sharing:
             return
         finding = None if is_same else "forwards that shared a pass had other bits than those made one after another"
         self._judge(keys, Verdict.SHARED if is_same else Verdict.APART, finding)
+
+    def _has_drawn(self, keys: list[Hashable], before: RandomStates) -> bool:
+        """Whether random numbers were drawn in a pass that was shared, or in another thread meanwhile."""
+        has_drawn = before != RandomStates(self._backend.device)
+        for key in keys:
+            self._findings[key] = self._findings.get(key, 0) + 1 if has_drawn else 0
+        if has_drawn and (not others_may_draw() or max(map(self._findings.__getitem__, keys)) >= _MOST_FINDINGS):
+            self._judge(keys, Verdict.APART, "random numbers are drawn in it")
+        return has_drawn
 
     def _judge_slow(self, keys: list[Hashable], boarded: Sequence[Traveller]) -> None:
         """Let forwards go apart of which one was left behind: it may wait for a lock that another one holds."""
