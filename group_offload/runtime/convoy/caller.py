@@ -8,10 +8,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.utils._device import DeviceContext
 
 from ...base.device import Backend
 from ...base.torch_internals import (
+    DeviceContext,
     dispatch_modes,
     function_modes,
     pop_function_mode,

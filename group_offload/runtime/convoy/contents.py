@@ -27,6 +27,7 @@ import xxhash
 from torch import nn
 
 from ...base.compiled import Around
+from ...base.torch_internals import OPERATORS
 
 SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _CONTAINERS = (list, tuple, dict)
@@ -63,8 +64,7 @@ _FIXED = (
     torch.memory_format,
     torch.Stream,
     torch.Event,
-    torch._ops.OpOverload,
-    torch._ops.OpOverloadPacket,
+    *OPERATORS,
 )
 """What has no contents that a forward would change, or none that could tell anything."""
 OPAQUE_INPUTS = (types.FunctionType, types.MethodType, weakref.ref, nn.Module)
