@@ -9,6 +9,7 @@ import itertools
 import random
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -259,6 +260,13 @@ def test_weights_that_are_inference_tensors() -> None:
 
 STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "a generator of NumPy": (lambda: np.random.default_rng(0), lambda s: float(s.random())),
+    "a generator of Python": (lambda: random.Random(0), lambda s: s.random()),
+    "a generator of torch": (lambda: torch.Generator().manual_seed(0), lambda s: float(torch.rand(1, generator=s))),
+    "a module in a list": (
+        lambda: [nn.Identity()],
+        lambda s: s[0].__dict__.update(n=s[0].__dict__.get("n", 0) + 1) or s[0].n,
+    ),
+    "a proxy of what is gone": (lambda: [weakref.proxy(nn.Identity())], lambda s: 1.0),
     "a counter": (itertools.count, next),
     "a history": (lambda: deque([0.0]), lambda s: s.append(s[-1] + 1) or s[-1]),
     "a number in an array": (lambda: np.zeros(1), lambda s: float(np.add(s, 1, out=s)[0])),

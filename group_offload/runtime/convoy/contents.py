@@ -91,6 +91,9 @@ class Inside:
             if type(value) in SIMPLE or seen.get(id(value), -1) >= depth:
                 continue
             seen[id(value)] = depth
+            if type(value) in weakref.ProxyTypes:  # one whose object is gone raises whatever is asked
+                self.unseen.append(value)
+                break
             if isinstance(value, torch.Tensor):
                 self._versions.append(-1 if value.is_inference() else value._version)
                 self.unseen += [value] if value.is_inference() else []
@@ -159,6 +162,9 @@ def print_of(value: Any, unseen: list[Any] | None = None) -> Any:
 def _print_of(value: Any, unseen: list[Any], depth: int, known: dict[tuple[int, int], Any]) -> Any:
     if type(value) in SIMPLE:
         return type(value), value if value == value else repr(value)
+    if type(value) in weakref.ProxyTypes:
+        unseen.append(value)
+        return id(value)
     if isinstance(value, torch.Tensor):
         if value.is_inference():
             unseen.append(value)
@@ -168,7 +174,9 @@ def _print_of(value: Any, unseen: list[Any], depth: int, known: dict[tuple[int, 
         return known[key]
     known[key] = id(value)
     inside = _parts_of(value)
-    if inside is None or isinstance(value, OPAQUE_INPUTS) or (inside and not depth) or len(known) > _MOST_OBJECTS:
+    if isinstance(value, OPAQUE_INPUTS):
+        unseen.append(value)
+    if inside is None or (inside and not depth) or len(known) > _MOST_OBJECTS:
         unseen.append(value)
     elif isinstance(inside, _State):
         known[key] = inside
@@ -207,6 +215,8 @@ def _state_of(value: Any) -> _State | None:
 
 def _inside_of(value: Any) -> list[Any] | None:
     kind = type(value)
+    if isinstance(value, random.Random):
+        return None
     if kind is partial:
         return [value.func, *value.args, *value.keywords, *value.keywords.values(), *_attributes_of(value)]
     if isinstance(value, nn.Module):  # one that is no part of the model, or its gates would be seen
