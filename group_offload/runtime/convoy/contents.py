@@ -30,6 +30,7 @@ from ...base.compiled import Around
 from ...base.torch_internals import OPERATORS
 
 SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_VALUES: tuple[Any, ...] = (int, float, complex, str, bytes)
 _CONTAINERS = (list, tuple, dict)
 _DEPTH = 4
 """How far a look goes into objects, and into the arguments of calls."""
@@ -71,8 +72,11 @@ OPAQUE_INPUTS = (types.FunctionType, types.MethodType, weakref.ref, nn.Module)
 """What may have any state: an input with one of them in it passes for no other. A call with it may share a pass with those of
 other threads, though."""
 _OF_MODULES = frozenset(nn.Module().__dict__)
-_PYTHON_CLASS = 1 << 9
+_HEAP_TYPE = 1 << 9
 """The flag of classes that are made when a program runs: all of Python's, and some of C libraries."""
+_WORD = 8
+_HEAD_BYTES = object.__basicsize__ + 2 * _WORD
+"""What an object takes that has a dictionary of attributes, and may have weak references."""
 
 
 class Inside:
@@ -215,22 +219,29 @@ def _state_of(value: Any) -> _State | None:
 
 def _inside_of(value: Any) -> list[Any] | None:
     kind = type(value)
-    if isinstance(value, random.Random):
-        return None
     if kind is partial:
         return [value.func, *value.args, *value.keywords, *value.keywords.values(), *_attributes_of(value)]
     if isinstance(value, nn.Module):  # one that is no part of the model, or its gates would be seen
         own = [[each for name, each in part.__dict__.items() if name not in _OF_MODULES] for part in value.modules()]
         return [*value.parameters(), *value.buffers(), *chain.from_iterable(own)]
-    base = next(each for each in kind.__mro__ if not each.__flags__ & _PYTHON_CLASS)
-    if base in (list, tuple, set, frozenset, deque):
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
         return [*value, *_attributes_of(value)]
     if isinstance(value, Mapping):
         return [*chain.from_iterable([*value.items()]), *_attributes_of(value)]
-    if base in (int, float, complex, str, bytes):
-        return [base(value), *_attributes_of(value)]
-    is_plain = base in (object, types.SimpleNamespace) and kind.__module__ != "_io"
-    return _attributes_of(value) if is_plain else None
+    for base in _VALUES:
+        if isinstance(value, base):
+            return [base(value), *_attributes_of(value)]
+    return None if _has_hidden_state(kind) else _attributes_of(value)
+
+
+def _has_hidden_state(kind: type) -> bool:
+    """Whether objects of a class have a state in C: it is no class of Python's, or takes more than its attributes do."""
+    base = next(each for each in kind.__mro__ if not each.__flags__ & _HEAP_TYPE)
+    if base not in (object, types.SimpleNamespace):
+        return True
+    slots = [each.__dict__.get("__slots__", ()) for each in kind.__mro__]
+    num_slots = sum(1 if isinstance(each, str) else len(each) for each in slots)
+    return kind.__basicsize__ > _HEAD_BYTES + _WORD * num_slots
 
 
 def _attributes_of(value: Any) -> list[Any]:
