@@ -337,7 +337,7 @@ class Placer:
         Without a budget, and before a first pass has shown what activations take, that is none.
         """
         memory, plan = self._memory, self._budgeter.plan
-        # What else is on the device takes a tenth of a millisecond to find out, with the device idle.
+        # What else is on the device takes some time to find out, in which the device is idle.
         room = 0 if self._budgeter.vram is None else self._budgeter.room_for_all(kind, self._bytes_of_no_weights)
         if plan is not None:
             memory.displace(max(0, room - plan.device_bytes), spares=True)

@@ -492,50 +492,37 @@ def test_budgets_are_kept_by_many_groups(problem: Problem) -> None:
     assert_sound(make_plan(problem))
 
 
-def test_a_packed_group_that_the_pass_does_not_use_keeps_within_the_budget() -> None:
-    """Those that are used rest in RAM. To read the other one packed would take a berth of its own beside theirs."""
+def partly_packed(order: range, packed: Sequence[int], ram_bytes: int | None, *, reads_packed: bool) -> Problem:
+    """Groups of 10 MiB, of which `packed` take 7."""
     groups = tuple(
         PlannedGroup(
             name=f"blocks.{at}",
             num_bytes=10 * MIB,
             compute_seconds=0.0,
             is_in_file=True,
-            packed_bytes=7 * MIB if at in (0, 9, 10) else 0,
-            reads_packed=True,
+            packed_bytes=7 * MIB if at in packed else 0,
+            reads_packed=reads_packed,
         )
-        for at in range(11)
+        for at in range(order.stop)
     )
-    problem = Problem(
+    return Problem(
         groups=groups,
-        order=tuple(range(1, 11)),
+        order=tuple(order),
         speeds=Speeds(h2d=100 * MIB, drive=10 * MIB, unpack=80 * MIB),
-        budgets=Budgets(device_bytes=24 * MIB, ram_bytes=None),
+        budgets=Budgets(device_bytes=24 * MIB, ram_bytes=ram_bytes),
         num_slots=1,
         staging_bytes=0,
     )
-    assert_sound(make_plan(problem))
+
+
+def test_a_packed_group_that_the_pass_does_not_use_keeps_within_the_budget() -> None:
+    """Those that are used rest in RAM. To read the other one packed would take a berth of its own beside theirs."""
+    assert_sound(make_plan(partly_packed(range(1, 11), (0, 9, 10), None, reads_packed=True)))
 
 
 def test_ram_that_holds_no_packed_group_takes_no_room_on_the_device() -> None:
     """Berths are kept free for packed groups in RAM, if one of them finds room there."""
-    groups = tuple(
-        PlannedGroup(
-            name=f"blocks.{at}",
-            num_bytes=10 * MIB,
-            compute_seconds=0.0,
-            is_in_file=True,
-            packed_bytes=7 * MIB if at > 5 else 0,
-        )
-        for at in range(8)
-    )
-    problem = Problem(
-        groups=groups,
-        order=tuple(range(8)),
-        speeds=Speeds(h2d=100 * MIB, drive=10 * MIB, unpack=80 * MIB),
-        budgets=Budgets(device_bytes=24 * MIB, ram_bytes=5 * MIB),
-        num_slots=1,
-        staging_bytes=0,
-    )
+    problem = partly_packed(range(8), (6, 7), 5 * MIB, reads_packed=False)
     assert Placement.DEVICE in make_plan(problem).placements
 
 
@@ -550,7 +537,7 @@ def test_more_memory_is_never_slower(problem: Problem, more_device: float, more_
         None if device is None else device + int(more_device * total),
         None if ram is None else ram + int(more_ram * total),
     )
-    # The search is near the best (see `lower_bound`), once nearer than at other times.
+    # The search comes near to the best, nearer for some problems than for others: see `lower_bound`.
     assert make_plan(larger).prediction.step_seconds <= plan.prediction.step_seconds * 1.05 + 1e-9
 
 
