@@ -175,8 +175,9 @@ def lower_bound(model: PassModel) -> float:
       once it has read 256 MiB, 0.122 s at 2.2 GB/s. So the pass takes 0.742 s: 20% more.
 
     The search was compared with all placements of 180 problems of 8 or 9 groups, none of them packed, of the sizes of FLUX.1,
-    Wan, Qwen-Image and this UNet. The fastest placement is a median of 5% above the bound, and more than 10% in 68 problems, in 54 of them for the
-    first reason alone. Without trying all placements the search finds it in 175, and is at most 2.4% slower in the others.
+    Wan, Qwen-Image and this UNet. The fastest placement is a median of 5% above the bound, and more than 10% in 68 problems, in
+    54 of them for the first reason alone. Without trying all placements the search finds it in 175, and is at most 2.4% slower
+    in the others.
     """
     room = model.device_budget - _least_slot_bytes(model) if model.has_residents else 0
     most = model.device_budget if model.has_residents else sum(nlargest(model.problem.num_slots, model.sizes))
