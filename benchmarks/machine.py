@@ -21,6 +21,7 @@ import psutil
 import torch
 
 BANDWIDTH_BYTES = 1 << 30
+PROFILED_STEPS = 3
 GIB = 1 << 30
 SYNCHRONISATION = re.compile(r"(cuda(Stream|Device|Event)|cu(Stream|Ctx|Event))Synchronize")
 """The host waits for the device."""
@@ -261,10 +262,12 @@ class CopiesBeside:
 def count_driver_calls(step: Callable[[], object], device: torch.device) -> dict[str, Any]:
     """How often one `step` makes the host wait for the device, and takes or gives back memory of the driver.
 
-    All threads count. The wait for the end of the step, which is the benchmark's, does not. Counts are None where torch's
-    profiler sees no calls.
+    All threads count. The wait for the end of the step, which is the benchmark's, does not. `first_kernel_s` is what the host
+    does before it launches the first kernel, in seconds, the profiler's own work included. All are None where torch's profiler
+    sees no calls.
     """
-    counts: dict[str, Any] = {"host_synchronisations": None, "device_allocations": None, "driver_calls": None}
+    names = ("host_synchronisations", "device_allocations", "driver_calls", "first_kernel_s")
+    counts: dict[str, Any] = dict.fromkeys(names)
     if device.type != "cuda":
         return counts
     from torch.autograd import DeviceType
@@ -272,21 +275,26 @@ def count_driver_calls(step: Callable[[], object], device: torch.device) -> dict
 
     try:
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
-            with record_function("benchmark: step"):
-                step()
-            with record_function("benchmark: wait"):
-                synchronize(device)
+            for _ in range(PROFILED_STEPS):
+                with record_function("benchmark: step"):
+                    step()
+                with record_function("benchmark: wait"):
+                    synchronize(device)
         on_host = [event for event in profiler.events() or () if event.device_type == DeviceType.CPU]
     except RuntimeError as error:  # no profiler in this build or on this machine: the times are good all the same
         return {**counts, "profiler_error": str(error).partition("\n")[0]}
     events = [(event.name, event.time_range.start, event.time_range.end) for event in on_host]
-    spans = {name: (start, end) for name, start, end in events if name.startswith("benchmark: ")}
-    if len(spans) < 2:
+    begins, waits = (
+        sorted(each[1:] for each in events if each[0] == f"benchmark: {name}") for name in ("step", "wait")
+    )
+    if not begins or not waits:
         return counts
-    begin, (wait, end) = spans["benchmark: step"][0], spans["benchmark: wait"]
+    launches = [start for name, start, _ in events if re.match(r"cu(da)?Launch", name)]
+    first = [min((at for at in launches if begin <= at <= end), default=None) for begin, end in begins]
+    (begin, _), (wait, end) = begins[-1], waits[-1]  # the last step is counted: the first one starts the profiler
     inside = [(re.sub(r"(_v\d+|_ptsz|_ptds)+$", "", name), start) for name, start, _ in events if begin <= start <= end]
     calls = Counter(name for name, _ in inside)
-    if not any(re.match(r"cu(da)?Launch", name) for name in calls):
+    if first[-1] is None:
         return counts  # every step launches kernels: calls are not recorded here
     own = next((name for name, start in inside if start >= wait and name.endswith("DeviceSynchronize")), None)
     if own is not None:
@@ -295,9 +303,11 @@ def count_driver_calls(step: Callable[[], object], device: torch.device) -> dict
     def count(pattern: re.Pattern[str]) -> dict[str, int]:
         return {name: number for name, number in sorted(calls.items()) if number and pattern.fullmatch(name)}
 
-    waits, allocations = count(SYNCHRONISATION), count(ALLOCATION)
+    synchronisations, allocations = count(SYNCHRONISATION), count(ALLOCATION)
+    microseconds = [at - begin for at, (begin, _) in zip(first, begins, strict=True) if at is not None]
     return {
-        "host_synchronisations": sum(waits.values()),
+        "host_synchronisations": sum(synchronisations.values()),
         "device_allocations": sum(allocations.values()),
-        "driver_calls": {**waits, **allocations},
+        "driver_calls": {**synchronisations, **allocations},
+        "first_kernel_s": statistics.median(microseconds) / 1e6,
     }

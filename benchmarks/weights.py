@@ -410,6 +410,7 @@ def render(report: Mapping[str, Any]) -> str:
         "RSS + cache": lambda arm: gib(arm.get("group_peak_bytes")),
         "waits": lambda arm: number(arm.get("host_synchronisations"), 0),
         "allocations": lambda arm: number(arm.get("device_allocations"), 0),
+        "first kernel": lambda arm: seconds(arm.get("first_kernel_s")),
         "bit-equal": lambda arm: verdict(is_equal(arm, reference, "is_same_every_step")),
     }
     return "\n".join([" ".join(_facts(report)), "", reports.table(arms, columns, "step_s")])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from .arguments import Arguments
@@ -11,6 +12,30 @@ from .caller import Caller
 from .helpers import Helpers
 from .lock import Traveller
 from .passes import SharedPasses
+
+
+class _Company(threading.local):
+    num = 0
+    """How many passes this thread's forward shares with others: a model inside of another one may share its own."""
+
+
+_company = _Company()
+
+
+@contextmanager
+def in_company(size: int) -> Iterator[None]:
+    """While a forward of this thread shares a pass with `size` - 1 others."""
+    num = 1 if size > 1 else 0
+    _company.num += num
+    try:
+        yield
+    finally:
+        _company.num -= num
+
+
+def is_in_company() -> bool:
+    """Whether a forward of this thread shares a pass. A model inside goes alone: the others wait for this thread's turn."""
+    return _company.num > 0
 
 
 class Ahead:
@@ -71,9 +96,12 @@ class Ahead:
         try:
             given = self.arguments.given()
             if given is not None:
-                self.output = caller.run(lambda: alone(*given[0], **given[1]))
+                with in_company(self.traveller.convoy.size):
+                    self.output = caller.run(lambda: alone(*given[0], **given[1]))
                 if not self.arguments.are_unchanged(*given):
                     self.error = RuntimeError("it has changed its inputs")
+                elif caller.has_set_variables:
+                    self.error = RuntimeError("it has set a context variable")
             else:
                 self.error = RuntimeError("a tensor is gone")
         except BaseException as error:

@@ -78,7 +78,8 @@ class _Leaf:
             return mine is not None and self.version == other.version == mine._version
         if mine is None or not other.has_values or not other.is_still():
             return False
-        return are_equal([mine], [theirs]) and mine.stride() == theirs.stride()
+        is_alike = type(mine) is type(theirs) and mine.requires_grad == theirs.requires_grad
+        return is_alike and are_equal([mine], [theirs]) and mine.stride() == theirs.stride()
 
 
 class Arguments:

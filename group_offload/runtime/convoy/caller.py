@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from operator import is_
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ _FLAGS: tuple[Callable[[], Any], ...] = (
     lambda: torch.backends.cudnn.benchmark,
     lambda: torch.backends.cudnn.deterministic,
     lambda: torch.backends.cudnn.allow_tf32,
+    lambda: torch.backends.mkldnn.enabled,
 )
 """What bits depend on, in the whole process."""
 _TINY, _ONE = 1e-310, 1.0
@@ -65,6 +67,8 @@ class Caller:
         self._flushes_denormals = _flushes_denormals()
         self._function_modes = function_modes()
         self._dispatch_modes = dispatch_modes()
+        self.has_set_variables = False
+        """Whether the function that was run has set context variables, which nobody sees."""
         self._flags = [*map(_value_of, _FLAGS)]
 
     def is_like(self, other: Caller) -> bool:
@@ -81,8 +85,7 @@ class Caller:
 
     @property
     def _objects(self) -> list[list[Any]]:
-        variables = [each for item in self._context.items() if item[0].name not in _WITHOUT_EFFECT for each in item]
-        return [variables, [*self._function_modes], [*self._dispatch_modes]]
+        return [_variables_of(self._context), [*self._function_modes], [*self._dispatch_modes]]
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Call a function in this thread as if the caller's thread called it."""
@@ -91,7 +94,11 @@ class Caller:
             with self._restored():
                 return function()
 
-        return self._context.copy().run(call)
+        context = self._context.copy()
+        try:
+            return context.run(call)
+        finally:
+            self.has_set_variables = not has_same_variables(self._context, context)
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
@@ -124,7 +131,21 @@ def _are_alike(one: Any, other: Any) -> bool:
         return True
     if type(one) is not type(other):
         return False
-    return bool(one.device == other.device) if isinstance(one, DeviceContext) else type(one) in SIMPLE and one == other
+    if isinstance(one, DeviceContext):
+        return bool(one.device == other.device)
+    return type(one) in SIMPLE and repr(one) == repr(other)
+
+
+def has_same_variables(one: contextvars.Context, other: contextvars.Context) -> bool:
+    """Whether context variables have the same values: the very same objects."""
+    mine, theirs = _variables_of(one), _variables_of(other)
+    return len(mine) == len(theirs) and all(map(is_, mine, theirs))
+
+
+def _variables_of(context: contextvars.Context) -> list[Any]:
+    """Context variables, each with its value behind it, in an order that does not depend on when they were set."""
+    found = sorted(context.items(), key=lambda item: id(item[0]))
+    return [each for item in found if item[0].name not in _WITHOUT_EFFECT for each in item]
 
 
 def _flushes_denormals() -> bool:

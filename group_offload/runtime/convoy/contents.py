@@ -40,8 +40,6 @@ _FIXED = (
     type,
     types.BuiltinFunctionType,
     types.FunctionType,
-    types.MethodType,
-    weakref.ref,
     types.GenericAlias,
     types.UnionType,
     type(...),
@@ -165,7 +163,7 @@ def print_of(value: Any, unseen: list[Any] | None = None) -> Any:
 
 def _print_of(value: Any, unseen: list[Any], depth: int, known: dict[tuple[int, int], Any]) -> Any:
     if type(value) in SIMPLE:
-        return type(value), value if value == value else repr(value)
+        return type(value), repr(value) if isinstance(value, (float, complex)) else value  # 0.0 is not -0.0, nan is nan
     if type(value) in weakref.ProxyTypes:
         unseen.append(value)
         return id(value)
@@ -221,9 +219,11 @@ def _inside_of(value: Any) -> list[Any] | None:
     kind = type(value)
     if kind is partial:
         return [value.func, *value.args, *value.keywords, *value.keywords.values(), *_attributes_of(value)]
+    if isinstance(value, (types.MethodType, weakref.ref)):
+        owner = value.__self__ if isinstance(value, types.MethodType) else value()
+        return [] if isinstance(owner, nn.Module) else [owner]
     if isinstance(value, nn.Module):  # one that is no part of the model, or its gates would be seen
-        own = [[each for name, each in part.__dict__.items() if name not in _OF_MODULES] for part in value.modules()]
-        return [*value.parameters(), *value.buffers(), *chain.from_iterable(own)]
+        return [*value.parameters(), *value.buffers(), *chain.from_iterable(map(_own_of, value.modules()))]
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         return [*value, *_attributes_of(value)]
     if isinstance(value, Mapping):
@@ -232,6 +232,14 @@ def _inside_of(value: Any) -> list[Any] | None:
         if isinstance(value, base):
             return [base(value), *_attributes_of(value)]
     return None if _has_hidden_state(kind) else _attributes_of(value)
+
+
+def _own_of(module: nn.Module) -> list[Any]:
+    """What a module has besides weights and modules inside."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    hooks = [each for each in hooks if not getattr(each, "__module__", "").startswith("group_offload.")]
+    own = [each for name, each in [*module.__dict__.items()] if name not in _OF_MODULES]
+    return [type(module), id(module), module.training, *hooks, *own]
 
 
 def _has_hidden_state(kind: type) -> bool:

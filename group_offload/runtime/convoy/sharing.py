@@ -32,7 +32,7 @@ from ...base.device import Backend
 from ...base.pagemap import Detection, detection
 from ...base.torch_internals import has_global_hooks, set_eval_frame
 from ...base.tuning import tuning
-from .ahead import Ahead, drop
+from .ahead import Ahead, in_company, is_in_company
 from .arguments import Arguments, are_equal, is_plain
 from .caller import Caller
 from .contents import RandomStates, others_may_draw
@@ -116,7 +116,7 @@ class Sharing:
     def call(self, args: Any, kwargs: Any) -> Any:
         """Call the module: alone, or in a pass that other forwards share."""
         turns = self.turns
-        if turns.here is not None or turns._is_owned() or self._backend.is_capturing():
+        if turns.here is not None or turns._is_owned() or is_in_company() or self._backend.is_capturing():
             return self.alone(*args, **kwargs)  # inside of another call, or refused
         steps = self._steps
         state = self._state_now()
@@ -252,7 +252,9 @@ class Sharing:
         calls = calls[: self.passes.most_together]
         boarded: list[Traveller] = []
         ahead: list[Ahead] = []
+        keys = [call.key for call in calls]
         before, caller = RandomStates(self._backend.device), Caller(self._backend)
+        brought_back = self.passes.counters.brought_back
         try:
             output = self._run(calls, boarded, ahead, args, kwargs)
         except (torch.OutOfMemoryError, Broken) as error:
@@ -262,32 +264,32 @@ class Sharing:
             if isinstance(error, torch.OutOfMemoryError):
                 self._say(f"there is no room for {size} forwards in one pass")
                 self.passes.ran_out(size)
-            retry = True
+            self._put_back(keys, boarded, before)
+            is_over = False
+        except Exception:
+            if not ahead or not self._put_back(keys, boarded, before):
+                raise
+            is_over = False  # what the others have drawn was put back, and so was what this one has
         else:
-            retry = False
-        if retry:
-            ahead.clear()
-            self._discard(steps)
-            return self.alone(*args, **kwargs)
-        keys = [call.key for call in calls]
-        self._judge_slow(keys, boarded)
-        size = boarded[0].convoy.size
-        if size > 1 and self._has_drawn(keys, before) and size == len(calls) and not others_may_draw():
+            self._judge_slow(keys, boarded)
+            is_over = not self._put_back(keys, boarded, before)
+        if not is_over:
+            self.passes.counters.predicted += len(ahead)
             self.passes.counters.discarded += len(ahead)
             ahead.clear()
             self._discard(steps)
-            before.restore()
             return self.alone(*args, **kwargs)
         if ahead:
             self.passes.counters.predicted += len(ahead)
-            if not calls[0].are_unchanged(args, kwargs):
-                self._judge(keys, Verdict.APART, "it changes its inputs")
+            finding = None if calls[0].are_unchanged(args, kwargs) else "it changes its inputs"
+            if self.passes.counters.brought_back != brought_back:
+                finding = "it changes its weights or buffers"
+            if finding is not None:
+                self._judge(keys, Verdict.APART, finding)
                 self.passes.counters.discarded += len(ahead)
                 return output
             steps.ahead, steps.state, steps.edits, steps.caller = ahead, state, self._edits(), caller
-            latents = calls[0].first
-            if latents is not None:
-                weakref.finalize(latents, drop, [weakref.ref(each) for each in ahead]).atexit = False
+            steps.drop_with(calls[0].first)
         return output
 
     def _run(
@@ -318,7 +320,8 @@ class Sharing:
             ]
             for each in ahead:
                 each.start()
-            output = self.alone(*args, **kwargs)
+            with in_company(boarded[0].convoy.size):
+                output = self.alone(*args, **kwargs)
             for each in ahead:
                 each.join()
             return output
@@ -365,10 +368,11 @@ class Sharing:
 
     def _try_step(self, steps: Steps, output: Any) -> None:
         """Make the calls of this step once more, all together, and compare the bits."""
-        calls = steps.calls
+        calls, keys = steps.calls, [call.key for call in steps.calls]
         given = [call.given() for call in calls]
         if any(each is None for each in given) or not self._has_room(len(calls)):
             return
+        before = RandomStates(self._backend.device)
         wanted: list[Any] = [each.tensors() for each in steps.outputs[:-1]]
         for at, each in enumerate(wanted):
             if each is None:
@@ -381,11 +385,11 @@ class Sharing:
         try:
             found = [tensors_of(self._run(calls, boarded, ahead, args, kwargs))]
         except Exception as error:
+            self._put_back(keys, boarded, before)
             self._say(f"a trial failed: {type(error).__name__}: {error}")
             return
-        keys = [call.key for call in calls]
         self._judge_slow(keys, boarded)
-        if any(each.error is not None for each in ahead):
+        if self._put_back(keys, boarded, before) or any(each.error is not None for each in ahead):
             return
         found += [tensors_of(each.output) for each in ahead]
         if _share_memory(found, given):
@@ -417,6 +421,18 @@ class Sharing:
             return
         finding = None if is_same else "forwards that shared a pass had other bits than those made one after another"
         self._judge(keys, Verdict.SHARED if is_same else Verdict.APART, finding)
+
+    def _put_back(self, keys: list[Hashable], boarded: Sequence[Traveller], before: RandomStates) -> bool:
+        """Let the generators go on from `before` if random numbers were drawn by these calls, and by nobody else.
+
+        Returns:
+            Whether they do.
+        """
+        size = boarded[0].convoy.size if boarded else 1
+        if size == 1 or not self._has_drawn(keys, before) or size != len(keys) or others_may_draw():
+            return False
+        before.restore()
+        return True
 
     def _has_drawn(self, keys: list[Hashable], before: RandomStates) -> bool:
         """Whether random numbers were drawn in a pass that was shared, or in another thread meanwhile."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...base.tensors import map_tensors
-from .ahead import Ahead
+from .ahead import Ahead, drop
 from .announced import Step, announced
 from .arguments import Arguments
 from .caller import Caller
@@ -45,10 +45,20 @@ class Steps:
         """For calls of such kinds, how often in a row one came that was foreseen wrongly, or has to go alone."""
         self.most: dict[Hashable, int] = {}
         """How many of them are foreseen, if two misses in a row have shown that not all should be."""
+        self._dropper: Any = None
 
     def forget(self) -> None:
         self.calls, self.outputs, self.foreseen, self.ahead, self.state = [], [], [], [], None
         self.announced = None
+
+    def drop_with(self, latents: Any) -> None:
+        """Let the results go with the latents: nobody can call for them any more then."""
+        if self._dropper is not None:
+            self._dropper.detach()  # a pipeline may change its latents in place: they are the same in all steps
+        self._dropper = None
+        if latents is not None:
+            self._dropper = weakref.finalize(latents, drop, [weakref.ref(each) for each in self.ahead])
+            self._dropper.atexit = False
 
     def miss(self) -> bool:
         """Note that the next call was foreseen wrongly. Whether neither it nor those after it will be foreseen again."""

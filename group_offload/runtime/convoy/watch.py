@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable
 from itertools import chain, compress
 from operator import attrgetter, is_, is_not
@@ -12,6 +13,7 @@ from torch import nn
 
 from ...base.caches import touch
 from ...base.torch_internals import COMPILED_CALL
+from .caller import has_same_variables
 from .contents import SIMPLE, Inside, RandomStates, print_of
 
 MARKER = "group_offloading"
@@ -47,6 +49,7 @@ class Watch:
         self._names = {module: name for name, module in root.named_modules()}
         self._before = {module: _state_of(module) for module in self._names}
         self._random = RandomStates(device)
+        self._context = contextvars.copy_context()
         self.finding: str | None = None
         """What the forward was found to change."""
 
@@ -65,6 +68,8 @@ class Watch:
         self._compare((self._root,))
         if self.finding is None and self._random != RandomStates(self._device):
             self.finding = "random numbers are drawn in it"  # or in another thread meanwhile
+        if self.finding is None and not has_same_variables(self._context, contextvars.copy_context()):
+            self.finding = "it sets a context variable"
         return self.finding
 
     def _compare(self, tops: Any) -> None:
