@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from .pool import run_all
-from .system import IS_LINUX, IS_WINDOWS, missing
+from .system import IS_LINUX, IS_WINDOWS, missing, name_of_shared_file, new_shared_file, open_shared_file
 from .tuning import tuning
 
 _libc: Any = None
@@ -193,10 +193,9 @@ class TwiceMapped:
         for index, start in enumerate(range(0, num_bytes, self._piece_bytes)):
             size = min(self._piece_bytes, num_bytes - start)
             if names:
-                self._files.append(fd := os.open(names[index], os.O_RDWR | os.O_CLOEXEC))
+                self._files.append(fd := open_shared_file(names[index]))
             else:
-                self._files.append(fd := os.memfd_create("group_offload", os.MFD_CLOEXEC))
-                os.ftruncate(fd, size)
+                self._files.append(fd := new_shared_file(size))
             for buffer, flags in ((self.shared, mmap.MAP_SHARED), (self.private, mmap.MAP_PRIVATE)):
                 address = ctypes.addressof(buffer) + start
                 _mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags | _MAP_FIXED, fd, 0)
@@ -204,7 +203,7 @@ class TwiceMapped:
     @property
     def names(self) -> list[str]:
         """What another process finds the memory by, until `seal`."""
-        return [f"/proc/{os.getpid()}/fd/{fd}" for fd in self._files]
+        return [*map(name_of_shared_file, self._files)]
 
     def write(self, runs: Sequence[tuple[int, memoryview]]) -> None:
         """Write runs of bytes, each an offset and its content, with several threads; take memory for all the others.

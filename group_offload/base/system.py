@@ -241,7 +241,25 @@ def new_shared_file(num_bytes: int) -> int:
 
 
 def name_of_shared_file(fd: int) -> str:
-    return f"/proc/{os.getpid()}/fd/{fd}"
+    found = os.fstat(fd)
+    return f"/proc/{os.getpid()}/fd/{fd} {found.st_dev} {found.st_ino}"
+
+
+def open_shared_file(name: str) -> int:
+    """A descriptor of a file in RAM of another process, to read and to write.
+
+    Raises:
+        OSError: that process is gone, does not let this one see the file, or has closed it.
+    """
+    path, *identity = name.split()
+    fd = os.open(path, os.O_PATH | os.O_CLOEXEC)  # another file may be behind the number by now: nothing is opened yet
+    try:
+        found = os.fstat(fd)
+        if [str(found.st_dev), str(found.st_ino)] != identity:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    finally:
+        os.close(fd)
 
 
 def place_of_process() -> str:

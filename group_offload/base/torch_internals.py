@@ -10,6 +10,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -37,6 +38,7 @@ __all__ = [
     "is_profiler_enabled",
     "is_traceable_wrapper_subclass",
     "neg_view",
+    "new_gloo_group",
     "not_compiled",
     "parse_to",
     "places_of_fsdp",
@@ -172,6 +174,20 @@ def store_of_processes() -> Any:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()
+
+
+def new_gloo_group(name: str, rank: int, num_ranks: int, timeout: timedelta) -> Any:
+    """A process group for tensors on the CPU, which the other processes of `torch.distributed` do not have to know of.
+
+    (`new_group` numbers groups: it waits for ever if two processes are in different numbers of groups.)
+
+    Raises:
+        RuntimeError: the ranks do not reach each other.
+    """
+    from torch.distributed import distributed_c10d
+
+    c10d: Any = distributed_c10d
+    return c10d.ProcessGroupGloo(c10d.PrefixStore(name, store_of_processes()), rank, num_ranks, timeout=timeout)
 
 
 def places_of_fsdp() -> Iterator[tuple[nn.Module, str, bool]]:

@@ -94,6 +94,10 @@ class Blob(Protocol):
     def where(self) -> str:
         """The file's name, or the kind of RAM, for messages."""
 
+    @property
+    def same_as(self) -> str:
+        """A text that blobs of other processes of this host have only if they have the same bytes; empty if there is none."""
+
     def check(self) -> None:
         """
         Raises:

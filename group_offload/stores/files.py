@@ -73,6 +73,10 @@ class FileBlob:
             return "locked"
         return "direct" if self.is_direct else "page cache"
 
+    @property
+    def same_as(self) -> str:
+        return "" if self.is_outdated else self.content or f"{self.source.content} {self.pieces}"
+
     def check(self) -> None:
         self.source.check()
 

@@ -57,6 +57,13 @@ on_fork(before=_Forks.count)
 class HostMemory(Protocol):
     """RAM that the processes of a host have in common. Each of them fills segments in the same order."""
 
+    turn: int
+    """The number of segments until now."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process makes the segments."""
+
     def names(self, num_bytes: int) -> Sequence[str]:
         """What the next segment is found by, if another process has made it; empty if this one makes it."""
 
@@ -90,6 +97,8 @@ class Segment:
         self._pins = pin and backend.has_streams and num_bytes > 0
         self._num_bytes = num_bytes
         self._is_of_another = False
+        self.common = ""
+        """The name of the segment, if other processes have the same memory, or have compared its bytes with theirs."""
         self._private: torch.Tensor | None = None
         self._scan: PageScan | None = None
         self._blobs: weakref.WeakSet[RamBlob] = weakref.WeakSet()
@@ -119,7 +128,10 @@ class Segment:
         names = () if self._host is None else self._host.names(num_bytes)
         self._is_of_another = bool(names)
         try:
-            return TwiceMapped(num_bytes, names)
+            twice = TwiceMapped(num_bytes, names)
+            if self._host is not None and (names or self._host.is_first):
+                self.common = f"segment {self._host.turn}"
+            return twice
         except OSError as error:
             if not names:
                 raise
@@ -348,6 +360,10 @@ class RamBlob:
     @property
     def detects_edits(self) -> bool:
         return self.store.detects_edits
+
+    @property
+    def same_as(self) -> str:
+        return f"{self.store.common} {self.start}" if self.store.common and not self.is_outdated else ""
 
     def check(self) -> None:
         pass

@@ -380,6 +380,11 @@ class SourceFile:
         """Whether `path` leads to this file, unchanged."""
         return self.stat_at(path) is not None
 
+    @property
+    def content(self) -> tuple[int, int, int, int]:
+        """What differs if the content does, from file to file of this host: see `_content_of`."""
+        return _content_of(self._stamp)
+
     def stat_at(self, path: Path) -> os.stat_result | None:
         """The status of `path` if it leads to this file, unchanged."""
         now = self._stat_of(path)

@@ -35,13 +35,19 @@ def test_two_ranks(tmp_path: Path) -> None:
         (several.is_missing, "fails"),
         several.leaves_early,
         several.is_dropped,
+        several.meets_again,
         several.shares_on_one_rank_only,
         (several.is_missing, "is missing"),
     )
 
 
+@pytest.mark.parametrize("where", ["two checkpoints", "one checkpoint, edited", "folders"])
+def test_ranks_whose_weights_differ_in_one_number(where: str, tmp_path: Path) -> None:
+    run((several.differs_between_samples, where, tmp_path))
+
+
 def test_three_ranks() -> None:
-    run((several.has_same_bits, "leaf_level"), several.has_one_copy, num_ranks=3)
+    run((several.has_same_bits, "leaf_level"), several.has_one_copy, several.is_in_two_groups, num_ranks=3)
 
 
 def test_ranks_that_write_to_the_slots_of_others() -> None:
@@ -66,6 +72,10 @@ def test_a_rank_that_dies_while_others_write_to_its_slots() -> None:
 @pytest.mark.parametrize("where", ["in a forward", "between forwards"])
 def test_a_rank_that_dies_is_named_by_the_others(where: str) -> None:
     run((several.is_killed, where), num_ranks=3, expected=(0, -several.KILLED, 0))
+
+
+def test_a_rank_that_dies_as_it_sets_up() -> None:
+    run(several.is_killed_as_it_sets_up, expected=(0, -several.KILLED))
 
 
 def test_four_ranks_in_groups_and_meshes() -> None:

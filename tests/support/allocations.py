@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from group_offload.base.device import HostBackend
-from group_offload.base.system import name_of_shared_file, new_shared_file
+from group_offload.base.system import name_of_shared_file, new_shared_file, open_shared_file
 from group_offload.runtime.sharing import crew
 from group_offload.runtime.sharing.links import PeerLink
 
@@ -96,7 +96,7 @@ class SharedFiles:
         return name_of_shared_file(self._files[self.start_of(memory)][1])
 
     def open(self, handle: str) -> int:
-        fd = os.open(handle, os.O_RDWR)
+        fd = open_shared_file(handle)
         mapped = mmap.mmap(fd, os.fstat(fd).st_size)
         os.close(fd)
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))

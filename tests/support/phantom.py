@@ -13,7 +13,7 @@ import torch
 
 from group_offload import config
 from group_offload.base.layout import memory_of
-from group_offload.base.system import name_of_shared_file, new_shared_file, started_at
+from group_offload.base.system import name_of_shared_file, new_shared_file, open_shared_file, started_at
 from group_offload.packing.codec import unpack
 from group_offload.runtime import engine
 from group_offload.runtime.sharing.board import BOARD_BYTES, Board, State
@@ -100,7 +100,7 @@ class PhantomLink(PeerLink):
 class PhantomBoard(Board):
     def __init__(self, rng: random.Random, link: PhantomLink) -> None:
         fd = new_shared_file(BOARD_BYTES)
-        self.its = Board(os.open(name_of_shared_file(fd), os.O_RDWR), rank=1, num_ranks=2)
+        self.its = Board(open_shared_file(name_of_shared_file(fd)), rank=1, num_ranks=2)
         """The board as the other rank has it."""
         super().__init__(fd, rank=0, num_ranks=2)
         self._rng, self._link = rng, link

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from group_offload import ConfigError, ModuleError, OffloadHandle, OffloadStats, StateError, apply_group_offloading
 from group_offload.base.mapping import mapping_at
 from group_offload.base.tuning import tune
-from group_offload.runtime.sharing import crew
+from group_offload.runtime.sharing import crew, sharing
 
 from .allocations import use_peer_links
 from .asserts import assert_same, same_bits
@@ -95,7 +95,7 @@ def _rank(cases: list[list[str]], num_ranks: int, device: str, meeting: Path, ra
     for name, *args in cases:
         try:
             globals()[name](rank, *args)
-            if name != is_killed.__name__:
+            if name not in (is_killed.__name__, is_killed_as_it_sets_up.__name__):
                 dist.barrier()
         except BaseException:
             print(f"rank {rank}, {name}: {traceback.format_exc()}", file=sys.stderr, flush=True)
@@ -304,6 +304,99 @@ def has_another_model(rank: int, what: str) -> None:
     with pytest.raises(ModuleError, match=r"rank 1 has another one than rank 0: .*blocks"):
         share(offloaded)
     assert all(same_bits(value, before[name]) for name, value in offloaded.state_dict().items())
+
+
+class Wide(nn.Module):
+    """Its weights are sampled as they are compared: 64 times 4 KiB of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def differs_between_samples(rank: int, where: str, folder: str) -> None:
+    """One number differs. Nothing but the whole content tells, and that is read only where ranks have places of their own."""
+    for differs in (False, True):
+        torch.manual_seed(0)
+        offloaded = Wide().requires_grad_(requires_grad=False)
+        mine = Path(folder) / (
+            f"{where} {differs}" if where == "one checkpoint, edited" else f"{where} {differs} {rank}"
+        )
+        if where != "folders" and (rank == 0 or where == "two checkpoints"):
+            weights = {name: weight.clone() for name, weight in offloaded.state_dict().items()}
+            weights["blocks.1.weight"][2, 0] += differs and rank == 1 and where == "two checkpoints"
+            save_file(weights, mine)
+        dist.barrier()
+        if where != "folders":
+            offloaded.load_state_dict(load_file(mine), assign=True)
+        if differs and rank == 1 and where != "two checkpoints":
+            offloaded.blocks[1].weight[2, 0] += 1
+        with pytest.MonkeyPatch.context() as patch:
+            hashed: list[Any] = []
+            patch.setattr(sharing, "_hash_of", partial(_noted, hashed, sharing._hash_of))
+            options = {"offload_to_disk_path": str(mine)} if where == "folders" else {}
+            options |= {"offload_device": "disk"} if where == "two checkpoints" else {}
+            if differs:
+                with pytest.raises(
+                    ModuleError, match=r"rank 1 has another one than rank 0: group 'blocks_1_\d' has other"
+                ):
+                    share(offloaded, **options)
+                continue
+            handle = share(offloaded, **options)
+            assert len(hashed) == (3 if where == "two checkpoints" else 0)
+        x = torch.randn(2, 512)
+        with torch.no_grad():
+            assert same_bits(offloaded(x), functional(Wide(), offloaded)(x))
+        handle.remove()
+
+
+def _noted(calls: list[Any], function: Callable[..., Any], *args: Any) -> Any:
+    calls.append(args)
+    return function(*args)
+
+
+def functional(resident: nn.Module, offloaded: nn.Module) -> nn.Module:
+    resident.load_state_dict({name: value.clone() for name, value in offloaded.state_dict().items()})
+    return resident
+
+
+def meets_again(rank: int) -> None:
+    """The store still has what ranks said when they met for the first time: another process group may use it again."""
+    for seconds in (0, 0.2 if rank == 0 else 0):
+        crew._crews.clear()
+        time.sleep(seconds)
+        offloaded = model()
+        handle = share(offloaded)
+        check(offloaded, resident())
+        assert_shared(handle)
+        handle.remove()
+
+
+def is_in_two_groups(rank: int) -> None:
+    """Ranks are in different numbers of process groups."""
+    first, second = dist.new_group([0, 1]), dist.new_group([1, 2])
+    for group, ranks in ((first, (0, 1)), (second, (1, 2))):
+        if rank in ranks:
+            offloaded = model()
+            handle = share(offloaded, process_group=group)
+            check(offloaded, resident())
+            assert_shared(handle, num_ranks=2)
+            handle.remove()
+
+
+def is_killed_as_it_sets_up(rank: int) -> None:
+    """The others do not wait for a rank that has ended."""
+    if rank == 1:
+        sharing.Sharing.check = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    started = time.monotonic()
+    with pytest.raises(StateError, match=r"Rank 1 \(process \d+\) has ended before its model was offloaded"):
+        share(model())
+    assert time.monotonic() - started < 30
 
 
 def has_other_options(rank: int) -> None:

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from group_offload.base.system import name_of_shared_file, new_shared_file
+from group_offload.base.system import name_of_shared_file, new_shared_file, open_shared_file
 from group_offload.runtime.sharing.board import BOARD_BYTES, Board, State, all_of
 from group_offload.runtime.sharing.cut import cut
 
@@ -88,7 +88,7 @@ def test_nothing_is_left_of_a_model_that_all_have_left() -> None:
 
 def test_what_was_sent_is_said_without_a_turn() -> None:
     fd = new_shared_file(BOARD_BYTES)
-    boards = [Board(os.open(name_of_shared_file(fd), os.O_RDWR), rank, 3) for rank in range(3)]
+    boards = [Board(open_shared_file(name_of_shared_file(fd)), rank, 3) for rank in range(3)]
     os.close(fd)
     with boards[0].change() as found:
         for rank in range(3):
@@ -106,7 +106,7 @@ def test_what_was_sent_is_said_without_a_turn() -> None:
 
 def test_a_change_that_breaks_off_leaves_the_state_before() -> None:
     fd = new_shared_file(BOARD_BYTES)
-    boards = [Board(os.open(name_of_shared_file(fd), os.O_RDWR), rank, 2) for rank in (0, 1)]
+    boards = [Board(open_shared_file(name_of_shared_file(fd)), rank, 2) for rank in (0, 1)]
     os.close(fd)
     with boards[0].change() as found:
         found.offer(0, "1/a", "", (), 2)

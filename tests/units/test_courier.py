@@ -16,7 +16,7 @@ import torch
 
 from group_offload import StateError
 from group_offload.base.device import HostBackend
-from group_offload.base.system import name_of_shared_file, new_shared_file, started_at
+from group_offload.base.system import name_of_shared_file, new_shared_file, open_shared_file, started_at
 from group_offload.runtime.sharing.board import BOARD_BYTES, Board
 from group_offload.runtime.sharing.courier import Courier, Peer
 from group_offload.runtime.sharing.jobs import Progress, Shared, ShareJob
@@ -48,7 +48,7 @@ class Two:
 
     def __init__(self, other: subprocess.Popen[bytes]) -> None:
         fd, backend = new_shared_file(BOARD_BYTES), HostBackend()
-        self.board = Board(os.open(name_of_shared_file(fd), os.O_RDWR), 1, 2)
+        self.board = Board(open_shared_file(name_of_shared_file(fd)), 1, 2)
         peers = [Peer(each + 4, pid, started_at(pid)) for each, pid in enumerate((os.getpid(), other.pid))]
         self.mine, self.its, memory = (
             torch.arange(8, dtype=torch.uint8),

@@ -149,3 +149,16 @@ def test_a_mac_computes_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_device() == torch.device("cpu")
     with pytest.raises(DeviceError, match="Cannot onload to 'mps'"):
         backend_for(torch.device("mps"))
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no files in memory")
+def test_another_file_behind_the_name_of_a_shared_one(tmp_path: Path) -> None:
+    """Its process has closed it, and opened a file of a user's since. That file is not opened to write."""
+    fd = system.new_shared_file(4096)
+    name = system.name_of_shared_file(fd)
+    os.close(system.open_shared_file(name))
+    with (tmp_path / "file").open("wb") as file:
+        os.dup2(file.fileno(), fd)
+        with pytest.raises(FileNotFoundError):
+            system.open_shared_file(name)
+    os.close(fd)

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,8 +20,15 @@ import torch
 
 from ...base.device import Backend, Event
 from ...base.peer_memory import PeerMemory
-from ...base.system import name_of_shared_file, new_shared_file, on_fork, place_of_process, started_at
-from ...base.torch_internals import store_of_processes
+from ...base.system import (
+    name_of_shared_file,
+    new_shared_file,
+    on_fork,
+    open_shared_file,
+    place_of_process,
+    started_at,
+)
+from ...base.torch_internals import new_gloo_group, store_of_processes
 from ...base.tuning import tuning
 from ...errors import ConfigError, ModuleError, StateError
 from .board import BOARD_BYTES, Board
@@ -57,8 +65,43 @@ class Roll:
         self.ranks: list[int] = dist.get_process_group_ranks(process_group)
         self.rank = dist.get_rank()
         self._store = store_of_processes()
-        self._prefix = f"group_offload/{'-'.join(map(str, self.ranks))}"
+        self.prefix = f"group_offload/{'-'.join(map(str, self.ranks))}"
         self._num_models = 0
+        self.processes: dict[int, tuple[int, str | None]] = {}
+        """By rank of this host, once they are known, its process, and when that was started."""
+        # The store may have what ranks of an earlier process group said: `torchrun` keeps it.
+        self.prefix += f"/{self._meet()}"
+
+    def _meet(self) -> str:
+        """Wait for the other ranks. Returns a name of this meeting, which the first rank has made.
+
+        Raises:
+            StateError: a rank does not come.
+        """
+        mine, limit = uuid.uuid4().hex, time.monotonic() + tuning().share_setup_seconds
+        first, *others = self.ranks
+        waiting = {*others} if self.rank == first else {first}
+        if self.rank != first:
+            self.tell("asks", mine)
+        answered: dict[int, str] = {}
+        while waiting:
+            for rank in [*waiting]:
+                if self.rank != first:
+                    asked, name = self._said(rank, f"answers {self.rank}") or ("", "")
+                    if asked == mine:
+                        self.tell("has heard", name)
+                        return str(name)
+                    continue
+                asked = self._said(rank, "asks")
+                if asked is not None and answered.get(rank) != asked:  # which may be what it asked long ago
+                    answered[rank] = asked
+                    self.tell(f"answers {rank}", [asked, mine])
+                if self._said(rank, "has heard") == mine:
+                    waiting.discard(rank)
+            if waiting and time.monotonic() > limit:
+                raise _did_not_come(min(waiting))
+            time.sleep(_POLL_SECONDS if waiting else 0)
+        return mine
 
     def next_model(self) -> str:
         """The name of the model that is set up next: the same one on all ranks, which set models up in the same order."""
@@ -90,24 +133,37 @@ class Roll:
         """
         failed, limit = f"{topics[0].partition('/')[0]}/failed", time.monotonic() + tuning().share_setup_seconds
         while time.monotonic() < limit:
+            pid, started = self.processes.get(rank, (0, None))
+            has_ended = pid and started_at(pid) != started  # it may have said something before
             for topic in (*topics, failed):
-                if self._store.check([self._key(topic, rank)]):
-                    found = json.loads(self._store.get(self._key(topic, rank)))
-                    if topic == failed:
-                        raise (
-                            OtherModel(*found)
-                            if isinstance(found, list)
-                            else StateError(f"Rank {rank} could not offload its model: {found}")
-                        )
+                found = self._said(rank, topic)
+                if found is not None and topic == failed:
+                    raise (
+                        OtherModel(*found)
+                        if isinstance(found, list)
+                        else StateError(f"Rank {rank} could not offload its model: {found}")
+                    )
+                if found is not None:
                     return found
+            if has_ended:
+                raise StateError(f"Rank {rank} (process {pid}) has ended before its model was offloaded.")
             time.sleep(_POLL_SECONDS)
-        raise StateError(
-            f"Rank {rank} did not offload a model with this process_group within {tuning().share_setup_seconds:g} s. All ranks "
-            f"of it have to make the same calls, in the same order."
-        )
+        raise _did_not_come(rank)
+
+    def _said(self, rank: int, topic: str) -> Any:
+        """What a rank says to a topic; None if it has said nothing yet."""
+        key = self._key(topic, rank)
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def _key(self, topic: str, rank: int) -> str:
-        return f"{self._prefix}/{topic}/{rank}"
+        return f"{self.prefix}/{topic}/{rank}"
+
+
+def _did_not_come(rank: int) -> StateError:
+    return StateError(
+        f"Rank {rank} did not offload a model with this process_group within {tuning().share_setup_seconds:g} s. All ranks "
+        f"of it have to make the same calls, in the same order."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,16 +268,14 @@ def crew_of(process_group: Any, backend: Backend, roll: Roll, model: str) -> tup
                     f"Ranks {min(rank, roll.rank)} and {max(rank, roll.rank)} of process_group compute on the same device. "
                     f"Call torch.accelerator.set_device_index(local_rank) before, or pass onload_device=f'cuda:{{local_rank}}'."
                 )
-    collective: Link | None = None
-    if backend.device.type == "cpu":  # all ranks of all hosts make the groups
-        group = _new_group([ranks for ranks in hosts.values() if len(ranks) > 1], here, len(roll.ranks))
-        collective = CollectiveLink(backend, here.index(roll.rank), group)
     if len(here) == 1:
         return None, "no other rank of process_group is on this host"
+    roll.processes = {rank: (found[rank]["pid"], found[rank]["started"]) for rank in here}
     board, problem = _open_board(roll, model, here)
     if board is None:
         return None, problem
-    link, speeds, problem = (collective, None, "") if collective is not None else _connect(backend, roll, model, here)
+    is_cpu = backend.device.type == "cpu"
+    link, speeds, problem = (_gather if is_cpu else _connect)(backend, roll, model, here)
     if link is None:
         board.close()
         return None, problem
@@ -239,14 +293,20 @@ def _name_of(backend: Backend) -> str:
     return str(getattr(properties, "uuid", backend.device))
 
 
-def _new_group(hosts: list[list[int]], here: list[int], num_ranks: int) -> Any:
-    import torch.distributed as dist
-
-    options: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(seconds=tuning().share_limit_seconds)}
-    if num_ranks < dist.get_world_size():  # the other processes do not know of this
-        return dist.new_group(here, use_local_synchronization=True, **options) if len(here) > 1 else None
-    made = {tuple(ranks): dist.new_group(ranks, **options) for ranks in hosts}
-    return made.get(tuple(here))
+def _gather(
+    backend: Backend, roll: Roll, model: str, here: list[int]
+) -> tuple[CollectiveLink | None, GatherSpeeds | None, str]:
+    """The way between ranks that compute on the CPU. None if a rank has none, and why."""
+    link, problem, limit = None, "", timedelta(seconds=tuning().share_limit_seconds)
+    try:
+        # For nothing else: collectives of the user's groups are in an order of their own.
+        index = here.index(roll.rank)
+        group = new_gloo_group(f"{roll.prefix}/{model}/gloo {here[0]}", index, len(here), limit)
+        link = CollectiveLink(backend, index, group)
+    except (AttributeError, RuntimeError) as error:
+        problem = f"the ranks of this host do not reach each other ({error})"
+    problem = next(filter(None, roll.exchange(f"{model}/reached", problem, here)), "")
+    return (None if problem else link), None, problem
 
 
 def _open_board(roll: Roll, model: str, here: list[int]) -> tuple[Board | None, str]:
@@ -257,7 +317,7 @@ def _open_board(roll: Roll, model: str, here: list[int]) -> tuple[Board | None, 
             fd = new_shared_file(BOARD_BYTES)
             name = name_of_shared_file(fd)
         name = roll.exchange(f"{model}/board", name, here)[0]
-        own = os.open(name, os.O_RDWR) if name else -1
+        own = open_shared_file(name) if name else -1
     except OSError as error:
         own, problem = -1, f"processes of this system cannot share memory ({error})"
         if index == 0:

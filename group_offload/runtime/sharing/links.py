@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -83,12 +83,9 @@ class CollectiveLink:
         pass
 
     def send(self, pieces: Sequence[SharedPiece], places: Mapping[str, Place]) -> list[Event]:
-        import torch.distributed as dist
-
-        # The newer name of the same call, where torch has it.
-        all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         for whole, part_bytes, _ in pieces:
-            all_gather(whole, _part(whole, part_bytes, self._rank), group=self._group)
+            parts = [_part(whole, part_bytes, rank) for rank in range(whole.numel() // part_bytes)]
+            self._group.allgather([parts], [parts[self._rank].clone()]).wait()
         return []
 
 

@@ -18,29 +18,29 @@ class OneCopy:
     def __init__(self, roll: Roll, model: str, ranks: Sequence[int]) -> None:
         self._roll, self._model = roll, model
         self._first, self._others = ranks[0], ranks[1:]
-        self._turn = 0
+        self.turn = 0
         self._open: deque[tuple[int, TwiceMapped]] = deque()
 
     @property
-    def _is_first(self) -> bool:
+    def is_first(self) -> bool:
         return self._roll.rank == self._first
 
     def names(self, num_bytes: int) -> Sequence[str]:
-        self._turn += 1
-        if self._is_first:
+        self.turn += 1
+        if self.is_first:
             if len(self._open) >= _MOST_OPEN:
                 self._seal()
             return []
-        size, names = self._roll.hear(self._first, self._topic("made", self._turn), f"{self._model}/all made")
+        size, names = self._roll.hear(self._first, self._topic("made", self.turn), f"{self._model}/all made")
         return names if size == num_bytes else []
 
     def was_filled(self, twice: TwiceMapped, num_bytes: int) -> None:
-        if self._is_first:
-            self._open.append((self._turn, twice))
-            self._roll.tell(self._topic("made", self._turn), [num_bytes, twice.names])
+        if self.is_first:
+            self._open.append((self.turn, twice))
+            self._roll.tell(self._topic("made", self.turn), [num_bytes, twice.names])
             return
         twice.seal()
-        self._roll.tell(self._topic("mapped", self._turn), 0)
+        self._roll.tell(self._topic("mapped", self.turn), 0)
 
     def differs(self, fqn: str) -> Exception:
         return OtherModel(self._roll.rank, self._first, f"{fqn!r} has other values")

@@ -27,6 +27,7 @@ import xxhash
 
 from ...base.device import Event, Stream
 from ...base.layout import as_bytes, memory_of
+from ...base.pool import run_all
 from ...base.tuning import tuning
 from ...config import OffloadConfig
 from ...errors import ConfigError
@@ -115,6 +116,8 @@ class Sharing:
         self.one_copy: OneCopy | None = None
         """RAM that the ranks of this host have in common, while the model is set up."""
         self._model = ""
+        self._here: list[int] = []
+        """The ranks of this host, if they could share."""
         self._is_checked = False
         self._digests: dict[str, tuple[tuple[Any, ...], str]] = {}
         """By group, the state of its blobs and the digest of them then."""
@@ -146,7 +149,7 @@ class Sharing:
             self.why_not = "share=False"
             return
         crew, self.why_not = crew_of(self._config.process_group, self._backend, self._roll, self._model)
-        self.speeds = None if crew is None else crew.speeds
+        self.speeds, self._here = (None, []) if crew is None else (crew.speeds, crew.ranks)
         if crew is None and share is True:
             raise ConfigError(f"share=True, and {self.why_not}. Pass share='auto', which goes alone then.")
         if crew is not None and (share is True or pays(crew.speeds)):
@@ -196,10 +199,44 @@ class Sharing:
             problem = _difference(all_of_them[0][0], all_of_them[0][1], title, found)
             if problem:
                 raise OtherModel(rank, first, problem)
+        self._compare_bytes(groups)
         self._is_checked = True
         for group, (_, _, digest) in zip(groups, mine, strict=True):
             blobs = group.blobs_at(0)
             self._digests[group.group_id] = _state_of(blobs), f"{_layout_of(blobs, 0)} {digest}"
+
+    def _compare_bytes(self, groups: Sequence[Shareable]) -> None:
+        """Make sure of all bytes: a sample may miss what differs.
+
+        Nothing is read of what the ranks have in common: files, and memory that was compared as it was set up.
+
+        Raises:
+            ModuleError: another rank has groups with other bytes.
+            StateError: a rank has failed, or is missing.
+        """
+        if not self._here:
+            return
+        assert self._roll is not None
+        mine = [self.crew is not None, [*map(_same_as, groups)]]
+        found = zip(self._here, self._roll.exchange(f"{self._model}/same", mine, self._here), strict=True)
+        sharing = {rank: names for rank, (shares, names) in found if shares}
+        if self.crew is None or len(sharing) < 2:
+            return
+        unsure = [
+            at for at, names in enumerate(zip(*sharing.values(), strict=True)) if "" in names or len({*names}) > 1
+        ]
+        if not unsure:
+            return
+        logger.info(
+            "All bytes of %d groups are compared among ranks, which have them in places of their own.", len(unsure)
+        )
+        hashes = run_all(partial(_hash_of, groups[at].blobs_at(0)) for at in unsure)
+        first, *others = sharing
+        all_hashes = dict(zip(sharing, self._roll.exchange(f"{self._model}/hashes", hashes, [*sharing]), strict=True))
+        for rank in others:
+            for at, here, there in zip(unsure, all_hashes[first], all_hashes[rank], strict=True):
+                if here != there:
+                    raise OtherModel(rank, first, f"group {groups[at].group_id!r} has other weights")
 
     def fail(self, error: BaseException) -> None:
         """Offloading has failed here: let the other ranks know, if they are still at it."""
@@ -459,6 +496,12 @@ def _hash_of(blobs: Sequence[PlacedBlob | PlacedImage]) -> str:
         for tensor in placed.blob.rest:
             digest.update(memory_of(as_bytes(tensor)))
     return str(digest.hexdigest())
+
+
+def _same_as(group: Shareable) -> str:
+    """A text that groups of other ranks have only if they have the same bytes; empty if there is none."""
+    found = [placed.blob.same_as for placed in group.blobs_at(0)]
+    return str(xxhash.xxh3_128_hexdigest(repr(found).encode())) if all(found) else ""
 
 
 def _sample_of(group: Shareable) -> str:
