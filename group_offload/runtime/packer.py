@@ -194,6 +194,9 @@ class Packer:
         Raises:
             GroupFileError: a blob cannot be read from its file; or, while the module is set up, packed files cannot be written.
         """
+        for part in parts:
+            if part in self._to_read and part.packed is not None and not part.packed.is_read:
+                _give_up(part)  # the RAM that it leaves has room for others
         parts = self._with_room(parts)
         if not parts:
             return
@@ -214,10 +217,7 @@ class Packer:
             stack.callback(buffer.close)
             advance = stack.enter_context(progress_bar(total, "Packing weights"))
             for number, part in enumerate(parts):
-                outdated = part.packed
-                part.drop_packed()
-                if outdated is not None:
-                    outdated.leave(forget=True)
+                _give_up(part)
                 try:
                     image = self._pack(part, buffer, files, limit)
                 except GroupFileError as error:
@@ -307,6 +307,14 @@ class Packer:
         if image is None and limit.was_refused:
             self._missing += self._size_of(part)
         return image
+
+
+def _give_up(part: Part) -> None:
+    """Give up packed bytes that are out of date, or in the wrong place."""
+    packed = part.packed
+    part.drop_packed()
+    if packed is not None:
+        packed.leave(forget=True)
 
 
 def _parts_of(groups: Iterable[Group]) -> Iterator[Part]:

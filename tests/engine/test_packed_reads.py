@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from group_offload import GroupFileError, OffloadHandle, OffloadStats, api
+from group_offload.base.release import wait_for_releases
 from group_offload.cli.main import main
 from group_offload.config import ModelOptions
 from group_offload.plan.placement import Placement
@@ -226,6 +227,38 @@ def test_what_a_budget_of_ram_plans_is_packed(
         model.alive.clear()
         resident.alive.clear()
     assert 0 < handle.stats().packed_bytes == _planned_bytes(handle) <= 0.5 * size
+    end(device, model, resident, handle)
+
+
+def test_what_leaves_ram_makes_room_for_what_comes(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan puts other groups into RAM, which has room for one more at most."""
+    resident, model, size = from_a_slow_drive(tmp_path, monkeypatch)
+    options: dict[str, Any] = {"pack": True, "ram_budget": "auto", "onload_device": "cpu"}
+    options["offload_to_disk_path"] = tmp_path / "groups"
+    handle = api.offload(model, ModelOptions(**options), ram_share=int(0.35 * size))
+    check(device, model, resident)
+    model.alive.clear()
+    resident.alive.clear()
+    engine, groups, before = engine_of(handle), groups_of(handle), handle.stats().packed_bytes
+    pinned, largest = device.pinned_bytes, max(group.num_bytes for group in groups)
+
+    def available() -> int:
+        wait_for_releases()
+        return int(1.1 * largest) + pinned - device.pinned_bytes
+
+    monkeypatch.setattr(packer, "available_ram", available)
+    others = [group for group in groups if not group.packed_ram_bytes]
+    chosen = others[: len(groups) - len(others)]
+    engine._memory.release_rings()
+    engine._packer.choose(engine.groups, chosen)
+    engine._packer.pack(engine._packer.lacking())
+    assert not engine._packer.take_missing()
+    assert [group for group in groups if group.packed_ram_bytes] == chosen
+    assert abs(handle.stats().packed_bytes - before) < 0.1 * before
+    engine._placer.reside()
+    check(device, model, resident)
     end(device, model, resident, handle)
 
 

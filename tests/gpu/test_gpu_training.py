@@ -253,18 +253,18 @@ def test_the_peak_is_slots_and_what_is_trained(device: torch.device) -> None:
         train(model, device, 2)
         return int(torch.accelerator.max_memory_allocated(device))
 
-    gc.collect()
-    before = int(torch.accelerator.memory_allocated(device))
     resident = make(CHECKPOINTS[1]).to(device)
     frozen = sum(parameter.nbytes for parameter in resident.parameters() if not parameter.requires_grad)
     with_all = peak(resident)
     del resident
+    gc.collect()
+    before = int(torch.accelerator.memory_allocated(device))  # with the workspaces of libraries, which stay
     model = make(CHECKPOINTS[1])
     handle = apply_group_offloading(model, device)
     with_slots = peak(model)
     slots = handle.stats().peak_device_bytes
     assert slots < frozen // 2
-    assert with_slots - before <= with_all - before - frozen + slots + 8 * MIB
+    assert with_slots <= with_all - frozen + slots + 8 * MIB
     handle.remove()
     model.cpu()
     model.zero_grad()

@@ -5,6 +5,7 @@ python -m tests.support.parallel_inference FILE DEVICE: FILE is where the proces
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import traceback
@@ -157,6 +158,7 @@ def main(file: str, device_type: str) -> None:
     if device_type == "cpu":
         use_the_cpu()
     child = os.fork()
+    faulthandler.dump_traceback_later(90)  # in both processes
     rank = 0 if child else 1
     if device_type != "cpu":
         torch.accelerator.set_device_index(rank)

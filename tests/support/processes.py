@@ -71,19 +71,23 @@ def run_code(code: str, arguments: Sequence[object] = (), timeout: float = 100) 
         socket.send_fds(server, [request], [nothing.fileno(), out.fileno(), err.fileno()])
         child = int(server.recv(100))
         server.settimeout(timeout)
+        is_late = False
         try:
             status = int(server.recv(100))
         except TimeoutError:
+            is_late = True
             os.kill(child, signal.SIGKILL)
             server.settimeout(None)
-            server.recv(100)
-            raise subprocess.TimeoutExpired(command, timeout) from None
+            status = int(server.recv(100))
         finally:
             server.settimeout(None)
         said = []
         for file in (out, err):
             file.seek(0)
             said.append(file.read().decode())
+    if is_late:
+        print(*said)  # how far it came
+        raise subprocess.TimeoutExpired(command, timeout)
     return subprocess.CompletedProcess(command, status, *said)
 
 
