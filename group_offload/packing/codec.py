@@ -69,6 +69,7 @@ def pack(
         data[end : end + each.numel()] = each
         end += each.numel()
     data = data[:size]
+    allocated = on_pool(memory, size)  # to page-lock it takes as long as the rest
     hashed.wait()
     found = replace(draft, packed_bytes=size, num_escapes=num_escapes, hash=hashed.result())
     again = torch.empty_like(there)
@@ -80,7 +81,8 @@ def pack(
         raise PackedError(
             f"Weights packed on {device} do not unpack to what they were: it is broken, or its compiler is"
         )
-    return Packed(found, memory(size).copy_(data))
+    allocated.wait()
+    return Packed(found, allocated.result().copy_(data))
 
 
 def can_unpack(device: torch.device) -> bool:
