@@ -99,17 +99,19 @@ def run_python(code: str, *args: object) -> subprocess.CompletedProcess[str]:
     return run_code(prelude + textwrap.dedent(code), args)
 
 
-def in_new_process(function: Callable[..., None], *args: object, under: Sequence[str] = (), **options: Any) -> str:
+def in_new_process(
+    function: Callable[..., None], *args: object, under: Sequence[str] = (), timeout: float = 100, **options: Any
+) -> str:
     """Run a function in a new process, which may fork because it has no threads. Returns all that it printed."""
     code = f"import sys; from {function.__module__} import {function.__name__} as f; f(*sys.argv[1:])"
     if under or options:
         command = [*under, sys.executable, "-c", code, *map(str, args)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=100, env=environment, **options
+            command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=environment, **options
         )
     else:
-        done = run_code(code, args)
+        done = run_code(code, args, timeout)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout + done.stderr
 
