@@ -382,8 +382,11 @@ def _as_path(value: Any) -> Path:
     if not path or "\0" in path:
         raise ConfigError(f"offload_to_disk_path={value!r}: expected the path of a folder.")
     path = os.path.expanduser(path)  # Path's own raises if there is no such user
-    if path == "~" or path.startswith("~/"):
-        raise ConfigError(f"offload_to_disk_path={value!r}: this user has no home. Pass a full path.")
+    if path.startswith("~"):
+        raise ConfigError(
+            f"offload_to_disk_path={value!r}: there is no such user, or this one has no home. Pass a full path, or ./ before a "
+            f"folder that is called so."
+        )
     try:
         return Path(path).absolute()
     except OSError as error:

@@ -453,8 +453,13 @@ def plain_tensors(
             f"to an adapter (a LoRA) whose file lacks it, delete that adapter: pipe.delete_adapters(NAME). If accelerate has "
             f"taken it (cpu_offload), take the hooks off: accelerate.hooks.remove_hook_from_module(model, recurse=True)."
         )
-    if tensor.layout is not torch.strided:
-        raise ModuleError(f"{fqn} has the layout {tensor.layout}. Only dense (strided) tensors can be offloaded.")
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        what = "is a nested tensor" if tensor.is_nested else f"has the layout {tensor.layout}"
+        what = f"is quantised as torch.quantize_* does ({tensor.dtype})" if tensor.is_quantized else what
+        raise ModuleError(
+            f"{fqn} {what}. Only dense (strided) tensors can be offloaded. Offload the siblings of its module instead, or name "
+            f"a component of a pipeline in exclude_modules."
+        )
     if not _has_memory(tensor):
         kind = type(tensor)
         raise ModuleError(

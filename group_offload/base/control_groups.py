@@ -24,12 +24,23 @@ def memory_rooms() -> list[int]:
     """The bytes that each of these groups has left. The page cache counts as free, since the kernel gives it up."""
     found = []
     for folder, limit, usage in _folders():
-        with suppress(OSError, ValueError, KeyError):
+        with suppress(OSError, ValueError):
             room = int((folder / limit).read_text()) - int((folder / usage).read_text())
-            lines = (folder / "memory.stat").read_text().splitlines()
-            stat = {key: int(value) for key, value in (line.split() for line in lines)}
-            found.append(room + stat["inactive_file"] + stat["active_file"])
+            found.append(room + _cached_bytes(folder / "memory.stat"))
     return found
+
+
+def _cached_bytes(stat: Path) -> int:
+    """The page cache of a group and of those inside of it; 0 if the system does not tell."""
+    found: dict[str, int] = {}
+    with suppress(OSError):
+        for line in stat.read_text(errors="replace").splitlines():
+            key, _, value = line.partition(" ")
+            with suppress(ValueError):
+                found[key] = int(value)
+    names = ("inactive_file", "active_file")
+    # In version 1 these are the group's own, while its usage is that of all groups inside of it too.
+    return sum(found.get(f"total_{name}", found.get(name, 0)) for name in names)
 
 
 def _folders() -> Iterator[tuple[Path, str, str]]:

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
-import psutil
 import torch
 
 from ..errors import DeviceError
+from .system import ram_of_machine
 
 logger = logging.getLogger("group_offload")
 
@@ -214,10 +214,10 @@ class HostBackend:
         pass
 
     def total_bytes(self) -> int:
-        return int(psutil.virtual_memory().total)
+        return ram_of_machine("total")
 
     def free_bytes(self) -> int:
-        return int(psutil.virtual_memory().available)
+        return ram_of_machine("available")
 
     def release_unused(self) -> None:
         pass

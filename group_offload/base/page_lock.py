@@ -8,11 +8,10 @@ import threading
 import weakref
 from collections.abc import Callable
 
-import psutil
 import torch
 
 from .device import Backend
-from .system import IS_WINDOWS
+from .system import IS_WINDOWS, ram_of_machine
 
 logger = logging.getLogger("group_offload")
 
@@ -136,7 +135,7 @@ def is_wsl2() -> bool:
 
 def careful_bytes() -> float:
     """What is asked for at most. Windows gives half of the memory, and fails later if it was asked for more, as under WSL2."""
-    return psutil.virtual_memory().total / 2 if IS_WINDOWS or is_wsl2() else float("inf")
+    return ram_of_machine("total") / 2 if IS_WINDOWS or is_wsl2() else float("inf")
 
 
 def _release(undo: list[Callable[[], None]], wait: Callable[[], None], memory: torch.Tensor) -> None:

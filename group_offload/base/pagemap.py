@@ -179,11 +179,15 @@ class PageScan:
         start, end = self._address, self._address + self._length
         while start < end:
             _WORD.pack_into(self._request, _START, start)
+            _WORD.pack_into(self._request, _WALK_END, start)
             count = ioctl(fd, _PAGEMAP_SCAN, self._request)
             for i in range(count):
                 first, last, _ = self._regions[3 * i : 3 * i + 3]
                 found.append((first - self._address, last - self._address))
-            (start,) = _WORD.unpack_from(self._request, _WALK_END)
+            (walked,) = _WORD.unpack_from(self._request, _WALK_END)
+            if walked <= start:
+                raise OSError(errno.ENOTTY, "the kernel has looked at nothing")
+            start = walked
         return found
 
 

@@ -8,7 +8,7 @@ import psutil
 
 from .control_groups import memory_rooms
 from .release import wait_for_releases
-from .system import kernel_says
+from .system import kernel_says, ram_of_machine
 
 _MAX_LIBRARY_BYTES = 512 << 20
 """The most that the code of libraries takes in pages of files. More than this is not code, but weights."""
@@ -41,20 +41,23 @@ def available_ram() -> int:
     bytes that are page-locked in the page cache are subtracted, because both count them as reclaimable.
     """
     wait_for_releases()
-    return max(0, min([int(psutil.virtual_memory().available), *memory_rooms()]) - locked.num_bytes)
+    return max(0, min([ram_of_machine("available"), *memory_rooms()]) - locked.num_bytes)
 
 
 def ram_in_use() -> int:
     """The bytes of RAM that this process takes, without the weights that rest in the page cache, locked there or not.
 
-    Where the system does not tell them apart, all pages of files count.
+    Where the system does not tell them apart, all pages of files count. Where it tells nothing, that is 0.
     """
     wait_for_releases()
     found = {}
     try:
         lines = kernel_says("/proc/self/status").splitlines()
     except OSError:
-        return int(psutil.Process().memory_info().rss)
+        try:
+            return int(psutil.Process().memory_info().rss)
+        except (OSError, psutil.Error):
+            return 0
     for line in lines:
         name, _, value = line.partition(":")
         if name in ("RssAnon", "RssShmem", "RssFile"):

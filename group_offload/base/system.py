@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -55,6 +57,18 @@ def on_fork(*, before: Callable[[], None] | None = None, after_in_child: Callabl
 def num_cores() -> int:
     """The cores that this process may use, as far as the system tells."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def ram_of_machine(what: str) -> int:
+    """Bytes of RAM, for all programs.
+
+    Args:
+        what: "total", or "available": those that programs may take before the system has to swap, as it estimates.
+    """
+    try:
+        return int(getattr(psutil.virtual_memory(), what))
+    except (OSError, psutil.Error):  # no /proc, or no descriptor left. The next best answer takes no file.
+        return os.sysconf({"total": "SC_PHYS_PAGES", "available": "SC_AVPHYS_PAGES"}[what]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def max_descriptors() -> int:

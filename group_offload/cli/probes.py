@@ -30,7 +30,7 @@ from ..base.mapping import flat_view, map_anonymous
 from ..base.page_lock import LockLimit, careful_bytes, is_wsl2
 from ..base.pagemap import Detection, detection
 from ..base.ram import available_ram
-from ..base.system import max_locked_bytes, open_to_read
+from ..base.system import max_locked_bytes, open_to_read, ram_of_machine
 from ..base.tuning import tuning
 from ..plan.budgets import auto_ram, describe_bytes
 from ..plan.speeds import LINK_BYTES, device_name, measure_drive, measure_link
@@ -102,7 +102,7 @@ def ask_nvidia(backend: Backend) -> dict[str, str]:
     try:
         if backend.device.type == "cuda":  # torch numbers the devices in another way than nvidia-smi
             command.append(f"--id=GPU-{torch.cuda.get_device_properties(backend.device).uuid}")
-        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        said = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError, RuntimeError, AttributeError):
         return {}
     return dict(zip(fields, (said.splitlines() or [""])[0].split(", "), strict=False))
@@ -244,7 +244,7 @@ def _direct_reads(machine: Machine) -> Row:
 
 
 def _ram(machine: Machine) -> Row:
-    total, available, auto = int(psutil.virtual_memory().total), available_ram(), auto_ram()
+    total, available, auto = ram_of_machine("total"), available_ram(), auto_ram()
     values = {"total_bytes": total, "available_bytes": available, "auto_budget_bytes": auto}
     found = f'{describe_bytes(total)}, {describe_bytes(available)} available; ram_budget="auto" takes {describe_bytes(auto)}'
     if auto:
@@ -253,7 +253,7 @@ def _ram(machine: Machine) -> Row:
 
 
 def _control_groups(machine: Machine) -> Row:
-    total = int(psutil.virtual_memory().total)
+    total = ram_of_machine("total")
     limit = min(memory_limits(), default=total)
     if limit >= total:
         return Row("no limit below the RAM of the machine", values={"limit_bytes": None})

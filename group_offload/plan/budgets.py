@@ -10,10 +10,9 @@ from fractions import Fraction
 from numbers import Integral, Real
 from typing import Any
 
-import psutil
-
 from ..base.control_groups import memory_limits
 from ..base.ram import available_ram
+from ..base.system import ram_of_machine
 from ..errors import ConfigError
 
 logger = logging.getLogger("group_offload")
@@ -110,7 +109,7 @@ def auto_ram() -> int:
 
 def total_ram() -> int:
     """The system's RAM, or the limit of the control groups that the process is in (a container) if that is less."""
-    return min([int(psutil.virtual_memory().total), *memory_limits()])
+    return min([ram_of_machine("total"), *memory_limits()])
 
 
 def _from_text(value: str, name: str, total: int) -> int:

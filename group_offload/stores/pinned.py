@@ -18,6 +18,7 @@ waits for the last copy at the end of each pass (`Blob.detects_edits`).
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 import weakref
@@ -34,6 +35,7 @@ from ..base.pagemap import NO_LOOKS, PAGE, Looks, PageScan, can_detect_writes
 from ..base.release import release_later
 from ..base.system import on_fork
 from ..base.tuning import tuning
+from ..errors import StateError
 from .base import Tier, belongs_to_checkpoints, moves_of_rest
 from .moves import Copy, Move, PageableMemory, Read
 from .origin import Origin
@@ -409,7 +411,12 @@ class RamBlob:
             self.store.remove(self)
 
 
-def _no_room(num_bytes: int, error: OSError) -> MemoryError:
+def _no_room(num_bytes: int, error: OSError) -> Exception:
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return StateError(
+            f"Cannot take {num_bytes:,} bytes of RAM for weights: {error.strerror}. Let the process have more descriptors "
+            f"(ulimit -n), or close files that it does not need."
+        )
     return MemoryError(
         f"Cannot take {num_bytes:,} bytes of RAM for weights: {error.strerror}. offload_to_disk_path, or "
         f"offload_device='disk', takes less RAM. A limit of address space (ulimit -v) has to leave room for all weights twice."

@@ -471,6 +471,7 @@ def test_link(
     ("script", "found"),
     [
         ("echo 'NVIDIA H200, 570.1, 5, 16'; echo 'NVIDIA H200, 570.1, 5, 8'", NVIDIA),
+        (r"printf 'NV\377IDIA, 1'", {"name": "NV\ufffdIDIA", "driver_version": "1"}),
         ("echo 'No devices were found'; exit 6", {}),
         (None, {}),
     ],

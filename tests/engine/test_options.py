@@ -141,7 +141,11 @@ def test_module_without_weights(model: nn.Module, level: str) -> None:
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("kind", ["meta parameter", "meta buffer", "sparse parameter", "sparse csr buffer"])
+@pytest.mark.filterwarnings("ignore:.*(quantize|Quantize|nested)")
+@pytest.mark.parametrize(
+    "kind",
+    ["meta parameter", "meta buffer", "sparse parameter", "sparse csr buffer", "quantised", "by channel", "nested"],
+)
 def test_weights_that_cannot_be_offloaded(kind: str, tier: str, level: str, tmp_path: Path) -> None:
     model = make(Model)
     block = model.blocks[2]
@@ -151,8 +155,16 @@ def test_weights_that_cannot_be_offloaded(kind: str, tier: str, level: str, tmp_
         block.register_buffer("mask", torch.ones(3, device="meta"))
     elif kind == "sparse parameter":
         block.weight = nn.Parameter(torch.eye(4).to_sparse())
-    else:
+    elif kind == "sparse csr buffer":
         block.register_buffer("mask", torch.eye(4).to_sparse_csr())
+    elif kind == "quantised":
+        quantised = torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.qint8)
+        block.weight = nn.Parameter(quantised, requires_grad=False)
+    elif kind == "by channel":
+        scales, zeros = torch.full((4,), 0.1), torch.zeros(4)
+        block.register_buffer("mask", torch.quantize_per_channel(torch.eye(4), scales, zeros, 0, torch.qint8))
+    else:
+        block.register_buffer("mask", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
     before = snapshot_without_pointers(model)
     with pytest.raises(ModuleError, match=r"blocks\.2\."):
         offload_to(tmp_path / "groups" if tier == "file" else None, model, level)

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from group_offload import ConfigError
-from group_offload.plan import budgets
 from group_offload.plan.budgets import AUTO, auto_ram, describe_bytes, parse_budget, parse_bytes, total_ram
 
 from ..support.control_groups import Cgroups, stat
@@ -165,7 +165,7 @@ def test_descriptions(num_bytes: int, text: str) -> None:
 def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cgroups:
     found = Cgroups(tmp_path, monkeypatch)
     memory = SimpleNamespace(total=100 * GIB, available=60 * GIB)
-    monkeypatch.setattr(budgets.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     return found
 
 

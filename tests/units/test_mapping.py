@@ -36,6 +36,28 @@ def test_bytes_of_any_number_in_pieces(num_bytes: int, monkeypatch: pytest.Monke
     assert bytes(memory.shared) == bytes(memory.private) == content
 
 
+@pytest.mark.parametrize("num_scans", [0, 1])
+def test_a_kernel_whose_scans_do_nothing(num_scans: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sandbox answers each request with success, from the first one on or later. Entries are read then."""
+    scans: list[int] = []
+    real = pagemap.ioctl
+
+    def ioctl(fd: int, request: int, argument: bytearray) -> int:
+        scans.append(request)
+        return real(fd, request, argument) if len(scans) <= num_scans else 0
+
+    memory = TwiceMapped(4 * PAGE)
+    memory.write([(0, memoryview(bytes(4 * PAGE)))])
+    memory.seal()
+    scan = PageScan(ctypes.addressof(memory.private), 4 * PAGE)
+    monkeypatch.setattr(pagemap._Known, "lacks_scan", False)
+    monkeypatch.setattr(pagemap, "ioctl", ioctl)
+    assert scan.written() == []
+    memory.private[2 * PAGE] = b"b"
+    assert scan.written() == [(2 * PAGE, 3 * PAGE)]
+    assert pagemap._Known.lacks_scan
+
+
 @pytest.mark.parametrize("lacks_scan", [False, True])
 def test_one_scan_tells_again_and_again_of_more_pages_than_the_kernel_tells_at_once(
     lacks_scan: bool, monkeypatch: pytest.MonkeyPatch

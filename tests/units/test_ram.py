@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import copy
+import errno
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
 
-from group_offload import apply_group_offloading
+from group_offload import StateError, apply_group_offloading
+from group_offload.base import mapping, ram, system
 from group_offload.base.ram import available_ram
 from group_offload.stores import ways
 from group_offload.stores.ways import choose_ways
 
 from ..support.control_groups import GIB, Cgroups, stat
 from ..support.models import DIM, RoutedModel
-from ..support.on_device import forward, from_file
+from ..support.on_device import forward, from_file, offload
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.tuning import tune
@@ -39,12 +43,56 @@ def test_no_control_groups(cgroups: Cgroups) -> None:
     assert available_ram() == 100 * GIB  # the root has no limit, nor files
 
 
+@pytest.mark.parametrize("error", [FileNotFoundError(2, "no /proc"), OSError(24, "no descriptor left")])
+def test_where_the_system_shows_no_figures(error: OSError, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A sandbox has no /proc, or the process has no descriptor left: models are offloaded all the same."""
+    known = psutil.virtual_memory()
+
+    def fails(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(psutil, "virtual_memory", fails)
+    monkeypatch.setattr(psutil, "Process", fails)
+    monkeypatch.setattr(ram, "kernel_says", fails)
+    assert ram.ram_in_use() == 0
+    assert system.ram_of_machine("total") == known.total
+    assert 0 < system.ram_of_machine("available") <= known.total
+    model = nn.Linear(4, 4)
+    x, expected = torch.ones(1, 4), copy.deepcopy(model)
+    handle = apply_group_offloading(model, "cpu", offload_to_disk_path=tmp_path, ram_budget="1GiB")
+    assert torch.equal(run(model, x), run(expected, x))
+    handle.remove()
+
+
 @pytest.mark.parametrize("name", ["/", "/user/app"])
 def test_version_2(name: str, cgroups: Cgroups) -> None:
     """What the page cache can give up counts."""
     cgroups.say(f"0::{name}")
     cgroups.write(name, memory__max=10 * GIB, memory__current=7 * GIB, memory__stat=stat(2 * GIB, GIB))
     assert available_ram() == 6 * GIB
+
+
+@pytest.mark.parametrize("content", [None, "anon 5\nodd\n\nfile x\n"])
+def test_a_limit_counts_whatever_the_system_says_of_the_page_cache(content: str | None, cgroups: Cgroups) -> None:
+    cgroups.say("0::/app")
+    cgroups.write("app", memory__max=10 * GIB, memory__current=7 * GIB)
+    if content is not None:
+        cgroups.write("app", memory__stat=content)
+    assert available_ram() == 3 * GIB
+
+
+def test_version_1_counts_the_page_cache_of_groups_inside(cgroups: Cgroups) -> None:
+    """As a batch system makes them: the job has the limit, and a task inside of it the page cache."""
+    cgroups.say("5:memory:/job/step")
+    for name, own in (("job", 0), ("job/step", 30)):
+        cgroups.write(
+            name,
+            1,
+            memory__limit_in_bytes=(32 if name == "job" else 1 << 30) * GIB,
+            memory__usage_in_bytes=31 * GIB,
+            memory__stat=f"{stat(0, own * GIB)}\ntotal_inactive_file {10 * GIB}\ntotal_active_file {20 * GIB}",
+        )
+    assert available_ram() == 31 * GIB
 
 
 def test_version_1(cgroups: Cgroups) -> None:
@@ -92,7 +140,7 @@ def test_files_that_nobody_understands(file: str, broken: str, cgroups: Cgroups)
     cgroups.say("0::/a")
     cgroups.write("a", memory__max=GIB, memory__current=0, memory__stat=stat(0, 0))
     cgroups.write("a", **{file: broken})
-    assert available_ram() == 100 * GIB
+    assert available_ram() == (GIB if file == "memory__stat" else 100 * GIB)
 
 
 @pytest.mark.parametrize("line", ["", "nonsense"])
@@ -353,3 +401,15 @@ def test_the_cpu_locks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             assert torch.equal(run(model, x), run(resident, x))
         assert {group.way for group in handle.groups if group.num_bytes} == {"page cache"}
         handle.remove()
+
+
+def test_a_process_without_descriptors_is_told_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    model = nn.Linear(4, 4)
+    before = model.weight.clone()
+    monkeypatch.setattr(mapping, "new_shared_file", fails)
+    with use_simulated_device(SimulatedDevice(0, "lazy")), pytest.raises(StateError, match="ulimit -n"):
+        offload(model)
+    assert torch.equal(model.weight, before)

@@ -324,6 +324,8 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         find_checkpoint("~/model.safetensors")
     with pytest.raises(ConfigError, match="no home"):
         apply_group_offloading(torch.nn.Linear(2, 2), "cpu", offload_to_disk_path="~/groups")
+    with pytest.raises(ConfigError, match="no such user"):
+        apply_group_offloading(torch.nn.Linear(2, 2), "cpu", offload_to_disk_path="~nobody-of-that-name/groups")
     assert [path.name for path in tmp_path.iterdir()] == ["~"]
 
 
