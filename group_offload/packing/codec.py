@@ -69,7 +69,7 @@ def pack(
         data[end : end + each.numel()] = each
         end += each.numel()
     data = data[:size]
-    allocated = on_pool(memory, size)  # to page-lock it takes as long as the rest
+    allocated = on_pool(memory, size)  # page-locking takes time too
     hashed.wait()
     found = replace(draft, packed_bytes=size, num_escapes=num_escapes, hash=hashed.result())
     again = torch.empty_like(there)

@@ -15,8 +15,7 @@ from .passes import SharedPasses
 
 
 class _Company(threading.local):
-    num = 0
-    """How many passes this thread's forward shares with others: a model inside of another one may share its own."""
+    is_there = False
 
 
 _company = _Company()
@@ -25,17 +24,17 @@ _company = _Company()
 @contextmanager
 def in_company(size: int) -> Iterator[None]:
     """While a forward of this thread shares a pass with `size` - 1 others."""
-    num = 1 if size > 1 else 0
-    _company.num += num
+    before = _company.is_there
+    _company.is_there = before or size > 1
     try:
         yield
     finally:
-        _company.num -= num
+        _company.is_there = before
 
 
 def is_in_company() -> bool:
     """Whether a forward of this thread shares a pass. A model inside goes alone: the others wait for this thread's turn."""
-    return _company.num > 0
+    return _company.is_there
 
 
 class Ahead:

@@ -20,7 +20,7 @@ from ...base.torch_internals import (
     push_function_mode,
     push_mode,
 )
-from .contents import SIMPLE
+from .contents import are_alike
 
 _FLAGS: tuple[Callable[[], Any], ...] = (
     torch.get_default_dtype,
@@ -127,13 +127,9 @@ class Caller:
 
 def _are_alike(one: Any, other: Any) -> bool:
     """Whether two context values or modes do the same. They may be made anew for each call."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, DeviceContext):
+    if type(one) is type(other) and isinstance(one, DeviceContext):
         return bool(one.device == other.device)
-    return type(one) in SIMPLE and repr(one) == repr(other)
+    return are_alike(one, other)
 
 
 def has_same_variables(one: contextvars.Context, other: contextvars.Context) -> bool:

@@ -118,12 +118,12 @@ class Inside:
         is_same = self._versions == other._versions and self._states == other._states
         if not is_same or len(mine) != len(theirs):
             return False
-        return all(map(is_, mine, theirs)) or all(map(_are_alike, mine, theirs))
+        return all(map(is_, mine, theirs)) or all(map(are_alike, mine, theirs))
 
     __hash__ = None  # type: ignore[assignment]
 
 
-def _are_alike(one: Any, other: Any) -> bool:
+def are_alike(one: Any, other: Any) -> bool:
     """Whether it is the same object, or a number or a text that was made anew."""
     return one is other or (type(one) is type(other) and type(one) in SIMPLE and repr(one) == repr(other))
 
