@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from ...base.mapping import TwiceMapped
-from .crew import OtherModel, Roll
+from .roll import OtherModel, Roll
 
 _MOST_OPEN = 4
 """How many segments the first rank makes before the others have mapped them: until then each takes descriptors."""

@@ -35,11 +35,12 @@ from ...stores.base import PlacedBlob, PlacedImage
 from ...stores.moves import Gather, Move, joined, may_be_cut, moves_within, sent_bytes
 from ..measure.recorder import Recorder
 from .board import key_of
-from .crew import Crew, GatherSpeeds, OtherModel, Roll, crew_of, pays, roll_of
+from .crew import Crew, GatherSpeeds, crew_of, pays, roll_of
 from .cut import Cut, cut
 from .jobs import Shared, ShareJob, again
 from .links import Place
 from .one_copy import OneCopy
+from .roll import OtherModel, Roll
 
 logger = logging.getLogger("group_offload")
 

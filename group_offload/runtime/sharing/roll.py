@@ -1,0 +1,136 @@
+"""How the ranks that set a model up meet, and what they tell each other, through the store of `torch.distributed`."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from typing import Any
+
+from ...base.system import started_at
+from ...base.torch_internals import store_of_processes
+from ...base.tuning import tuning
+from ...errors import ModuleError, StateError
+
+_POLL_SECONDS = 5e-3
+
+
+class OtherModel(ModuleError):
+    """A rank has another model than the first one."""
+
+    def __init__(self, rank: int, first: int, what: str) -> None:
+        super().__init__(
+            f"All ranks of process_group have to offload the same module, and rank {rank} has another one than rank {first}: "
+            f"{what}."
+        )
+        self.args_of_all = rank, first, what
+
+
+class Roll:
+    """Where the ranks of a process group tell each other something while they set up."""
+
+    def __init__(self, process_group: Any) -> None:
+        import torch.distributed as dist
+
+        self.ranks: list[int] = dist.get_process_group_ranks(process_group)
+        self.rank = dist.get_rank()
+        self._store = store_of_processes()
+        self.prefix = f"group_offload/{'-'.join(map(str, self.ranks))}"
+        self._num_models = 0
+        self.processes: dict[int, tuple[int, str | None]] = {}
+        """By rank of this host, once they are known, its process, and when that was started."""
+        # The store may have what ranks of an earlier process group said: `torchrun` keeps it.
+        self.prefix += f"/{self._meet()}"
+
+    def _meet(self) -> str:
+        """Wait for the other ranks. Returns a name of this meeting, which the first rank has made.
+
+        Raises:
+            StateError: a rank does not come.
+        """
+        mine, limit = uuid.uuid4().hex, time.monotonic() + tuning().share_setup_seconds
+        first, *others = self.ranks
+        waiting = {*others} if self.rank == first else {first}
+        if self.rank != first:
+            self.tell("asks", mine)
+        answered: dict[int, str] = {}
+        while waiting:
+            for rank in [*waiting]:
+                if self.rank != first:
+                    asked, name = self._said(rank, f"answers {self.rank}") or ("", "")
+                    if asked == mine:
+                        self.tell("has heard", name)
+                        return str(name)
+                    continue
+                asked = self._said(rank, "asks")
+                if asked is not None and answered.get(rank) != asked:  # which may be what it asked long ago
+                    answered[rank] = asked
+                    self.tell(f"answers {rank}", [asked, mine])
+                if self._said(rank, "has heard") == mine:
+                    waiting.discard(rank)
+            if waiting and time.monotonic() > limit:
+                raise _did_not_come(min(waiting))
+            time.sleep(_POLL_SECONDS if waiting else 0)
+        return mine
+
+    def next_model(self) -> str:
+        """The name of the model that is set up next: the same one on all ranks, which set models up in the same order."""
+        self._num_models += 1
+        return str(self._num_models)
+
+    def tell(self, topic: str, content: object) -> None:
+        self._store.set(self._key(topic, self.rank), json.dumps(content))
+
+    def fail(self, model: str, error: BaseException) -> None:
+        """This rank could not set the model up: the others do not wait any longer, and raise."""
+        what = error.args_of_all if isinstance(error, OtherModel) else f"{type(error).__name__}: {error}"
+        self.tell(f"{model}/failed", what)
+
+    def exchange(self, topic: str, content: object, among: list[int]) -> list[Any]:
+        """What each of the ranks `among` has to say.
+
+        Raises:
+            StateError: a rank says nothing in time, or that it has failed.
+        """
+        self.tell(topic, content)
+        return [content if rank == self.rank else self.hear(rank, topic) for rank in among]
+
+    def hear(self, rank: int, *topics: str) -> Any:
+        """What another rank says to the first of these topics that it says something to.
+
+        Raises:
+            StateError: it says nothing in time, or that it has failed.
+        """
+        failed, limit = f"{topics[0].partition('/')[0]}/failed", time.monotonic() + tuning().share_setup_seconds
+        while time.monotonic() < limit:
+            pid, started = self.processes.get(rank, (0, None))
+            has_ended = pid and started_at(pid) != started  # it may have said something before
+            for topic in (*topics, failed):
+                found = self._said(rank, topic)
+                if found is not None and topic == failed:
+                    raise (
+                        OtherModel(*found)
+                        if isinstance(found, list)
+                        else StateError(f"Rank {rank} could not offload its model: {found}")
+                    )
+                if found is not None:
+                    return found
+            if has_ended:
+                raise StateError(f"Rank {rank} (process {pid}) has ended before its model was offloaded.")
+            time.sleep(_POLL_SECONDS)
+        raise _did_not_come(rank)
+
+    def _said(self, rank: int, topic: str) -> Any:
+        """What a rank says to a topic; None if it has said nothing yet."""
+        key = self._key(topic, rank)
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def _key(self, topic: str, rank: int) -> str:
+        return f"{self.prefix}/{topic}/{rank}"
+
+
+def _did_not_come(rank: int) -> StateError:
+    return StateError(
+        f"Rank {rank} did not offload a model with this process_group within {tuning().share_setup_seconds:g} s. All ranks "
+        f"of it have to make the same calls, in the same order."
+    )
