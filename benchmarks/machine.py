@@ -35,7 +35,7 @@ ALLOCATION = re.compile(
 # ------------------------------------------------------------------------------------------------ facts
 
 
-_QUANTISERS = ("torchao", "bitsandbytes")
+QUANTISERS = ("torchao", "bitsandbytes", "optimum-quanto", "gguf", "sdnq")
 
 
 def measure_machine(device: torch.device) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def measure_machine(device: torch.device) -> dict[str, Any]:
         "ram_bytes": psutil.virtual_memory().total,
         "python": sys.version.split()[0],
         "torch": torch.__version__,
-        **{name: _version(name) for name in ("diffusers", "accelerate", "transformers", *_QUANTISERS)},
+        **{name: _version(name) for name in ("diffusers", "accelerate", "transformers", *QUANTISERS)},
         "glibc_tunables": os.environ.get("GLIBC_TUNABLES"),  # they change how fast RAM is copied
         "pinned_h2d_bytes_per_s": _pinned_bandwidth(device),
     }

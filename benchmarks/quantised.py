@@ -1,7 +1,7 @@
 """Quantised weights, kind by kind: on the device, under this package, under diffusers' group offloading.
 
-Each kind is one model on the device: quantised there, timed, offloaded by this package and brought back, at both levels,
-and last offloaded by diffusers, which has no way back.
+Each kind is one model on the device: quantised there, timed, offloaded by this package and brought back, at both levels.
+diffusers has no way back: its arms make the same model anew.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from . import models
 from . import report as reports
 from .arms import apply_function
 from .machine import (
+    QUANTISERS,
     device_peak,
     fix_algorithms,
     forget_device_peak,
@@ -32,65 +33,117 @@ from .options import add, model_of
 from .processes import say
 
 
-def _torchao(name: str) -> Callable[[nn.Module], None]:
+def _torchao(name: str, **options: Any) -> Callable[[nn.Module], None]:
     def quantise(model: nn.Module) -> None:
         from torchao import quantization
 
-        quantization.quantize_(model, getattr(quantization, name)())
+        quantization.quantize_(model, getattr(quantization, name)(**options))
 
     return quantise
 
 
-def _bitsandbytes(make: Callable[[Any, nn.Linear], nn.Module]) -> Callable[[nn.Module], None]:
-    def quantise(model: nn.Module) -> None:
+def _replace(model: nn.Module, make: Callable[[nn.Linear], nn.Module | None]) -> None:
+    """Put what `make` returns in the place of each linear layer. None leaves the layer."""
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if type(layer) is nn.Linear and (found := make(layer)) is not None:
+                setattr(parent, name, found)
+
+
+def _bitsandbytes(name: str, **options: Any) -> Callable[[nn.Module], None]:
+    def make(layer: nn.Linear) -> nn.Module:
         from bitsandbytes import nn as bnb
 
-        for parent in list(model.modules()):
-            for name, layer in list(parent.named_children()):
-                if type(layer) is nn.Linear:
-                    with torch.device("meta"):
-                        found: Any = make(bnb, layer)
-                    weight = found.weight  # as diffusers makes it, on the device
-                    weight = type(weight)(layer.weight.data, requires_grad=False, **weight.__dict__)
-                    found.weight, found.bias = weight._quantize(layer.weight.device), layer.bias
-                    setattr(parent, name, found)
+        with torch.device("meta"):
+            found: Any = getattr(bnb, name)(*_shape(layer), **options)
+        weight = found.weight  # as diffusers makes it, on the device
+        weight = type(weight)(layer.weight.data, requires_grad=False, **weight.__dict__)
+        found.weight, found.bias = weight._quantize(layer.weight.device), layer.bias
+        return found  # type: ignore[no-any-return]
 
-    return quantise
+    return lambda model: _replace(model, make)
 
 
 def _shape(layer: nn.Linear) -> tuple[int, int, bool]:
     return layer.in_features, layer.out_features, layer.bias is not None
 
 
+def _quanto(name: str) -> Callable[[nn.Module], None]:
+    def quantise(model: nn.Module) -> None:
+        from optimum import quanto
+
+        quanto.quantize(model, weights=getattr(quanto, name))
+        quanto.freeze(model)
+        model.eval()  # quanto makes layers that train
+
+    return quantise
+
+
+def _gguf(name: str) -> Callable[[nn.Module], None]:
+    """Weights with random numbers in the file's layout: the package quantises on the CPU, for minutes."""
+
+    def make(layer: nn.Linear) -> nn.Module | None:
+        import gguf
+        from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
+
+        kind = gguf.GGMLQuantizationType[name]
+        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        rows, columns = layer.weight.shape
+        if columns % block:
+            return None  # files leave such layers in bf16
+        generator = torch.Generator(layer.weight.device).manual_seed(models.SEED)
+        shape = (rows, columns // block, block_bytes)
+        packed = torch.randint(256, shape, generator=generator, device=layer.weight.device, dtype=torch.uint8)
+        scales = packed[..., : 4 if name.endswith("_K") else 2].view(torch.float16)
+        scales.fill_(1e-4)
+        with torch.device("meta"):
+            found = GGUFLinear(*_shape(layer), compute_dtype=torch.bfloat16)
+        found.weight, found.bias = GGUFParameter(packed.flatten(1), quant_type=kind), layer.bias
+        return found  # type: ignore[no-any-return]
+
+    return lambda model: _replace(model, make)
+
+
+def _sdnq(dtype: str) -> Callable[[nn.Module], None]:
+    def quantise(model: nn.Module) -> None:
+        import sdnq
+
+        sdnq.sdnq_post_load_quant(model, weights_dtype=dtype, add_skip_keys=False)
+
+    return quantise
+
+
 def _layerwise(model: nn.Module) -> None:
     model.enable_layerwise_casting(torch.float8_e4m3fn, torch.bfloat16)  # type: ignore[operator]
 
 
+# Those that people use most first: a run that is cut short has them.
 KINDS: dict[str, Callable[[nn.Module], None]] = {
     "torchao-int8": _torchao("Int8WeightOnlyConfig"),
     "torchao-fp8": _torchao("Float8WeightOnlyConfig"),
-    "torchao-fp8-dynamic": _torchao("Float8DynamicActivationFloat8WeightConfig"),
-    "bnb-nf4": _bitsandbytes(
-        lambda bnb, layer: bnb.Linear4bit(*_shape(layer), compute_dtype=torch.bfloat16, quant_type="nf4")
-    ),
-    "bnb-int8": _bitsandbytes(
-        lambda bnb, layer: bnb.Linear8bitLt(*_shape(layer), has_fp16_weights=False, threshold=6.0)
-    ),
+    "torchao-int4": _torchao("Int4WeightOnlyConfig", group_size=32, int4_packing_format="tile_packed_to_4d"),
+    "bnb-nf4": _bitsandbytes("Linear4bit", compute_dtype=torch.bfloat16, quant_type="nf4"),
+    "bnb-fp4": _bitsandbytes("Linear4bit", compute_dtype=torch.bfloat16, quant_type="fp4"),
+    "bnb-int8": _bitsandbytes("Linear8bitLt", has_fp16_weights=False, threshold=6.0),
+    "gguf-Q8_0": _gguf("Q8_0"),
+    "gguf-Q4_0": _gguf("Q4_0"),
+    "gguf-Q4_K": _gguf("Q4_K"),
+    "quanto-int8": _quanto("qint8"),
+    "quanto-int4": _quanto("qint4"),
+    "quanto-fp8": _quanto("qfloat8"),
     "layerwise": _layerwise,
+    "torchao-int8-dynamic": _torchao("Int8DynamicActivationInt8WeightConfig"),
+    "torchao-fp8-dynamic": _torchao("Float8DynamicActivationFloat8WeightConfig"),
+    "sdnq-int8": _sdnq("int8"),
+    "sdnq-uint4": _sdnq("uint4"),
 }
+_PEER: dict[str, Any] = {"use_stream": True, "record_stream": True, "offload_device": torch.device("cpu")}
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "on the device": ("resident", {}),
     "group_offload, block level": ("ours", {}),
     "group_offload, leaf level": ("ours", {"offload_type": "leaf_level"}),
-    "diffusers, leaf level": (
-        "diffusers",
-        {
-            "offload_type": "leaf_level",
-            "use_stream": True,
-            "record_stream": True,
-            "offload_device": torch.device("cpu"),
-        },
-    ),
+    "diffusers, block level": ("diffusers", {"offload_type": "block_level", "num_blocks_per_group": 1, **_PEER}),
+    "diffusers, leaf level": ("diffusers", {"offload_type": "leaf_level", **_PEER}),
 }
 
 
@@ -101,35 +154,45 @@ def run(options: argparse.Namespace) -> Path | None:
     device, model = torch.device(options.device), model_of(options)
     report = reports.new("quantised", options, model={**model.facts(), "what": f"{model.what}, {model.goes_in}"})
     report["machine"] = measure_machine(device)
-    begun = time.monotonic()
+    begun, path = time.monotonic(), None
+    inputs = models.make_inputs(model, device)
     for kind in options.kinds:
         if time.monotonic() - begun > options.budget:
             say(f"{kind}: no time left")
             break
-        forget_device_peak(device)
-        module = models.make_model(model, device, resident=True).requires_grad_(False)
-        try:
-            KINDS[kind](module)
-        except Exception as error:
-            report["arms"][f"{kind}, on the device"] = {"error": _first_line(error)}
-            continue
-        inputs = models.make_inputs(model, device)
-        reference = None
+        arms: dict[str, Any] = {}
+        module = None
         for name, (engine, choice) in ARMS.items():
             say(f"{kind}, {name}", time.monotonic() - begun)
             try:
+                if module is None or engine == "diffusers":
+                    module = None
+                    forget_device_peak(device)
+                    module = _make(model, kind, device)
                 handle = apply_function(engine)(module, device, choice)
                 arm = _measure(model, module, inputs, device, options.steps)
-                reference = reference or arm["sha256"]
-                arm["is_equal"] = arm["sha256"] == reference
                 if handle is not None and hasattr(handle, "remove"):
                     arm["host_bytes"] = handle.stats().host_bytes
                     handle.remove()
             except Exception as error:
                 arm = {"error": _first_line(error)}
-            report["arms"][f"{kind}, {name}"] = arm
-        del module, inputs
-    return reports.write(report, options.output)
+                module = None
+            arms[name] = arm
+            if "error" in arm and engine == "resident":
+                break  # the kind does not run here
+        reference = arms["on the device"].get("sha256")
+        for name, arm in arms.items():
+            equal = {} if "error" in arm else {"is_equal": arm["sha256"] == reference}
+            report["arms"][f"{kind}, {name}"] = {**arm, **equal}
+        del module
+        path = reports.write(report, options.output)  # after each: a run that is cut short leaves what it has
+    return path
+
+
+def _make(model: models.Model, kind: str, device: torch.device) -> nn.Module:
+    module = models.make_model(model, device, resident=True).requires_grad_(False)
+    KINDS[kind](module)
+    return module
 
 
 @torch.no_grad()
@@ -145,7 +208,8 @@ def _measure(
         output = model.call(module, inputs)
     wait_for_output(device)
     seconds = (time.perf_counter() - start) / steps
-    return {"step_s": seconds, "peak_bytes": device_peak(device), "sha256": sha256(output)}
+    facts = {"is_finite": bool(output.isfinite().all()), "sha256": sha256(output)}
+    return {"step_s": seconds, "peak_bytes": device_peak(device), **facts}
 
 
 def _first_line(error: Exception) -> str:
@@ -153,18 +217,27 @@ def _first_line(error: Exception) -> str:
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """A report of this benchmark as Markdown: a row for each arm of each kind."""
-    packages = ("diffusers", "torchao", "bitsandbytes")
-    facts = f"{report['model']['what']}; {reports.machine_facts(report, *packages)}."
-    columns: reports.Columns = {
-        "step, in a row": lambda arm: reports.seconds(arm["step_s"]),
-        "device peak": lambda arm: reports.gib(arm["peak_bytes"]),
-        "RAM of the weights": lambda arm: reports.gib(arm.get("host_bytes")),
-        "outputs bit-equal": lambda arm: reports.verdict(arm["is_equal"]),
-    }
-    return "\n".join([facts, "", reports.table(report["arms"], columns, "step_s", head="kind, arm")])
+    """A report of this benchmark as Markdown: a row for each kind, a column for each arm.
+
+    A cell has the step, in a row, and the peak on the device. It says so where the bits are not those of the resident model.
+    """
+    facts = f"{report['model']['what']}; {reports.machine_facts(report, 'diffusers', *QUANTISERS)}."
+    rows = [["kind", *ARMS]]
+    for kind in dict.fromkeys(name.partition(", ")[0] for name in report["arms"]):
+        rows.append([kind, *(_cell(report["arms"].get(f"{kind}, {arm}")) for arm in ARMS)])
+    return "\n".join([facts, "", reports.markdown(rows)])
+
+
+def _cell(arm: reports.Arm | None) -> str:
+    if arm is None:
+        return ""
+    if "error" in arm:
+        return str(arm["error"])
+    shown = f"{reports.seconds(arm['step_s'])}, {reports.gib(arm['peak_bytes'])}".removesuffix(", ")
+    differs = "" if arm["is_equal"] else ", **other bits**"
+    return shown + differs + ("" if arm["is_finite"] else ", **not finite**")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS], help="only these, in this order")
-    add(parser, "model", "blocks", "tokens", "small", "device", steps=4, budget=150)
+    add(parser, "model", "blocks", "tokens", "small", "device", steps=4, budget=400)

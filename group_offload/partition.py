@@ -85,6 +85,12 @@ class TensorRef:
             return inner_of(self.holder, self.path) is self.tensor
         return kept_beside(self.holder, self.places[0].owner).get(self.path) is self.tensor
 
+    def kept_by(self) -> Any:
+        """The object that keeps the tensor beside the holder; None if the holder does."""
+        if len(self.path) > 1:
+            return vars(self.holder).get(self.path[0])
+        return _state_of(self.places[0].owner)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParamSlot:
@@ -486,11 +492,17 @@ def kept_beside(holder: torch.Tensor, owner: nn.Module | None) -> dict[tuple[str
     if type(holder) in (torch.Tensor, nn.Parameter, nn.Buffer):
         return {}
     found = dict(_attributes(vars(holder), ()))
-    state = vars(owner).get("state") if owner is not None else None
-    if type(state).__name__ == "MatmulLtState":
+    state = None if owner is None else _state_of(owner)
+    if state is not None:
         kept = ((name, getattr(state, name)) for name in ("CB", "SCB"))
         found |= {(name,): tensor for name, tensor in kept if isinstance(tensor, torch.Tensor)}
     return found
+
+
+def _state_of(owner: nn.Module) -> Any:
+    """What bitsandbytes' 8-bit layer keeps its weight in after the first forward."""
+    state = vars(owner).get("state")
+    return state if type(state).__name__ == "MatmulLtState" else None
 
 
 def _attributes(table: dict[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:

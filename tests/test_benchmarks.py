@@ -458,7 +458,8 @@ def test_quantised_kinds_are_compared(tmp_path: Path, benchmark_here: Run) -> No
     options = ("--small", "--kinds", "layerwise", "--steps", "1", "--device", "cpu")
     table = benchmark_here("quantised", *options, "--output", tmp_path)
     arms = next(json.loads(file.read_text()) for file in (tmp_path / "quantised").glob("*.json"))["arms"]
-    assert arms["layerwise, group_offload, block level"]["is_equal"] and "| layerwise, on the device" in table
+    ours = arms["layerwise, group_offload, block level"]
+    assert ours["is_equal"] and ours["is_finite"] and "| layerwise " in table and "other bits" not in table
 
 
 def test_packing_is_measured(tmp_path: Path, benchmark_here: Run) -> None:

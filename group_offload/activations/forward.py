@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..base.device import Backend, Stream
 from ..base.saved import Pack, Unpack, hooks_in_force, unwatched
+from .stash import Stash
 from .tape import Tape
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -30,6 +31,10 @@ class Forward:
         self.tape = tape
         self.outer = outer
         """The hooks of others that ours are pushed over."""
+        self.unfilled: list[Stash] = []
+        """What the operation that saved it may still be about to fill."""
+        self.unfilled_by = -1
+        """The number of autograd nodes that this thread had made then."""
         self._homes: dict[Backend, Stream] = {}
         self._weights = {weight.untyped_storage()._cdata for weight in weights}
         self._hooks = saved_tensors_hooks(unwatched(pack), unwatched(unpack))

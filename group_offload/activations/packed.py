@@ -51,5 +51,7 @@ class PackedView:
             check_version(self._probe._version, self._version, name)
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor, as a view of the stash's bytes."""
-        return view_of(memory, self._offset, self._dtype, self._size, self._stride)
+        """The tensor, as a view of the stash's bytes. It shares the version counter too: a backward may change it in place."""
+        view = self._probe.detach()
+        view.data = view_of(memory, self._offset, self._dtype, self._size, self._stride)
+        return view

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -30,7 +30,12 @@ from torch.utils import checkpoint
 
 from ..base.device import Stream, backend_for
 from ..base.saved import Kept, Passed, hooks_in_force, keep
-from ..base.torch_internals import are_saved_tensors_hooks_enabled, current_graph_task_id, current_transform
+from ..base.torch_internals import (
+    are_saved_tensors_hooks_enabled,
+    current_graph_task_id,
+    current_transform,
+    num_autograd_nodes,
+)
 from ..errors import GroupOffloadError, StateError
 from .config import ActivationConfig
 from .counters import ActivationCounters
@@ -214,6 +219,7 @@ class Session:
             return
         if current.tape.stashes:
             self._expected = len(current.tape.stashes)  # the next forward is expected to be as long
+        self._send_unfilled(current)
         current.close()
         self._thread.current = None
         for offloader in self.settle():
@@ -225,6 +231,7 @@ class Session:
         current = self._forward
         if current is None or current_graph_task_id() != -1:
             return
+        self._send_unfilled(current)
         self._enter(current.tape, name)
 
     @_guarded
@@ -252,6 +259,8 @@ class Session:
         current = self._forward
         if current is None:
             return keep(tensor, None)
+        if current.unfilled and num_autograd_nodes() != current.unfilled_by:
+            self._send_unfilled(current)
         if not self._moves(tensor, current):
             return keep(tensor, current.outer)
         start, end = moved_part(tensor, self.config.min_bytes)
@@ -304,9 +313,26 @@ class Session:
         tape.mark(stash)
         if is_last:
             counters.kept_bytes += stash.num_bytes
+        elif tensor.grad_fn is None and not tensor.requires_grad:
+            # No operation that was recorded has made it. The one that saves it may be about to fill it (`rrelu` saves its
+            # noise before it draws it), so its copy has to come behind that one.
+            current.unfilled.append(stash)
+            current.unfilled_by = num_autograd_nodes()
         else:
             offloader.offload(stash)
         return PackedView(tensor, stash, start, tape)
+
+    def _send_unfilled(self, current: Forward) -> None:
+        """Offload what waited for the operation that saved it. That one is enqueued by now."""
+        if current.unfilled:
+            stashes, current.unfilled = current.unfilled, []
+            self._offload(stashes)
+
+    @_guarded
+    def _offload(self, stashes: Sequence[Stash]) -> None:
+        for stash in stashes:
+            if stash.state is StashState.ON_DEVICE:
+                self._offloaders[stash.device].offload(stash)
 
     # Unpack
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import StateError
 from . import selective
@@ -21,6 +24,7 @@ Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
 P = ParamSpec("P")
 T = TypeVar("T")
+_FIRST_RUN = CheckpointFunction.forward.__code__
 
 
 def hooks_in_force() -> tuple[Pack, Unpack] | None:
@@ -102,6 +106,16 @@ def describe(like: torch.Tensor, size: torch.Size, made_by: str | None) -> str:
     """A tensor of that size, and otherwise like `like`, as autograd's own errors call it."""
     of = "" if made_by is None else f", which is an output of {made_by}"
     return f"[{like.dtype} {list(size)} on {like.device}]{of},"
+
+
+def is_first_of_two_runs() -> bool:
+    """Whether a reentrant checkpoint runs this code: without gradients, and backward runs it again, with gradients."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _FIRST_RUN:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def view_of(

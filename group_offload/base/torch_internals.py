@@ -40,6 +40,7 @@ __all__ = [
     "neg_view",
     "new_gloo_group",
     "not_compiled",
+    "num_autograd_nodes",
     "parse_to",
     "places_of_fsdp",
     "pop_function_mode",
@@ -140,6 +141,8 @@ try:
     # Which backward runs in this thread, and which of its nodes.
     current_graph_task_id: Any = torch._C._current_graph_task_id
     current_autograd_node: Any = torch._C._current_autograd_node
+    # Two tensors were saved by one operation if no node was made in between.
+    num_autograd_nodes: Any = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
     # Transforms of torch.func refuse saved-tensor hooks.
     current_transform: Any = torch._C._functorch.peek_interpreter_stack

@@ -21,9 +21,9 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,16 +32,18 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..base.device import Backend, Stream
 from ..base.layout import span_of
-from ..base.saved import Kept, Pack, Unpack, check_version, hooks_in_force, keep, unwatched, view_of
+from ..base.saved import Kept, Pack, Passed, Unpack, check_version, hooks_in_force, keep, unwatched, view_of
 from ..base.torch_internals import (
     are_saved_tensors_hooks_enabled,
     current_autograd_node,
     current_graph_task_id,
     is_traceable_wrapper_subclass,
     neg_view,
+    tree_leaves,
 )
 from ..base.tuning import tuning
 from ..errors import StateError
+from .contexts import Context, nodes_since
 from .groups.group import Group
 from .groups.part import Part
 from .passes import Passes
@@ -88,8 +90,22 @@ class SavedWeight:
         return neg_view(view) if self._is_neg else view
 
     @property
+    def was_edited(self) -> bool:
+        """Whether the weight was modified since it was saved."""
+        return self.part.version_of(self.index) != self._version
+
+    @property
     def fqn(self) -> str:
         return self.part.refs[self.index].fqn
+
+    def counted(self, view: torch.Tensor) -> torch.Tensor:
+        """The same view of a slot, which shares the weight's version counter: a backward may change what it gets in place."""
+        weight = self.part.refs[self.index].tensor
+        if type(weight) not in _PLAIN or not self.part.has_version(self.index):
+            return view
+        counted = weight.detach()
+        counted.data = view
+        return counted
 
 
 class _SavedWrapper:
@@ -110,6 +126,21 @@ class _SavedWrapper:
         return found
 
 
+class _SavedRecast:
+    """A weight in memory of its own, which a hook has bound it to for one call."""
+
+    __slots__ = ("_index", "_packed", "_part", "_version")
+
+    def __init__(self, part: Part, index: int, packed: Kept | Passed) -> None:
+        self._part, self._index, self._packed = part, index, packed
+        self._version = part.version_of(index)
+
+    def unpack(self) -> torch.Tensor:
+        version = self._part.version_of(self._index)
+        check_version(version, self._version, f"the weight {self._part.refs[self._index].fqn!r}")
+        return self._packed.unpack()
+
+
 class _Task:
     """One run of autograd, and the groups that its current node uses."""
 
@@ -128,6 +159,8 @@ class _Use:
     stream: Stream
     is_call: bool
     """Whether only a call that a checkpoint repeats needs the group so far. The nodes that follow most likely will too."""
+    saved: list[SavedWeight] = field(default_factory=list)
+    """What autograd's nodes got of the group."""
 
 
 class _End:
@@ -155,6 +188,8 @@ class Backward:
         """The runs of autograd in the pass in progress. There are several if a checkpoint runs autograd inside."""
         self._thread = 0
         self._has_failed = False
+        self._edited: SavedWeight | None = None
+        """A weight that a node has changed in place."""
 
     @property
     def _passes(self) -> Passes:
@@ -188,12 +223,68 @@ class Backward:
         below = hooks_in_force()
         if self.is_ours(below):
             return None
-        pack = unwatched(lambda tensor: self._packed(tensor) or keep(tensor, below))
+        pack = unwatched(lambda tensor: self._packed(tensor) or self._recast(tensor, below) or keep(tensor, below))
         pack.backward, pack.below = self, None if below is None else below[0]  # type: ignore[attr-defined]
         # From torch 2.15 on selective checkpoints show what they keep to a user's hooks, or warn that they do not. These are
         # no user's: the checkpoint has to look below them, as it does for its own.
         pack._checkpoint_internal, pack._user_hooks = True, below  # type: ignore[attr-defined]
         return saved_tensors_hooks(pack, unwatched(_unpack))
+
+    def check_graph(self, output: Any) -> None:
+        """Refuse a graph that was recorded where saved-tensor hooks are forbidden: its backward would find other weights.
+
+        Raises:
+            StateError: `output`, what a module returned, has such a graph.
+        """
+        if are_saved_tensors_hooks_enabled():
+            return
+        if any(isinstance(each, torch.Tensor) and each.requires_grad for each in tree_leaves(output)):
+            raise StateError(
+                f"{type(self._passes.root).__name__} is group-offloaded and was called with gradients enabled where "
+                f"saved-tensor hooks are forbidden (torch.autograd.graph.disable_saved_tensors_hooks). Backward gets offloaded "
+                f"weights through these hooks. Call the module outside of that context, or inside of torch.no_grad()."
+            )
+
+    def keep_contexts(self, output: Any, groups: Sequence[Group], first: int) -> None:
+        """Take over what autograd functions that a call has recorded keep of `groups`. See [Note: Contexts that keep weights].
+
+        Args:
+            output: What the call returned.
+            first: The number of autograd nodes before the call.
+        """
+        owners = {id(owner): part for group in groups for owner, part in group.objects_beside()}
+        for node in nodes_since(output, first):
+            part = next((owners[id(value)] for value in vars(node).values() if id(value) in owners), None)
+            if part is not None:
+                Context(self, node, part, self._reference)
+
+    def _reference(self, tensor: torch.Tensor) -> SavedWeight | None:
+        found = self._passes.find_weight(tensor) if tensor.device == self._passes.device else None
+        return None if found is None else SavedWeight(self, tensor, *found)
+
+    def begin_node(self, node: Any, part: Part) -> Callable[[Any], torch.Tensor | None]:
+        """Bind the weights of the group of `part` for a node that is about to run, until autograd has come to another one.
+
+        Returns:
+            What gives a view of the slot for a `SavedWeight` of the part, and None for all else.
+        """
+        passes = self._passes
+        with self._locked():
+            if not self.join(current_graph_task_id()):
+                raise StateError(
+                    f"A backward inside of a forward of {type(passes.root).__name__} needs weights that bitsandbytes keeps out "
+                    f"of autograd's sight. Call backward() after the forward."
+                )
+            group = passes.group_of(part)
+            now = self._tasks[current_graph_task_id()]
+            self._advance(now, (group,), node)
+            self._use(now, group, is_call=False, binds=True)
+            return lambda saved: self._view(saved, group) if isinstance(saved, SavedWeight) else None
+
+    def _view(self, saved: SavedWeight, group: Group) -> torch.Tensor:
+        assert group.slot is not None
+        start = group.offset + saved.part.offset + saved.offset
+        return view_of(group.slot.memory, start, saved.dtype, saved.size, saved.stride)
 
     def is_ours(self, hooks: tuple[Pack, Unpack] | None) -> bool:
         return hooks is not None and getattr(hooks[0], "backward", None) is self
@@ -218,6 +309,13 @@ class Backward:
                 parts[name] = keep(part, None) if isinstance(part, torch.Tensor) else part
         return _SavedWrapper(tensor, context, parts)
 
+    def _recast(self, tensor: torch.Tensor, below: tuple[Pack, Unpack] | None) -> _SavedRecast | None:
+        """The object to hold for (a view of) a weight that a hook has bound to other memory (layerwise casting)."""
+        weight = tensor if tensor._base is None else tensor._base
+        found = self._passes.place_of(weight) if type(weight) in _PLAIN else None
+        # An alias with a version counter of its own: the engine raises the weight's.
+        return None if found is None else _SavedRecast(*found, keep(tensor.data, below))
+
     # ---------------------------------------------------------------- bringing back
 
     def check(self, part: Part) -> None:
@@ -241,12 +339,10 @@ class Backward:
             group = passes.group_of(saved.part)  # a forward that held the lock may have cut the groups again
             now = self._tasks[task]
             self._advance(now, (group,))
-            self._use(now, group, is_call=False)
+            self._use(now, group, is_call=False, saved=saved)
             if torch.is_grad_enabled():
                 return self.copy_of(saved)  # the graph of this backward may outlive the slot's bytes
-            assert group.slot is not None
-            start = group.offset + saved.part.offset + saved.offset
-            return view_of(group.slot.memory, start, saved.dtype, saved.size, saved.stride)
+            return saved.counted(self._view(saved, group))
 
     def copy_of(self, saved: SavedWeight) -> torch.Tensor:
         """A copy of a saved weight in new memory on the device."""
@@ -265,6 +361,7 @@ class Backward:
             now = self._tasks[task]
             self._advance(now, groups)
             self._release(now, groups, of_calls_only=True)
+            self._refuse_edit()
             for group in groups:
                 self._use(now, group, is_call=True)
 
@@ -306,31 +403,45 @@ class Backward:
             self._has_failed |= not completed
             if completed:
                 self._release(found, ())
+            else:
+                self._note_edits(found.uses)
             if len(self._tasks) == 1:
                 self._passes.end_backward(completed=not self._has_failed)
                 self._thread = 0
             del self._tasks[task]
             self._over.notify_all()
+            if completed:
+                self._refuse_edit()
+            self._edited = None
 
-    def _advance(self, now: _Task, groups: Sequence[Group]) -> None:
-        """Release the groups of the previous node once autograd is at another, except `groups`, which are needed next."""
-        node = current_autograd_node()
+    def _advance(self, now: _Task, groups: Sequence[Group], node: Any = None) -> None:
+        """Release the groups of the previous node once autograd is at another, except `groups`, which are needed next.
+
+        Args:
+            node: The node that is about to run. Default: the one that runs.
+        """
+        node = current_autograd_node() if node is None else node
         if node is not now.node:
             now.node = node
             self._release(now, groups)
+            self._refuse_edit()
 
-    def _use(self, now: _Task, group: Group, *, is_call: bool) -> None:
+    def _use(
+        self, now: _Task, group: Group, *, is_call: bool, saved: SavedWeight | None = None, binds: bool = False
+    ) -> None:
         """Onload a group, and hold it until `_release`."""
+        found = [] if saved is None else [saved]
         if not group.num_bytes:
             return
         passes = self._passes
         stream = passes.current_stream
         for use in now.uses:
-            if use.group is group and use.stream == stream:
+            if use.group is group and use.stream == stream and (group.is_bound or not binds):
                 use.is_call &= is_call
+                use.saved += found
                 return
-        passes.acquire(group, binds=False)
-        now.uses.append(_Use(group, stream, is_call))
+        passes.acquire(group, binds=binds)
+        now.uses.append(_Use(group, stream, is_call, found))
         passes.look_ahead()
 
     def _release(self, now: _Task, needed: Sequence[Group], *, of_calls_only: bool = False) -> None:
@@ -338,6 +449,21 @@ class Backward:
         now.uses = [use for use in now.uses if use not in ended]
         for use in ended:
             self._passes.release(use.group, use.stream)
+        self._note_edits(ended)
+
+    def _note_edits(self, uses: Sequence[_Use]) -> None:
+        """Find the weights that autograd's nodes have changed in place: the slot has the edit, the memory at rest has not."""
+        for saved in (saved for use in uses for saved in use.saved if saved.was_edited):
+            saved.part.sent_generation = -1
+            self._edited = saved
+
+    def _refuse_edit(self) -> None:
+        edited, self._edited = self._edited, None
+        if edited is not None:
+            raise StateError(
+                f"A backward changed the weight {edited.fqn!r} in place. The weight is offloaded, and backward gets a view of "
+                f"the device's copy, so the change is lost. Change it before the forward or after the backward."
+            )
 
     def _wait_until_over(self) -> None:
         """Wait for another thread's backward to end. A backward that broke off is ended here."""

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..base.release import releases_held, wait_for_releases
+from ..base.saved import is_first_of_two_runs
 from ..config import OffloadConfig
 from ..errors import StateError
 from ..partition import PlacesOfFsdp, TensorRef, left_to_fsdp
@@ -309,7 +310,7 @@ class Engine:
     # ---------------------------------------------------------------- before a forward
 
     def _prepare(self, top: nn.Module, kind: Kind) -> set[Group]:
-        """Commit changes of the module, and make it ready for gradients if this forward records a graph.
+        """Commit changes of the module, and make it ready for gradients if a graph of this forward is recorded, now or later.
 
         Returns:
             The groups that calls under `top` can need.
@@ -317,7 +318,7 @@ class Engine:
         scope = self._notice(top)
         if self._changes.undo_merges(top):
             scope = self._notice(top)
-        if not kind.with_grad:
+        if not kind.with_grad and not is_first_of_two_runs():
             return scope
         is_first, self._gates.records_graphs = not self._gates.records_graphs, True
         if self._trained.take_up(self._refs):

@@ -43,6 +43,7 @@ from ..base.torch_internals import (
     detect_fake_mode,
     is_profiler_enabled,
     not_compiled,
+    num_autograd_nodes,
     set_eval_frame,
 )
 from ..config import OffloadConfig
@@ -159,6 +160,7 @@ class Gate(Around):
             passes.begin_call(this, args, kwargs)
             args, kwargs = self._inputs(args, kwargs)
             call = self._enclosed
+            first = num_autograd_nodes()
             for table in self.tables:
                 table.check()
             if self.tables:
@@ -175,6 +177,11 @@ class Gate(Around):
                 finally:
                     set_eval_frame(None)
                     selective.hide()
+            if torch.is_grad_enabled():
+                backward.check_graph(output)
+                kept = [group for group in self.groups if group.has_beside]
+                if kept:
+                    backward.keep_contexts(output, kept, first)
             output = gates.detach_from_slots(output, self.groups) if self.groups else output
             this.is_complete = True
             return output

@@ -544,6 +544,10 @@ class Passes:
                 return found
         return None
 
+    def place_of(self, tensor: torch.Tensor) -> tuple[Part, int] | None:
+        """The part that an onloaded weight belongs to, and its index there, whatever memory it is bound to now."""
+        return next((found for group in self._memory.bound if (found := group.place_of(tensor)) is not None), None)
+
     def group_of(self, part: Part) -> Group:
         """The group that a part belongs to.
 

@@ -616,6 +616,58 @@ def test_in_place_changes_that_are_allowed() -> None:
     assert_same_bits(gradients(model, x), expected)
 
 
+class ChangedByBackward(torch.autograd.Function):
+    """Computes its gradient in the memory of what it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return x.mul_(2).mul_(gradient)
+
+
+@pytest.mark.parametrize("device", ["cpu", "random"])
+@pytest.mark.parametrize("options", [{"keep_last": 0}, {"keep_last": 9}, {"keep_last": 0, "prefetch": 0}], ids=str)
+def test_a_backward_that_changes_what_others_have_saved_is_an_error(options: dict[str, Any], device: str) -> None:
+    """`exp` has saved its result too. Without offloading it is autograd's error."""
+    for expected in (RuntimeError, StateError):
+        model = Calls(*[lambda x, w: ChangedByBackward.apply(torch.exp(x @ w * 0.1))] * 2)
+        with on(device, model) as (put, _):
+            if expected is StateError:
+                offload(model, **options)
+            loss = model(put(torch.randn(DIM, DIM))).mean()
+            with pytest.raises(expected, match="modified by an inplace operation"):
+                loss.backward()
+
+
+def test_a_second_backward_over_what_the_first_one_changed_is_an_error() -> None:
+    for expected in (RuntimeError, StateError):
+        model = Calls(*[lambda x, w: ChangedByBackward.apply(x @ w * 0.1)] * 2)
+        if expected is StateError:
+            offload(model, keep_last=0)
+        loss = model(torch.randn(DIM, DIM)).mean()
+        loss.backward(retain_graph=True)
+        with pytest.raises(expected, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("keep_last", [0, 9])
+def test_an_operation_that_fills_what_it_has_saved(keep_last: int) -> None:
+    """`rrelu` saves its noise before it draws it, and does not raise its version."""
+    model = Calls(*[lambda x, w: F.rrelu(x @ w * 0.1, training=True)] * 3)
+    x = torch.randn(DIM, DIM)
+    expected = copy.deepcopy(model)
+    offload(model, keep_last=keep_last)
+    torch.manual_seed(7)
+    expected_bits = gradients(expected, x)
+    torch.manual_seed(7)
+    assert_same_bits(gradients(model, x), expected_bits)
+
+
 def test_bytes_that_changed_are_saved_again() -> None:
     """A graph that nobody runs backward holds the first version; the second one is another stash."""
     held: list[torch.Tensor] = []

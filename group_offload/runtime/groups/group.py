@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -65,7 +66,9 @@ class Group:
         self.residence = Residence.AT_REST
         refs = [ref for part in self.parts for ref in part.refs]
         self._tensors = [ref.tensor for ref in refs]
+        self._index_of = {id(tensor): index for index, tensor in enumerate(self._tensors)}
         self._places = [(part, index) for part in self.parts for index in range(len(part.refs))]
+        self._beside = [(part, i) for part, i in self._places if part.refs[i].path and not part.refs[i].is_wrapped]
         self._owner_of_buffer = {i: ref.places[0].owner for i, ref in enumerate(refs) if ref.is_buffer}
         self._tracks_version = [tracks_version(tensor) for tensor in self._tensors]
         self._tracked = [t for t, tracks in zip(self._tensors, self._tracks_version, strict=True) if tracks]
@@ -260,6 +263,15 @@ class Group:
                 return part, part.index_at(at - part.offset), at - part.offset
         return None
 
+    def place_of(self, tensor: torch.Tensor) -> tuple[Part, int] | None:
+        """The part that this tensor belongs to, and its index there; None if it is of another group."""
+        index = self._index_of.get(id(tensor))
+        return None if index is None else self._places[index]
+
+    def objects_beside(self) -> list[tuple[Any, Part]]:
+        """The objects that are no tensors and keep tensors of the group (`weight.quant_state`), and the part of each."""
+        return [(owner, part) for part, index in self._beside if (owner := part.refs[index].kept_by()) is not None]
+
     def was_touched(self) -> bool:
         """Whether an in-place operation changed a tensor at rest, since it was bound there."""
         return self._needs_commit or self._rest_version != self._version_sum()
@@ -298,6 +310,15 @@ class Group:
                 self.group_id,
             )
         self.rest()
+
+    @property
+    def has_beside(self) -> bool:
+        """Whether tensors of the group are kept by objects that autograd functions may keep too."""
+        return bool(self._beside)
+
+    @property
+    def is_bound(self) -> bool:
+        return self.residence is Residence.ONLOADED
 
     @property
     def is_ready(self) -> bool:
@@ -394,6 +415,7 @@ class Group:
             memory = slot.alias(self.offset, self.num_bytes)
             views = self._views_in(memory)
             known = slot.views[self] = Views(self.offset, memory, views)
+        slot.handed[known] = self
         return known.tensors
 
     def _views_in(self, memory: torch.Tensor) -> list[torch.Tensor]:

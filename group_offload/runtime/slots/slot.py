@@ -33,6 +33,10 @@ class Tenant(Protocol):
     """How many calls in progress need the group."""
     slot: Slot[Any] | None
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether the tensors are bound to views of a slot."""
+
 
 T = TypeVar("T", bound=Tenant)
 
@@ -47,6 +51,7 @@ class Slot(Generic[T]):
         "aliases",
         "arrived",
         "groups",
+        "handed",
         "is_fixed",
         "is_resident",
         "job",
@@ -93,6 +98,9 @@ class Slot(Generic[T]):
         """The stream that used the slot last since the blobs were sent."""
         self.views: dict[T, Views] = {}
         """Views of the slot, for groups that were in it before."""
+        self.handed: dict[Views, T] = {}
+        """The views that groups were bound to since they were last seen to be kept by nobody. There are few of these, and there
+        may be hundreds of views: of all groups of one size."""
         self.aliases: list[StorageWeakRef] = []
         """Where a graph is recorded: the storages that views of the slot were made of, for one call each."""
 
@@ -121,7 +129,8 @@ class Slot(Generic[T]):
     def is_aliased(self) -> bool:
         """Whether code outside keeps views of the slot beyond the call that they were made for. No group is bound here."""
         self._forget_expired()
-        return bool(self.aliases) or any(views.are_kept for views in self.views.values())
+        self.handed = {views: group for views, group in self.handed.items() if views.are_kept or group.is_bound}
+        return bool(self.aliases) or any(views.are_kept for views in self.handed)
 
     def alias(self, start: int, num_bytes: int) -> torch.Tensor:
         """Bytes of the slot with a storage of their own, whose count of uses shows whether a view of them is kept."""

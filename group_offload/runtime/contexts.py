@@ -1,0 +1,90 @@
+"""Autograd functions that keep weights in their contexts, and not with `save_for_backward`: those of bitsandbytes.
+
+[Note: Contexts that keep weights]
+`ctx.tensors` of bitsandbytes has a view of the packed weight, and `ctx.state` is the very object that the layer keeps its
+scales in. Autograd's hooks see neither. So nodes that have such an object are looked for in the graph that a call has recorded.
+The views that a node keeps become references, as what autograd saves does. Right before the node runs its group is onloaded,
+and its weights are bound to the slot: so the object has the scales on the device, too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+from ..base.tensors import map_tensors
+
+if TYPE_CHECKING:
+    from .backward import Backward, SavedWeight
+    from .groups.part import Part
+
+
+def nodes_since(output: Any, first: int) -> Iterator[BackwardCFunction]:
+    """The nodes of autograd functions in the graph of `output`.
+
+    Args:
+        first: The number of nodes that the thread had made before. Older ones are left out.
+    """
+    pending: list[Any] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        pending.append(tensor.grad_fn)
+        return tensor
+
+    map_tensors(output, note, enters_dataclasses=True)
+    seen: set[Any] = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen or node._sequence_nr() < first:
+            continue
+        seen.add(node)
+        pending += [each for each, _ in node.next_functions]
+        if isinstance(node, BackwardCFunction):
+            yield node
+
+
+class Context:
+    """What one node keeps of the weights of one part."""
+
+    def __init__(
+        self,
+        backward: Backward,
+        node: BackwardCFunction,
+        part: Part,
+        pack: Callable[[torch.Tensor], SavedWeight | None],
+    ) -> None:
+        self._backward, self._part = backward, part
+        self._node = weakref.ref(node)  # it owns the hooks, and these own this
+        self._packed: dict[str, Any] = {}
+        for name, value in vars(node).items():
+            packed = _mapped(value, lambda each: pack(each) if isinstance(each, torch.Tensor) else None)
+            if packed is not value:
+                self._packed[name] = packed
+        self._put(self._packed)
+        node.register_prehook(self._before)
+        node.register_hook(self._after)
+
+    def _before(self, gradients: Any) -> None:
+        view = self._backward.begin_node(self._node(), self._part)
+        self._put({name: _mapped(value, view) for name, value in self._packed.items()})
+
+    def _after(self, gradients: Any, of_outputs: Any) -> None:
+        self._put(self._packed)  # a graph that is retained must not keep views of the slot
+
+    def _put(self, values: dict[str, Any]) -> None:
+        node = self._node()
+        for name, value in values.items():
+            setattr(node, name, value)
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`value`, or a list or tuple of the same, with what `change` returns in the place of what it knows."""
+    if type(value) not in (list, tuple):
+        changed = change(value)
+        return value if changed is None else changed
+    items = [_mapped(item, change) for item in value]
+    return value if all(new is old for new, old in zip(items, value, strict=True)) else type(value)(items)
