@@ -698,3 +698,14 @@ def adapter_weights(root: nn.Module) -> set[int]:
         if name != "base_layer"
         for parameter in child.parameters()
     }
+
+
+def rewrap(tensor: Any, inner: Mapping[tuple[str, ...], torch.Tensor], path: tuple[str, ...] = ()) -> torch.Tensor:
+    """A tensor subclass made anew around its plain tensors, or around those that `inner` has in their place."""
+    if not is_traceable_wrapper_subclass(tensor):
+        part: torch.Tensor = inner.get(path, tensor)  # a part that is no tensor stays
+        return part
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: rewrap(getattr(tensor, name), inner, (*path, name)) for name in names}
+    wrapped: torch.Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
+    return wrapped

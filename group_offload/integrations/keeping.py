@@ -36,8 +36,9 @@ from ..base.layout import as_bytes
 from ..base.mapping import expect_single_pages
 from ..base.publish import folder_lock, publish_anew, sync_folder, temporary_name
 from ..base.system import open_to_read, user
+from ..base.torch_internals import is_traceable_wrapper_subclass
 from ..errors import GroupFileError
-from ..partition import plain_tensors
+from ..partition import plain_tensors, rewrap
 from ..plan.budgets import describe_bytes
 from ..stores.safetensors_file import content_of_file
 from .casts import PostponedCasts, cast_now
@@ -140,7 +141,9 @@ class Keeper:
 
         def reopen() -> Any:
             with _unread(self._thread), self._quantising.exact():
-                return load(cls, str(place), **again)
+                found = load(cls, str(place), **again)
+            _take_off_meta(_model_of(found))
+            return found
 
         if _holds(place, identity, is_verified=self._is_verified):
             logger.info("%s was quantised before, and is opened from %s.", name, place)
@@ -434,6 +437,22 @@ def _check_can_be_saved(model: Any) -> None:
         raise NotKept(f"{type(quantiser).__name__} cannot save what it made")
 
 
+def _take_off_meta(model: nn.Module) -> None:
+    """Make wrappers anew that name the meta device while what is inside has bytes: so diffusers opens those of quanto.
+
+    A LoRA is put on the device that its layer's weight names.
+    """
+    made: dict[torch.Tensor, nn.Parameter] = {}
+    for module in model.modules():
+        for name, holder in module._parameters.items():
+            if holder is None or not holder.is_meta or not is_traceable_wrapper_subclass(holder):
+                continue
+            if holder not in made:  # a tied weight stays one
+                with torch.no_grad():
+                    made[holder] = nn.Parameter(rewrap(holder, {}), requires_grad=holder.requires_grad)
+            module._parameters[name] = made[holder]
+
+
 def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in model.named_modules():
         for name, holder in (*module._parameters.items(), *module._buffers.items()):
@@ -454,6 +473,8 @@ def _difference(model: nn.Module, kept: nn.Module) -> str:
     for mine, other in zip_longest(*holders):
         if mine != other:
             return f"{mine} is {other}"
+    if on_meta := [name for name, part in kept.named_parameters() if part.is_meta]:
+        return f"{on_meta[0]} is on the meta device"
     for mine, other in zip_longest(_tensors_of(model), _tensors_of(kept)):
         if mine is None or other is None or mine[0] != other[0]:
             return f"{mine and mine[0]} is {other and other[0]}"

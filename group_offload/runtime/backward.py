@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -256,17 +257,19 @@ class Backward:
         for node in nodes_since(output, first):
             part = next((owners[id(value)] for value in vars(node).values() if id(value) in owners), None)
             if part is not None:
-                Context(self, node, part, self._reference)
+                Context(node, self._reference, partial(self._begin_node, part))
 
-    def _reference(self, tensor: torch.Tensor) -> SavedWeight | None:
-        found = self._passes.find_weight(tensor) if tensor.device == self._passes.device else None
-        return None if found is None else SavedWeight(self, tensor, *found)
+    def _reference(self, value: Any) -> SavedWeight | None:
+        if not isinstance(value, torch.Tensor) or value.device != self._passes.device:
+            return None
+        found = self._passes.find_weight(value)
+        return None if found is None else SavedWeight(self, value, *found)
 
-    def begin_node(self, node: Any, part: Part) -> Callable[[Any], torch.Tensor | None]:
+    def _begin_node(self, part: Part, node: Any) -> Callable[[Any], torch.Tensor | None]:
         """Bind the weights of the group of `part` for a node that is about to run, until autograd has come to another one.
 
         Returns:
-            What gives a view of the slot for a `SavedWeight` of the part, and None for all else.
+            What makes a view of the slot of a `SavedWeight` of the part, and returns None for all else.
         """
         passes = self._passes
         with self._locked():
@@ -279,7 +282,7 @@ class Backward:
             now = self._tasks[current_graph_task_id()]
             self._advance(now, (group,), node)
             self._use(now, group, is_call=False, binds=True)
-            return lambda saved: self._view(saved, group) if isinstance(saved, SavedWeight) else None
+            return lambda value: self._view(value, group) if isinstance(value, SavedWeight) else None
 
     def _view(self, saved: SavedWeight, group: Group) -> torch.Tensor:
         assert group.slot is not None

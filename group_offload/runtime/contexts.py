@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
 
 from ..base.tensors import map_tensors
 
-if TYPE_CHECKING:
-    from .backward import Backward, SavedWeight
-    from .groups.part import Part
+Change = Callable[[Any], Any]
+"""What stands in the place of a value; None: the value stays."""
 
 
 def nodes_since(output: Any, first: int) -> Iterator[BackwardCFunction]:
@@ -48,20 +47,19 @@ def nodes_since(output: Any, first: int) -> Iterator[BackwardCFunction]:
 
 
 class Context:
-    """What one node keeps of the weights of one part."""
+    """What one node keeps of weights."""
 
-    def __init__(
-        self,
-        backward: Backward,
-        node: BackwardCFunction,
-        part: Part,
-        pack: Callable[[torch.Tensor], SavedWeight | None],
-    ) -> None:
-        self._backward, self._part = backward, part
+    def __init__(self, node: BackwardCFunction, pack: Change, begin: Callable[[Any], Change]) -> None:
+        """
+        Args:
+            pack: Makes a reference of a view of a slot.
+            begin: Onloads the weights for the node, which is about to run. It returns what makes a view of such a reference.
+        """
+        self._begin = begin
         self._node = weakref.ref(node)  # it owns the hooks, and these own this
         self._packed: dict[str, Any] = {}
         for name, value in vars(node).items():
-            packed = _mapped(value, lambda each: pack(each) if isinstance(each, torch.Tensor) else None)
+            packed = _mapped(value, pack)
             if packed is not value:
                 self._packed[name] = packed
         self._put(self._packed)
@@ -69,7 +67,7 @@ class Context:
         node.register_hook(self._after)
 
     def _before(self, gradients: Any) -> None:
-        view = self._backward.begin_node(self._node(), self._part)
+        view = self._begin(self._node())
         self._put({name: _mapped(value, view) for name, value in self._packed.items()})
 
     def _after(self, gradients: Any, of_outputs: Any) -> None:
@@ -81,7 +79,7 @@ class Context:
             setattr(node, name, value)
 
 
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+def _mapped(value: Any, change: Change) -> Any:
     """`value`, or a list or tuple of the same, with what `change` returns in the place of what it knows."""
     if type(value) not in (list, tuple):
         changed = change(value)

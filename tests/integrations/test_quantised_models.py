@@ -150,6 +150,35 @@ def test_opened_and_kept(
         assert handle is not None and (handle.stats().host_bytes == 0) == (folder is not None)
 
 
+@pytest.mark.parametrize("name", [name for name, (_, model_class, _, is_kept) in CONFIGS.items() if is_kept])
+def test_a_lora_on_a_kept_model(name: str, checkpoints: dict[Any, Path], tmp_path: Path) -> None:
+    """diffusers opens quanto's checkpoints with weights that name the meta device, and peft would put the LoRA there."""
+    peft = pytest.importorskip("peft")
+    model_class, config, _ = needs(name)
+    path = checkpoints[model_class]
+    lora = peft.LoraConfig(r=2, target_modules=["to_q"] if model_class is FLUX else ["q"], init_lora_weights=False)
+
+    def adapted(model: Any) -> Any:
+        torch.manual_seed(3)
+        model.add_adapter(lora)
+        return model
+
+    try:
+        expected = output_of(adapted(load(model_class, path, config())))
+    except Exception as error:
+        pytest.skip(f"the library does not run it here: {error!s:.80}")
+    for _ in range(2):
+        opened = from_pretrained(
+            model_class,
+            path,
+            quantization_config=config(),
+            dtype=BF16,
+            onload_device="cpu",
+            offload_to_disk_path=tmp_path,
+        )
+        assert_same(output_of(adapted(opened)), expected)
+
+
 @pytest.mark.parametrize("name", [name for name in CONFIGS if "bitsandbytes" in name or "SDNQ" in name])
 def test_after_dequantize(name: str, checkpoints: dict[Any, Path], offload_either: Offload) -> None:
     model_class, config, _ = needs(name)

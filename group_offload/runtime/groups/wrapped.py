@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
-from ...base.torch_internals import is_traceable_wrapper_subclass
-from ...partition import ParamSlot, TensorRef, inner_of
+from ...partition import ParamSlot, TensorRef, inner_of, rewrap
 from .tensors import version_of
 
 
@@ -41,7 +39,7 @@ class WrappedHolder:
 
     def put_on_device(self, views: list[torch.Tensor]) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            stand_in = _rewrap(self._holder, {path: views[i] for path, i in self._indices.items()}, ())
+            stand_in = rewrap(self._holder, {path: views[i] for path, i in self._indices.items()}, ())
             if isinstance(self._holder, nn.Parameter):
                 stand_in = nn.Parameter(stand_in, requires_grad=self._holder.requires_grad)
         for place in self._places:
@@ -68,13 +66,3 @@ def wrapped_holders(refs: Sequence[TensorRef]) -> list[WrappedHolder]:
         if ref.is_wrapped:
             found.setdefault(id(ref.holder), (ref, {}))[1][ref.path] = index
     return [WrappedHolder(ref.holder, ref.places, indices) for ref, indices in found.values()]
-
-
-def _rewrap(tensor: Any, inner: dict[tuple[str, ...], torch.Tensor], path: tuple[str, ...]) -> torch.Tensor:
-    if not is_traceable_wrapper_subclass(tensor):
-        part: torch.Tensor = inner.get(path, tensor)  # a part that is no tensor stays
-        return part
-    names, context = tensor.__tensor_flatten__()
-    parts = {name: _rewrap(getattr(tensor, name), inner, (*path, name)) for name in names}
-    wrapped: torch.Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
-    return wrapped
