@@ -160,8 +160,7 @@ def run(options: argparse.Namespace) -> Path | None:
         if time.monotonic() - begun > options.budget:
             say(f"{kind}: no time left")
             break
-        arms: dict[str, Any] = {}
-        module = None
+        module, reference = None, None
         for name, (engine, choice) in ARMS.items():
             say(f"{kind}, {name}", time.monotonic() - begun)
             try:
@@ -171,21 +170,18 @@ def run(options: argparse.Namespace) -> Path | None:
                     module = _make(model, kind, device)
                 handle = apply_function(engine)(module, device, choice)
                 arm = _measure(model, module, inputs, device, options.steps)
+                reference = reference or arm["sha256"]
+                arm["is_equal"] = arm["sha256"] == reference
                 if handle is not None and hasattr(handle, "remove"):
                     arm["host_bytes"] = handle.stats().host_bytes
                     handle.remove()
             except Exception as error:
-                arm = {"error": _first_line(error)}
-                module = None
-            arms[name] = arm
-            if "error" in arm and engine == "resident":
+                arm, module = {"error": _first_line(error)}, None
+            report["arms"][f"{kind}, {name}"] = arm
+            path = reports.write(report, options.output)  # at once: a run that is cut short leaves what it has
+            if reference is None:
                 break  # the kind does not run here
-        reference = arms["on the device"].get("sha256")
-        for name, arm in arms.items():
-            equal = {} if "error" in arm else {"is_equal": arm["sha256"] == reference}
-            report["arms"][f"{kind}, {name}"] = {**arm, **equal}
         del module
-        path = reports.write(report, options.output)  # after each: a run that is cut short leaves what it has
     return path
 
 
