@@ -83,7 +83,18 @@ class TensorRef:
             return True
         if self.is_wrapped:
             return inner_of(self.holder, self.path) is self.tensor
-        return kept_beside(self.holder, self.places[0].owner).get(self.path) is self.tensor
+        return self._kept() is self.tensor
+
+    def _kept(self) -> Any:
+        """What `kept_beside` has at `path`. It is asked for at each call."""
+        if len(self.path) == 1:
+            kept = getattr(_state_of(self.places[0].owner), self.path[0], None)
+            if isinstance(kept, torch.Tensor):
+                return kept
+        found: Any = self.holder
+        for name in self.path:
+            found = getattr(found, "__dict__", {}).get(name)
+        return found
 
     def kept_by(self) -> Any:
         """The object that keeps the tensor beside the holder; None if the holder does."""

@@ -38,14 +38,24 @@ class WrappedHolder:
         return self._stand_in is not None and version_of(self._stand_in) != self._version
 
     def put_on_device(self, views: list[torch.Tensor]) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            stand_in = rewrap(self._holder, {path: views[i] for path, i in self._indices.items()}, ())
-            if isinstance(self._holder, nn.Parameter):
-                stand_in = nn.Parameter(stand_in, requires_grad=self._holder.requires_grad)
+        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                stand_in = self._around(views)
+        else:  # to enter and leave both takes longer than all the rest
+            stand_in = self._around(views)
         for place in self._places:
             place.table[place.name] = stand_in
         self._stand_in = stand_in
         self._version = version_of(stand_in)
+
+    def _around(self, views: list[torch.Tensor]) -> torch.Tensor:
+        # Tensors of its own: a forward that replaces the data of one inside must not replace that of the view.
+        stand_in = rewrap(self._holder, {path: views[i].detach() for path, i in self._indices.items()})
+        if isinstance(self._holder, nn.Parameter):
+            # What nn.Parameter() makes of a tensor subclass, but for a copy of the wrapper.
+            stand_in.requires_grad_(self._holder.requires_grad)
+            stand_in._is_param = True
+        return stand_in
 
     def replace_inner(self, tensors: list[torch.Tensor]) -> None:
         """Replace this holder's tensors in the list by those that are inside the stand-in now."""
