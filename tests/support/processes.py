@@ -71,23 +71,22 @@ def run_code(code: str, arguments: Sequence[object] = (), timeout: float = 100) 
         socket.send_fds(server, [request], [nothing.fileno(), out.fileno(), err.fileno()])
         child = int(server.recv(100))
         server.settimeout(timeout)
-        is_late = False
+        status = None
         try:
             status = int(server.recv(100))
         except TimeoutError:
-            is_late = True
-            os.kill(child, signal.SIGKILL)
+            raise subprocess.TimeoutExpired(command, timeout) from None
+        finally:  # also if somebody is tired of waiting
             server.settimeout(None)
-            status = int(server.recv(100))
-        finally:
-            server.settimeout(None)
-        said = []
-        for file in (out, err):
-            file.seek(0)
-            said.append(file.read().decode())
-    if is_late:
-        print(*said)  # how far it came
-        raise subprocess.TimeoutExpired(command, timeout)
+            if status is None:
+                os.kill(child, signal.SIGKILL)
+                server.recv(100)
+            said = []
+            for file in (out, err):
+                file.seek(0)
+                said.append(file.read().decode())
+            if status is None:
+                print(*said)  # how far it came
     return subprocess.CompletedProcess(command, status, *said)
 
 
