@@ -14,6 +14,7 @@ import stat
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,9 @@ def on_fork(*, before: Callable[[], None] | None = None, after_in_child: Callabl
 
 def num_cores() -> int:
     """The cores that this process may use, as far as the system tells."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, AttributeError):  # a sandbox that refuses it; a system that has none
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def ram_of_machine(what: str) -> int:

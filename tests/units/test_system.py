@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import mmap
 import os
 import threading
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 import group_offload
 from group_offload import DeviceError
-from group_offload.base import system
+from group_offload.base import mapping, system
 from group_offload.base.device import backend_for, default_device
 
 from ..support.folders import assert_holds, assert_whole, look, names, prune, set_up
@@ -162,3 +163,21 @@ def test_another_file_behind_the_name_of_a_shared_one(tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError):
             system.open_shared_file(name)
     os.close(fd)
+
+
+def refused(*args: object) -> None:
+    raise OSError(22, "Invalid argument")
+
+
+def test_a_sandbox_that_does_not_tell_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", refused, raising=False)
+    assert system.num_cores() == (os.cpu_count() or 1)
+
+
+def test_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Memory(mmap.mmap):
+        def madvise(self, *args: object) -> None:  # type: ignore[override]
+            refused()
+
+    monkeypatch.setattr(mapping.mmap, "mmap", Memory)
+    assert len(mapping.map_anonymous(mapping.HUGE_PAGE)) == mapping.HUGE_PAGE
