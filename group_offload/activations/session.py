@@ -219,9 +219,9 @@ class Session:
             return
         if current.tape.stashes:
             self._expected = len(current.tape.stashes)  # the next forward is expected to be as long
-        self._send_unfilled(current)
         current.close()
         self._thread.current = None
+        self._send_unfilled(current)
         for offloader in self.settle():
             if offloader.trace is not None:
                 offloader.trace.reach(None, offloader.backend.current_stream())
