@@ -44,7 +44,7 @@ from ..base.torch_internals import (
 )
 from ..base.tuning import tuning
 from ..errors import StateError
-from .contexts import Context, nodes_since
+from .contexts import Context, nodes_with
 from .groups.group import Group
 from .groups.part import Part
 from .passes import Passes
@@ -91,22 +91,8 @@ class SavedWeight:
         return neg_view(view) if self._is_neg else view
 
     @property
-    def was_edited(self) -> bool:
-        """Whether the weight was modified since it was saved."""
-        return self.part.version_of(self.index) != self._version
-
-    @property
     def fqn(self) -> str:
         return self.part.refs[self.index].fqn
-
-    def counted(self, view: torch.Tensor) -> torch.Tensor:
-        """The same view of a slot, which shares the weight's version counter: a backward may change what it gets in place."""
-        weight = self.part.refs[self.index].tensor
-        if type(weight) not in _PLAIN or not self.part.has_version(self.index):
-            return view
-        counted = weight.detach()
-        counted.data = view
-        return counted
 
 
 class _SavedWrapper:
@@ -160,8 +146,8 @@ class _Use:
     stream: Stream
     is_call: bool
     """Whether only a call that a checkpoint repeats needs the group so far. The nodes that follow most likely will too."""
-    saved: list[SavedWeight] = field(default_factory=list)
-    """What autograd's nodes got of the group."""
+    handed: list[tuple[SavedWeight, torch.Tensor, int]] = field(default_factory=list)
+    """The views of the slot that autograd's nodes got, and their versions then."""
 
 
 class _End:
@@ -253,23 +239,23 @@ class Backward:
             output: What the call returned.
             first: The number of autograd nodes before the call.
         """
-        owners = {id(owner): part for group in groups for owner, part in group.objects_beside()}
-        for node in nodes_since(output, first):
-            part = next((owners[id(value)] for value in vars(node).values() if id(value) in owners), None)
-            if part is not None:
-                Context(node, self._reference, partial(self._begin_node, part))
+        part_of = {id(owner): part for group in groups for owner, part in group.objects_beside()}
+        for node, parts in nodes_with(part_of, output, first):
+            Context(node, self._reference, partial(self._begin_node, parts))
 
     def _reference(self, value: Any) -> SavedWeight | None:
         if not isinstance(value, torch.Tensor) or value.device != self._passes.device:
             return None
         found = self._passes.find_weight(value)
-        return None if found is None else SavedWeight(self, value, *found)
+        if found is None or self._passes.place_of(value) is not None:  # the weight itself is bound when the node runs
+            return None
+        return SavedWeight(self, value, *found)
 
-    def _begin_node(self, part: Part, node: Any) -> Callable[[Any], torch.Tensor | None]:
-        """Bind the weights of the group of `part` for a node that is about to run, until autograd has come to another one.
+    def _begin_node(self, parts: Sequence[Part], node: Any) -> Callable[[Any], torch.Tensor | None]:
+        """Bind the weights of the groups of `parts` for a node that is about to run, until autograd has come to another one.
 
         Returns:
-            What makes a view of the slot of a `SavedWeight` of the part, and returns None for all else.
+            What makes a tensor of a `SavedWeight` of these parts, and returns None for all else.
         """
         passes = self._passes
         with self._locked():
@@ -278,16 +264,13 @@ class Backward:
                     f"A backward inside of a forward of {type(passes.root).__name__} needs weights that bitsandbytes keeps out "
                     f"of autograd's sight. Call backward() after the forward."
                 )
-            group = passes.group_of(part)
+            groups = [passes.group_of(part) for part in parts]
             now = self._tasks[current_graph_task_id()]
-            self._advance(now, (group,), node)
-            self._use(now, group, is_call=False, binds=True)
-            return lambda value: self._view(value, group) if isinstance(value, SavedWeight) else None
-
-    def _view(self, saved: SavedWeight, group: Group) -> torch.Tensor:
-        assert group.slot is not None
-        start = group.offset + saved.part.offset + saved.offset
-        return view_of(group.slot.memory, start, saved.dtype, saved.size, saved.stride)
+            self._advance(now, groups, node)
+            uses = {group: self._use(now, group, is_call=False, binds=True) for group in groups}
+            return lambda value: (
+                self._hand(value, uses[passes.group_of(value.part)]) if isinstance(value, SavedWeight) else None
+            )
 
     def is_ours(self, hooks: tuple[Pack, Unpack] | None) -> bool:
         return hooks is not None and getattr(hooks[0], "backward", None) is self
@@ -315,7 +298,9 @@ class Backward:
     def _recast(self, tensor: torch.Tensor, below: tuple[Pack, Unpack] | None) -> _SavedRecast | None:
         """The object to hold for (a view of) a weight that a hook has bound to other memory (layerwise casting)."""
         weight = tensor if tensor._base is None else tensor._base
-        found = self._passes.place_of(weight) if type(weight) in _PLAIN else None
+        if type(weight) not in _PLAIN:
+            return None
+        found = self._passes.place_of(weight) or self._passes.place_of_alias(weight)
         # An alias with a version counter of its own: the engine raises the weight's.
         return None if found is None else _SavedRecast(*found, keep(tensor.data, below))
 
@@ -342,10 +327,20 @@ class Backward:
             group = passes.group_of(saved.part)  # a forward that held the lock may have cut the groups again
             now = self._tasks[task]
             self._advance(now, (group,))
-            self._use(now, group, is_call=False, saved=saved)
-            if torch.is_grad_enabled():
-                return self.copy_of(saved)  # the graph of this backward may outlive the slot's bytes
-            return saved.counted(self._view(saved, group))
+            self._note_edits(now.uses)
+            self._refuse_edit()
+            return self._hand(saved, self._use(now, group, is_call=False))
+
+    def _hand(self, saved: SavedWeight, use: _Use) -> torch.Tensor:
+        """The weight, for a node that uses its group."""
+        if torch.is_grad_enabled():
+            return self.copy_of(saved)  # the graph of this backward may outlive the slot's bytes
+        group = use.group
+        assert group.slot is not None
+        start = group.offset + saved.part.offset + saved.offset
+        view = view_of(group.slot.memory, start, saved.dtype, saved.size, saved.stride)
+        use.handed.append((saved, view, view._version))
+        return view
 
     def copy_of(self, saved: SavedWeight) -> torch.Tensor:
         """A copy of a saved weight in new memory on the device."""
@@ -366,7 +361,8 @@ class Backward:
             self._release(now, groups, of_calls_only=True)
             self._refuse_edit()
             for group in groups:
-                self._use(now, group, is_call=True)
+                if group.num_bytes:
+                    self._use(now, group, is_call=True)
 
     def settle(self) -> None:
         """Wait for a backward in another thread to end, and end a backward that broke off."""
@@ -429,36 +425,32 @@ class Backward:
             self._release(now, groups)
             self._refuse_edit()
 
-    def _use(
-        self, now: _Task, group: Group, *, is_call: bool, saved: SavedWeight | None = None, binds: bool = False
-    ) -> None:
+    def _use(self, now: _Task, group: Group, *, is_call: bool, binds: bool = False) -> _Use:
         """Onload a group, and hold it until `_release`."""
-        found = [] if saved is None else [saved]
-        if not group.num_bytes:
-            return
         passes = self._passes
         stream = passes.current_stream
         for use in now.uses:
             if use.group is group and use.stream == stream and (group.is_bound or not binds):
                 use.is_call &= is_call
-                use.saved += found
-                return
+                return use
         passes.acquire(group, binds=binds)
-        now.uses.append(_Use(group, stream, is_call, found))
+        now.uses.append(_Use(group, stream, is_call))
         passes.look_ahead()
+        return now.uses[-1]
 
     def _release(self, now: _Task, needed: Sequence[Group], *, of_calls_only: bool = False) -> None:
         ended = [use for use in now.uses if use.group not in needed and (use.is_call or not of_calls_only)]
         now.uses = [use for use in now.uses if use not in ended]
+        self._note_edits(ended)
         for use in ended:
             self._passes.release(use.group, use.stream)
-        self._note_edits(ended)
 
     def _note_edits(self, uses: Sequence[_Use]) -> None:
-        """Find the weights that autograd's nodes have changed in place: the slot has the edit, the memory at rest has not."""
-        for saved in (saved for use in uses for saved in use.saved if saved.was_edited):
-            saved.part.sent_generation = -1
-            self._edited = saved
+        """Find the weights that nodes have changed in place: the slot has the edit, and the memory at rest has not."""
+        for saved, view, version in (each for use in uses for each in use.handed):
+            if view._version != version:
+                saved.part.sent_generation = -1
+                self._edited = saved
 
     def _refuse_edit(self) -> None:
         edited, self._edited = self._edited, None

@@ -10,22 +10,24 @@ and its weights are bound to the slot: so the object has the scales on the devic
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.function import BackwardCFunction
 
 from ..base.tensors import map_tensors
 
+T = TypeVar("T")
 Change = Callable[[Any], Any]
 """What stands in the place of a value; None: the value stays."""
 
 
-def nodes_since(output: Any, first: int) -> Iterator[BackwardCFunction]:
-    """The nodes of autograd functions in the graph of `output`.
+def nodes_with(part_of: Mapping[int, T], output: Any, first: int) -> Iterator[tuple[BackwardCFunction, list[T]]]:
+    """The nodes of autograd functions in the graph of `output` that keep certain objects, also in lists and tuples.
 
     Args:
+        part_of: By id of such an object, what is returned for it.
         first: The number of nodes that the thread had made before. Older ones are left out.
     """
     pending: list[Any] = []
@@ -43,7 +45,16 @@ def nodes_since(output: Any, first: int) -> Iterator[BackwardCFunction]:
         seen.add(node)
         pending += [each for each, _ in node.next_functions]
         if isinstance(node, BackwardCFunction):
-            yield node
+            found = dict.fromkeys(part_of[id(each)] for each in _items(vars(node).values()) if id(each) in part_of)
+            if found:
+                yield node, [*found]
+
+
+def _items(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        yield value
+        if type(value) in (list, tuple):
+            yield from _items(value)
 
 
 class Context:

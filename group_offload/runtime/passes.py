@@ -548,6 +548,12 @@ class Passes:
         """The part that an onloaded weight belongs to, and its index there, whatever memory it is bound to now."""
         return next((found for group in self._memory.bound if (found := group.place_of(tensor)) is not None), None)
 
+    def place_of_alias(self, tensor: torch.Tensor) -> tuple[Part, int] | None:
+        """The same for what `detach()` has made of one. See `Group.place_of_alias`."""
+        return next(
+            (found for group in self._memory.bound if (found := group.place_of_alias(tensor)) is not None), None
+        )
+
     def group_of(self, part: Part) -> Group:
         """The group that a part belongs to.
 

@@ -29,8 +29,10 @@ from group_offload.activations import (
     no_activation_offloading,
     spill,
 )
+from group_offload.activations.offloader import DeviceOffloader
 from group_offload.activations.streams import CopyStreams
 from group_offload.base.reading import read_part
+from group_offload.base.saved import hooks_in_force
 
 from ..support.activations import DEVICES, Call, Calls, check, offload, on
 from ..support.simulated import SimulatedDevice, use_simulated_device
@@ -653,6 +655,23 @@ def test_a_second_backward_over_what_the_first_one_changed_is_an_error() -> None
         loss.backward(retain_graph=True)
         with pytest.raises(expected, match="modified by an inplace operation"):
             loss.backward()
+
+
+def test_an_error_of_the_last_copy_leaves_no_hooks_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an operation may yet fill is copied after the forward: the copy finds no RAM."""
+    mask = torch.randn(DIM, DIM)
+    model = Calls(*[lambda x, w: (x @ w) * mask] * 2)
+    offload(model, keep_last=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(DeviceOffloader, "offload", no_ram)
+        with pytest.raises(MemoryError):
+            model(torch.randn(DIM, DIM))
+    assert hooks_in_force() is None
+    gradients(model, torch.randn(DIM, DIM))
+
+
+def no_ram(*args: object) -> None:
+    raise MemoryError
 
 
 @pytest.mark.parametrize("keep_last", [0, 9])

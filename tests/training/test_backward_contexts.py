@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from group_offload import StateError
 
+from ..support.asserts import plain_tensors
 from ..support.backward import OPTIONS, make, offloaded
-from ..support.training import DIM, Put, Step, assert_same_bits, data, plain, retained, train, two_by_two
+from ..support.training import DIM, Put, Step, assert_same_bits, data, doubled, plain, retained, train, two_by_two
 
 
 class QuantState:
@@ -31,6 +32,10 @@ class Packed(nn.Parameter):
     SCB: torch.Tensor | None
 
 
+SEEN: list[int] = []
+"""The addresses of what backward has read."""
+
+
 class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, state: QuantState) -> torch.Tensor:
@@ -40,6 +45,7 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         _, weight = ctx.tensors
+        SEEN.extend((weight.data_ptr(), ctx.state.scale.data_ptr()))
         return gradient @ (weight.view(DIM, DIM).to(gradient.dtype) * ctx.state.scale).t(), None, None
 
 
@@ -70,6 +76,7 @@ class Product8(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        SEEN.extend((ctx.state.CB.data_ptr(), ctx.state.SCB.data_ptr()))
         return gradient @ (ctx.state.CB.to(gradient.dtype) * ctx.state.SCB).t(), None, None
 
 
@@ -137,13 +144,16 @@ def test_bits(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """On the simulated device a scale that is read where it rests is an error."""
+    """Backward reads weights and scales on the device, and not where they rest."""
     expected = train(packed_model(checkpointed), step)
+    SEEN.clear()
     with (
         caplog.at_level(logging.WARNING, "group_offload"),
         offloaded(packed_model(checkpointed), device, tmp_path, **OPTIONS[options]) as (model, handle, put, get),
     ):
         assert_same_bits(train(model, step, put), expected, get)
+        at_rest = {tensor.data_ptr() for _, tensor in plain_tensors(model)}
+        assert SEEN and not at_rest & set(SEEN)
         handle.remove()
     assert "keeps views of weights" not in caplog.text
 
@@ -154,6 +164,67 @@ def test_a_graph_that_is_retained(device: str, tmp_path: Path) -> None:
     with offloaded(packed_model(), device, tmp_path) as (model, handle, put, get):
         assert_same_bits(train(model, retained, put), expected, get)
         handle.remove()
+
+
+class Kept(torch.autograd.Function):
+    """Keeps the weight itself, and its state in a list."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any) -> torch.Tensor:
+        ctx.weight, ctx.others = weight, [(weight.quant_state, None)]
+        return x @ (weight.to(x.dtype) * weight.quant_state.scale)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        SEEN.extend((ctx.weight.data_ptr(), ctx.others[0][0].scale.data_ptr()))
+        return gradient @ (ctx.weight.to(gradient.dtype) * ctx.weight.quant_state.scale).t(), None
+
+
+class Viewed(torch.autograd.Function):
+    """Its backward may have a graph, which keeps a view of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any) -> torch.Tensor:
+        ctx.state, ctx.view = weight.quant_state, weight.view(-1)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient @ ctx.view.view(DIM, DIM).t(), None
+
+
+def other_model(product: Any, dtype: torch.dtype = torch.int8) -> Model:
+    model = packed_model()
+    for block in model.blocks:
+        for layer in (block.up, block.down):
+            state = layer.weight.quant_state  # type: ignore[union-attr]
+            layer.weight = Packed(
+                layer.weight.data.to(dtype) / (1 if dtype is torch.int8 else 200), requires_grad=False
+            )
+            layer.weight.quant_state = state
+            layer.forward = lambda x, layer=layer: product.apply(x, layer.weight)  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.parametrize("device", ["cpu", "random"])
+@pytest.mark.parametrize("options", ["block", "leaf"])
+def test_a_context_with_the_weight_itself(options: str, device: str, tmp_path: Path) -> None:
+    expected = train(other_model(Kept), plain)
+    SEEN.clear()
+    with offloaded(other_model(Kept), device, tmp_path, **OPTIONS[options]) as (model, handle, put, get):
+        assert_same_bits(train(model, plain, put), expected, get)
+        at_rest = {tensor.data_ptr() for _, tensor in plain_tensors(model)}
+        assert SEEN and not at_rest & set(SEEN)
+        handle.remove()
+
+
+@pytest.mark.parametrize("device", ["cpu", "random"])
+@pytest.mark.parametrize("options", ["block", "leaf", "files"])
+def test_a_graph_of_a_backward(options: str, device: str, tmp_path: Path) -> None:
+    """It outlives what the slot has."""
+    expected = train(other_model(Viewed, torch.float32), doubled)
+    with offloaded(other_model(Viewed, torch.float32), device, tmp_path, **OPTIONS[options]) as (model, _, put, get):
+        assert_same_bits(train(model, doubled, put), expected, get)
 
 
 def test_no_context_holds_device_memory_after_the_forward(tmp_path: Path) -> None:
@@ -200,12 +271,12 @@ class Doubling(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("device", ["cpu", "random"])
-@pytest.mark.parametrize("name", ["mix", "other"])
+@pytest.mark.parametrize("name", ["mix", "other", "beside a context"])
 def test_a_weight_that_a_backward_changes_is_an_error(name: str, device: str, tmp_path: Path) -> None:
     """Another node has saved `mix` too, and would see the change. Afterwards the weights are as they were."""
-    model = make().eval()
+    model = packed_model() if name == "beside a context" else make().eval()
+    name = "other" if name == "beside a context" else name
     model.blocks[1].other = nn.Parameter(torch.eye(DIM), requires_grad=False)
-    message = {"mix": r"inplace operation: the weight 'blocks\.1\.mix'", "other": r"weight 'blocks\.1\.other' in place"}
 
     def change(module: Any, args: Any, output: torch.Tensor) -> Any:
         return Doubling.apply(output, getattr(module, name))
@@ -215,11 +286,35 @@ def test_a_weight_that_a_backward_changes_is_an_error(name: str, device: str, tm
         with torch.no_grad():
             expected = get(model(data(0, put)))
         for _ in range(2):
-            with pytest.raises(StateError, match=message[name]):
+            with pytest.raises(StateError, match=rf"changed the weight 'blocks\.1\.{name}' in place"):
                 plain(model, put)
         with torch.no_grad():
             assert_same_bits([get(model(data(0, put)))], [expected])
         hook.remove()
+        handle.remove()
+    other: Any = model.blocks[1].other
+    assert torch.equal(other, torch.eye(DIM))
+
+
+def test_a_weight_at_rest_that_a_hook_changes_during_backward(tmp_path: Path) -> None:
+    """No node gets it any more: the change is made where the weight rests, and stays."""
+
+    def step(model: Any, put: Put) -> torch.Tensor:
+        weight = model.blocks[2].down.base.weight
+
+        def change(_: torch.Tensor) -> None:
+            with torch.no_grad():
+                weight.add_(0.01)
+
+        hook = model.blocks[2].attention.qkv.down.weight.register_post_accumulate_grad_hook(change)
+        loss = plain(model, put)
+        hook.remove()
+        with torch.no_grad():
+            return loss + model(data(1, put)).square().mean()
+
+    expected = train(make().eval(), step)
+    with offloaded(make().eval(), "cpu", tmp_path) as (model, handle, put, get):
+        assert_same_bits(train(model, step, put), expected, get)
         handle.remove()
 
 
@@ -248,14 +343,20 @@ def test_a_reentrant_checkpoint_around_the_whole_model(device: str, tmp_path: Pa
         handle.remove()
 
 
+class Detached(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.detach().t() + self.bias
+
+
 @pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}], ids=["block", "leaf"])
-def test_layerwise_casting(options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("layer", [nn.Linear, Detached])
+def test_layerwise_casting(layer: Any, options: dict[str, Any], tmp_path: Path) -> None:
     """Autograd saves views of weights that the hooks have bound to other memory, for the time of a call."""
     hooks = pytest.importorskip("diffusers.hooks")
 
     def cast() -> nn.Module:
         torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(DIM, DIM), nn.SiLU()) for _ in range(3))).bfloat16()
+        model = nn.Sequential(*(nn.Sequential(layer(DIM, DIM), nn.SiLU()) for _ in range(3))).bfloat16()
         model.requires_grad_(False)
         hooks.apply_layerwise_casting(model, torch.float8_e4m3fn, torch.bfloat16, skip_modules_pattern=())
         return model

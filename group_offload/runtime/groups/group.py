@@ -21,7 +21,7 @@ from ..slots.slot import Slot, Views
 from .forms import Forms
 from .packed import PackedGroup
 from .part import Part, SharedCounter
-from .tensors import fit_for, is_kept, same_form, same_memory, tracks_version
+from .tensors import fit_for, is_kept, same_form, same_memory, tracks_version, version_of
 from .wrapped import wrapped_holders
 
 logger = logging.getLogger("group_offload")
@@ -268,6 +268,15 @@ class Group:
         index = self._index_of.get(id(tensor))
         return None if index is None else self._places[index]
 
+    def place_of_alias(self, tensor: torch.Tensor) -> tuple[Part, int] | None:
+        """The same for a tensor in no slot that `detach()` has made of one of the group: it shares the version counter."""
+        if not tensor._version or tensor.grad_fn is not None:  # the engine has raised those of all weights
+            return None
+        storage = tensor.untyped_storage()._cdata
+        shared = (at for at, each in enumerate(self._tensors) if each.untyped_storage()._cdata == storage)
+        index = next(shared, None)
+        return None if index is None else self._places[index]
+
     def objects_beside(self) -> list[tuple[Any, Part]]:
         """The objects that are no tensors and keep tensors of the group (`weight.quant_state`), and the part of each."""
         return [(owner, part) for part, index in self._beside if (owner := part.refs[index].kept_by()) is not None]
@@ -469,10 +478,12 @@ class Group:
             if not same_memory(tensor, bound):
                 # The forward replaced the value. Casting hooks do so at every call, and put the same value back.
                 is_same = tensor.device == bound.device and same_form(tensor, bound)
-                is_cast = is_same and tracks and tensor._version == self._versions[index] and self._is_cast_back(index)
+                is_cast = (
+                    is_same and tracks and version_of(tensor) == self._versions[index] and self._is_cast_back(index)
+                )
                 if not is_cast and (not is_same or not torch.equal(tensor.detach(), bound)):
                     found.append(index)
-            elif (tracks and tensor._version != self._versions[index]) or index in is_edited:
+            elif (tracks and version_of(tensor) != self._versions[index]) or index in is_edited:
                 found.append(index)
             else:
                 # Kernels of batch norm, and codebooks that are updated through `.data`, do not raise the version.
