@@ -165,11 +165,13 @@ def test_kernels_read_weights_on_the_device_only(run_part: Any, tmp_path: Path) 
         handle.remove()
 
 
-MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
     "let go at once": lambda patch: patch.setattr(
         backward_module.Backward, "bring", _let_go_after(backward_module.Backward.bring)
     ),
-    "saved as they are": lambda patch: patch.setattr(backward_module.Backward, "_packed", lambda self, tensor: None),
+    "saved as they are": lambda patch: [
+        patch.setattr(backward_module.Backward, name, lambda *args: None) for name in ("_packed", "_recast")
+    ],
     "no gates inside of groups": lambda patch: patch.setattr(
         "group_offload.runtime.gates.Gates._install_inner_gates", lambda self: None
     ),
