@@ -7,9 +7,11 @@ diffusers has no way back: its arms make the same model anew.
 from __future__ import annotations
 
 import argparse
+import signal
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +37,11 @@ from .processes import say
 
 def _torchao(name: str, **options: Any) -> Callable[[nn.Module], None]:
     def quantise(model: nn.Module) -> None:
+        import torchao.prototype.mx_formats as formats
         from torchao import quantization
 
-        quantization.quantize_(model, getattr(quantization, name)(**options))
+        config = getattr(quantization, name, None) or getattr(formats, name)
+        quantization.quantize_(model, config(**options))
 
     return quantise
 
@@ -134,6 +138,7 @@ KINDS: dict[str, Callable[[nn.Module], None]] = {
     "layerwise": _layerwise,
     "torchao-int8-dynamic": _torchao("Int8DynamicActivationInt8WeightConfig"),
     "torchao-fp8-dynamic": _torchao("Float8DynamicActivationFloat8WeightConfig"),
+    "torchao-nvfp4": _torchao("NVFP4WeightOnlyConfig"),
     "sdnq-int8": _sdnq("int8"),
     "sdnq-uint4": _sdnq("uint4"),
 }
@@ -168,8 +173,9 @@ def run(options: argparse.Namespace) -> Path | None:
                     module = None
                     forget_device_peak(device)
                     module = _make(model, kind, device)
-                handle = apply_function(engine)(module, device, choice)
-                arm = _measure(model, module, inputs, device, options.steps)
+                with _limited(options.arm_budget):
+                    handle = apply_function(engine)(module, device, choice)
+                    arm = _measure(model, module, inputs, device, options.steps)
                 reference = reference or arm["sha256"]
                 arm["is_equal"] = arm["sha256"] == reference
                 if handle is not None and hasattr(handle, "remove"):
@@ -183,6 +189,22 @@ def run(options: argparse.Namespace) -> Path | None:
                 break  # the kind does not run here
         del module
     return path
+
+
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raise in the middle of what takes longer: some kinds are taken apart in Python, weight by weight."""
+
+    def stop(*args: object) -> None:
+        raise TimeoutError(f"not done after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _make(model: models.Model, kind: str, device: torch.device) -> nn.Module:
@@ -236,4 +258,5 @@ def _cell(arm: reports.Arm | None) -> str:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS], help="only these, in this order")
+    parser.add_argument("--arm-budget", type=float, default=60, help="seconds for one arm (default 60)")
     add(parser, "model", "blocks", "tokens", "small", "device", steps=4, budget=400)

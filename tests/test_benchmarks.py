@@ -463,6 +463,11 @@ def test_quantised_kinds_are_compared(tmp_path: Path, benchmark_here: Run) -> No
     assert ours["is_equal"] and ours["is_finite"] and "| layerwise " in table and "other bits" not in table
 
 
+def test_a_kind_that_takes_too_long_is_given_up(tmp_path: Path, benchmark_here: Run) -> None:
+    options = ("--small", "--kinds", "layerwise", "--steps", "1", "--arm-budget", "0.0001", "--device", "cpu")
+    assert "| TimeoutError: not done after 0 s" in benchmark_here("quantised", *options, "--output", tmp_path)
+
+
 def test_packing_is_measured(tmp_path: Path, benchmark_here: Run) -> None:
     table = benchmark_here("packing", "--mib", "1", "--repeats", "1", "--threads", "1", "--output", tmp_path)
     assert "| CPU: unpack " in table and "| yes " in table
