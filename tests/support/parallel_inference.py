@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -168,6 +169,7 @@ def main(file: str, device_type: str) -> None:
         status = 0
     except BaseException:
         traceback.print_exc()
+        os.kill(child or os.getppid(), signal.SIGKILL)  # it would wait for this one in a collective
     finally:
         if not child:
             os._exit(status)
