@@ -658,9 +658,8 @@ def test_a_second_backward_over_what_the_first_one_changed_is_an_error() -> None
 
 
 def test_an_error_of_the_last_copy_leaves_no_hooks_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an operation may yet fill is copied after the forward: the copy finds no RAM."""
-    mask = torch.randn(DIM, DIM)
-    model = Calls(*[lambda x, w: (x @ w) * mask] * 2)
+    """Only the input is saved. An operation might yet fill it, so it is copied after the forward: that finds no RAM."""
+    model = Calls(lambda x, w: w.sum() * x)
     offload(model, keep_last=0)
     with monkeypatch.context() as patch:
         patch.setattr(DeviceOffloader, "offload", no_ram)
