@@ -244,12 +244,13 @@ class Backward:
             Context(node, self._reference, partial(self._begin_node, parts))
 
     def _reference(self, value: Any) -> SavedWeight | None:
-        if not isinstance(value, torch.Tensor) or value.device != self._passes.device:
-            return None
-        found = self._passes.find_weight(value)
-        if found is None or self._passes.place_of(value) is not None:  # the weight itself is bound when the node runs
-            return None
-        return SavedWeight(self, value, *found)
+        if not isinstance(value, torch.Tensor) or self._passes.place_of(value) is not None:
+            return None  # a weight itself is bound when the node runs
+        return self._saved(value)
+
+    def _saved(self, tensor: torch.Tensor) -> SavedWeight | None:
+        found = self._passes.find_weight(tensor) if tensor.device == self._passes.device else None
+        return None if found is None else SavedWeight(self, tensor, *found)
 
     def _begin_node(self, parts: Sequence[Part], node: Any) -> Callable[[Any], torch.Tensor | None]:
         """Bind the weights of the groups of `parts` for a node that is about to run, until autograd has come to another one.
@@ -277,12 +278,7 @@ class Backward:
 
     def _packed(self, tensor: Any) -> SavedWeight | _SavedWrapper | None:
         if type(tensor) in _PLAIN:
-            if tensor.layout is not torch.strided:
-                return None
-            found = self._passes.find_weight(tensor)
-            if found is None or tensor.device != self._passes.device:
-                return None
-            return SavedWeight(self, tensor, *found)
+            return self._saved(tensor) if tensor.layout is torch.strided else None
         if not is_traceable_wrapper_subclass(tensor):
             return None
         names, context = tensor.__tensor_flatten__()

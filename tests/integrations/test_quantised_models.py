@@ -121,6 +121,12 @@ def load(model_class: Any, path: Path, config: Any) -> Any:
     return model_class.from_pretrained(path, quantization_config=config, dtype=BF16)
 
 
+def open_offloaded(model_class: Any, path: Path, config: Any, folder: Path | None) -> Any:
+    return from_pretrained(
+        model_class, path, quantization_config=config, dtype=BF16, onload_device="cpu", offload_to_disk_path=folder
+    )
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_opened_and_kept(
     name: str, checkpoints: dict[Any, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -133,14 +139,7 @@ def test_opened_and_kept(
         torch.manual_seed(2)
         caplog.clear()
         with caplog.at_level(logging.INFO, logger="group_offload"):
-            opened = from_pretrained(
-                model_class,
-                path,
-                quantization_config=config(),
-                dtype=BF16,
-                onload_device="cpu",
-                offload_to_disk_path=folder,
-            )
+            opened = open_offloaded(model_class, path, config(), folder)
         assert ("was quantised before" in caplog.text) == (number == 2 and is_kept)
         assert ("cannot be kept quantised" in caplog.text) == (folder is not None and not is_kept)
         # (bitsandbytes packs 4-bit weights in the first forward on some CPUs: look at the weights first.)
@@ -168,15 +167,7 @@ def test_a_lora_on_a_kept_model(name: str, checkpoints: dict[Any, Path], tmp_pat
     except Exception as error:
         pytest.skip(f"the library does not run it here: {error!s:.80}")
     for _ in range(2):
-        opened = from_pretrained(
-            model_class,
-            path,
-            quantization_config=config(),
-            dtype=BF16,
-            onload_device="cpu",
-            offload_to_disk_path=tmp_path,
-        )
-        assert_same(output_of(adapted(opened)), expected)
+        assert_same(output_of(adapted(open_offloaded(model_class, path, config(), tmp_path))), expected)
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if "bitsandbytes" in name or "SDNQ" in name])
