@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         device=default_device(),
     )
     parser.set_defaults(arms=[*DEFAULT])
-    parser.add_argument("--ranks", type=int, default=2, help="processes, each with a device of its own (default 2)")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=[2],
+        metavar="N",
+        help="processes, each with a device of its own (default 2); all arms run with each of these numbers",
+    )
     parser.add_argument("--limit", type=float, default=600, help="seconds for all of them (default 600)")
     parser.add_argument("--ram", default="12GiB", metavar="SIZE", help="of all ranks, from files (default 12GiB)")
     parser.add_argument(
@@ -126,61 +134,76 @@ def run(options: argparse.Namespace) -> Path | None:
         raise SystemExit(f"No such arm: {unknown[0]!r}. There are {[*ARMS]}.")
     if options.trace is not None and TRACED not in options.arms:
         raise SystemExit(f"--trace: the arm {TRACED!r} is not among those that run.")
-    by_kind: dict[str, list[str]] = {}
-    for name in options.arms:
-        by_kind.setdefault(ARMS[name].kind, []).append(name)
-    found = report.new(
-        "several", options, model=model.facts(), num_ranks=options.ranks, num_steps=options.steps, ram={}
-    )
+    teams: dict[tuple[str, int], list[str]] = {}
+    for kind, num_ranks in product(dict.fromkeys(ARMS[name].kind for name in options.arms), options.ranks):
+        names = [name for name in options.arms if ARMS[name].kind == kind]
+        teams[kind, num_ranks] = [name for name in names if num_ranks == options.ranks[0] or _differs(ARMS[name])]
+    found = report.new("several", options, model=model.facts(), num_steps=options.steps, ram={})
     path = None
     with ExitStack() as stack:
         checkpoint = stack.enter_context(checkpoints.folder_of(options))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         # All of them import at the same time, while the checkpoint is made.
-        teams = {kind: _team(kind, options, stack, found["ram"]) for kind in by_kind}
+        processes = {team: _team(*team, options, stack, found["ram"]) for team in teams}
         found["machine"] = measure_machine(device)
         checkpoints.make_sure(model, device, checkpoint, SHARD_BYTES)
-        for kind, names in by_kind.items():
-            ranks, group = teams[kind]
+        for (kind, num_ranks), names in teams.items():
+            ranks, group = processes[kind, num_ranks]
+            team = f"{kind}, {_gpus(num_ranks)}"
             if kind == "files":
                 drop_page_cache(files_in(checkpoint), may_drop_all=not options.small)
-            (folder / kind).mkdir()
+            (folder / team).mkdir()
             job = {
                 "model": sizes_of(options),
                 "kind": kind,
                 "arms": names,
                 "checkpoint": str(checkpoint),
-                "folder": str(folder / kind),
+                "folder": str(folder / team),
                 "device": device.type,
-                "num_ranks": options.ranks,
+                "num_ranks": num_ranks,
                 "num_steps": min(options.steps, SLOW_STEPS) if kind == "files" else options.steps,
                 "trace": None if options.trace is None else str(options.trace.absolute()),
             }
-            with said(f"all arms of {kind}"):
+            with said(f"all arms of {team}"):
                 error = _work(ranks, job, until)
             if group is not None:
-                found["ram"][kind] = group.usage()
-            files = [folder / kind / f"rank{rank}.json" for rank in range(options.ranks)]
+                found["ram"][team] = group.usage()
+            files = [folder / team / f"rank{rank}.json" for rank in range(num_ranks)]
             results = [json.loads(file.read_text()) for file in files if file.exists()]
             for name in names:
                 done = [result[name] for result in results if name in result]
-                is_whole = len(done) == (1 if ARMS[name].share is None else options.ranks)
-                found["arms"][name] = {"ranks": done} if is_whole else {"error": error}
+                is_whole = len(done) == (1 if ARMS[name].share is None else num_ranks)
+                title = name if len(options.ranks) == 1 or not _differs(ARMS[name]) else _title(name, num_ranks)
+                facts = {"arm": name, "num_ranks": num_ranks}
+                found["arms"][title] = {**facts, "ranks": done} if is_whole else {**facts, "error": error}
             path = report.write(found, options.output)
     return path
 
 
+def _differs(arm: Arm) -> bool:
+    """Whether an arm is another one with other numbers of processes: one GPU trains with the samples of all."""
+    return arm.share is not None or arm.kind == "training"
+
+
+def _gpus(num_ranks: int) -> str:
+    return "1 GPU" if num_ranks == 1 else f"{num_ranks} GPUs"
+
+
+def _title(name: str, num_ranks: int) -> str:
+    return f"{name} ({_gpus(num_ranks)})"
+
+
 def _team(
-    kind: str, options: argparse.Namespace, stack: ExitStack, limits: dict[str, Any]
+    kind: str, num_ranks: int, options: argparse.Namespace, stack: ExitStack, limits: dict[str, Any]
 ) -> tuple[list[subprocess.Popen[str]], MemoryGroup | None]:
     """The processes of one kind, and what limits their RAM. They wait for their job."""
     group: MemoryGroup | None = None
     if kind == "files":
-        group = limit_ram(parse_size(options.ram), stack, limits.setdefault(kind, {}))
+        group = limit_ram(parse_size(options.ram), stack, limits.setdefault(f"{kind}, {_gpus(num_ranks)}", {}))
     arguments = ["-m", "benchmarks.several"]
     command = [sys.executable, *arguments] if group is None else group.command(arguments)
     environment, ranks = {**QUIET, **os.environ}, []
-    for _ in range(options.ranks):
+    for _ in range(num_ranks):
         ranks.append(subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=2, text=True))
         stack.callback(ranks[-1].communicate)
         stack.callback(ranks[-1].kill)
@@ -210,28 +233,34 @@ def _work(ranks: Sequence[subprocess.Popen[str]], job: Mapping[str, Any], until:
 
 
 def judge(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """One row for each arm, of what all ranks measured: the slowest rank's times, compared with other arms."""
+    """One row for each arm, of what all ranks measured: the slowest rank's times, compared with other arms.
+
+    An arm is compared with others of as many processes, if these were measured.
+    """
     arms, rows = found["arms"], {}
     outputs = {name: [each["output"] for each in arm["ranks"]] for name, arm in arms.items() if "ranks" in arm}
     for name, arm in arms.items():
         if name not in outputs:
             rows[name] = arm
             continue
-        ranks, facts = arm["ranks"], ARMS[name]
+        ranks, facts = arm["ranks"], ARMS[arm["arm"]]
+        reference, same_as = (
+            other if other in outputs else _title(other, arm["num_ranks"]) for other in (facts.reference, facts.same_as)
+        )
         row: dict[str, Any] = {
             key: max(each[key] for each in ranks)
-            for key in ("setup_s", "step_s", "in_a_row_s", "host_s", "forward_s", "backward_s")
+            for key in ("setup_s", "step_s", "in_a_row_s", "host_s", "forward_s", "backward_s", "predicted_s")
             if ranks[0].get(key) is not None
         }
         for key in ("missed", "anonymous_bytes", "drive_bytes"):
             row[key] = sum(each.get(key) or 0 for each in ranks)
         row["gathered_bytes"] = int(ranks[0]["gathered_bytes"])
-        reference = rows.get(facts.reference, row if name == facts.reference else {})
-        if "step_s" in reference:
-            row["of_one"] = _time(row) / _time(reference)
+        compared = rows.get(reference, row if name == reference else {})
+        if "step_s" in compared:
+            row["of_one"] = _time(row) / _time(compared)
             row["is_met"] = None if facts.bar is None else row["of_one"] <= facts.bar
-        expected = outputs.get(facts.same_as, [])
-        if expected and name != facts.same_as:
+        expected = outputs.get(same_as, [])
+        if expected and name != same_as:
             row["is_equal"] = all(output == expected[rank % len(expected)] for rank, output in enumerate(outputs[name]))
         rows[name] = row
     return rows
@@ -251,6 +280,7 @@ COLUMNS: report.Columns = {
     "step": lambda row: report.seconds(row["step_s"]),
     "forward": lambda row: report.seconds(row.get("forward_s")),
     "backward": lambda row: report.seconds(row.get("backward_s")),
+    "predicted": lambda row: report.seconds(row.get("predicted_s")),
     "in a row": lambda row: report.seconds(row.get("in_a_row_s")),
     "host": lambda row: report.seconds(row.get("host_s")),
     "against one GPU": _against_one,
@@ -264,7 +294,8 @@ COLUMNS: report.Columns = {
 
 def render(found: Mapping[str, Any]) -> str:
     model = found["model"]
-    head = f"{model['name']}: {model['what']}, {model['goes_in']}, {found['num_ranks']} processes. "
+    counts = " and ".join(str(each) for each in dict.fromkeys(arm["num_ranks"] for arm in found["arms"].values()))
+    head = f"{model['name']}: {model['what']}, {model['goes_in']}, {counts} processes. "
     plans = [
         f"- {name}: {arm['ranks'][0]['plan']}"
         for name, arm in found["arms"].items()
@@ -392,6 +423,8 @@ def infer(name: str, module: nn.Module, job: Mapping[str, Any], device: torch.de
             synchronize(device)
             found["traced_step_s"] = (time.perf_counter() - start) / TRACED_STEPS
     if handle is not None:
+        details = handle.plan.details
+        found["predicted_s"] = None if details is None else details.prediction.step_seconds
         handle.remove()
     return found
 

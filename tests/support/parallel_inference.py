@@ -6,10 +6,7 @@ python -m tests.support.parallel_inference FILE DEVICE: FILE is where the proces
 from __future__ import annotations
 
 import faulthandler
-import os
-import signal
 import sys
-import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +22,7 @@ from diffusers.models import attention_dispatch
 from diffusers.models._modeling_parallel import TensorParallelConfig
 from diffusers.utils import logging
 from torch import nn
+from torch.multiprocessing import start_processes
 
 from group_offload import apply_group_offloading
 
@@ -152,29 +150,22 @@ def use_the_cpu() -> None:
     attention_dispatch._native_attention_forward_op = attend
 
 
-def main(file: str, device_type: str) -> None:
+def _run_rank(rank: int, file: str, device_type: str) -> None:
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()  # diffusers warns at each call, and what went wrong would not be seen
     torch.set_num_threads(1)
     if device_type == "cpu":
         use_the_cpu()
-    child = os.fork()
-    faulthandler.dump_traceback_later(90)  # in both processes
-    rank = 0 if child else 1
-    if device_type != "cpu":
+    else:
         torch.accelerator.set_device_index(rank)
-    status = 1
-    try:
-        run_all(rank, file, Path(file).parent)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-        os.kill(child or os.getppid(), signal.SIGKILL)  # it would wait for this one in a collective
-    finally:
-        if not child:
-            os._exit(status)
-    _, other = os.waitpid(child, 0)
-    assert not status and not other
+    faulthandler.dump_traceback_later(90)
+    run_all(rank, file, Path(file).parent)
+
+
+def main(file: str, device_type: str) -> None:
+    # A process that has imported diffusers may have asked CUDA for something, and what is forked from it cannot use CUDA.
+    how = "fork" if device_type == "cpu" else "spawn"
+    start_processes(_run_rank, (file, device_type), nprocs=2, start_method=how)  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":
