@@ -487,12 +487,12 @@ def test_shared_passes_are_measured(tmp_path: Path, benchmark_here: Run) -> None
     assert not any(arms[f"{name}, alone"]["num_shared"] for name in names)
 
 
-def test_several_gpus_are_measured(tmp_path: Path) -> None:
+def test_several_gpus_are_measured(tmp_path: Path, benchmark_here: Run) -> None:
     """One device and two, in RAM, from files and in training: the arms of a kind run in the same two processes."""
     arms = ("one GPU", "shared", "files, one GPU", "files, shared", "LoRA, each alone", "LoRA, shared", "LoRA, FSDP2")
     trace = tmp_path / "trace.json"
     options = ("--small", "--device", "cpu", "--steps", "1", "--disk", tmp_path, "--output", tmp_path, "--trace", trace)
-    table = run("-m", "benchmarks", "several", *options, "--arms", *arms)
+    table = benchmark_here("several", *options, "--arms", *arms)
     report = result_of(tmp_path, "several")
     assert not [arm for arm in report["arms"].values() if "error" in arm]
     assert table.count("| equal") == 4 and "DIFFERENT" not in table, table
@@ -502,9 +502,42 @@ def test_several_gpus_are_measured(tmp_path: Path) -> None:
     report["arms"]["files, one GPU"]["ranks"][0]["in_a_row_s"] = 1.0
     for each in report["arms"]["files, shared"]["ranks"]:
         each["in_a_row_s"] = 0.5
-    report["arms"]["LoRA, shared"] = {"error": "the ranks ended with [-9, None]"}
+    report["arms"]["LoRA, shared"] = {"arm": "LoRA, shared", "num_ranks": 2, "error": "the ranks ended with [-9, None]"}
     table = several.render(report)
     assert "| 0.500 (bar 0.6: met)" in table and "| LoRA, shared     | the ranks ended with [-9, None]" in table
+
+
+def test_several_numbers_of_gpus_are_compared(
+    tmp_path: Path, benchmark_here: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one GPU does without a part of the batch is measured once. The rest is compared with arms of as many ranks."""
+
+    def work(ranks: Any, job: Any, until: float) -> None:
+        for rank in range(job["num_ranks"]):
+            done = {}
+            for name in job["arms"]:
+                num_ranks = 1 if name == "one GPU" else job["num_ranks"]
+                facts = {"step_s": (rank + 1) / 10 / num_ranks, "in_a_row_s": 1 / num_ranks, "output": str(num_ranks)}
+                if num_ranks == job["num_ranks"] or rank == 0:
+                    done[name] = {**facts, "setup_s": 1.0, "gathered_bytes": 0.0, "anonymous_bytes": 1, "plan": ""}
+            (Path(job["folder"]) / f"rank{rank}.json").write_text(json.dumps(done))
+
+    monkeypatch.setattr(several, "_team", lambda *args: ([], None))
+    monkeypatch.setattr(several, "_work", work)
+    options = ("--small", "--device", "cpu", "--disk", tmp_path, "--output", tmp_path, "--ranks", "2", "4", "--arms")
+    table = benchmark_here("several", *options, "one GPU", "shared", "LoRA, each alone", "LoRA, shared")
+    assert [*result_of(tmp_path, "several")["arms"]] == [
+        "one GPU",
+        "shared (2 GPUs)",
+        "shared (4 GPUs)",
+        "LoRA, each alone (2 GPUs)",
+        "LoRA, shared (2 GPUs)",
+        "LoRA, each alone (4 GPUs)",
+        "LoRA, shared (4 GPUs)",
+    ]
+    rows = {line.split("|")[1].strip(): line for line in table.splitlines() if line.startswith("| ")}
+    assert "0.250" in rows["shared (4 GPUs)"] and "DIFFERENT" in rows["shared (4 GPUs)"]
+    assert "equal" in rows["LoRA, shared (4 GPUs)"] and "2 and 4 processes" in table, table
 
 
 def test_what_packing_leaves_is_measured(tmp_path: Path, benchmark_here: Run, monkeypatch: pytest.MonkeyPatch) -> None:

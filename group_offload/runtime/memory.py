@@ -25,6 +25,10 @@ from .slots.berths import Berths
 from .slots.slot import Slot
 from .slots.stalls import Stalls
 
+_SHARED_SLOTS = 4
+"""Slots where several GPUs share groups. Each group waits for the slowest rank there, and with two slots the links would wait,
+too: docs/guides/several-gpus.md has the figures with four."""
+
 
 class DeviceMemory:
     """The slots of one module, and the groups in them. An engine owns it, and uses it under the engine's lock.
@@ -99,7 +103,11 @@ class DeviceMemory:
         self._largest = {}
         for group in streamed:
             self._largest[group.height] = max(group.num_bytes, self._largest.get(group.height, 0))
-        sizes = size_rings(streamed, config)
+        is_shared = self._transfer.sharing is not None and self._transfer.sharing.crew is not None
+        # With a budget, groups that stay in the same memory save as much time.
+        has_more = is_shared and config.use_stream and not config.has_budgets
+        num_slots = _SHARED_SLOTS if has_more else config.num_slots
+        sizes = size_rings(streamed, config, num_slots)
         for slot in [*self.staying.slots]:
             if not residents.issuperset(slot.groups):
                 self.free(slot)
@@ -497,8 +505,8 @@ class DeviceMemory:
         self._counters.peak_device_bytes = max(self._counters.peak_device_bytes, self._counters.device_bytes)
 
 
-def size_rings(groups: Iterable[Group], config: OffloadConfig) -> dict[int, int]:
-    """The bytes that the groups of each height take turns in: the two largest, or one where there is no stream.
+def size_rings(groups: Iterable[Group], config: OffloadConfig, num_slots: int) -> dict[int, int]:
+    """The bytes that the groups of each height take turns in: the largest `num_slots`, or one where there is no stream.
 
     Groups that are needed around others all stay on the device, if their sum is small.
     """
@@ -508,10 +516,11 @@ def size_rings(groups: Iterable[Group], config: OffloadConfig) -> dict[int, int]
             sizes.setdefault(group.height, []).append(group.num_bytes)
     rings = {}
     for height, found in sorted(sizes.items()):
-        largest = sorted(found, reverse=True)[: config.num_slots]
+        found.sort(reverse=True)
         # Room for all groups would save no memory. Overlap is not worth that, unless the user asked for it.
-        is_all = len(largest) == len(found) and not config.was_stream_asked_for
-        rings[height] = sum(largest[:1] if is_all else largest)
+        is_all = len(found) <= config.num_slots and not config.was_stream_asked_for
+        num_fewer = min(num_slots, max(config.num_slots, len(found) - 1))
+        rings[height] = sum(found[: 1 if is_all else num_fewer])
         if height and config.use_stream:
             rings[height] = max(rings[height], min(sum(found), tuning().resident_bytes))
     return rings

@@ -75,6 +75,29 @@ def test_groups_that_stay_are_those_of_the_first_rank(monkeypatch: pytest.Monkey
         handle.remove()
 
 
+@pytest.mark.parametrize(
+    ("num_blocks", "options", "num_slots"),
+    [
+        (8, {}, 4),
+        (8, {"process_group": None}, 2),
+        (8, {"use_stream": False}, 1),
+        (4, {}, 3),
+        (2, {}, 1),
+    ],
+    ids=str,
+)
+def test_how_many_blocks_are_on_the_device(num_blocks: int, options: dict[str, Any], num_slots: int) -> None:
+    """Ranks that share may be further ahead, for a group waits for the slowest rank; but there is never room for all groups."""
+    device, model = SimulatedDevice(0, "random"), RoutedModel([2000] * num_blocks)
+    with phantom_rank(), use_simulated_device(device):
+        handle = offload(model, **{"process_group": "phantom", **options})
+        for _ in range(3):
+            forward(device, model, torch.randn(2, DIM))
+        largest = max(group.num_bytes for group in engine_of(handle).groups)
+        assert handle.stats().peak_device_bytes // largest == num_slots
+        handle.remove()
+
+
 @pytest.mark.parametrize("reads_packed", [False, True], ids=["RAM", "files"])
 def test_a_rank_sends_and_unpacks_its_part_of_packed_weights(reads_packed: bool, tmp_path: Path) -> None:
     device, model = SimulatedDevice(0, "random"), RoutedModel([9000, 9000, 14000]).to(torch.bfloat16)
