@@ -11,18 +11,18 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .base.forward_source import children_read, methods_of, parts_used
-from .base.layout import overlapping, span_bytes
-from .base.torch_internals import TENSOR_PARALLEL, is_traceable_wrapper_subclass, places_of_fsdp
+from .base.layout import overlapping
+from .base.torch_internals import TENSOR_PARALLEL, places_of_fsdp
 from .base.tuning import tuning
 from .config import OffloadConfig, OffloadType
 from .errors import ConfigError, ModuleError
+from .weights import ParamSlot, TensorRef, plain_tensors
 
 LEAF_TYPES = (
     nn.Conv1d,
@@ -52,68 +52,6 @@ NEVER_CALLED = (
     nn.utils.parametrize.ParametrizationList,
 )
 """Containers: the module around them reads or calls their contents."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorRef:
-    """A plain tensor that moves, and every place in the module tree that holds it.
-
-    `holder` is the parameter or buffer; `path` leads from there to the plain tensor inside a tensor subclass, or to one that
-    it keeps as an attribute (see `kept_beside`). It is empty for all other tensors.
-    """
-
-    fqn: str
-    tensor: torch.Tensor
-    holder: torch.Tensor
-    path: tuple[str, ...]
-    places: tuple[ParamSlot, ...]
-
-    @property
-    def is_buffer(self) -> bool:
-        return self.places[0].is_buffer
-
-    @property
-    def is_wrapped(self) -> bool:
-        """Whether the tensor is inside of a tensor subclass that has no memory of its own."""
-        return bool(self.path) and is_traceable_wrapper_subclass(self.holder)
-
-    def is_in_place(self) -> bool:
-        """Whether the tensor is still the one that `path` leads to."""
-        if not self.path:
-            return True
-        if self.is_wrapped:
-            return inner_of(self.holder, self.path) is self.tensor
-        return self._kept() is self.tensor
-
-    def _kept(self) -> Any:
-        """What `kept_beside` has at `path`. It is asked for at each call."""
-        if len(self.path) == 1:
-            kept = getattr(_state_of(self.places[0].owner), self.path[0], None)
-            if isinstance(kept, torch.Tensor):
-                return kept
-        found: Any = self.holder
-        for name in self.path:
-            found = getattr(found, "__dict__", {}).get(name)
-        return found
-
-    def kept_by(self) -> Any:
-        """The object that keeps the tensor beside the holder; None if the holder does."""
-        if len(self.path) > 1:
-            return vars(self.holder).get(self.path[0])
-        return _state_of(self.places[0].owner)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ParamSlot:
-    """`owner._parameters[name]` or `owner._buffers[name]`."""
-
-    owner: nn.Module
-    name: str
-    is_buffer: bool
-
-    @property
-    def table(self) -> dict[str, torch.Tensor | None]:
-        return self.owner._buffers if self.is_buffer else self.owner._parameters  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,101 +383,6 @@ def _assign(
     return refs, users
 
 
-def plain_tensors(
-    fqn: str, tensor: torch.Tensor, owner: nn.Module | None = None
-) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    """The plain tensors of `tensor`: itself, or those inside of a (quantised) tensor subclass, or also those beside it.
-
-    Args:
-        owner: The module that holds `tensor`.
-
-    Raises:
-        ModuleError: `tensor` cannot be moved.
-    """
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        for name in names:
-            part = getattr(tensor, name)
-            if isinstance(part, torch.Tensor):  # a DTensor names its mesh as well
-                for path, plain in plain_tensors(fqn, part):
-                    yield (name, *path), plain
-        return
-    if tensor.device.type == "meta":
-        raise ModuleError(
-            f"{fqn} is on the meta device and holds no values. Load the weights before offloading the module. If it belongs "
-            f"to an adapter (a LoRA) whose file lacks it, delete that adapter: pipe.delete_adapters(NAME). If accelerate has "
-            f"taken it (cpu_offload), take the hooks off: accelerate.hooks.remove_hook_from_module(model, recurse=True)."
-        )
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-        what = "is a nested tensor" if tensor.is_nested else f"has the layout {tensor.layout}"
-        what = f"is quantised as torch.quantize_* does ({tensor.dtype})" if tensor.is_quantized else what
-        raise ModuleError(
-            f"{fqn} {what}. Only dense (strided) tensors can be offloaded. Offload the siblings of its module instead, or name "
-            f"a component of a pipeline in exclude_modules."
-        )
-    if not _has_memory(tensor):
-        kind = type(tensor)
-        raise ModuleError(
-            f"{fqn} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass without memory of its own that does not tell "
-            f"what is inside: it has no __tensor_flatten__ and __tensor_unflatten__. Give the class these methods, or leave "
-            f"the module out: name it in exclude_modules of a pipeline, or offload its other parts one by one."
-        )
-    if tensor.is_conj() or tensor.is_neg():
-        raise ModuleError(
-            f"{fqn} is a lazily conjugated or negated view. Replace it by the result of resolve_conj() or resolve_neg()."
-        )
-    yield (), tensor
-    for path, kept in kept_beside(tensor, owner).items():
-        for _, plain in plain_tensors(".".join((fqn, *path)), kept):
-            yield path, plain
-
-
-def kept_beside(holder: torch.Tensor, owner: nn.Module | None) -> dict[tuple[str, ...], torch.Tensor]:
-    """The tensors that a weight of a tensor subclass keeps as attributes, by the way to them.
-
-    bitsandbytes keeps scales there: `weight.quant_state.absmax`, `weight.SCB`. After the first forward `weight.CB` and
-    `weight.SCB` are in the layer's `state`, and have the same names here.
-    """
-    if type(holder) in (torch.Tensor, nn.Parameter, nn.Buffer):
-        return {}
-    found = dict(_attributes(vars(holder), ()))
-    state = None if owner is None else _state_of(owner)
-    if state is not None:
-        kept = ((name, getattr(state, name)) for name in ("CB", "SCB"))
-        found |= {(name,): tensor for name, tensor in kept if isinstance(tensor, torch.Tensor)}
-    return found
-
-
-def _state_of(owner: nn.Module) -> Any:
-    """What bitsandbytes' 8-bit layer keeps its weight in after the first forward."""
-    state = vars(owner).get("state")
-    return state if type(state).__name__ == "MatmulLtState" else None
-
-
-def _attributes(table: dict[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    for name, value in table.items():
-        if isinstance(value, torch.Tensor):
-            yield (*path, name), value
-        elif len(path) < 2 and not isinstance(value, (nn.Module, type)):  # a weight may know its layer
-            yield from _attributes(getattr(value, "__dict__", {}), (*path, name))
-
-
-def inner_of(tensor: Any, path: tuple[str, ...]) -> torch.Tensor:
-    for name in path:
-        tensor = getattr(tensor, name)
-    inner: torch.Tensor = tensor
-    return inner
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    if type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) or not tensor.numel():
-        return True
-    try:
-        return tensor.untyped_storage().nbytes() >= span_bytes(tensor) and tensor.data_ptr() != 0
-    except (RuntimeError, NotImplementedError, TypeError):
-        return False
-
-
 def _is_distributed(tensor: torch.Tensor) -> bool:
     dtensor = sys.modules.get("torch.distributed.tensor")  # not every build of torch has it
     return dtensor is not None and isinstance(tensor, dtensor.DTensor)
@@ -709,14 +552,3 @@ def adapter_weights(root: nn.Module) -> set[int]:
         if name != "base_layer"
         for parameter in child.parameters()
     }
-
-
-def rewrap(tensor: Any, inner: Mapping[tuple[str, ...], torch.Tensor], path: tuple[str, ...] = ()) -> torch.Tensor:
-    """A tensor subclass made anew around its plain tensors, or around those that `inner` has in their place."""
-    if not is_traceable_wrapper_subclass(tensor):
-        part: torch.Tensor = inner.get(path, tensor)  # a part that is no tensor stays
-        return part
-    names, context = tensor.__tensor_flatten__()
-    parts = {name: rewrap(getattr(tensor, name), inner, (*path, name)) for name in names}
-    wrapped: torch.Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
-    return wrapped

@@ -59,6 +59,7 @@ LAYERS = (
     {"plan"},
     {"report"},
     {"config"},
+    {"weights"},
     {"partition"},
     {"runtime", "activations"},
     {"run_report"},

@@ -38,9 +38,9 @@ from ..base.publish import folder_lock, publish_anew, sync_folder, temporary_nam
 from ..base.system import open_to_read, user
 from ..base.torch_internals import is_traceable_wrapper_subclass
 from ..errors import GroupFileError
-from ..partition import plain_tensors, rewrap
 from ..plan.budgets import describe_bytes
 from ..stores.safetensors_file import content_of_file
+from ..weights import plain_tensors, rewrap
 from .casts import PostponedCasts, cast_now
 from .quantising import Quantising, classes_of, patch
 

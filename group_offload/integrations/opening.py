@@ -19,9 +19,9 @@ from torch import nn
 from ..api import handle_of, offload, remove_group_offloading
 from ..config import ModelOptions, OffloadConfig, OffloadOptions
 from ..errors import ConfigError
-from ..partition import plain_tensors
 from ..plan.budgets import describe_bytes
 from ..stores.checkpoint import FileMap
+from ..weights import plain_tensors
 from .casts import PostponedCasts, cast_now
 from .diffusers import (
     PipelineOptions,

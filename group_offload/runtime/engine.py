@@ -19,10 +19,11 @@ from ..base.release import releases_held, wait_for_releases
 from ..base.saved import is_first_of_two_runs
 from ..config import OffloadConfig
 from ..errors import StateError
-from ..partition import PlacesOfFsdp, TensorRef, left_to_fsdp
+from ..partition import PlacesOfFsdp, left_to_fsdp
 from ..plan.planner import Plan
 from ..stores.folder import Folder
 from ..stores.group_file import GroupFile
+from ..weights import TensorRef
 from . import turns
 from .backward import Backward
 from .budget.budgeter import Kind

@@ -24,7 +24,7 @@ from ...base.release import wait_for_releases
 from ...base.tuning import tuning
 from ...config import OffloadConfig
 from ...errors import ConfigError, GroupFileError
-from ...partition import GroupSpec, TensorRef, adapter_weights, partition
+from ...partition import GroupSpec, adapter_weights, partition
 from ...stores.base import Blob, Tier
 from ...stores.checkpoint import Checkpoint, CheckpointBlob, FileMap, FileSpan, MappedFile
 from ...stores.folder import Folder
@@ -32,6 +32,7 @@ from ...stores.group_file import GroupFile
 from ...stores.origin import Origin, Place
 from ...stores.packed import is_packable
 from ...stores.pinned import HostMemory, RamBlob, Segment
+from ...weights import TensorRef
 from .group import Group
 from .part import Part
 from .tensors import fit_for

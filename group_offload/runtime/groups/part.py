@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ...partition import TensorRef
 from ...stores.base import Blob, Tier
 from ...stores.files import FileBlob
 from ...stores.packed import PackedImage
+from ...weights import TensorRef
 from .tensors import same_memory, tracks_version, version_of
 
 

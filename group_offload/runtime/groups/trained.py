@@ -22,7 +22,7 @@ from ...base.device import Backend, plain_empty
 from ...base.layout import as_bytes, overlapping, span_bytes
 from ...base.saved import view_of
 from ...errors import StateError
-from ...partition import TensorRef
+from ...weights import TensorRef
 
 MAX_SHARE = 0.5
 """Above this share of a module's bytes, `requires_grad` is taken for the default of modules and not for a wish to train."""

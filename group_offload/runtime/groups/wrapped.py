@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from ...partition import ParamSlot, TensorRef, inner_of, rewrap
+from ...weights import ParamSlot, TensorRef, inner_of, rewrap
 from .tensors import version_of
 
 
