@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import json
 import os
@@ -45,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()  # here, where its error is handled
     except GroupOffloadError as error:
-        complain(str(error))
+        with suppress(OSError):
+            complain(str(error))
         return FAILED
     except KeyboardInterrupt:
         return 130
@@ -55,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit:  # rich turns the same error into this
         return OK
     except OSError as error:
-        complain(str(error))
+        is_output = error.errno == errno.ENOSPC and error.filename is None
+        with suppress(OSError):  # what complaints are written to may be full too
+            complain(f"The output cannot be written: {error.strerror}." if is_output else str(error))
         _write_nothing_more()
         return FAILED
     return status

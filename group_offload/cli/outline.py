@@ -43,7 +43,9 @@ _FLOATS = {
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }
 """The dtypes that a cast changes, by the format's names."""
-_LIBRARIES = ("diffusers", "transformers")
+_USUAL_NAMES = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
+"""The names of weights that the libraries' loaders look for."""
+_LIBRARIES = (*_USUAL_NAMES,)
 _MAX_CONFIG_BYTES = 16 << 20
 
 
@@ -142,13 +144,15 @@ class FoundModel:
     model_class: Any
     dtype: torch.dtype
     """The floating point dtype that most bytes of the files have."""
+    variant: str | None
+    """The variant that `from_pretrained` has to be told of, so that it takes the files."""
 
 
 def models_in(path: Path) -> dict[str, FoundModel]:
     """The models of a checkpoint, by their names in the pipeline: see `outline`.
 
     Raises:
-        GroupFileError, ConfigError: as `outline`.
+        GroupFileError, ConfigError: as `outline`; or `from_pretrained` would take other files.
     """
     found = {}
     for name, (folder, files, library, class_name) in _models_in(path).items():
@@ -156,8 +160,34 @@ def models_in(path: Path) -> dict[str, FoundModel]:
         if not class_name:
             library, class_name = _class_in(_config_of(folder))
         model_class = _find_class(library, class_name, folder / "config.json")
-        found[name] = FoundModel(folder, model_class, _usual_dtype(entries))
+        variant = _variant_of(files, _USUAL_NAMES.get(library.partition(".")[0]))
+        found[name] = FoundModel(folder, model_class, _usual_dtype(entries), variant)
     return found
+
+
+def _variant_of(files: Sequence[Path], usual: str | None) -> str | None:
+    """The variant that weights have in their files' name; None for those that loaders take by default.
+
+    Args:
+        usual: The name that the library's loader knows; None if nobody knows it.
+
+    Raises:
+        GroupFileError: the loader would not take these files.
+    """
+    found = _SHARD.fullmatch(files[0].name)
+    name, num_files = files[0].stem, 1
+    if found is not None:
+        name, num_files = found[1] + (found[4] or ""), int(found[3] or 1)
+    if num_files > len(files):
+        raise GroupFileError(f"{files[0]} is one of {num_files} files with a model's weights. Give their folder.")
+    if usual is None or name == usual:
+        return None
+    if name.startswith(f"{usual}."):
+        return name.removeprefix(f"{usual}.")
+    raise GroupFileError(
+        f"from_pretrained does not load {files[0]}: it looks for {usual}.safetensors, or {usual}.VARIANT.safetensors. Give the "
+        f"weights that name, in a folder with their config.json."
+    )
 
 
 def _models_in(path: Path) -> dict[str, tuple[Path, list[Path], str, str]]:

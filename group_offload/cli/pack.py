@@ -28,7 +28,7 @@ def add_command(commands: Any) -> None:
     command.add_argument(
         "model",
         metavar="MODEL",
-        help="the folder of a model or a pipeline, a safetensors file in such a folder, or a name in the hub's cache",
+        help="the folder of a model or a pipeline, a variant's safetensors file in one, or a name in the hub's cache",
     )
     command.add_argument("folder", metavar="DIR", type=Path, help="what will be given as offload_to_disk_path")
     command.add_argument(
@@ -55,6 +55,7 @@ def _pack(arguments: argparse.Namespace) -> int:
                 model.model_class,
                 model.folder,
                 arguments.folder,
+                variant=model.variant,
                 dtype=dtype or model.dtype,
                 device=device,
                 on_start=lambda total, stack=stack, name=name: stack.enter_context(  # type: ignore[misc]

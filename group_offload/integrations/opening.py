@@ -18,7 +18,7 @@ from torch import nn
 
 from ..api import handle_of, offload, remove_group_offloading
 from ..config import ModelOptions, OffloadConfig, OffloadOptions
-from ..errors import ConfigError
+from ..errors import ConfigError, GroupFileError
 from ..plan.budgets import describe_bytes
 from ..stores.checkpoint import FileMap
 from ..weights import plain_tensors
@@ -129,11 +129,13 @@ def from_pretrained(model_class: Any, pretrained_model_name_or_path: str | os.Pa
     if isinstance(found, nn.Module):
         _refuse(for_pipelines, model_class, _IS_A_MODEL)
         refuse_unsupported(found)
+        _refuse_missing(found, pretrained_model_name_or_path)
         offload(found, model_options, casts=casts.casts_of(found))
     elif isinstance(getattr(found, "components", None), Mapping):
         _refuse(for_models, model_class, "is a pipeline: give options of one model in model_options")
         passed = [value for value in options.values() if isinstance(value, nn.Module)]
-        _offload_pipeline(found, casts, PipelineOptions(**common, **for_pipelines), passed)
+        planned = PipelineOptions(**common, **for_pipelines)
+        _offload_pipeline(found, pretrained_model_name_or_path, casts, planned, passed)
     else:
         raise ConfigError(
             f"{model_class.__name__}.from_pretrained made a {type(found).__name__}, which has no weights to offload. Call "
@@ -154,12 +156,34 @@ def _whole_signature() -> inspect.Signature:
 from_pretrained.__signature__ = _whole_signature()  # type: ignore[attr-defined]
 
 
+def _refuse_missing(model: nn.Module, name: str | os.PathLike[str]) -> None:
+    """
+    Args:
+        name: What the model was loaded from.
+
+    Raises:
+        GroupFileError: weights of the model were not there.
+    """
+    missing = [fqn for fqn, weight in model.named_parameters() if weight.device.type == "meta"]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise GroupFileError(
+            f"{name} lacks weights of {type(model).__name__}: {missing[0]}{more}. Its files and its config.json do not belong "
+            f"together: download it again, or open it with the class that it was saved from."
+        )
+
+
 def _offload_pipeline(
-    pipeline: Any, casts: PostponedCasts, options: PipelineOptions, passed: Sequence[nn.Module]
+    pipeline: Any,
+    name: str | os.PathLike[str],
+    casts: PostponedCasts,
+    options: PipelineOptions,
+    passed: Sequence[nn.Module],
 ) -> None:
     """Offload a pipeline that was just loaded.
 
     Args:
+        name: What it was loaded from.
         passed: components that the caller gave. They are restored if this fails; all others are dropped with the pipeline,
             and are not brought to RAM before that.
     """
@@ -177,6 +201,8 @@ def _offload_pipeline(
                 continue
             if id(model) in kept:
                 undo.callback(remove_group_offloading, model)
+            else:
+                _refuse_missing(model, name)
             planned.offload(casts_of[id(model)])
         for model in plan.excluded:
             if id(model) in kept:

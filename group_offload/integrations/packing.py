@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..api import handle_of
+from ..errors import GroupFileError, GroupOffloadError
 from ..runtime.groups.part import Part
 from ..stores.files import FileBlob
 from ..stores.folder import Folder
@@ -46,6 +47,7 @@ def pack_model(
     folder: Path,
     *,
     dtype: torch.dtype,
+    variant: str | None = None,
     device: torch.device | None = None,
     on_start: Callable[[int], Callable[[int], None]] = lambda total: lambda num_bytes: None,
 ) -> PackedModel:
@@ -54,6 +56,7 @@ def pack_model(
     Args:
         path: the folder that `model_class.from_pretrained` loads.
         dtype: the dtype that weights are cast to.
+        variant: the variant of the files that is loaded.
         device: packs. None: the CPU.
         on_start: A function that is told how many bytes there are to pack, and returns one that is told of the progress.
 
@@ -61,7 +64,18 @@ def pack_model(
         GroupFileError: files cannot be read or written, or the checkpoint changed meanwhile.
         ConfigError, ModuleError: the model cannot be opened offloaded.
     """
-    model = from_pretrained(model_class, path, dtype=dtype, onload_device="cpu", offload_to_disk_path=folder)
+    options: dict[str, Any] = {} if variant is None else {"variant": variant}
+    try:
+        model = from_pretrained(
+            model_class, path, dtype=dtype, onload_device="cpu", offload_to_disk_path=folder, **options
+        )
+    except GroupOffloadError:
+        raise
+    except Exception as error:  # whatever a library raises over files that it does not understand
+        raise GroupFileError(
+            f"{model_class.__name__}.from_pretrained cannot load {path}: {type(error).__name__}: {error}. Save the model there "
+            f"again (save_pretrained), or download it again."
+        ) from error
     handle = handle_of(model)
     assert handle is not None and handle._engine is not None
     parts = [

@@ -278,6 +278,11 @@ class Passes:
 
     def _begin(self, call: Call, kind: Kind, inputs: Any) -> None:
         top, entry = call.module, call.entry
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            raise StateError(
+                f"{type(self.root).__name__} is group-offloaded and was called by torch.jit.trace: what is recorded would use "
+                f"weights where they are in this forward alone. Call remove() before."
+            )
         if current_transform() is not None:
             raise StateError(
                 f"{type(self.root).__name__} is group-offloaded: its weights cannot be brought inside of a transform of "

@@ -265,11 +265,11 @@ class Placer:
 
     def _too_small(self, least: int, *, vram: int | None, is_first: bool) -> ConfigError | None:
         """The error for weights that need `least` bytes to take turns in. None if they take those bytes anyway."""
-        smaller = "or make the groups smaller: offload_type='leaf_level'."
+        smaller = "" if self._config.is_leaf_level else ", or make the groups smaller: offload_type='leaf_level'"
         if self._backend.has_streams:
             return ConfigError(
                 f"vram_budget is {describe_bytes(vram or 0)}, and the weights of {type(self._root).__name__} alone take turns "
-                f"in {describe_bytes(least, round_up=True)}. Give it that and what activations need, {smaller}"
+                f"in {describe_bytes(least, round_up=True)}. Give it that and what activations need{smaller}."
             )
         if not is_first or not isinstance(self._config.ram_budget, int):
             return None
@@ -278,7 +278,7 @@ class Placer:
         return ConfigError(
             f"ram_budget is {describe_bytes(budget)}, and the weights of {type(self._root).__name__} take turns in "
             f"{describe_bytes(least, round_up=True)} of it. Give it "
-            f"{describe_bytes(budget + missing, round_up=True)} at least, {smaller}"
+            f"{describe_bytes(budget + missing, round_up=True)} at least{smaller}."
         )
 
     # ---------------------------------------------------------------- a pass

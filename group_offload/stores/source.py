@@ -507,8 +507,8 @@ class SourceFile:
             elif not self._is_explained(self._stamp, now):
                 raise self.lost(
                     self.start,
-                    "another program may have changed it after it was opened (its st_ctime says so, and its content is not "
-                    "known: verify_files=True would)",
+                    "another program may have changed it after it was opened: its st_ctime says so, and its content is not "
+                    "known (with verify_files=True it is, once it was read)",
                 )
             self._stamp = now
 

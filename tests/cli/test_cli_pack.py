@@ -9,6 +9,7 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from group_offload.integrations.packing import pack_model
 from group_offload.packing.codec import unpack
@@ -163,3 +164,35 @@ def test_bad_input(run: Terminal, tmp_path: Path, checkpoint: Path, arguments: l
     given = [argument.format(**names) for argument in arguments]
     assert problem in " ".join(run("pack", *given, tmp_path / "groups", status=2).split())
     assert not (tmp_path / "groups").exists()
+
+
+def test_the_file_that_is_named_is_packed(run: Terminal, tmp_path: Path, checkpoint: Path) -> None:
+    """Also if the library's loader would take another one by default. Where it takes no such file, nothing is packed."""
+    other = {name: weight * 2 for name, weight in save(tmp_path / "again").state_dict().items()}
+    named = checkpoint / "diffusion_pytorch_model.ema.safetensors"
+    save_file(other, named, {"format": "pt"})
+    run("pack", named, tmp_path / "groups")
+    found = weights_in(tmp_path / "groups")
+    assert found and all(torch.equal(found[name], other[name]) for name in found)
+    named.rename(checkpoint / "ema.safetensors")
+    refused = run("pack", checkpoint / "ema.safetensors", tmp_path / "more", status=2)
+    assert "it looks for diffusion_pytorch_model.safetensors, or diffusion_pytorch_model.VARIANT.safetensors" in refused
+    shard = min(checkpoint.glob("*-of-*.safetensors"))
+    assert "Give their folder" in run("pack", shard, tmp_path / "more", status=2)
+    assert not (tmp_path / "more").exists()
+
+
+@pytest.mark.parametrize(
+    "index", ["{", "[]", "{}", '{"weight_map": []}', '{"metadata": {}, "weight_map": {"a": "../../x"}}']
+)
+def test_an_index_that_is_no_index(index: str, run: Terminal, tmp_path: Path, checkpoint: Path) -> None:
+    (checkpoint / "diffusion_pytorch_model.safetensors.index.json").write_text(index)
+    assert str(checkpoint) in run("pack", checkpoint, tmp_path / "groups", status=2)
+
+
+def test_weights_that_are_not_there(run: Terminal, tmp_path: Path, checkpoint: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**config, "num_layers": 2}))
+    refused = run("pack", checkpoint, tmp_path / "groups", status=2)
+    assert f"{checkpoint} lacks weights of FluxTransformer2DModel: transformer_blocks.1." in refused
+    assert "do not belong together" in refused

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -18,7 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from group_offload import ActivationOffloadHandle, apply_activation_offloading
+from group_offload import ActivationOffloadHandle, StateError, apply_activation_offloading, apply_group_offloading
 
 from ..support.asserts import assert_at_rest, assert_same
 from ..support.models import WIDTH, Model, inputs, make
@@ -418,3 +419,19 @@ def test_export(folder: Path | None) -> None:
     assert_same(run(exported, inputs()), expected)
     assert_same(run(model, inputs()), expected)
     handle.remove()
+
+
+@pytest.mark.parametrize("offload_type", ["block_level", "leaf_level"])
+def test_a_trace_of_torch_jit_is_refused(offload_type: str) -> None:
+    """It would record where weights are in one forward. The model is as before, and can be traced once it is not offloaded."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())).eval()
+    x = torch.ones(1, 4)
+    expected = module(x)
+    handle = apply_group_offloading(module, "cpu", offload_type=offload_type)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.filterwarnings("ignore", message=r"`torch\.jit")  # torch has deprecated it
+        with pytest.raises(StateError, match=r"torch\.jit\.trace.*Call remove\(\) before"):
+            torch.jit.trace(module, x)  # type: ignore[no-untyped-call]
+        assert torch.equal(module(x), expected)
+        handle.remove()
+        assert torch.equal(torch.jit.trace(module, x)(x), expected)  # type: ignore[no-untyped-call]

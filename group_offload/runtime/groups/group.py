@@ -73,7 +73,6 @@ class Group:
         self._tracks_version = [tracks_version(tensor) for tensor in self._tensors]
         self._tracked = [t for t, tracks in zip(self._tensors, self._tracks_version, strict=True) if tracks]
         self._wrapped = wrapped_holders(refs)
-        self._is_plain = not self._wrapped and len(self._tracked) == len(self._tensors)
         self._to_increment = self._tracked
         """One tensor for each version counter: autograd raises it once."""
         self._shared_counters: list[SharedCounter] = []
@@ -147,7 +146,7 @@ class Group:
         self._rest_views = [view for part in self.parts for view in part.rest]
         self.rest_addresses = [address for part in self.parts for address in part.addresses]
         """The addresses of the tensors at rest."""
-        self._rest_forms = Forms(self._rest_views)
+        self._rest_forms, self._bound_forms = Forms(self._rest_views), Forms(self._rest_views)
 
     def onload(self, *, is_watched: bool = False) -> None:
         """Bind the tensors to the slot, which has the blobs from when its ready event is reached.
@@ -167,13 +166,7 @@ class Group:
             tensor.data = view
         for wrapped in self._wrapped:
             wrapped.put_on_device(bound)
-        if self._is_plain:
-            self._versions = [tensor._version for tensor in self._tensors]
-        else:
-            self._versions = [
-                tensor._version if tracks else 0
-                for tensor, tracks in zip(self._in_use(), self._tracks_version, strict=True)
-            ]
+        self._versions = self._versions_of(self._in_use())
         self._bound = bound
 
     def offload(self, transfer: Transfer) -> int:
@@ -465,6 +458,13 @@ class Group:
 
     def _changed(self) -> list[int]:
         """The tensors that the forward may have left with other values than it found."""
+        # Kernels of batch norm, and codebooks that are updated through `.data`, do not raise the version.
+        silent = {
+            index for index, owner in self._owner_of_buffer.items() if owner.training or not self._tracks_version[index]
+        }
+        tensors = self._in_use()
+        if self._is_untouched(tensors):
+            return sorted(silent)
         found = []
         is_edited = dict.fromkeys(
             # An edit of a wrapper changes the tensors inside below autograd: only the wrapper's version rises.
@@ -473,7 +473,7 @@ class Group:
             if wrapped.was_edited
             for index in wrapped.indices
         )
-        for index, (tensor, bound) in enumerate(zip(self._in_use(), self._bound, strict=True)):
+        for index, (tensor, bound) in enumerate(zip(tensors, self._bound, strict=True)):
             tracks = self._tracks_version[index]
             if not same_memory(tensor, bound):
                 # The forward replaced the value. Casting hooks do so at every call, and put the same value back.
@@ -483,11 +483,19 @@ class Group:
                 )
                 if not is_cast and (not is_same or not torch.equal(tensor.detach(), bound)):
                     found.append(index)
-            elif (tracks and version_of(tensor) != self._versions[index]) or index in is_edited:
+            elif (tracks and version_of(tensor) != self._versions[index]) or index in is_edited or index in silent:
                 found.append(index)
-            else:
-                # Kernels of batch norm, and codebooks that are updated through `.data`, do not raise the version.
-                owner = self._owner_of_buffer.get(index)
-                if owner is not None and (owner.training or not tracks):
-                    found.append(index)
         return found
+
+    def _is_untouched(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether tensors in use are as they were bound, with the versions that they had then. It is told for all at once."""
+        return (
+            self._versions_of(tensors) == self._versions
+            and list(map(torch.Tensor.data_ptr, tensors)) == list(map(torch.Tensor.data_ptr, self._bound))
+            and self._bound_forms.are_of(tensors)
+            and not any(wrapped.was_edited for wrapped in self._wrapped)
+        )
+
+    def _versions_of(self, tensors: list[torch.Tensor]) -> list[int]:
+        """The versions of tensors in use, of those that had one before."""
+        return [version_of(t) if tracks else 0 for t, tracks in zip(tensors, self._tracks_version, strict=True)]
