@@ -123,7 +123,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=float, default=600, help="seconds for all of them (default 600)")
     parser.add_argument("--ram", default="12GiB", metavar="SIZE", help="of all ranks, from files (default 12GiB)")
     parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help=f"the timeline of {TRACED_STEPS} more steps of the arm {TRACED!r}"
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help=f"the timeline of {TRACED_STEPS} more steps of the arm {TRACED!r}, with the first number of ranks",
     )
 
 
@@ -162,7 +165,7 @@ def run(options: argparse.Namespace) -> Path | None:
                 "device": device.type,
                 "num_ranks": num_ranks,
                 "num_steps": min(options.steps, SLOW_STEPS) if kind == "files" else options.steps,
-                "trace": None if options.trace is None else str(options.trace.absolute()),
+                "trace": str(options.trace.absolute()) if options.trace and num_ranks == options.ranks[0] else None,
             }
             with said(f"all arms of {team}"):
                 error = _work(ranks, job, until)
