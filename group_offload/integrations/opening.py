@@ -134,8 +134,8 @@ def from_pretrained(model_class: Any, pretrained_model_name_or_path: str | os.Pa
     elif isinstance(getattr(found, "components", None), Mapping):
         _refuse(for_models, model_class, "is a pipeline: give options of one model in model_options")
         passed = [value for value in options.values() if isinstance(value, nn.Module)]
-        planned = PipelineOptions(**common, **for_pipelines)
-        _offload_pipeline(found, pretrained_model_name_or_path, casts, planned, passed)
+        pipeline_options = PipelineOptions(**common, **for_pipelines)
+        _offload_pipeline(found, pretrained_model_name_or_path, casts, pipeline_options, passed)
     else:
         raise ConfigError(
             f"{model_class.__name__}.from_pretrained made a {type(found).__name__}, which has no weights to offload. Call "
