@@ -86,6 +86,8 @@ class DeviceMemory:
         """The groups whose tensors are views of slots."""
         self.window_bytes = 0
         """The bytes that may be on their way just in time."""
+        self.most_pooled_bytes: int | None = None
+        """The bytes that slots just in time may have, those in use included, so that more is on its way; None for no limit."""
         self._bytes_ahead = 0
         """The bytes of slots just in time with groups that no call has needed yet."""
         self.next_bytes: int | None = 0
@@ -387,13 +389,16 @@ class DeviceMemory:
         return slot
 
     def has_room_for(self, num_bytes: int) -> bool:
-        """Whether `num_bytes` more may be on their way just in time. A run may always be, if no other one is."""
+        """Whether `num_bytes` more may be on their way just in time. Without a limit one run may always be."""
+        num_pooled = self._counters.pooled_bytes + num_bytes
+        if self.most_pooled_bytes is not None and num_pooled > self.most_pooled_bytes:
+            return False
         if not self._bytes_ahead:
             return True
         if self._bytes_ahead + num_bytes > self.window_bytes:
             return False
         # Where memory counts most, slots in use count too.
-        return not self._is_tight or self._counters.pooled_bytes + num_bytes <= self.window_bytes * 3 // 2
+        return not self._is_tight or num_pooled <= self.window_bytes * 3 // 2
 
     def _new_slot(self, num_bytes: int, among: list[Slot[Group]]) -> Slot[Group]:
         stream = self._backend.current_stream()

@@ -397,6 +397,9 @@ class Placer:
         Args:
             top: Module or method that the pass begins at. None for a backward, in which no activations are weighed.
         """
+        # A budget's plan counts on as much as a ring would take.
+        has_limit = self._budgeter.vram is not None
+        self._memory.most_pooled_bytes = self._memory.ring_sizes.get(0) if has_limit else None
         if top is None:
             self._memory.window_bytes = self._window(self._root)
             self._weighed = Weighing()

@@ -215,6 +215,28 @@ def test_a_plan_for_the_cpu_speaks_of_ram_and_reading_alone(tmp_path: Path, monk
 
 
 @every_mode
+@pytest.mark.parametrize("widths", [[256, 64, 64, 64], [64, 256, 64, 256, 16], [16] * 9 + [256]], ids=str)
+def test_weights_take_no_more_than_what_a_budget_is_refused_below(
+    widths: list[int], options: dict[str, Any], device: SimulatedDevice
+) -> None:
+    """Also if memory is taken just in time: then a large block in use leaves less room for what is on its way."""
+    resident = RoutedModel(widths).eval()
+    with pytest.raises(ConfigError, match="alone take turns in"):
+        offloaded(resident, vram_budget=1, **options)
+    least = 1
+    while True:
+        try:
+            model, handle = offloaded(resident, vram_budget=least, **options)
+            break
+        except ConfigError:
+            least += 1024
+    for _ in range(3):
+        check(device, model, resident)
+    assert handle.stats().peak_device_bytes <= least
+    handle.remove()
+
+
+@every_mode
 def test_an_edit_of_what_stays_on_the_device(options: dict[str, Any], device: SimulatedDevice) -> None:
     resident, model, handle = all_resident(device, **options)
     assert handle.stats().resident_bytes > 0

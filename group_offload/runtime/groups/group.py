@@ -21,7 +21,7 @@ from ..slots.slot import Slot, Views
 from .forms import Forms
 from .packed import PackedGroup
 from .part import Part, SharedCounter
-from .tensors import fit_for, is_kept, same_form, same_memory, tracks_version, version_of
+from .tensors import fit_for, is_kept, same_bits, same_form, same_memory, tracks_version, version_of
 from .wrapped import wrapped_holders
 
 logger = logging.getLogger("group_offload")
@@ -189,6 +189,7 @@ class Group:
             if not fits:
                 self._recast[index] = tensor.detach()
                 continue
+            self._recast.pop(index, None)  # of an earlier call in the pass
             value = plain_empty(span_bytes(tensor), torch.device("cpu"))
             transfer.fetch(value, as_bytes(tensor), slot.last_use())
             part.blob.check()  # writing to a weight that rests in a file that was cut off would be a SIGBUS
@@ -475,15 +476,20 @@ class Group:
         )
         for index, (tensor, bound) in enumerate(zip(tensors, self._bound, strict=True)):
             tracks = self._tracks_version[index]
-            if not same_memory(tensor, bound):
-                # The forward replaced the value. Casting hooks do so at every call, and put the same value back.
-                is_same = tensor.device == bound.device and same_form(tensor, bound)
-                is_cast = (
-                    is_same and tracks and version_of(tensor) == self._versions[index] and self._is_cast_back(index)
-                )
-                if not is_cast and (not is_same or not torch.equal(tensor.detach(), bound)):
+            has_risen = tracks and version_of(tensor) != self._versions[index]
+            was_touched = has_risen or index in is_edited or index in silent
+            if same_memory(tensor, bound):
+                if was_touched:
                     found.append(index)
-            elif (tracks and version_of(tensor) != self._versions[index]) or index in is_edited or index in silent:
+                continue
+            # The forward replaced the value. Casting hooks do so at every call, and put the same value back.
+            is_same = tensor.device == bound.device and same_form(tensor, bound)
+            is_cast = is_same and tracks and not has_risen and self._is_cast_back(index)
+            if (
+                has_risen
+            ):  # an edit before or after that: of this memory, or of the memory of another tensor of the group
+                return list(range(len(tensors)))
+            if not is_cast and (was_touched or not is_same or not same_bits(tensor, bound)):
                 found.append(index)
         return found
 

@@ -49,6 +49,12 @@ def same_form(tensor: torch.Tensor, view: torch.Tensor) -> bool:
     return tensor.dtype == view.dtype and tensor.shape == view.shape and tensor.stride() == view.stride()
 
 
+def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of the same form have the same bits. (As numbers, 0.0 is -0.0, and NaN is not NaN.)"""
+    first, second = (each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (tensor, other))
+    return torch.equal(first, second)
+
+
 def same_memory(tensor: torch.Tensor, view: torch.Tensor) -> bool:
     """Whether two tensors have the same form and begin at the same address."""
     return tensor.data_ptr() == view.data_ptr() and same_form(tensor, view)

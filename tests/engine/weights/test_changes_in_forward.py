@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
 from ...support.asserts import assert_at_rest, assert_same
 from ...support.changing import CHANGING, Around, Counting
@@ -47,3 +49,74 @@ def test_counter_costs_no_rebuild(offload: Offload) -> None:
     handle = offload(model)
     check(model, reference, inputs(0, 4, 3, WIDTH))
     assert handle.stats().rebuilds == 0 and handle.stats().tensors_brought_back > 0
+
+
+class Edited(nn.Module):
+    """Edits its weights in a call as `edit` says, which counts the calls of a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.v = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.edit: Callable[[Edited, int], None] | None = None
+        self.num_calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.edit is not None:
+            with torch.no_grad():
+                self.edit(self, self.num_calls)
+        self.num_calls += 1
+        return torch.tanh(x @ self.w.float() + torch.copysign(x, self.v[0]))
+
+
+class Twice(nn.Module):
+    """Calls each of its blocks twice in a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Edited() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        return x
+
+
+def to_another_form_and_back(module: Edited, call: int) -> None:
+    """Before the first of two calls, and before the second one."""
+    module.w.data = (module.w.data * 2).to(torch.float32 if call % 2 else torch.float64)
+
+
+def to_the_other_zero(module: Edited, call: int) -> None:
+    module.v.data = torch.zeros_like(module.v) if call % 2 else -torch.zeros_like(module.v)
+
+
+def in_place_and_then_by_a_copy(module: Edited, call: int) -> None:
+    """The copy has the bits that its place in the slot has by then."""
+    module.w.add_(1)
+    module.w.data = module.w.data.clone()
+
+
+def in_the_place_of_another_one(module: Edited, call: int) -> None:
+    """What `v` has is edited through `w`, which gets memory of its own again."""
+    kept, module.w.data = module.w.data.clone(), module.v.data
+    module.w.add_(1)
+    module.w.data = kept
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [to_another_form_and_back, to_the_other_zero, in_place_and_then_by_a_copy, in_the_place_of_another_one],
+    ids=lambda edit: edit.__name__,
+)
+def test_edits_that_leave_few_traces(edit: Callable[[Edited, int], None], offload: Offload) -> None:
+    """In one pass, and not in the passes before and after it."""
+    torch.manual_seed(0)
+    model, reference = pair(Twice().eval())
+    handle = offload(model)
+    x = inputs(0, 4, WIDTH)
+    for each in (None, edit, None):
+        for block in (*model.blocks, *reference.blocks):
+            block.edit = each
+        check(model, reference, x, passes=1)
+    handle.remove()
+    assert_at_rest(model, reference)
