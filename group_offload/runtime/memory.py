@@ -26,8 +26,7 @@ from .slots.slot import Slot
 from .slots.stalls import Stalls
 
 _SHARED_SLOTS = 4
-"""Slots where several GPUs share groups. Each group waits for the slowest rank there, and with two slots the links would wait,
-too: docs/guides/several-gpus.md has the figures with four."""
+"""Slots where several GPUs share groups: each group waits for the slowest rank there, and the links go on meanwhile."""
 
 
 class DeviceMemory:
@@ -106,7 +105,7 @@ class DeviceMemory:
         for group in streamed:
             self._largest[group.height] = max(group.num_bytes, self._largest.get(group.height, 0))
         is_shared = self._transfer.sharing is not None and self._transfer.sharing.crew is not None
-        # With a budget, groups that stay in the same memory save as much time.
+        # With a budget, the plan gives that memory to groups that stay.
         has_more = is_shared and config.use_stream and not config.has_budgets
         num_slots = _SHARED_SLOTS if has_more else config.num_slots
         sizes = size_rings(streamed, config, num_slots)
@@ -524,8 +523,8 @@ def size_rings(groups: Iterable[Group], config: OffloadConfig, num_slots: int) -
         found.sort(reverse=True)
         # Room for all groups would save no memory. Overlap is not worth that, unless the user asked for it.
         is_all = len(found) <= config.num_slots and not config.was_stream_asked_for
-        num_fewer = min(num_slots, max(config.num_slots, len(found) - 1))
-        rings[height] = sum(found[: 1 if is_all else num_fewer])
+        num_in_turn = 1 if is_all else min(num_slots, max(config.num_slots, len(found) - 1))
+        rings[height] = sum(found[:num_in_turn])
         if height and config.use_stream:
             rings[height] = max(rings[height], min(sum(found), tuning().resident_bytes))
     return rings

@@ -334,3 +334,12 @@ def test_a_model_that_shares_weights_with_two_others() -> None:
         apply_group_offloading(model, "cpu")
     for model, reference in zip((one, two, three), references, strict=True):
         check(model, reference, inputs(), passes=1)
+
+
+def test_a_pickle_of_an_offloaded_module_needs_the_package() -> None:
+    """It names functions of it, until the module is given back."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    handle = apply_group_offloading(module, "cpu")
+    assert b"group_offload" in pickle.dumps(module)
+    handle.remove()
+    assert b"group_offload" not in pickle.dumps(module)

@@ -179,6 +179,17 @@ def test_files_that_are_held(tier: str, verifies: bool, place: Path) -> None:
     assert done.returncode == 0 and done.stdout.endswith("done\n"), (done.returncode, done.stdout, done.stderr[-1500:])
 
 
+@pytest.mark.parametrize("verifies", [False, True], ids=["", "verify_files"])
+def test_a_mode_that_is_set_once_more(verifies: bool, place: Path) -> None:
+    """Nothing says why the ctime is another one. The content is known once it was read, if files are verified."""
+    model, reference, handle, paths = offloaded("checkpoint", place, many=False, verify_files=verifies)
+    assert_same(run(model, inputs()), run(reference, inputs()))
+    for path in paths:
+        path.chmod(path.stat().st_mode & 0o777)
+    forward = lambda: assert_same(run(model, inputs()), run(reference, inputs()))  # noqa: E731
+    assert {outcome(forward), outcome(handle.remove)} == {"right" if verifies else "told"}
+
+
 _ROOT, _NOBODY = 0, 65534
 
 

@@ -466,29 +466,21 @@ class Group:
         tensors = self._in_use()
         if self._is_untouched(tensors):
             return sorted(silent)
+        # An edit of a wrapper changes the tensors inside below autograd: only the wrapper's version rises.
+        edited = {index for wrapped in self._wrapped if wrapped.was_edited for index in wrapped.indices}
         found = []
-        is_edited = dict.fromkeys(
-            # An edit of a wrapper changes the tensors inside below autograd: only the wrapper's version rises.
-            index
-            for wrapped in self._wrapped
-            if wrapped.was_edited
-            for index in wrapped.indices
-        )
         for index, (tensor, bound) in enumerate(zip(tensors, self._bound, strict=True)):
-            tracks = self._tracks_version[index]
-            has_risen = tracks and version_of(tensor) != self._versions[index]
-            was_touched = has_risen or index in is_edited or index in silent
+            has_risen = self._tracks_version[index] and version_of(tensor) != self._versions[index]
+            was_touched = has_risen or index in edited or index in silent
             if same_memory(tensor, bound):
                 if was_touched:
                     found.append(index)
                 continue
+            if has_risen:  # what was edited was this memory, or that of another tensor of the group
+                return list(range(len(tensors)))
             # The forward replaced the value. Casting hooks do so at every call, and put the same value back.
             is_same = tensor.device == bound.device and same_form(tensor, bound)
-            is_cast = is_same and tracks and not has_risen and self._is_cast_back(index)
-            if (
-                has_risen
-            ):  # an edit before or after that: of this memory, or of the memory of another tensor of the group
-                return list(range(len(tensors)))
+            is_cast = is_same and self._tracks_version[index] and self._is_cast_back(index)
             if not is_cast and (was_touched or not is_same or not same_bits(tensor, bound)):
                 found.append(index)
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -103,11 +104,22 @@ def in_the_place_of_another_one(module: Edited, call: int) -> None:
     module.w.data = kept
 
 
-@pytest.mark.parametrize(
-    "edit",
-    [to_another_form_and_back, to_the_other_zero, in_place_and_then_by_a_copy, in_the_place_of_another_one],
-    ids=lambda edit: edit.__name__,
+def in_one_memory(module: Edited, call: int) -> None:
+    """Afterwards each has memory of its own again."""
+    module.w.data = module.v.data
+    module.w.add_(1)
+
+
+EDITS = (
+    to_another_form_and_back,
+    to_the_other_zero,
+    in_place_and_then_by_a_copy,
+    in_the_place_of_another_one,
+    in_one_memory,
 )
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
 def test_edits_that_leave_few_traces(edit: Callable[[Edited, int], None], offload: Offload) -> None:
     """In one pass, and not in the passes before and after it."""
     torch.manual_seed(0)
@@ -118,5 +130,7 @@ def test_edits_that_leave_few_traces(edit: Callable[[Edited, int], None], offloa
         for block in (*model.blocks, *reference.blocks):
             block.edit = each
         check(model, reference, x, passes=1)
+    blocks: Any = model.blocks
+    assert all(block.w.data_ptr() != block.v.data_ptr() for block in blocks)
     handle.remove()
     assert_at_rest(model, reference)
