@@ -57,11 +57,14 @@ def output_of(model: nn.Module) -> Any:
     return run(model, **inputs_of(type(model)))[0]
 
 
-def _torchao(library: str, name: str) -> Callable[[], Any]:
+def _torchao(
+    library: str, name: str, where: str = "torchao.quantization", weight_dtype: torch.dtype | None = None
+) -> Callable[[], Any]:
     def config() -> Any:
         from importlib import import_module
 
-        return import_module(library).TorchAoConfig(getattr(import_module("torchao.quantization"), name)())
+        options = {} if weight_dtype is None else {"weight_dtype": weight_dtype}
+        return import_module(library).TorchAoConfig(getattr(import_module(where), name)(**options))
 
     return config
 
@@ -86,6 +89,18 @@ CONFIGS: dict[str, tuple[str, type[nn.Module], Callable[[], Any], bool]] = {
         True,
     ),
     "diffusers torchao fp8": ("torchao", FLUX, _torchao("diffusers", "Float8WeightOnlyConfig"), True),
+    "diffusers torchao int4": (
+        "torchao",
+        FLUX,
+        _torchao("diffusers", "IntxWeightOnlyConfig", weight_dtype=torch.int4),
+        True,
+    ),
+    "diffusers torchao NVFP4": (
+        "torchao",
+        FLUX,
+        _torchao("diffusers", "NVFP4WeightOnlyConfig", "torchao.prototype.mx_formats"),
+        True,
+    ),
     "diffusers quanto int8": ("optimum", FLUX, _of("diffusers", "QuantoConfig", weights_dtype="int8"), True),
     "diffusers quanto fp8": ("optimum", FLUX, _of("diffusers", "QuantoConfig", weights_dtype="float8"), True),
     "diffusers quanto int4": ("optimum", FLUX, _of("diffusers", "QuantoConfig", weights_dtype="int4"), False),
