@@ -338,7 +338,9 @@ def differs_between_samples(rank: int, where: str, folder: str) -> None:
             offloaded.blocks[1].weight[2, 0] += 1
         with pytest.MonkeyPatch.context() as patch:
             hashed: list[Any] = []
+            sampled: list[Any] = []
             patch.setattr(sharing, "_hash_of", partial(_noted, hashed, sharing._hash_of))
+            patch.setattr(sharing, "_sample_of", partial(_noted, sampled, sharing._sample_of))
             options = {"offload_to_disk_path": str(mine)} if where == "folders" else {}
             options |= {"offload_device": "disk"} if where == "two checkpoints" else {}
             if differs:
@@ -348,7 +350,7 @@ def differs_between_samples(rank: int, where: str, folder: str) -> None:
                     share(offloaded, **options)
                 continue
             handle = share(offloaded, **options)
-            assert len(hashed) == (3 if where == "two checkpoints" else 0)
+            assert len(hashed) == len(sampled) == (3 if where == "two checkpoints" else 0)
         x = torch.randn(2, 512)
         with torch.no_grad():
             assert same_bits(offloaded(x), functional(Wide(), offloaded)(x))
@@ -510,9 +512,13 @@ def is_in_groups(rank: int) -> None:
 def is_on_two_hosts(rank: int) -> None:
     """Ranks of several hosts: each host's share among themselves."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(crew, "place_of_process", lambda: f"host {rank // 2}" if rank < 4 else "")
+        sampled: list[Any] = []
+        patch.setattr(sharing, "_sample_of", partial(_noted, sampled, sharing._sample_of))
+        for module in (crew, sharing):
+            patch.setattr(module, "place_of_process", lambda: f"host {rank // 2}" if rank < 4 else "")
         offloaded, reference = model(), resident()
         handle = share(offloaded, share=True if rank < 4 else "auto")
+    assert sampled  # what another host has is not known
     check(offloaded, reference)
     if rank == 4:
         assert "no other rank" in str(handle.plan)

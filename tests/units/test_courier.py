@@ -73,6 +73,13 @@ class Two:
     def other_has_sent(self) -> None:
         self.board.has_sent(1)
 
+    def offer(self, key: str) -> None:
+        """Offer a group in the other rank's name, and send its part."""
+        with self.board.change() as state:
+            state.offer(1, key, "digest", (6, 0), 2)
+            number = state.first + len(state.log)
+        self.board.has_sent(number)
+
     def job_for(self, shared: Shared) -> ShareJob:
         event = HostBackend().new_event()
         return ShareJob(
@@ -126,6 +133,78 @@ def test_a_pass_shares_again_at_once_after_one_that_went_alone() -> None:
         with two.board.change():  # the thread can do nothing now
             two.courier.begin_pass("1", [], 5.0)
             assert not two.courier.alone
+        two.courier.leave_all()
+
+
+class SlowReads:
+    """A share that a drive brings once `is_over` is set."""
+
+    is_over = False
+    error = None
+
+    def wait(self) -> None: ...
+
+    def cancel(self) -> None: ...
+
+
+def test_a_rank_that_reads_is_waited_for() -> None:
+    """Else each rank reads all of the group, where the drive is what takes time."""
+    with other_process() as other:
+        two = Two(other)
+        two.other_has_sent()
+        two.job.wait()
+        two.courier.begin_pass("1", [], 1e-3)
+        with two.board.change() as state:
+            state.read(1, ["1/b"])
+        job = two.job_for(Shared("1/b", "digest", "b", [(two.mine, 4, HostBackend().new_event())]))
+        job.post("submit", job)
+        threading.Timer(0.2, lambda: two.offer("1/b")).start()
+        job.wait()
+        assert not job.alone and not two.courier.alone
+        two.courier.leave_all()
+
+
+@pytest.mark.parametrize("fault", ["hangs", "gives up", "leaves"])
+def test_a_rank_that_reads_for_ever_is_not_waited_for(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tune(monkeypatch, share_limit_seconds=0.3)
+    with other_process() as other:
+        two = Two(other)
+        two.other_has_sent()
+        two.job.wait()
+        two.courier.begin_pass("1", [], 1e-3 if fault == "hangs" else 0.4)
+        with two.board.change() as state:
+            state.read(1, ["1/b"])
+            if fault == "gives up":
+                state.begin_pass(1, "1", [])
+                state.decline(1, ["1/b"])
+            elif fault == "leaves":
+                state.leave(1, "1", 2)
+            assert state.is_being_read("1/b") == (fault == "hangs")
+        job = two.job_for(Shared("1/b", "digest", "b"))
+        start = time.monotonic()
+        job.post("submit", job)
+        job.wait()
+        assert job.alone and (time.monotonic() - start >= 0.3) == (fault != "leaves")
+        two.courier.leave_all()
+
+
+def test_a_rank_says_what_it_reads_until_it_offers_that() -> None:
+    with other_process() as other:
+        two = Two(other)
+        two.other_has_sent()
+        two.job.wait()
+        reads, cancelled = SlowReads(), SlowReads()
+        for name, each in (("b", reads), ("c", cancelled)):
+            job = two.job_for(Shared(f"1/{name}", "digest", name, [(two.mine, 4, HostBackend().new_event())]))
+            job.reads = each
+            job.post("submit", job)
+        wait_until(lambda: two.board.read()[0].reading.get("0") == ["1/b", "1/c"])
+        assert not two.board.read()[0].offers
+        job.cancel()
+        wait_until(lambda: two.board.read()[0].reading.get("0") == ["1/b"])
+        reads.is_over = True
+        wait_until(lambda: "1/b" in two.board.read()[0].offers)
+        assert not two.board.read()[0].reading["0"]
         two.courier.leave_all()
 
 

@@ -12,6 +12,8 @@ No stream ever waits for another rank, and what is sent waits for this rank's ow
 in the log arrives, whatever else ranks compute and exchange, and a rank that dies leaves no GPU waiting. The host orders what
 follows: it lets compute have the slot once the group has arrived, and nobody else before.
 
+A rank that reads its share, from files say, says so before it offers the group. The others wait for it until it is done.
+
 A rank takes an offer back as long as the group is not in the log. It does so when it has waited for longer than sharing can
 save, when others have *declined* the group, and when the slot is needed for something else. It declines the group then, and
 brings the rest of it by itself. So a rank that skips, repeats or reorders groups makes the others slower, and that is all.
@@ -62,6 +64,8 @@ class State:
     """By model and rank, the keys of groups that were on the device when the rank's pass began."""
     declined: dict[str, dict[str, list[str]]] = field(default_factory=dict)
     """By model and rank, the keys that the rank does not offer in its pass any more."""
+    reading: dict[str, list[str]] = field(default_factory=dict)
+    """By rank, the keys that it offers as soon as its share is read."""
     awaited: dict[str, tuple[str, bool]] = field(default_factory=dict)
     """By rank, the key that its compute waits for, if that is not in the log, and whether it has gathered nothing yet in its
     pass."""
@@ -74,6 +78,7 @@ class State:
         """Offer a group. The last offer that was missing enters it in the log."""
         offers = self.offers.setdefault(key, {})
         offers[str(rank)] = digest, place
+        self._forget_read(rank, [key])
         self._undecline(rank, key)
         if len(offers) == num_ranks and _are_equal(offers):
             del self.offers[key]
@@ -90,10 +95,23 @@ class State:
 
     def decline(self, rank: int, keys: Sequence[str]) -> None:
         """Let the others not wait for these groups, until `begin_pass`, or an offer."""
+        self._forget_read(rank, keys)
         for key in keys:
             of_model = self.declined.setdefault(model_of(key), {}).setdefault(str(rank), [])
             if key not in of_model:
                 of_model.append(key)
+
+    def read(self, rank: int, keys: Sequence[str]) -> None:
+        """Let the others wait for these groups for as long as reading takes, until an offer, or `decline`."""
+        self.reading.setdefault(str(rank), []).extend(keys)
+
+    def is_being_read(self, key: str) -> bool:
+        return any(key in keys for keys in self.reading.values())
+
+    def _forget_read(self, rank: int, keys: Sequence[str]) -> None:
+        reading = self.reading.get(str(rank))
+        if reading:
+            self.reading[str(rank)] = [key for key in reading if key not in keys]
 
     def _undecline(self, rank: int, key: str) -> None:
         of_model = self.declined.get(model_of(key), {}).get(str(rank), [])
@@ -118,6 +136,7 @@ class State:
             self.residents = {key: names for key, names in self.residents.items() if model_of(key) != model}
         if model_of(self.awaited.get(str(rank), ("",))[0]) == model:
             del self.awaited[str(rank)]
+        self._forget_read(rank, [key for key in self.reading.get(str(rank), ()) if model_of(key) == model])
         for key in [key for key in self.offers if model_of(key) == model]:
             self.take_back(rank, key)
 

@@ -93,6 +93,8 @@ class Courier:
         self._enter = enter
         self._requests: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._models: dict[str, _Model] = {}
+        self._submitted: list[ShareJob] = []
+        """Jobs that have come since the last look."""
         self._offered: dict[str, tuple[ShareJob, Shared]] = {}
         self._state = State()
         self._turn = 0
@@ -144,6 +146,7 @@ class Courier:
             self._enter()
             while not (self._is_closing and not self._on_way and self._board.turn == self._turn):
                 self._serve()
+                self._announce()
                 self._offer()
                 self._follow()
                 self._tell()
@@ -237,6 +240,7 @@ class Courier:
 
     def _on_submit(self, job: ShareJob) -> None:
         self._model(job.model).jobs[job] = None
+        self._submitted.append(job)
 
     def _on_want(self, job: ShareJob) -> None:
         job.wanted_at = time.monotonic()
@@ -290,6 +294,20 @@ class Courier:
     def _model(self, name: str) -> _Model:
         return self._models.setdefault(name, _Model())
 
+    def _announce(self) -> None:
+        """Tell the others what is being read: how long a drive takes says nothing about what this rank needs."""
+        jobs, self._submitted = self._submitted, []
+        keys = [
+            each.key
+            for job in jobs
+            if job.reads is not None and not job.reads.is_over
+            for each in job.shared
+            if each.progress is Progress.SENT
+        ]
+        if keys:
+            with self._changed() as state:
+                state.read(self._rank, keys)
+
     def _offer(self) -> None:
         """Offer what has begun."""
         found = []
@@ -309,7 +327,7 @@ class Courier:
             state.memories[str(self._rank)] = self._link.handles
             for (job, each), place in zip(found, places, strict=True):
                 state.offer(self._rank, each.key, each.digest, place, self._board.num_ranks)
-                each.progress, each.offered_at = Progress.OFFERED, now
+                each.progress, each.waits_since = Progress.OFFERED, now
                 self._offered[each.key] = job, each
                 self._model(job.model).num_offered += 1
 
@@ -390,7 +408,10 @@ class Courier:
                 waiting = [each for each in job.shared if each.progress is Progress.OFFERED] if job.wanted_at else []
                 if not waiting:
                     continue
-                since = max(job.wanted_at, *(each.offered_at for each in waiting))
+                for each in waiting:
+                    if self._state.is_being_read(each.key) and now - job.wanted_at < tuning().share_limit_seconds:
+                        each.waits_since = now
+                since = max(job.wanted_at, *(each.waits_since for each in waiting))
                 is_late = now - since > model.patience
                 hopeless = [each for each in waiting if is_late or self._is_hopeless(each, model)]
                 if hopeless:

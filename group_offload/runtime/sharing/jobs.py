@@ -59,7 +59,8 @@ class Shared:
     pieces: list[SharedPiece] = field(default_factory=list)
     """They hold the slot's memory as long as other ranks may write to it."""
     progress: Progress = Progress.SENT
-    offered_at: float = 0.0
+    waits_since: float = 0.0
+    """When other ranks began to be waited for, or were last seen to read their shares."""
 
 
 @dataclass(eq=False)

@@ -28,6 +28,7 @@ import xxhash
 from ...base.device import Event, Stream
 from ...base.layout import as_bytes, memory_of
 from ...base.pool import run_all
+from ...base.system import place_of_process
 from ...base.tuning import tuning
 from ...config import OffloadConfig
 from ...errors import ConfigError
@@ -193,51 +194,53 @@ class Sharing:
         if self.one_copy is not None:
             self.one_copy.end()
             self.one_copy = None
-        mine = [(group.group_id, group.num_bytes, _sample_of(group)) for group in groups]
-        all_of_them = self._roll.exchange(f"{self._model}/groups", [self._title, mine], self._roll.ranks)
-        first = self._roll.ranks[0]
-        for rank, (title, found) in zip(self._roll.ranks, all_of_them, strict=True):
-            problem = _difference(all_of_them[0][0], all_of_them[0][1], title, found)
+        names = [_same_as(group) for group in groups]
+        mine = [(group.group_id, group.num_bytes, name) for group, name in zip(groups, names, strict=True)]
+        ranks = self._roll.ranks
+        found = self._roll.exchange(f"{self._model}/groups", [self.crew is not None, self._title, mine], ranks)
+        _, first_title, first = found[0]
+        for rank, (_, title, theirs) in zip(ranks, found, strict=True):
+            problem = _difference(first_title, first, title, theirs)
             if problem:
-                raise OtherModel(rank, first, problem)
-        self._compare_bytes(groups)
+                raise OtherModel(rank, ranks[0], problem)
+        # Nothing is read of what the ranks have in common: files, and memory that was compared as it was set up.
+        unsure = _unsure([[name for *_, name in theirs] for *_, theirs in found])
+        if unsure:
+            samples = [_sample_of(groups[at]) for at in unsure]
+            self._compare(groups, unsure, samples, "samples", ranks)
+            for at, sample in zip(unsure, samples, strict=True):
+                names[at] = sample
+        sharing = {
+            rank: [name for *_, name in theirs]
+            for rank, (shares, _, theirs) in zip(ranks, found, strict=True)
+            if shares and rank in self._here
+        }
+        unsure = [] if self.crew is None or len(sharing) < 2 else _unsure([*sharing.values()])
+        if unsure:  # a sample may miss what differs
+            logger.info(
+                "All bytes of %d groups are compared among ranks, which have them in places of their own.", len(unsure)
+            )
+            hashes = run_all(partial(_hash_of, groups[at].blobs_at(0)) for at in unsure)
+            self._compare(groups, unsure, hashes, "hashes", [*sharing])
         self._is_checked = True
-        for group, (_, _, digest) in zip(groups, mine, strict=True):
+        for group, name in zip(groups, names, strict=True):
             blobs = group.blobs_at(0)
-            self._digests[group.group_id] = _state_of(blobs), f"{_layout_of(blobs, 0)} {digest}"
+            self._digests[group.group_id] = _state_of(blobs), f"{_layout_of(blobs, 0)} {name}"
 
-    def _compare_bytes(self, groups: Sequence[Shareable]) -> None:
-        """Make sure of all bytes: a sample may miss what differs.
-
-        Nothing is read of what the ranks have in common: files, and memory that was compared as it was set up.
-
+    def _compare(
+        self, groups: Sequence[Shareable], indices: Sequence[int], digests: Sequence[str], topic: str, ranks: list[int]
+    ) -> None:
+        """
         Raises:
-            ModuleError: another rank has groups with other bytes.
+            ModuleError: another rank has other digests of these groups.
             StateError: a rank has failed, or is missing.
         """
-        if not self._here:
-            return
         assert self._roll is not None
-        mine = [self.crew is not None, [*map(_same_as, groups)]]
-        found = zip(self._here, self._roll.exchange(f"{self._model}/same", mine, self._here), strict=True)
-        sharing = {rank: names for rank, (shares, names) in found if shares}
-        if self.crew is None or len(sharing) < 2:
-            return
-        unsure = [
-            at for at, names in enumerate(zip(*sharing.values(), strict=True)) if "" in names or len({*names}) > 1
-        ]
-        if not unsure:
-            return
-        logger.info(
-            "All bytes of %d groups are compared among ranks, which have them in places of their own.", len(unsure)
-        )
-        hashes = run_all(partial(_hash_of, groups[at].blobs_at(0)) for at in unsure)
-        first, *others = sharing
-        all_hashes = dict(zip(sharing, self._roll.exchange(f"{self._model}/hashes", hashes, [*sharing]), strict=True))
-        for rank in others:
-            for at, here, there in zip(unsure, all_hashes[first], all_hashes[rank], strict=True):
-                if here != there:
-                    raise OtherModel(rank, first, f"group {groups[at].group_id!r} has other weights")
+        found = self._roll.exchange(f"{self._model}/{topic}", [*digests], ranks)
+        for rank, theirs in zip(ranks, found, strict=True):
+            for at, digest, first in zip(indices, theirs, found[0], strict=True):
+                if digest != first:
+                    raise OtherModel(rank, ranks[0], f"group {groups[at].group_id!r} has other weights")
 
     def fail(self, error: BaseException) -> None:
         """Offloading has failed here: let the other ranks know, if they are still at it."""
@@ -501,8 +504,17 @@ def _hash_of(blobs: Sequence[PlacedBlob | PlacedImage]) -> str:
 
 def _same_as(group: Shareable) -> str:
     """A text that groups of other ranks have only if they have the same bytes; empty if there is none."""
-    found = [placed.blob.same_as for placed in group.blobs_at(0)]
-    return str(xxhash.xxh3_128_hexdigest(repr(found).encode())) if all(found) else ""
+    place, found = place_of_process(), [placed.blob.same_as for placed in group.blobs_at(0)]
+    return str(xxhash.xxh3_128_hexdigest(repr((place, found)).encode())) if place and all(found) else ""
+
+
+def _unsure(names: Sequence[Sequence[str]]) -> list[int]:
+    """Which groups may have other bytes in one rank than in another.
+
+    Args:
+        names: For each rank, what `_same_as` says of each group.
+    """
+    return [at for at, each in enumerate(zip(*names, strict=True)) if "" in each or len({*each}) > 1]
 
 
 def _sample_of(group: Shareable) -> str:
@@ -521,13 +533,11 @@ def _difference(title: str, groups: list[Any], other_title: str, others: list[An
     """What the groups of two ranks differ in; empty if they do not."""
     if title != other_title:
         return f"{other_title} instead of {title}"
-    for (name, num_bytes, digest), (other_name, other_bytes, other_digest) in zip(groups, others, strict=False):
+    for (name, num_bytes, _), (other_name, other_bytes, _) in zip(groups, others, strict=False):
         if name != other_name:
             return f"group {other_name!r} instead of {name!r}"
         if num_bytes != other_bytes:
             return f"group {name!r} has {other_bytes} bytes instead of {num_bytes}"
-        if digest != other_digest:
-            return f"group {name!r} has other weights"
     if len(groups) != len(others):
         more = (groups if len(groups) > len(others) else others)[min(len(groups), len(others))][0]
         return f"{len(others)} groups instead of {len(groups)}, {more!r} is in one of the two only"
