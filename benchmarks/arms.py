@@ -25,6 +25,8 @@ class Arm:
     on_disk: bool = False
     is_from_checkpoint: bool = False
     """The model comes from `from_pretrained`: its weights are views of mapped files."""
+    is_again: bool = False
+    """It was set up once before, in the same folder, which has kept what was packed."""
     starts_on_device: bool = False
     """The weights are on the device before, and `remove()` brings them back there."""
     restriction: str = ""
@@ -135,7 +137,8 @@ def arm_of(name: str) -> Arm:
         name=name,
         engine=re.split(r"[ ,]", name)[0],
         options={key: value for part, options in _OPTIONS.items() if part in name for key, value in options.items()},
-        on_disk=name.endswith(", disk"),
+        on_disk=name.endswith((", disk", ", again")),
+        is_again=name.endswith(", again"),
         is_from_checkpoint=", checkpoint" in name or name.endswith(", from_pretrained"),
         starts_on_device="from the device" in name,
         restriction=next((each for each in RESTRICTIONS if each in name), ""),
@@ -155,7 +158,7 @@ ARMS = {
         *(f"diffusers {cut}+stream{recorded}" for cut in CUTS for recorded in ("", "+record_stream")),
         *(f"ours {cut}{recorded}" for cut in CUTS for recorded in ("", "+record_stream")),
         *(f"ours {cut} packed" for cut in CUTS),
-        *(f"ours block packed, {source}" for source in ("from_pretrained", "checkpoint", "disk")),
+        *(f"ours block packed, {source}" for source in ("from_pretrained", "checkpoint", "checkpoint, again", "disk")),
         *(f"{engine}, from_pretrained" for engine in ("ours block", "ours leaf", "diffusers block+stream")),
         *(f"ours {cut}, checkpoint" for cut in CUTS),
         *(f"ours {cut}, checkpoint, not locked" for cut in CUTS),

@@ -63,7 +63,7 @@ class Arm:
     """The arm with the same arithmetic, whose bits this one is to have."""
     bar: float | None = None
     packs: bool = False
-    """Whether weights are packed."""
+    """Whether weights are packed, into files of a folder."""
 
 
 ARMS = {
@@ -382,7 +382,8 @@ def infer(name: str, module: nn.Module, job: Mapping[str, Any], device: torch.de
         module.to(device)
     else:
         where = "disk" if arm.kind == "files" else "cpu"
-        handle = apply_group_offloading(module, device, where, pack=arm.packs, **sharing_of(arm))
+        packs = {"pack": True, "offload_to_disk_path": f"{job['folder']}/packed"} if arm.packs else {}
+        handle = apply_group_offloading(module, device, where, **packs, **sharing_of(arm))
     setup = time.perf_counter() - start
     times = []
     for _ in range(1 + job["num_steps"]):

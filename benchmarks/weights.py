@@ -74,6 +74,10 @@ def run_arm(arm: Arm, model: Model, job: Mapping[str, Any], begin: Callable[[], 
     else:
         module = make_model(model, device, resident=arm.engine == "resident" or arm.starts_on_device)
     load_s = time.perf_counter() - start
+    folder_options = {"offload_to_disk_path": folder} if folder else {}
+    if arm.is_again:
+        apply(module, device, arm.options | folder_options).remove()
+        module = load(model, Path(job["checkpoint"]))
     weights = {name: weight.numel() * weight.element_size() for name, weight in module.named_parameters()}
     num_bytes, num_parameters = sum(weights.values()), sum(weight.numel() for weight in module.parameters())
     forget_device_peak(device)
@@ -82,7 +86,7 @@ def run_arm(arm: Arm, model: Model, job: Mapping[str, Any], begin: Callable[[], 
 
     transferred_before = transferred()
     start = time.perf_counter()
-    options = {**arm.options, **({"offload_to_disk_path": folder} if folder else {}), **arm.budgets(num_bytes)}
+    options = {**arm.options, **folder_options, **arm.budgets(num_bytes)}
     handle = apply(module, device, options)
     synchronize(device)
     setup = time.perf_counter() - start

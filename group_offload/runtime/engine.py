@@ -86,6 +86,7 @@ class Engine:
         )
         if config.process_group is not None:
             self.transfer.sharing = Sharing(config, type(root).__name__, self.recorder)
+        may_lock_files = not config.low_cpu_mem_usage and not config.verify_files
         self._packer = Packer(
             backend,
             self.transfer,
@@ -93,6 +94,7 @@ class Engine:
             is_on=config.pack is True,
             spares_ram=config.rests_in_files and not config.has_budgets,
             has_ram_budget=(config.ram_budget, config.ram_share) != (None, None),
+            may_lock=may_lock_files,
         )
         self._probe = Probe(backend, self.recorder)
         # Leaf level is for least memory, and torch's allocator finds room for its small layers anywhere.
@@ -106,11 +108,7 @@ class Engine:
             just_in_time=is_just_in_time,
             tight=is_tight,
         )
-        self._files = CachedFiles(
-            backend,
-            self.transfer.last_copies.synchronize,
-            may_lock=not config.low_cpu_mem_usage and not config.verify_files,
-        )
+        self._files = CachedFiles(backend, self.transfer.last_copies.synchronize, may_lock=may_lock_files)
         self._changes = Changes(self.transfer, self._publish_manifest)
         self._lookahead = LookAhead(
             self._memory,

@@ -11,6 +11,7 @@ import torch
 from ..base.device import Backend
 from ..base.mapping import flat_view, map_anonymous
 from ..base.page_lock import LockLimit, PageLock
+from ..base.pool import Task
 from ..base.progress import progress_bar
 from ..base.ram import available_ram, fits
 from ..base.tuning import tuning
@@ -19,7 +20,7 @@ from ..plan.budgets import describe_bytes
 from ..stores.base import Tier
 from ..stores.files import FileBlob
 from ..stores.folder import Folder
-from ..stores.packed import LockedMemory, PackedImage, is_packable, open_image, pack_image, read_image
+from ..stores.packed import LockedMemory, PackedImage, is_packable, lock_image, open_image, pack_image, read_image
 from ..stores.packed_files import PackedFiles, origin_of
 from ..stores.pinned import RamBlob
 from .copies.transfer import Transfer
@@ -47,18 +48,21 @@ class Packer:
         is_on: bool,
         spares_ram: bool,
         has_ram_budget: bool,
+        may_lock: bool,
     ) -> None:
         """
         Args:
             folder: Where packed files are kept for the next time.
             spares_ram: Whether weights that rest in files are packed only if RAM has plenty of room for that.
             has_ram_budget: Whether a plan keeps RAM free for others, so that what it puts there is packed without a reserve.
+            may_lock: Whether packed files may be page-locked in the page cache.
         """
         self._backend = backend
         self._transfer = transfer
         self._folder = folder
         self._spares_ram = spares_ram
         self._has_ram_budget = has_ram_budget
+        self._may_lock = may_lock and backend.has_streams
         self.is_on = is_on
         """Whether blobs are packed."""
         self.is_set_up = False
@@ -173,6 +177,8 @@ class Packer:
             return []
         parts = [part for part in _parts_of(self._groups) if self._could_pack(part)]
         for part in parts:
+            if part.packed is not None:
+                part.packed.check()
             if part.packed is not None and part.packed.is_lost:  # the same file would be found again
                 logger.warning("The packed weights of group %r are lost: it is read as it is.", self._ids[part])
                 part.drop_packed()
@@ -216,10 +222,12 @@ class Packer:
             buffer = _Buffer(max(read, default=0), self._backend)
             stack.callback(buffer.close)
             advance = stack.enter_context(progress_bar(total, "Packing weights"))
+            proofs: dict[Part, Task[str]] = {}
+            stack.callback(_withdraw, proofs)
             for number, part in enumerate(parts):
                 _give_up(part)
                 try:
-                    image = self._pack(part, buffer, files, limit)
+                    image = self._pack(part, buffer, files, limit, proofs)
                 except GroupFileError as error:
                     if files is None:
                         raise
@@ -230,6 +238,12 @@ class Packer:
                     self._sizes[part] = image.num_bytes
                 part.take_packed(image)
                 advance(part.blob.layout.num_bytes)
+            for part, proof in proofs.items():
+                proof.wait()
+                problem = proof.result()
+                if problem:
+                    _give_up(part)
+                    self._left_plain([part], GroupFileError(problem))
         for part in _parts_of(self._groups):  # what stays plain is copied from where it rests
             if part.packed is None and isinstance(part.blob, RamBlob):
                 part.blob.store.lock_after_all(limit)
@@ -282,10 +296,21 @@ class Packer:
             )
         return [part for part in parts if part.may_pack]
 
-    def _pack(self, part: Part, buffer: _Buffer, files: PackedFiles | None, limit: LockLimit) -> PackedImage | None:
-        blob = part.blob
+    def _pack(
+        self,
+        part: Part,
+        buffer: _Buffer,
+        files: PackedFiles | None,
+        limit: LockLimit,
+        proofs: dict[Part, Task[str]],
+    ) -> PackedImage | None:
+        """
+        Args:
+            proofs: Gets the work of the pool that proves what was not read yet.
+        """
+        blob, wait = part.blob, self._transfer.last_copies.synchronize
         device = None if self._backend.device.type == "cpu" else self._backend.device
-        memory = LockedMemory(limit, self._transfer.last_copies.synchronize)
+        memory = LockedMemory(limit, wait)
         if isinstance(blob, RamBlob):
             return pack_image(blob.sent_bytes, blob.layout, device, blob.generation, memory)
         assert isinstance(blob, FileBlob)
@@ -300,6 +325,11 @@ class Packer:
             return None
         if part in self._to_read:
             return open_image(found, blob.generation, is_verified=self._folder is not None and self._folder.is_verified)
+        locked = lock_image(found, blob.generation, self._backend, wait) if self._may_lock else None
+        self._may_lock = locked is not None  # the device is asked no more
+        if locked is not None:
+            in_place, proofs[part] = locked
+            return in_place
         return self._noted(read_image(found, blob.generation, memory), part, limit)
 
     def _noted(self, image: PackedImage | None, part: Part, limit: LockLimit) -> PackedImage | None:
@@ -315,6 +345,12 @@ def _give_up(part: Part) -> None:
     part.drop_packed()
     if packed is not None:
         packed.leave(forget=True)
+
+
+def _withdraw(proofs: dict[Part, Task[str]]) -> None:
+    for proof in proofs.values():
+        proof.withdraw()
+        proof.wait()
 
 
 def _parts_of(groups: Iterable[Group]) -> Iterator[Part]:

@@ -8,10 +8,14 @@ good as long as the blob has the same `generation`: after an edit the blob itsel
 Memory that is only read does not have to be page-locked. So what rests in a checkpoint or in a group file takes no RAM beside
 its packed image, and what rests in RAM takes its own size and that of the image.
 
-Where RAM has no room for a packed image it stays in its packed group file, and is read from there each time. What is read the
-first time is compared with its hash, as the file may have been packed long ago. From then on the file is watched as every file
-is that weights are read from ([Note: Which file it is] in `source`), and with `verify_files` each read is compared. If the file
-is damaged, the forward that needed it raises, and later ones read the weights as they are at rest.
+A packed group file is page-locked where it lies in the page cache, if the device allows that: its image takes RAM once, for all
+processes of the host. Else the image is read into page-locked RAM. Where RAM has no room for it, it stays in its file, and is
+read from there each time.
+
+What is read or locked the first time is compared with its hash, as the file may have been packed long ago. From then on the
+file is watched as every file is that weights are read from ([Note: Which file it is] in `source`), and with `verify_files` each
+read is compared. If a file that is read is damaged, the forward that needed it raises, and later ones read the weights as they
+rest. If a locked file was changed, the next forward sends the weights as they rest.
 """
 
 from __future__ import annotations
@@ -19,12 +23,15 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 
 import torch
 
+from ..base.device import Backend
 from ..base.layout import BlobLayout, span_of
 from ..base.mapping import flat_view, map_anonymous
 from ..base.page_lock import LockLimit, PageLock
+from ..base.pool import Task, on_pool
 from ..base.release import release_later
 from ..base.tuning import tuning
 from ..errors import GroupFileError
@@ -37,20 +44,95 @@ from .packed_files import PackedFile
 from .source import Piece, Proof, SourceFile
 
 
+class FileContents:
+    """A packed group file, as its reads and checks see it: see `Contents` in `source`."""
+
+    def __init__(self, file: PackedFile, generation: int) -> None:
+        """
+        Args:
+            file: Its descriptor is the caller's to close.
+
+        Raises:
+            GroupFileError: the file cannot be mapped.
+        """
+        self.name = file.entry.group_id
+        self.content: str | None = file.entry.content
+        self.generation = generation
+        self.pieces: Sequence[Piece] = [Piece(0, file.start, file.packed.packed_bytes)]
+        try:
+            self.source = _PackedSource(file.path, file.fd, file.start, file.entry.num_bytes, file.stamp)
+        except OSError as error:
+            raise GroupFileError(f"Cannot map {file.path}, which has packed weights: {error}") from error
+        self.source.blobs.add(self)
+        self.is_proven = False
+        """Whether the bytes were compared with their hash since the file was opened."""
+
+    @property
+    def position(self) -> int:
+        """Where the image begins in the file."""
+        return self.pieces[0].position
+
+    def prove(self) -> None:
+        """See `Contents.prove`."""
+        proof = _ImageProof(self)
+        for chunk in self.source.chunks(self.position, self.pieces[0].num_bytes):
+            proof.update(chunk)
+
+    def escapes_before(self, tile: int, layout: PackedLayout) -> int:
+        """How many escapes come before a tile.
+
+        Raises:
+            GroupFileError: the file cannot be read.
+        """
+        entry, at = bytearray(ENTRY_BYTES), layout.tiles_at + tile * ENTRY_BYTES
+        self.source.read_straight(memoryview(entry), self.position + at)
+        return escapes_of(int.from_bytes(entry, "little"), layout)
+
+
+class _ImageProof(Proof):
+    """Notes that an image is proven."""
+
+    def __init__(self, contents: FileContents) -> None:
+        super().__init__(contents)
+        self._of = contents
+
+    def update(self, data: memoryview) -> bool:
+        is_whole = super().update(data)
+        self._of.is_proven |= is_whole
+        return is_whole
+
+
+class _PackedSource(SourceFile):
+    """A packed group file. It is not the only place of its weights."""
+
+    is_lost = False
+
+    def lost(self, position: int, what: str) -> GroupFileError:
+        self.is_lost = True
+        return GroupFileError(
+            f"Cannot read the packed weights in {self.path} at byte {position:,}: {what}. No weight is lost: the next forward "
+            f"reads them as they are at rest. Delete the file, and it is packed again when the model is offloaded again."
+        )
+
+
 class PackedImage(ABC):
     """The packed bytes of a blob. See [Note: Packed weights at rest]."""
 
     is_read: bool
     """Whether the packed bytes are read from a file each time that they are sent."""
 
-    def __init__(self, layout: PackedLayout, generation: int, file: PackedFile | None) -> None:
+    def __init__(
+        self, layout: PackedLayout, generation: int, file: PackedFile | None, contents: FileContents | None
+    ) -> None:
         """
         Args:
             generation: The blob's, when it was packed.
             file: The packed file, if there is one.
+            contents: The same, if the packed bytes are taken from it for as long as the image is used.
         """
         self.layout = layout
-        self.generation = generation
+        self.contents = contents
+        self._generation = generation
         self._needed: dict[tuple[int, int], Runs] = {}
         """What `needed_for` has found. Each pass asks for the same parts."""
         self.entry = None if file is None else file.entry
@@ -64,9 +146,20 @@ class PackedImage(ABC):
         return self.layout.packed_bytes
 
     @property
+    def generation(self) -> int:
+        """The generation of the blob that the packed bytes are good for."""
+        return self._generation if self.contents is None else self.contents.generation
+
+    @property
     def is_lost(self) -> bool:
         """Whether the packed bytes cannot be had any more, so that the blob is sent as it is."""
-        return False
+        return self.contents is not None and self.contents.source.is_lost
+
+    def check(self) -> None:
+        """Find out, before a pass, whether the packed bytes are lost. Reads find that out by themselves."""
+        if self.contents is not None and not self.is_read:
+            with suppress(GroupFileError):
+                self.contents.source.check()
 
     @property
     def ram_bytes(self) -> int:
@@ -129,13 +222,15 @@ class RamImage(PackedImage):
         lock: PageLock | None,
         generation: int,
         file: PackedFile | None = None,
+        contents: FileContents | None = None,
     ) -> None:
         """
         Args:
             memory: Page-locked, flat uint8.
-            lock: None if the driver allocated the memory.
+            lock: None if the driver allocated the memory, or `contents` holds the lock.
+            contents: The file whose page cache the memory is, if it is that.
         """
-        super().__init__(layout, generation, file)
+        super().__init__(layout, generation, file, contents)
         self._memory = memory
         self._lock = lock
 
@@ -144,6 +239,8 @@ class RamImage(PackedImage):
         return Unpack(at, self.layout.plain_bytes, self.layout, packed, label, self.needed_for, on_device is not None)
 
     def _escapes_before(self, tile: int) -> int:
+        if self.contents is not None:  # a page of a file that was cut off must not be touched
+            return self.contents.escapes_before(tile, self.layout)
         return escapes_of(int(tile_table(self._memory, self.layout)[tile]), self.layout)
 
     def copy(self, at: int) -> Copy:
@@ -153,8 +250,8 @@ class RamImage(PackedImage):
     def close(self) -> None:
         """Give the memory back, on another thread, once no copy reads it."""
         super().close()
-        memory: list[object] = [self._lock, self._memory]
-        self._lock, self._memory = None, flat_view(b"", 0, 0)
+        memory: list[object] = [self._lock, self._memory, self.contents]
+        self._lock, self._memory, self.contents = None, flat_view(b"", 0, 0), None
         release_later(memory)
 
 
@@ -172,68 +269,22 @@ class FileImage(PackedImage):
         Raises:
             GroupFileError: the file cannot be mapped.
         """
-        super().__init__(file.packed, generation, file)
-        self.name = file.entry.group_id
-        self.content: str | None = file.entry.content
-        self.pieces: Sequence[Piece] = [Piece(0, file.start, self.num_bytes)]
-        try:
-            self.source = _PackedSource(file.path, file.fd, file.start, file.entry.num_bytes, file.stamp)
-        except OSError as error:
-            raise GroupFileError(f"Cannot map {file.path}, which has packed weights: {error}") from error
-        self.source.avoid_readahead()
-        self.source.blobs.add(self)
+        self._contents = FileContents(file, generation)
+        super().__init__(file.packed, generation, file, self._contents)
+        self._contents.source.avoid_readahead()
         self._is_verified = is_verified
-        self.is_proven = False
-        """Whether the bytes were compared with their hash since the file was opened."""
-
-    @property
-    def is_lost(self) -> bool:
-        return self.source.is_lost
-
-    def prove(self) -> None:
-        """See `Contents.prove`."""
-        proof = _ImageProof(self)
-        for chunk in self.source.chunks(self.pieces[0].position, self.num_bytes):
-            proof.update(chunk)
 
     def unpack(self, at: int, label: str, on_device: torch.Tensor | None) -> Read:
         """See `PackedImage.unpack`. The bytes do not stay on the device."""
-        is_checked = self._is_verified or self.source.is_adrift or not self.is_proven
+        contents, source = self._contents, self._contents.source
+        is_checked = self._is_verified or source.is_adrift or not contents.is_proven
         unpack = Unpack(at, self.layout.plain_bytes, self.layout, None, label, self.needed_for)
-        proof = _ImageProof(self) if is_checked else None
+        proof = _ImageProof(contents) if is_checked else None
         # Past the page cache: packed bytes that there is RAM for are in RAM.
-        return Read(0, self.num_bytes, self.source, self.pieces[0].position, True, label, proof, unpack)
+        return Read(0, self.num_bytes, source, contents.position, True, label, proof, unpack)
 
     def _escapes_before(self, tile: int) -> int:
-        entry, at = bytearray(ENTRY_BYTES), self.layout.tiles_at + tile * ENTRY_BYTES
-        self.source.read_straight(memoryview(entry), self.pieces[0].position + at)
-        return escapes_of(int.from_bytes(entry, "little"), self.layout)
-
-
-class _ImageProof(Proof):
-    """Notes that an image is proven."""
-
-    def __init__(self, image: FileImage) -> None:
-        super().__init__(image)
-        self._image = image
-
-    def update(self, data: memoryview) -> bool:
-        is_whole = super().update(data)
-        self._image.is_proven |= is_whole
-        return is_whole
-
-
-class _PackedSource(SourceFile):
-    """A packed group file. It is not the only place of its weights."""
-
-    is_lost = False
-
-    def lost(self, position: int, what: str) -> GroupFileError:
-        self.is_lost = True
-        return GroupFileError(
-            f"Cannot read the packed weights in {self.path} at byte {position:,}: {what}. No weight is lost: the next forward "
-            f"reads them as they are at rest. Delete the file, and it is packed again when the model is offloaded again."
-        )
+        return self._contents.escapes_before(tile, self.layout)
 
 
 def is_packable(layout: BlobLayout) -> bool:
@@ -284,6 +335,42 @@ def pack_image(
     except torch.OutOfMemoryError:
         packed = pack(image, layout, None, memory.allocate)
     return None if packed is None else memory.image(packed.layout, generation)
+
+
+def lock_image(
+    file: PackedFile, generation: int, backend: Backend, wait: Callable[[], None]
+) -> tuple[RamImage, Task[str]] | None:
+    """Page-lock what was packed before where it lies in the page cache. The descriptor is closed, unless this returns None.
+
+    Args:
+        wait: A function that returns once no copy is on its way: the pages stay locked until then.
+
+    Returns:
+        The image, and the work of the pool that proves it: its result is what is wrong with the file, empty if nothing is. None
+        if the device page-locks no files.
+
+    Raises:
+        GroupFileError: the file cannot be mapped.
+    """
+    with ExitStack() as stack:
+        stack.callback(os.close, file.fd)
+        contents = FileContents(file, generation)
+        if not contents.source.lock(contents.pieces, backend, wait, in_one=True):
+            contents.source.release()
+            stack.pop_all()
+            return None
+    ((_, num_bytes, memory, start),) = contents.source.locked_parts(contents.pieces[0])
+    image = RamImage(file.packed, memory[start : start + num_bytes], None, generation, file, contents)
+    return image, on_pool(_prove, contents)
+
+
+def _prove(contents: FileContents) -> str:
+    try:
+        contents.prove()
+    except GroupFileError as error:  # whoever kept it would keep the memory
+        why = error.__cause__ or "its data is not what was written"
+        return f"{contents.source.path} cannot be used: {why}. Delete it: it is packed again when it is needed."
+    return ""
 
 
 def read_image(file: PackedFile, generation: int, memory: LockedMemory) -> PackedImage | None:

@@ -156,12 +156,15 @@ class SourceFile:
     def unlock(self) -> None:
         self._unlock_all_but(())
 
-    def lock(self, pieces: Sequence[Piece] | None, backend: Backend, wait: Callable[[], None]) -> bool:
+    def lock(
+        self, pieces: Sequence[Piece] | None, backend: Backend, wait: Callable[[], None], *, in_one: bool = False
+    ) -> bool:
         """Page-lock the pages of `pieces` in the page cache, and no others. Pages that are not there are read first.
 
         Args:
             pieces: None for the whole part of the file.
             wait: A function that returns once no copy is on its way: pages stay locked until then.
+            in_one: Whether each of the pieces is locked at once, so that one copy can have all of it.
 
         Returns:
             False if the device refuses, or takes longer than `Tuning.lock_patience_seconds`: then no page is locked.
@@ -178,8 +181,9 @@ class SourceFile:
                 if fd is not None:  # in long runs, not page by page
                     advise(fd, self.start + start, end - start, "WILLNEED")
             parts: list[tuple[torch.Tensor, PageLock]] = []
-            for first in range(start, end, tuning().segment_bytes):
-                memory = self.bytes[first : min(first + tuning().segment_bytes, end)]
+            step = end - start if in_one else tuning().segment_bytes
+            for first in range(start, end, step):
+                memory = self.bytes[first : min(first + step, end)]
                 # Else the driver waits for the drive, and all others for the driver.
                 populate(memory.data_ptr(), memory.numel())
                 begun = time.perf_counter()

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from ..support.asserts import assert_at_rest
 from ..support.inside import engine_of
 from ..support.models import DIM, RoutedModel
 from ..support.on_device import forward, from_file, offload, packing
+from ..support.packed_files import DAMAGES, flip, packed_names
 from ..support.reads import many_frames, watch_file_reads
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
@@ -86,11 +87,6 @@ def gained(handle: OffloadHandle, before: OffloadStats, name: str) -> int:
 
 def groups_of(handle: OffloadHandle) -> list[Group]:
     return [group for group in engine_of(handle).groups if group.packed_bytes]
-
-
-def packed_names(folder: Path) -> list[Path]:
-    files = (folder / "groups").glob("group_*.safetensors")
-    return sorted(file for file in files if b'"group_offload.packed"' in file.read_bytes()[:8192])
 
 
 @pytest.mark.parametrize(
@@ -551,23 +547,6 @@ def test_an_edited_group_is_read_as_it_is_and_packed_again(
     end(device, model, resident, handle)
 
 
-def _flip(file: Path, place: int) -> None:
-    """Below what `stat` tells: as a drive that fails does."""
-    before = file.stat()
-    data = bytearray(file.read_bytes())
-    data[place] ^= 1
-    with file.open("r+b") as opened:
-        opened.write(data)
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "cut off": (lambda file: os.truncate(file, file.stat().st_size - 4096), "it was cut off"),
-    "written to": (lambda file: (_flip(file, -3000), os.utime(file)), "another program changed it"),
-    "a byte, quietly": (lambda file: _flip(file, -3000), "was not what it should be"),
-}
-
-
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_file_that_is_damaged_while_it_is_used(damage: str, device: SimulatedDevice, tmp_path: Path) -> None:
     """The forward raises an error that names the file; the next one reads the weights as they are. Nothing is lost."""
@@ -579,17 +558,17 @@ def test_a_file_that_is_damaged_while_it_is_used(damage: str, device: SimulatedD
     assert isinstance(image, FileImage)
     do, message = DAMAGES[damage]
     engine_of(handle)._lookahead.abandon()  # else the group may be read already
-    do(image.source.path)
+    do(image.contents.source.path)
     with pytest.raises(GroupFileError, match=message) as caught:
         check(device, model, resident)
-    assert image.source.path.name in str(caught.value) and "No weight is lost" in str(caught.value)
+    assert image.contents.source.path.name in str(caught.value) and "No weight is lost" in str(caught.value)
     assert group.group_id in str(caught.value)
     check(device, model, resident, 3)
     named = {info.group_id: info for info in handle.groups}
     assert not named[group.group_id].packed_bytes and named[group.group_id].tier == "file"
     assert sum(info.packed_bytes > 0 for info in handle.groups) == 3
     end(device, model, resident, handle)
-    image.source.path.unlink()
+    image.contents.source.path.unlink()
     model, handle = offloaded("folder", resident, tmp_path)
     check(device, model, resident, 2)
     assert len(groups_of(handle)) == 4
@@ -604,7 +583,7 @@ def test_damage_from_before_the_set_up_is_found_by_the_first_read(
     model, handle = offloaded("checkpoint", resident, tmp_path)
     end(device, model, resident, handle)
     file = packed_names(tmp_path)[1]
-    _flip(file, -3000)
+    flip(file)
     facts = packed_files.facts_of
     monkeypatch.setattr(packed_files, "facts_of", lambda found: "" if found.st_size == 0 else facts(found))
     by_facts = packed_files.PackedFiles.find
@@ -674,7 +653,7 @@ def test_with_verify_files_each_read_is_compared(verifies: bool, device: Simulat
     check(device, model, resident, 2)
     images = [part.packed for group in groups_of(handle) for part in group.parts]
     for image in images:
-        assert isinstance(image, FileImage) and image.is_proven
+        assert isinstance(image, FileImage) and image.contents.is_proven
         assert (image.unpack(0, "", None).proof is not None) is verifies
     end(device, model, resident, handle)
 

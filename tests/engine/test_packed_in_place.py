@@ -1,0 +1,200 @@
+"""Packed group files that are page-locked where they lie in the page cache."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from group_offload import GroupFileError, OffloadHandle
+from group_offload.base import ram
+from group_offload.base.release import wait_for_releases
+from group_offload.stores import manifest
+from group_offload.stores.packed import RamImage
+
+from ..support.asserts import assert_at_rest
+from ..support.inside import engine_of
+from ..support.models import DIM, RoutedModel
+from ..support.on_device import forward, from_file, offload, packing
+from ..support.packed_files import DAMAGES, packed_names
+from ..support.rigs import run
+from ..support.simulated import SimulatedDevice, use_simulated_device
+
+SOURCES = ["checkpoint", "folder"]
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedDevice]:
+    with packing(), use_simulated_device(SimulatedDevice(0, "lazy")) as device:
+        yield device
+
+
+def routed(num: int = 4) -> RoutedModel:
+    torch.manual_seed(0)
+    return RoutedModel([2400] * num).bfloat16()
+
+
+def offloaded(source: str, resident: RoutedModel, folder: Path, **options: Any) -> tuple[Any, OffloadHandle]:
+    model: Any = copy.deepcopy(resident) if source == "folder" else from_file(resident, folder / "model.safetensors")
+    return model, offload(model, pack=True, offload_to_disk_path=folder / "groups", **options)
+
+
+def check(device: SimulatedDevice, model: Any, resident: RoutedModel, num_passes: int = 2) -> None:
+    for seed in range(num_passes):
+        x = torch.randn(2, DIM, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+    assert_at_rest(model, resident)
+
+
+def end(device: SimulatedDevice, model: Any, resident: RoutedModel, handle: OffloadHandle) -> None:
+    model.alive.clear()
+    handle.remove()
+    assert_at_rest(model, resident)
+    wait_for_releases()
+    assert not device.pinned_bytes and not device.allocated_bytes
+    assert not ram.locked.num_bytes
+
+
+def images_of(handle: OffloadHandle) -> list[RamImage]:
+    found = [part.packed for group in engine_of(handle).groups for part in group.parts if part.packed is not None]
+    assert all(isinstance(image, RamImage) for image in found)
+    return found  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}, {"record_stream": True}], ids=str)
+def test_packed_files_take_no_ram_of_the_process(
+    options: dict[str, Any], source: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they are packed, and as they are found the next time: nothing is read into memory, and nothing else is locked."""
+    monkeypatch.setattr("group_offload.stores.packed.read_image", None)
+    resident = routed()
+    for _ in range(2):
+        model, handle = offloaded(source, resident, tmp_path, **options)
+        check(device, model, resident)
+        images = images_of(handle)
+        assert images and all(image.contents is not None and image.contents.is_proven for image in images)
+        packed = sum(image.num_bytes for image in images)
+        assert handle.stats().packed_bytes == packed
+        assert packed <= ram.locked.num_bytes <= packed + 4096 * 2 * len(images)
+        end(device, model, resident, handle)
+
+
+@pytest.mark.parametrize("why", ["verify_files", "the device refuses", "no memory to map"])
+def test_packed_files_are_read_where_they_cannot_be_locked(
+    why: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    pin = device.pin
+
+    def refuse(memory: torch.Tensor, undo: Any, *, read_only: bool = False) -> bool:
+        asked.append(memory.numel()) if read_only else None
+        return not read_only and pin(memory, undo)
+
+    options = {why: True} if why == "verify_files" else {}
+    if why == "the device refuses":
+        monkeypatch.setattr(device, "pin", refuse)
+    elif why == "no memory to map":
+        monkeypatch.setattr(
+            "group_offload.stores.source.page_cache_of", lambda fd, at, size: torch.empty(size, device="meta")
+        )
+    resident = routed()
+    model, handle = offloaded("folder", resident, tmp_path, **options)
+    check(device, model, resident)
+    images = images_of(handle)
+    assert len(images) == 4 and all(image.contents is None for image in images)
+    assert device.pinned_bytes >= handle.stats().packed_bytes == sum(image.num_bytes for image in images)
+    assert sum(size > 4096 for size in asked) == (
+        why == "the device refuses"
+    )  # after the first refusal the device is asked no more
+    end(device, model, resident, handle)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_locked_file_that_another_program_changes(
+    damage: str, source: str, device: SimulatedDevice, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next forward sends the weights as they are. Nothing is lost, and what is changed is packed again the next time."""
+    resident = routed()
+    model, handle = offloaded(source, resident, tmp_path)
+    check(device, model, resident)
+    image = images_of(handle)[2]
+    assert image.contents is not None
+    path = image.contents.source.path
+    device.synchronize()
+    DAMAGES[damage][0](path)
+    with caplog.at_level(logging.WARNING, "group_offload"):
+        check(device, model, resident, 3)
+    assert any("are lost: it is read as it is" in record.message for record in caplog.records)
+    assert len(images_of(handle)) == 3
+    end(device, model, resident, handle)
+    path.unlink()
+    model, handle = offloaded(source, resident, tmp_path)
+    check(device, model, resident)
+    assert len(images_of(handle)) == 4
+    end(device, model, resident, handle)
+
+
+@pytest.mark.parametrize("do", ["delete", "touch", "rename"])
+def test_a_locked_file_with_the_same_bytes_is_used_on(do: str, device: SimulatedDevice, tmp_path: Path) -> None:
+    resident = routed()
+    model, handle = offloaded("folder", resident, tmp_path)
+    for file in packed_names(tmp_path):
+        if do == "delete":
+            file.unlink()
+        elif do == "rename":
+            file.rename(file.with_suffix(".other"))
+        else:
+            os.chmod(file, 0o600)
+    check(device, model, resident)
+    assert len(images_of(handle)) == 4
+    end(device, model, resident, handle)
+
+
+def test_damage_from_before_is_named_by_the_set_up(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Facts of a file say nothing of what a drive returns. Nothing is sent before it was compared with its hash."""
+    resident = routed()
+    model, handle = offloaded("checkpoint", resident, tmp_path)
+    end(device, model, resident, handle)
+    damaged = packed_names(tmp_path)[1]
+    before = os.stat(damaged)
+    DAMAGES["a byte, quietly"][0](damaged)
+    facts_of = manifest.facts_of
+    monkeypatch.setattr(
+        "group_offload.stores.packed_files.facts_of",
+        lambda found: facts_of(before if found.st_ino == before.st_ino else found),
+    )
+    with pytest.raises(GroupFileError, match=f"{damaged.name} cannot be used.*Delete it"):
+        offloaded("checkpoint", resident, tmp_path)
+    wait_for_releases()
+    assert not device.pinned_bytes and not ram.locked.num_bytes
+    damaged.unlink()
+    model, handle = offloaded("checkpoint", resident, tmp_path)
+    check(device, model, resident)
+    end(device, model, resident, handle)
+
+
+def test_what_is_packed_again_beside_runs_stays_plain_if_its_file_is_damaged(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An edit is packed into a new file, which a failing drive returns with other bytes: the weights are sent as they are."""
+    resident = routed()
+    model, handle = offloaded("folder", resident, tmp_path)
+    check(device, model, resident)
+
+    monkeypatch.setattr("group_offload.stores.packed._prove", lambda contents: "The file cannot be used")
+    for twin in (model, resident):
+        with torch.no_grad():
+            twin.blocks[1].up.weight.mul_(2)
+    check(device, model, resident, 3)
+    assert len(images_of(handle)) == 3
+    end(device, model, resident, handle)
