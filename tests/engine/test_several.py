@@ -65,6 +65,10 @@ def test_ranks_that_write_to_the_slots_of_others() -> None:
     )
 
 
+def test_ranks_that_give_up_what_they_read(tmp_path: Path) -> None:
+    run(several.sends_as_gpus_do, several.reads_as_gpus_do, (several.gives_reads_up, tmp_path), num_ranks=3)
+
+
 def test_a_rank_that_dies_while_others_write_to_its_slots() -> None:
     run(several.sends_as_gpus_do, (several.is_killed, "in a forward"), expected=(0, -several.KILLED))
 

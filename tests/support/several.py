@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import os
+import random
 import signal
 import sys
 import tempfile
@@ -14,7 +15,8 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,11 @@ from torch.utils.checkpoint import checkpoint
 from group_offload import ConfigError, ModuleError, OffloadHandle, OffloadStats, StateError, apply_group_offloading
 from group_offload.base.mapping import mapping_at
 from group_offload.base.tuning import tune
+from group_offload.config import OffloadConfig
+from group_offload.runtime.copies import transfer
+from group_offload.runtime.engine import Engine
 from group_offload.runtime.sharing import crew, sharing
+from group_offload.stores.source import SourceFile
 
 from .allocations import use_peer_links
 from .asserts import assert_same, same_bits
@@ -164,6 +170,60 @@ def assert_shared_again(handle: OffloadHandle, offloaded: nn.Module, reference: 
 def sends_as_gpus_do(rank: int) -> None:
     """From here on, ranks copy their parts into the memory of the others."""
     use_peer_links(dist.get_world_size())
+
+
+def reads_as_gpus_do(rank: int) -> None:
+    """From here on, threads read files ahead. (Into memory of the CPU: what is enqueued is done at once.)"""
+
+    class Nobody: ...
+
+    pytest.MonkeyPatch().setattr(transfer, "HostBackend", Nobody)
+    init = Engine.__init__
+
+    def streaming(self: Engine, root: nn.Module, config: OffloadConfig, *args: Any, **options: Any) -> None:
+        init(self, root, replace(config, use_stream=True), *args, **options)
+
+    pytest.MonkeyPatch().setattr(Engine, "__init__", streaming)
+
+
+def gives_reads_up(rank: int, folder: str) -> None:
+    """Reads that are given up half way, because a forward fails, goes another way, or was the last one.
+
+    What was not read stays where it is: the others bring it themselves.
+    """
+    path, rng = Path(folder) / "given up.safetensors", random.Random(rank)
+    reference = model(6)
+    if rank == 0:
+        save_file(reference.state_dict(), path)
+    dist.barrier()
+    read, delay = SourceFile.read, [0.0]
+
+    def read_slowly(self: SourceFile, *args: Any, **options: Any) -> bool:
+        time.sleep(delay[0])
+        return read(self, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SourceFile, "read", read_slowly)
+        for number in range(3):
+            offloaded = model(6)
+            offloaded.load_state_dict(load_file(path), assign=True)
+            handle = share(offloaded, offload_device="disk")
+            check(offloaded, reference)
+            for seed in range(20):
+                delay[0] = rng.choice([0.0, 0.002, 0.02])
+                x, order = inputs(seed), rng.choice([[*range(6)], [*range(6)], [5, 3, 1], [1, 1, 0]])
+                offloaded.order = reference.order = order
+                fails = rank == 1 and rng.random() < 0.3
+                hook = offloaded.blocks[rng.choice(order)].register_forward_pre_hook(lambda *args: 1 / 0)
+                if not fails:
+                    hook.remove()
+                with torch.no_grad(), pytest.raises(ZeroDivisionError) if fails else nullcontext():
+                    assert same_bits(offloaded(x), reference(x))
+                hook.remove()
+            offloaded.order = reference.order = [*range(6)]
+            if number != rank:  # this rank gives up what it reads for its next forward, and the others go on
+                check(offloaded, reference)
+            handle.remove()
 
 
 def has_same_bits(rank: int, offload_type: str) -> None:

@@ -140,7 +140,7 @@ class SlowReads:
     """A share that a drive brings once `is_over` is set."""
 
     is_over = False
-    error = None
+    is_whole = False
 
     def wait(self) -> None: ...
 
@@ -179,12 +179,78 @@ def test_a_rank_that_reads_for_ever_is_not_waited_for(fault: str, monkeypatch: p
                 state.decline(1, ["1/b"])
             elif fault == "leaves":
                 state.leave(1, "1", 2)
-            assert state.is_being_read("1/b") == (fault == "hangs")
+            assert state.is_being_read(0, "1/b", 2) == (fault == "hangs")
         job = two.job_for(Shared("1/b", "digest", "b"))
         start = time.monotonic()
         job.post("submit", job)
         job.wait()
         assert job.alone and (time.monotonic() - start >= 0.3) == (fault != "leaves")
+        two.courier.leave_all()
+
+
+def test_a_rank_that_hangs_is_waited_for_once_in_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    tune(monkeypatch, share_limit_seconds=0.3)
+    with other_process() as other:
+        two = Two(other)
+        two.other_has_sent()
+        two.job.wait()
+        two.courier.begin_pass("1", [], 1e-3)
+        with two.board.change() as state:
+            state.read(1, ["1/b", "1/c", "1/d"])
+        jobs = [two.job_for(Shared(f"1/{name}", "digest", name)) for name in "bcd"]
+        start = time.monotonic()
+        for job in jobs:
+            job.post("submit", job)
+        for job in jobs:
+            job.wait()
+        assert all(job.alone for job in jobs) and 0.3 <= time.monotonic() - start < 0.6
+        two.courier.leave_all()
+
+
+@pytest.mark.parametrize("fault", ["given up", "fails"])
+def test_what_was_not_read_is_never_offered(fault: str) -> None:
+    """Else the other ranks get what the slot had before. They do not wait for it either."""
+    with other_process() as other:
+        two = Two(other)
+        two.other_has_sent()
+        two.job.wait()
+        two.its.zero_()
+        reads = SlowReads()
+        job = two.job_for(Shared("1/b", "digest", "b", [(two.mine, 4, HostBackend().new_event())]))
+        job.reads = reads
+        job.post("submit", job)
+        wait_until(lambda: two.board.read()[0].reading.get("0") == ["1/b"])
+        with two.board.change() as state:
+            state.offer(1, "1/b", "digest", (6, 0), 2)
+        reads.is_over = True
+        if fault == "given up":
+            time.sleep(0.05)  # as the pool's threads take their time to end
+            job.cancel()
+        wait_until(lambda: not two.board.read()[0].reading["0"])
+        assert job.shared[0].progress is Progress.ALONE and not two.its.any()
+        assert two.board.read()[0].declined["1"]["0"] == ["1/b"]
+        two.courier.leave_all()
+
+
+def test_what_is_read_and_waits_for_its_slot_is_not_being_read() -> None:
+    """The slot may be free only once another rank has gone on."""
+
+    class Never:
+        def query(self) -> bool:
+            return False
+
+    with other_process() as other:
+        two = Two(other)
+        two.other_has_sent()
+        two.job.wait()
+        reads, never = SlowReads(), Never()
+        job = two.job_for(Shared("1/b", "digest", "b", [(two.mine, 4, HostBackend().new_event())]))
+        job.reads, job.begun = reads, never  # type: ignore[assignment]
+        job.post("submit", job)
+        wait_until(lambda: two.board.read()[0].reading.get("0") == ["1/b"])
+        reads.is_over = reads.is_whole = True
+        wait_until(lambda: not two.board.read()[0].reading["0"])
+        assert not two.board.read()[0].offers
         two.courier.leave_all()
 
 
@@ -202,7 +268,7 @@ def test_a_rank_says_what_it_reads_until_it_offers_that() -> None:
         assert not two.board.read()[0].offers
         job.cancel()
         wait_until(lambda: two.board.read()[0].reading.get("0") == ["1/b"])
-        reads.is_over = True
+        reads.is_over = reads.is_whole = True
         wait_until(lambda: "1/b" in two.board.read()[0].offers)
         assert not two.board.read()[0].reading["0"]
         two.courier.leave_all()

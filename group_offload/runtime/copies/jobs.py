@@ -151,6 +151,11 @@ class ReadJob:
         self._until_over = threading.Lock()  # an Event is written in Python: Ctrl-C may leave its lock taken
         self._until_over.acquire()
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the bytes were read, and their copies are enqueued. Jobs are also over because they were given up."""
+        return self.is_over and self.error is None and not self.num_left
+
     def wait(self) -> None:
         """Return once `Landing.ready` is recorded.
 

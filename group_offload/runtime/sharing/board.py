@@ -65,7 +65,7 @@ class State:
     declined: dict[str, dict[str, list[str]]] = field(default_factory=dict)
     """By model and rank, the keys that the rank does not offer in its pass any more."""
     reading: dict[str, list[str]] = field(default_factory=dict)
-    """By rank, the keys that it offers as soon as its share is read."""
+    """By rank, the keys whose shares it reads, to offer them."""
     awaited: dict[str, tuple[str, bool]] = field(default_factory=dict)
     """By rank, the key that its compute waits for, if that is not in the log, and whether it has gathered nothing yet in its
     pass."""
@@ -78,7 +78,7 @@ class State:
         """Offer a group. The last offer that was missing enters it in the log."""
         offers = self.offers.setdefault(key, {})
         offers[str(rank)] = digest, place
-        self._forget_read(rank, [key])
+        self.forget_read(rank, [key])
         self._undecline(rank, key)
         if len(offers) == num_ranks and _are_equal(offers):
             del self.offers[key]
@@ -95,20 +95,25 @@ class State:
 
     def decline(self, rank: int, keys: Sequence[str]) -> None:
         """Let the others not wait for these groups, until `begin_pass`, or an offer."""
-        self._forget_read(rank, keys)
+        self.forget_read(rank, keys)
         for key in keys:
             of_model = self.declined.setdefault(model_of(key), {}).setdefault(str(rank), [])
             if key not in of_model:
                 of_model.append(key)
 
     def read(self, rank: int, keys: Sequence[str]) -> None:
-        """Let the others wait for these groups for as long as reading takes, until an offer, or `decline`."""
+        """Let the others wait for these groups for as long as reading takes, until `forget_read`, an offer, or `decline`."""
         self.reading.setdefault(str(rank), []).extend(keys)
 
-    def is_being_read(self, key: str) -> bool:
-        return any(key in keys for keys in self.reading.values())
+    def is_being_read(self, rank: int, key: str, num_ranks: int) -> bool:
+        """Whether another rank reads its share of the group, and no rank has declined it."""
+        declined = self.declined.get(model_of(key), {})
+        others = [str(each) for each in range(num_ranks) if each != rank]
+        has_declined = any(key in each or all_of(model_of(key)) in each for each in map(declined.get, others) if each)
+        return not has_declined and any(key in self.reading.get(each, ()) for each in others)
 
-    def _forget_read(self, rank: int, keys: Sequence[str]) -> None:
+    def forget_read(self, rank: int, keys: Sequence[str]) -> None:
+        """These shares are read, or will not be."""
         reading = self.reading.get(str(rank))
         if reading:
             self.reading[str(rank)] = [key for key in reading if key not in keys]
@@ -136,7 +141,7 @@ class State:
             self.residents = {key: names for key, names in self.residents.items() if model_of(key) != model}
         if model_of(self.awaited.get(str(rank), ("",))[0]) == model:
             del self.awaited[str(rank)]
-        self._forget_read(rank, [key for key in self.reading.get(str(rank), ()) if model_of(key) == model])
+        self.forget_read(rank, [key for key in self.reading.get(str(rank), ()) if model_of(key) == model])
         for key in [key for key in self.offers if model_of(key) == model]:
             self.take_back(rank, key)
 

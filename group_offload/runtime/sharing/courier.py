@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -57,6 +57,10 @@ class _Model:
 
     patience: float = 0.0
     """For how much longer the pass may wait for other ranks, in seconds."""
+    read_limit: float = 0.0
+    """For how long, in seconds, the pass may wait for ranks that read while no group arrives."""
+    read_patience: float = 0.0
+    """What is left of that."""
     misses: int = 0
     """How many passes in a row have offered groups, and gathered none."""
     num_offered: int = 0
@@ -158,6 +162,8 @@ class Courier:
         finally:
             self.error = self.error or StateError("Sharing weights with other processes has ended.")
             self._settle_all()
+            with suppress(StateError):
+                self._forget_reading()
             self._board.close()
 
     def _settle_all(self) -> None:
@@ -258,7 +264,9 @@ class Courier:
         if model.num_offered:
             model.misses = 0 if model.num_gathered else model.misses + 1
         model.num_offered = model.num_gathered = 0
-        model.patience = patience / 2 ** min(model.misses, _MOST_HALVINGS)
+        share = 0.5 ** min(model.misses, _MOST_HALVINGS)
+        model.patience = patience * share
+        model.read_limit = model.read_patience = tuning().share_limit_seconds * share
         self._refuse_dead(name)
         self._link.forget_freed()
         with self._changed() as state:
@@ -296,29 +304,46 @@ class Courier:
 
     def _announce(self) -> None:
         """Tell the others what is being read: how long a drive takes says nothing about what this rank needs."""
-        jobs, self._submitted = self._submitted, []
-        keys = [
-            each.key
-            for job in jobs
-            if job.reads is not None and not job.reads.is_over
-            for each in job.shared
-            if each.progress is Progress.SENT
-        ]
-        if keys:
+        submitted, self._submitted = self._submitted, []
+        jobs = [job for job in submitted if job.reads is not None and not job.reads.is_over and _waiting(job)]
+        if jobs:
             with self._changed() as state:
-                state.read(self._rank, keys)
+                for job in jobs:
+                    state.read(self._rank, [each.key for each in _waiting(job)])
+                    job.is_announced = True
+
+    def _forget_reading(self) -> None:
+        """This rank offers nothing any more."""
+        with self._board.change() as state:
+            state.forget_read(self._rank, state.reading.get(str(self._rank), ()))
 
     def _offer(self) -> None:
-        """Offer what has begun."""
-        found = []
+        """Offer what has begun. Let the others know what will not come, and what is read and has to wait for its slot."""
+        found: list[tuple[ShareJob, Shared]] = []
+        given_up: list[ShareJob] = []
+        read: list[ShareJob] = []
         for model in self._models.values():
+            are_offered = True
             for job in model.jobs:
-                waiting = [each for each in job.shared if each.progress is Progress.SENT]
+                waiting = _waiting(job)
                 if not waiting:
                     continue
-                if not _may_be_offered(job):
-                    break
-                found += [(job, each) for each in waiting if each.key not in self._offered]
+                if job.reads is not None and job.reads.is_over and not job.reads.is_whole:
+                    given_up.append(job)
+                    continue
+                if job.is_announced and (job.reads is None or job.reads.is_over):
+                    read.append(job)
+                are_offered = are_offered and _may_be_offered(job)
+                if are_offered:
+                    found += [(job, each) for each in waiting if each.key not in self._offered]
+        for job in given_up:
+            self._withdraw(job, _waiting(job))
+        read = [job for job in read if not any(job is offered for offered, _ in found)]
+        if read:
+            with self._changed() as state:
+                for job in read:
+                    state.forget_read(self._rank, [each.key for each in _waiting(job)])
+                    job.is_announced = False
         if not found:
             return
         now = time.monotonic()
@@ -367,6 +392,8 @@ class Courier:
         while self._on_way and self._num_arrived < min(self._board.sent):
             each = self._on_way.popleft()
             self._num_arrived += 1
+            model = self._model(each.job.model)
+            model.read_patience = model.read_limit
             each.shared.pieces.clear()
             each.shared.progress = Progress.GATHERED
             self._settle(each.job)
@@ -408,10 +435,12 @@ class Courier:
                 waiting = [each for each in job.shared if each.progress is Progress.OFFERED] if job.wanted_at else []
                 if not waiting:
                     continue
-                for each in waiting:
-                    if self._state.is_being_read(each.key) and now - job.wanted_at < tuning().share_limit_seconds:
-                        each.waits_since = now
                 since = max(job.wanted_at, *(each.waits_since for each in waiting))
+                if name not in self.alone and model.read_patience > 0 and self._are_being_read(waiting):
+                    model.read_patience -= now - since
+                    since = now
+                    for each in waiting:
+                        each.waits_since = now
                 is_late = now - since > model.patience
                 hopeless = [each for each in waiting if is_late or self._is_hopeless(each, model)]
                 if hopeless:
@@ -427,6 +456,10 @@ class Courier:
                     self._say_what_is_awaited(waiting[0].key, model)
                 if now - self._looked_at > _LOOK_SECONDS:
                     self._refuse_dead(name)
+
+    def _are_being_read(self, waiting: Sequence[Shared]) -> bool:
+        num_ranks = self._board.num_ranks
+        return any(self._state.is_being_read(self._rank, each.key, num_ranks) for each in waiting)
 
     def _is_hopeless(self, shared: Shared, model: _Model) -> bool:
         return self._state.is_hopeless(self._rank, shared.key, self._board.num_ranks, is_first=not model.num_gathered)
@@ -476,9 +509,12 @@ class Courier:
                 raise _have_ended(unexpected)
 
 
+def _waiting(job: ShareJob) -> list[Shared]:
+    return [each for each in job.shared if each.progress is Progress.SENT]
+
+
 def _may_be_offered(job: ShareJob) -> bool:
-    is_read = job.reads is None or (job.reads.is_over and job.reads.error is None)
-    return is_read and _has_begun(job)
+    return (job.reads is None or job.reads.is_whole) and _has_begun(job)
 
 
 def _has_begun(job: ShareJob) -> bool:

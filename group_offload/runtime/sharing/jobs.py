@@ -40,7 +40,9 @@ class Reads(Protocol):
     """Reads of files for a slot: see `ReadJob`."""
 
     is_over: bool
-    error: BaseException | None
+
+    @property
+    def is_whole(self) -> bool: ...
 
     def wait(self) -> None: ...
 
@@ -91,6 +93,8 @@ class ShareJob:
     It returns the events behind that."""
     reads: Reads | None = None
     """The part of the share that threads read from files."""
+    is_announced: bool = False
+    """Whether the other ranks were told that it is being read."""
     wanted_at: float = 0.0
     """When compute came to wait for the slot; 0 if it did not."""
     is_over: bool = False
