@@ -73,6 +73,8 @@ class Packer:
         """What blobs are called in files."""
         self._to_read: set[Part] = set()
         """The parts whose packed bytes stay in their files, and are read each time."""
+        self._in_place: list[Part] = []
+        """Parts whose packed files are page-locked in the page cache."""
         self._sizes: dict[Part, int] = {}
         """The packed bytes of parts that were packed before, which tell more than `_USUAL_RATIO`."""
         self._missing = 0
@@ -171,14 +173,29 @@ class Packer:
         missing, self._missing = self._missing, 0
         return missing
 
+    def check(self) -> None:
+        """Look at the packed files that are page-locked, before anything is sent from them.
+
+        Raises:
+            GroupFileError: another program changed one since the last pass began: what was sent since may be wrong. From now on
+                the weights are sent as they rest.
+        """
+        errors: list[GroupFileError] = []
+        for part in self._in_place:
+            if part.packed is not None and not part.packed.is_lost:
+                try:
+                    part.packed.check()
+                except GroupFileError as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
+
     def lacking(self) -> list[Part]:
         """The parts that have no packed bytes, or out-of-date ones, and could have some."""
         if not self.is_on:
             return []
         parts = [part for part in _parts_of(self._groups) if self._could_pack(part)]
         for part in parts:
-            if part.packed is not None:
-                part.packed.check()
             if part.packed is not None and part.packed.is_lost:  # the same file would be found again
                 logger.warning("The packed weights of group %r are lost: it is read as it is.", self._ids[part])
                 part.drop_packed()
@@ -223,7 +240,7 @@ class Packer:
             stack.callback(buffer.close)
             advance = stack.enter_context(progress_bar(total, "Packing weights"))
             proofs: dict[Part, Task[str]] = {}
-            stack.callback(_withdraw, proofs)
+            stack.callback(self._settle, proofs)
             for number, part in enumerate(parts):
                 _give_up(part)
                 try:
@@ -248,6 +265,20 @@ class Packer:
             if part.packed is None and isinstance(part.blob, RamBlob):
                 part.blob.store.lock_after_all(limit)
         limit.report()
+
+    def _settle(self, proofs: dict[Part, Task[str]]) -> None:
+        """Give up what was not proven: an interrupt, or an error, has come before."""
+        for part, proof in proofs.items():
+            proof.withdraw()
+            proof.wait()
+            packed = part.packed
+            if packed is not None and packed.contents is not None and not packed.contents.is_proven:
+                _give_up(part)
+        self._in_place = [
+            part
+            for part in _parts_of(self._groups)
+            if part.packed is not None and part.packed.contents is not None and not part.packed.is_read
+        ]
 
     def _left_plain(self, parts: Sequence[Part], error: GroupFileError) -> list[Part]:
         """Leave parts plain that the folder takes no packed files of. Returns what is to be packed: nothing."""
@@ -345,12 +376,6 @@ def _give_up(part: Part) -> None:
     part.drop_packed()
     if packed is not None:
         packed.leave(forget=True)
-
-
-def _withdraw(proofs: dict[Part, Task[str]]) -> None:
-    for proof in proofs.values():
-        proof.withdraw()
-        proof.wait()
 
 
 def _parts_of(groups: Iterable[Group]) -> Iterator[Part]:

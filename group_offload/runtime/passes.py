@@ -585,6 +585,7 @@ class Passes:
         self.begin_clean()
         self._thread = threading.get_ident()
         kind = Kind((_BACKWARD, self.root), (), with_grad=True)
+        self._placer.check_files()
         self._files.before_pass(type(self.root).__name__)
         self._placer.make_room(kind)
         self._memory.take()

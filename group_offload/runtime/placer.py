@@ -284,7 +284,12 @@ class Placer:
     # ---------------------------------------------------------------- a pass
 
     def replan(self, kind: Kind) -> None:
-        """Make the plan again before a forward of this kind, if more is known by now, and carry it out."""
+        """Make the plan again before a forward of this kind, if more is known by now, and carry it out.
+
+        Raises:
+            GroupFileError: another program changed a packed file that is page-locked.
+        """
+        self._packer.check()
         self._note_times()
         if self._config.pack == "auto" and not self._packer.is_on:
             self._pack_if_faster()
@@ -300,6 +305,17 @@ class Placer:
             if self._backend.has_streams:
                 self._share_out_files()
             self.reside()
+
+    def check_files(self) -> None:
+        """Look at the files that are page-locked, before a backward: no edits are looked for then.
+
+        Raises:
+            GroupFileError: another program changed one.
+        """
+        self._packer.check()
+        blobs = [part.blob for group in self._groups for part in group.parts if isinstance(part.blob, FileBlob)]
+        for source in {blob.source: None for blob in blobs if blob.is_locked}:
+            source.check()
 
     def _pack_if_faster(self) -> None:
         """Pack from now on, if a plan says that it is worth it."""

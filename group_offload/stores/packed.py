@@ -14,8 +14,8 @@ read from there each time.
 
 What is read or locked the first time is compared with its hash, as the file may have been packed long ago. From then on the
 file is watched as every file is that weights are read from ([Note: Which file it is] in `source`), and with `verify_files` each
-read is compared. If a file that is read is damaged, the forward that needed it raises, and later ones read the weights as they
-rest. If a locked file was changed, the next forward sends the weights as they rest.
+read is compared. If it is damaged, or was changed, the forward or backward that needs it raises, and later ones use the weights
+as they rest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
 import torch
 
@@ -156,10 +156,12 @@ class PackedImage(ABC):
         return self.contents is not None and self.contents.source.is_lost
 
     def check(self) -> None:
-        """Find out, before a pass, whether the packed bytes are lost. Reads find that out by themselves."""
+        """
+        Raises:
+            GroupFileError: another program changed the file that the packed bytes are page-locked in. (Reads of others tell.)
+        """
         if self.contents is not None and not self.is_read:
-            with suppress(GroupFileError):
-                self.contents.source.check()
+            self.contents.source.check()
 
     @property
     def ram_bytes(self) -> int:
