@@ -196,6 +196,7 @@ def gives_reads_up(rank: int, folder: str) -> None:
     if rank == 0:
         save_file(reference.state_dict(), path)
     dist.barrier()
+    reference.to(DEVICE)
     read, delay = SourceFile.read, [0.0]
 
     def read_slowly(self: SourceFile, *args: Any, **options: Any) -> bool:
@@ -235,14 +236,18 @@ def has_same_bits(rank: int, offload_type: str) -> None:
     check(offloaded.to(DEVICE), reference)
 
 
-def sends_packed_weights(rank: int) -> None:
-    """Each rank sends and unpacks its part of packed weights. One of them goes on with plain weights after an edit."""
+def sends_packed_weights(rank: int, folder: str = "") -> None:
+    """Each rank sends and unpacks its part of packed weights. One of them goes on with plain weights after an edit.
+
+    Args:
+        folder: Of packed files, which the ranks have in common.
+    """
     tune(min_packed_bytes=4096)
     torch.manual_seed(0)
     offloaded = nn.Sequential(*(nn.Sequential(nn.Linear(1000, 1000), nn.GELU()) for _ in range(5)))
     offloaded.to(torch.bfloat16).requires_grad_(requires_grad=False)
     reference = copy.deepcopy(offloaded).to(DEVICE)
-    handle = share(offloaded, pack=True)
+    handle = share(offloaded, pack=True, **({"offload_to_disk_path": folder} if folder else {}))
 
     def step() -> None:
         x = torch.randn(3, 1000, device=DEVICE).to(torch.bfloat16)
