@@ -83,10 +83,6 @@ class Tuning:
     """The bytes of activations that one thread writes or reads at a time."""
 
     # Several GPUs
-    share_part_bytes: int = 16 << 20
-    """What one GPU brings of a group before that goes on to the others, more of a large group. PCIe is at full speed then."""
-    share_most_pieces: int = 4
-    """Into how many pieces a group is cut at most. Each costs the host a copy and two events for each GPU."""
     min_shared_bytes: int = 2 << 20
     """The least size of a group that is shared: agreeing on a smaller one takes longer than sending it."""
     share_trial_bytes: int = 256 << 20

@@ -126,7 +126,7 @@ def run_all(times: int = 1) -> None:
 
 
 WAITS: list[tuple[Any, str, str, str]] = [
-    (PeerLink, "send", "stream.wait_event(landed)", "pass"),
+    (PeerLink, "send", "stream.wait_event(shared.landed)", "pass"),
     (PeerLink, "send", "sent.record(stream)", "pass"),
     (courier, "_has_begun", "job.begun.query()", "True"),
     (courier, "_has_sent", "event.query()", "True"),

@@ -20,7 +20,7 @@ from group_offload.runtime.sharing.board import BOARD_BYTES, Board, State
 from group_offload.runtime.sharing.courier import Peer
 from group_offload.runtime.sharing.crew import Crew
 from group_offload.runtime.sharing.jobs import ShareJob
-from group_offload.runtime.sharing.links import PeerLink, Place, SharedPiece
+from group_offload.runtime.sharing.links import PeerLink, Place, SharedBytes
 from group_offload.runtime.sharing.sharing import Part, Shareable, Sharing
 from group_offload.stores.moves import Copy, Gather, PageableMemory, Read, Unpack
 
@@ -87,14 +87,12 @@ class PhantomLink(PeerLink):
         self.its_events: list[Any] = []
         """They are behind its parts of each group."""
 
-    def send(self, pieces: Sequence[SharedPiece], places: Mapping[str, Place]) -> list[Any]:
-        for whole, part_bytes, _ in pieces:
-            start = (1 - self._rank) * part_bytes
-            self.memory.write(whole[start : start + part_bytes], self._its_stream)
+    def send(self, shared: SharedBytes, places: Mapping[str, Place]) -> list[Any]:
+        self.memory.write(shared.part_of(1 - self._rank), self._its_stream)
         event = self._backend.new_event()
         event.record(self._its_stream)
         self.its_events.append(event)
-        return [Reached(event) for event in super().send(pieces, places)]
+        return [Reached(event) for event in super().send(shared, places)]
 
 
 class PhantomBoard(Board):
@@ -212,5 +210,5 @@ def phantom_rank() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(config, "_as_group", lambda value: value)
         patch.setattr(engine, "Sharing", PhantomSharing)
-        tune(patch, min_shared_bytes=900, share_part_bytes=512, share_patience_seconds=5.0)
+        tune(patch, min_shared_bytes=900, share_patience_seconds=5.0)
         yield

@@ -20,7 +20,7 @@ from group_offload.base.system import name_of_shared_file, new_shared_file, open
 from group_offload.runtime.sharing.board import BOARD_BYTES, Board
 from group_offload.runtime.sharing.courier import Courier, Peer
 from group_offload.runtime.sharing.jobs import Progress, Shared, ShareJob
-from group_offload.runtime.sharing.links import PeerLink
+from group_offload.runtime.sharing.links import PeerLink, SharedBytes
 
 from ..support.allocations import FakeMemory
 from ..support.tuning import tune
@@ -60,7 +60,7 @@ class Two:
         memory.put(6, self.its)
         self.link = PeerLink(backend, 0, 2, memory)
         self.courier = Courier(Board(fd, 0, 2), peers, self.link, lambda: None)
-        self.shared = Shared("1/a", "digest", "a", [(self.mine, 4, backend.new_event())])
+        self.shared = Shared("1/a", "digest", "a", SharedBytes(self.mine, 4, backend.new_event()))
         self.job = self.job_for(self.shared)
         self.courier.begin_pass("1", [], 5.0)
         self.courier.post("submit", self.job)
@@ -92,7 +92,7 @@ class Two:
             stream=HostBackend().new_stream(),
             post=self.courier.post,
             bring_rest=lambda job: None,
-            send=lambda shared, places: self.link.send(shared.pieces, places),
+            send=lambda shared, places: self.link.send(shared.bytes, places),
         )
 
 
@@ -102,10 +102,10 @@ def test_a_group_has_arrived_once_all_ranks_have_sent() -> None:
         assert two.its.tolist() == [0, 1, 2, 3, 0, 0, 0, 0]
         two.courier.post("leave", "1")
         time.sleep(0.05)
-        assert not two.job.is_settled and two.shared.pieces
+        assert not two.job.is_settled and two.shared.bytes
         two.other_has_sent()
         two.job.wait()
-        assert not two.shared.pieces
+        assert not two.shared.bytes
         two.courier.leave_all()
         assert two.courier.error is not None
 
@@ -156,7 +156,7 @@ def test_a_rank_that_reads_is_waited_for() -> None:
         two.courier.begin_pass("1", [], 1e-3)
         with two.board.change() as state:
             state.read(1, ["1/b"])
-        job = two.job_for(Shared("1/b", "digest", "b", [(two.mine, 4, HostBackend().new_event())]))
+        job = two.job_for(Shared("1/b", "digest", "b", SharedBytes(two.mine, 4, HostBackend().new_event())))
         job.post("submit", job)
         threading.Timer(0.2, lambda: two.offer("1/b")).start()
         job.wait()
@@ -216,7 +216,7 @@ def test_what_was_not_read_is_never_offered(fault: str) -> None:
         two.job.wait()
         two.its.zero_()
         reads = SlowReads()
-        job = two.job_for(Shared("1/b", "digest", "b", [(two.mine, 4, HostBackend().new_event())]))
+        job = two.job_for(Shared("1/b", "digest", "b", SharedBytes(two.mine, 4, HostBackend().new_event())))
         job.reads = reads
         job.post("submit", job)
         wait_until(lambda: two.board.read()[0].reading.get("0") == ["1/b"])
@@ -244,7 +244,7 @@ def test_what_is_read_and_waits_for_its_slot_is_not_being_read() -> None:
         two.other_has_sent()
         two.job.wait()
         reads, never = SlowReads(), Never()
-        job = two.job_for(Shared("1/b", "digest", "b", [(two.mine, 4, HostBackend().new_event())]))
+        job = two.job_for(Shared("1/b", "digest", "b", SharedBytes(two.mine, 4, HostBackend().new_event())))
         job.reads, job.begun = reads, never  # type: ignore[assignment]
         job.post("submit", job)
         wait_until(lambda: two.board.read()[0].reading.get("0") == ["1/b"])
@@ -261,7 +261,7 @@ def test_a_rank_says_what_it_reads_until_it_offers_that() -> None:
         two.job.wait()
         reads, cancelled = SlowReads(), SlowReads()
         for name, each in (("b", reads), ("c", cancelled)):
-            job = two.job_for(Shared(f"1/{name}", "digest", name, [(two.mine, 4, HostBackend().new_event())]))
+            job = two.job_for(Shared(f"1/{name}", "digest", name, SharedBytes(two.mine, 4, HostBackend().new_event())))
             job.reads = each
             job.post("submit", job)
         wait_until(lambda: two.board.read()[0].reading.get("0") == ["1/b", "1/c"])
@@ -284,7 +284,7 @@ def test_a_rank_that_does_not_send_is_named(fault: str, monkeypatch: pytest.Monk
         with pytest.raises(StateError, match="Rank 5 .*ended" if fault == "is killed" else "Rank 5 did not send"):
             two.job.wait()
         two.job.cancel()
-        assert two.shared.pieces  # a process that was stopped may go on, and write to the slot
+        assert two.shared.bytes  # a process that was stopped may go on, and write to the slot
 
 
 def test_the_last_things_of_a_process_are_sent_before_it_ends() -> None:

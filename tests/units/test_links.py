@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from group_offload.base.device import HostBackend
-from group_offload.runtime.sharing.links import PeerLink
+from group_offload.runtime.sharing.links import PeerLink, SharedBytes
 
 from ..support.allocations import FakeMemory
 
@@ -32,15 +32,13 @@ def test_parts_go_to_the_same_places_of_each_slot(memory: FakeMemory) -> None:
         memory.put(6 + int(rank), each)
     link = link_of(memory)
     link.look({"0": {"6": "6"}, "2": {"8": "8"}})
-    pieces = [(mine[10:22], 4, event), (mine[25:31], 2, event)]
-    assert link.place_of(pieces[0][0]) == (5, 10) and link.handles == {"5": "5"}
-    link.send(pieces, {"0": (6, 0), "1": (5, 10), "2": (8, 40)})
+    shared = SharedBytes(mine[10:22], 4, event)
+    assert link.place_of(shared.memory) == (5, 10) and link.handles == {"5": "5"}
+    link.send(shared, {"0": (6, 0), "1": (5, 10), "2": (8, 40)})
     for rank, start in (("0", 0), ("2", 40)):
         expected = zeros()
         expected[start + 4 : start + 8] = mine[14:18]
-        expected[start + 17 : start + 19] = mine[27:29]
         assert torch.equal(others[rank], expected)
-    assert link.send([], {"0": (), "1": (), "2": ()}) == []
 
 
 def test_an_address_that_is_used_again_has_another_number(memory: FakeMemory) -> None:
@@ -66,7 +64,7 @@ def test_memory_is_opened_once_and_closed_when_it_is_gone(memory: FakeMemory) ->
     link = PeerLink(HostBackend(), 1, 2, memory)
     for _ in range(2):
         link.look({"0": {"6": "6"}})
-        link.send([(mine[:4], 2, event)], {"0": (6, 0)})
+        link.send(SharedBytes(mine[:4], 2, event), {"0": (6, 0)})
     assert memory.opened == ["6"] and memory.closed == []
     link.look({"0": {"7": "7"}})
     assert memory.closed == [other.data_ptr()]

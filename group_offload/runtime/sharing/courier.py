@@ -347,7 +347,7 @@ class Courier:
         if not found:
             return
         now = time.monotonic()
-        places = [self._link.place_of(each.pieces[0][0]) if each.pieces else () for _, each in found]
+        places = [() if each.bytes is None else self._link.place_of(each.bytes.memory) for _, each in found]
         with self._changed() as state:
             state.memories[str(self._rank)] = self._link.handles
             for (job, each), place in zip(found, places, strict=True):
@@ -394,7 +394,7 @@ class Courier:
             self._num_arrived += 1
             model = self._model(each.job.model)
             model.read_patience = model.read_limit
-            each.shared.pieces.clear()
+            each.shared.bytes = None
             each.shared.progress = Progress.GATHERED
             self._settle(each.job)
         if self._on_way and time.monotonic() - max(self._looked_at, self._on_way[0].since) > _LOOK_SECONDS:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ...base.device import Backend, Event
+from ...base.layout import ALIGNMENT
 from ...base.peer_memory import PeerMemory
 from ...base.system import (
     name_of_shared_file,
@@ -31,14 +32,16 @@ from ...base.tuning import tuning
 from ...errors import ConfigError
 from .board import BOARD_BYTES, Board
 from .courier import Courier, Peer
-from .cut import Piece, cut
-from .links import CollectiveLink, Link, PeerLink, Place, SharedPiece
+from .cut import cut
+from .links import CollectiveLink, Link, PeerLink, Place, SharedBytes
 from .roll import Roll
 
 logger = logging.getLogger("group_offload")
 
 _LEAD_SECONDS = 0.03
 _NUM_TRIES = 3
+_NUM_GROUPS = 4
+"""As many as there are slots that shared groups take turns in without a budget."""
 _MIN_GAIN = 1.1
 """Weights have to arrive faster by this factor than without sharing."""
 
@@ -257,21 +260,30 @@ class Trial:
         self.stream = backend.new_stream()
         self.memory = backend.empty(num_bytes, self.stream)
         self.place = self.link.place_of(self.memory)
-        self.pieces = cut(num_bytes, num_ranks, tuning().share_part_bytes, tuning().share_most_pieces).pieces
+        self.cut = cut(num_bytes // _NUM_GROUPS // ALIGNMENT * ALIGNMENT, num_ranks)
+        self.starts = [number * self.cut.num_bytes for number in range(_NUM_GROUPS)]
+        """Where the groups begin that are sent at once."""
 
-    def shared(self, piece: Piece, landed: Event) -> SharedPiece:
-        return self.memory[piece.start : piece.start + piece.num_bytes], piece.part_bytes, landed
+    def own(self, start: int) -> tuple[int, int]:
+        """This rank's part of the group that begins there."""
+        first, last = self.cut.part_of(self._rank)
+        return start + first, start + last
+
+    def send(self, start: int, landed: Event, places: Mapping[str, Place]) -> list[Event]:
+        memory = self.memory[start : start + self.cut.rest[0]]
+        there = {rank: (number, at + start) for rank, (number, at) in places.items()}
+        return self.link.send(SharedBytes(memory, self.cut.part_bytes, landed), there)
 
     def reach(self, places: Mapping[str, Place]) -> str:
         """Send something to all ranks. Returns why that is not possible, if so."""
         try:
             with self.backend.on_stream(self.stream):
-                for piece in self.pieces:
-                    start, end = piece.part_of(self._rank)
-                    self.memory[start:end] = self._rank + 1
+                for start in self.starts:
+                    first, last = self.own(start)
+                    self.memory[first:last] = self._rank + 1
             landed = self.backend.new_event()
             landed.record(self.stream)
-            _wait(self.link.send([self.shared(piece, landed) for piece in self.pieces], places))
+            _wait([event for start in self.starts for event in self.send(start, landed, places)])
         except RuntimeError as error:
             return str(error)
         return ""
@@ -279,9 +291,9 @@ class Trial:
     def compare(self) -> str:
         """What is wrong with what all ranks have sent here."""
         with self.backend.on_stream(self.stream):
-            for piece in self.pieces:
-                whole = self.memory[piece.start : piece.start + piece.num_bytes].view(piece.num_ranks, -1)
-                expected = torch.arange(1, piece.num_ranks + 1, dtype=torch.uint8, device=whole.device)
+            for start in self.starts:
+                whole = self.memory[start : start + self.cut.rest[0]].view(self.cut.num_ranks, -1)
+                expected = torch.arange(1, self.cut.num_ranks + 1, dtype=torch.uint8, device=whole.device)
                 if not bool((whole == expected[:, None]).all()):
                     return "other bytes arrived"
         return ""
@@ -289,22 +301,22 @@ class Trial:
 
 def _measure(trial: Trial, places: Mapping[str, Place], roll: Roll, model: str, here: list[int]) -> GatherSpeeds | None:
     """Send, on all ranks at once, and take the slowest rank's times of the best try."""
-    backend, link, rank = trial.backend, trial.link, here.index(roll.rank)
+    backend = trial.backend
     num_bytes = trial.memory.numel()
     source = backend.empty_pinned(num_bytes)
     if not all(roll.exchange(f"{model}/locked", source is not None, here)) or source is None:
         return None
 
     def send(*, lands: bool) -> list[Event]:
-        pieces = []
-        for piece in trial.pieces:
-            start, end = piece.part_of(rank)
+        events = []
+        for start in trial.starts:
+            first, last = trial.own(start)
             landed = backend.new_event()
             if lands:
-                backend.copy(trial.memory[start:end], source[start:end], trial.stream)
+                backend.copy(trial.memory[first:last], source[first:last], trial.stream)
                 landed.record(trial.stream)
-            pieces.append(trial.shared(piece, landed))
-        return link.send(pieces, places)
+            events += trial.send(start, landed, places)
+        return events
 
     def alone() -> list[Event]:
         done = backend.new_event()

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Protocol
 
 from ...base.device import Event, Stream
-from .links import Place, SharedPiece
+from .links import Place, SharedBytes
 
 
 class Progress(Enum):
@@ -58,8 +58,8 @@ class Shared:
     digest: str
     """What the ranks have to have in common."""
     label: str
-    pieces: list[SharedPiece] = field(default_factory=list)
-    """They hold the slot's memory as long as other ranks may write to it."""
+    bytes: SharedBytes | None = None
+    """They hold the slot's memory as long as other ranks may write to it. None once that is over, and before."""
     progress: Progress = Progress.SENT
     waits_since: float = 0.0
     """When other ranks began to be waited for, or were last seen to read their shares."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -11,8 +12,24 @@ from ...base.device import Backend, Event, Stream
 
 Place = Sequence[int]
 """The number of an allocation, and a byte of it."""
-SharedPiece = tuple[torch.Tensor, int, Event]
-"""The bytes of a piece in the slot, the bytes of one part, and the event behind the copy of this rank's part."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBytes:
+    """What is gathered of a group."""
+
+    memory: torch.Tensor
+    """The bytes in the slot: the parts of all ranks, one after another."""
+    part_bytes: int
+    landed: Event
+    """It is behind the copy of this rank's part."""
+
+    @property
+    def gathered_bytes(self) -> int:
+        return self.memory.numel() - self.part_bytes
+
+    def part_of(self, rank: int) -> torch.Tensor:
+        return self.memory[rank * self.part_bytes : (rank + 1) * self.part_bytes]
 
 
 class Memory(Protocol):
@@ -50,11 +67,11 @@ class Link(Protocol):
     def look(self, memories: Mapping[str, Mapping[str, str]]) -> None:
         """Take notice of the `handles` of each rank. What is no more among them is closed."""
 
-    def send(self, pieces: Sequence[SharedPiece], places: Mapping[str, Place]) -> list[Event]:
-        """Enqueue the way of this rank's parts to the other ranks.
+    def send(self, shared: SharedBytes, places: Mapping[str, Place]) -> list[Event]:
+        """Enqueue the way of this rank's part to the other ranks.
 
         Args:
-            places: For each rank, where the first of the pieces begins in its memory.
+            places: For each rank, where the shared bytes begin in its memory.
 
         Returns:
             The events behind all of it.
@@ -62,7 +79,7 @@ class Link(Protocol):
 
 
 class CollectiveLink:
-    """The CPU, where device memory is the process' own: one collective brings all ranks' parts of a piece."""
+    """The CPU, where device memory is the process' own: one collective brings all ranks' parts."""
 
     def __init__(self, backend: Backend, rank: int, group: Any) -> None:
         """
@@ -82,10 +99,9 @@ class CollectiveLink:
     def look(self, memories: Mapping[str, Mapping[str, str]]) -> None:
         pass
 
-    def send(self, pieces: Sequence[SharedPiece], places: Mapping[str, Place]) -> list[Event]:
-        for whole, part_bytes, _ in pieces:
-            parts = [_part(whole, part_bytes, rank) for rank in range(whole.numel() // part_bytes)]
-            self._group.allgather([parts], [parts[self._rank].clone()]).wait()
+    def send(self, shared: SharedBytes, places: Mapping[str, Place]) -> list[Event]:
+        parts = [shared.part_of(rank) for rank in range(shared.memory.numel() // shared.part_bytes)]
+        self._group.allgather([parts], [parts[self._rank].clone()]).wait()
         return []
 
 
@@ -124,15 +140,13 @@ class PeerLink:
             if number not in memories.get(rank, ()):
                 self._memory.close(self._opened.pop((rank, number)))
 
-    def send(self, pieces: Sequence[SharedPiece], places: Mapping[str, Place]) -> list[Event]:
-        events = []
-        for other, stream in zip(self._others if pieces else (), self.streams, strict=False):
+    def send(self, shared: SharedBytes, places: Mapping[str, Place]) -> list[Event]:
+        events, own = [], shared.part_of(self._rank)
+        for other, stream in zip(self._others, self.streams, strict=True):
             number, at = places[str(other)]
-            to = self._address_of(str(other), str(number)) + at - pieces[0][0].data_ptr()
-            for whole, part_bytes, landed in pieces:
-                own = _part(whole, part_bytes, self._rank)
-                stream.wait_event(landed)
-                self._memory.copy(to + own.data_ptr(), own, stream)
+            to = self._address_of(str(other), str(number)) + at + self._rank * shared.part_bytes
+            stream.wait_event(shared.landed)
+            self._memory.copy(to, own, stream)
             sent = self._backend.new_event()
             sent.record(stream)
             events.append(sent)
@@ -142,7 +156,3 @@ class PeerLink:
         if (rank, number) not in self._opened:
             self._opened[rank, number] = self._memory.open(self._known[rank][number])
         return self._opened[rank, number]
-
-
-def _part(whole: torch.Tensor, part_bytes: int, rank: int) -> torch.Tensor:
-    return whole[rank * part_bytes : (rank + 1) * part_bytes]

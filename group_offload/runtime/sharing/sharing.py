@@ -1,15 +1,14 @@
 """One model of which several GPUs of the host bring their shares: what is shared, what each rank brings, and when it waits.
 
 [Note: A shared group]
-The bytes of a group in its slot are cut into pieces, and each piece into one part for each rank. A rank copies its parts to
-their places in the slot, on the copy stream. Behind each of them it records an event. Once the other ranks have offered the
-group too (see [Note: How ranks agree]), the thread of the crew copies each part to the slots of the other ranks, on streams
-of its own, behind that event. So parts go on to the other GPUs while the next ones come from RAM. The thread that computes
-waits, on the host, until the parts of all ranks have arrived. Then it records the slot's ready event behind what else is copied
-to the slot.
+The bytes of a group in its slot are cut into one part for each rank. A rank copies its part to its place in the slot, on the
+copy stream. Behind that it records an event. Once the other ranks have offered the group too (see [Note: How ranks agree]), the
+thread of the crew copies the part to the slots of the other ranks, on streams of its own, behind that event. So a part goes on
+to the other GPUs while those of the next groups come from RAM. The thread that computes waits, on the host, until the parts of
+all ranks have arrived. Then it records the slot's ready event behind what else is copied to the slot.
 
-Of packed weights a rank sends the tiles that its parts are in, and unpacks its parts into their places. The event is behind
-that, and what goes on to the other ranks is plain. So a rank that has packed a group shares it with one that has not.
+Of packed weights a rank sends the tiles that its part is in, and unpacks its part into its place. The event is behind that, and
+what goes on to the other ranks is plain. So a rank that has packed a group shares it with one that has not.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from .board import key_of
 from .crew import Crew, GatherSpeeds, crew_of, pays, roll_of
 from .cut import Cut, cut
 from .jobs import Shared, ShareJob, again
-from .links import Place
+from .links import Place, SharedBytes
 from .one_copy import OneCopy
 from .roll import OtherModel, Roll
 
@@ -354,13 +353,13 @@ class Sharing:
                 found.append(Part(label, at, moves, mine, key, "", None))
                 continue
             end = last.at + last.blob.layout.num_bytes
-            is_shared = end - at >= tuning().min_shared_bytes and not alone and may_be_cut(moves)
-            if is_shared:
-                shares = cut(end - at, crew.num_ranks, tuning().share_part_bytes, tuning().share_most_pieces)
+            shares = cut(end - at, crew.num_ranks)
+            is_large = end - at >= tuning().min_shared_bytes and shares.part_bytes > 0
+            if is_large and not alone and may_be_cut(moves):
                 found.append(Part(label, at, moves, mine, key, self._digest_of(label, mine, at), shares))
             else:
                 found.append(Part(label, at, moves, mine, key, "", None))
-                declined += [key] if end - at >= tuning().min_shared_bytes else []
+                declined += [key] if is_large else []
         if declined and not alone:
             crew.courier.post("decline", declined)
         return found
@@ -380,10 +379,9 @@ class Sharing:
                 continue
             first, last = part.cut.rest
             found += moves_within(part.moves, part.at + first, part.at + last)
-            for piece in part.cut.pieces:
-                start, end = piece.part_of(self.crew.rank)
-                found += moves_within(part.moves, part.at + start, part.at + end)
-                found.append(Gather(part.at + piece.start, piece.part_bytes, part.key))
+            start, end = part.cut.part_of(self.crew.rank)
+            found += moves_within(part.moves, part.at + start, part.at + end)
+            found.append(Gather(part.at, part.cut.part_bytes, part.key))
         return joined(found)
 
     def sent_bytes(self, part: Part, placed: PlacedBlob | PlacedImage) -> int:
@@ -438,27 +436,27 @@ class Sharing:
         return landed
 
     def has_landed(self, job: ShareJob, move: Gather, memory: torch.Tensor, event: Event) -> None:
-        """This rank's part of a piece is behind `event`."""
+        """This rank's part of a group is behind `event`."""
         assert self.crew is not None
-        whole = memory[move.at : move.at + move.part_bytes * self.crew.num_ranks]
+        parts = memory[move.at : move.at + move.part_bytes * self.crew.num_ranks]
         shared = next(each for each in job.shared if each.key == move.key)
-        shared.pieces.append((whole, move.part_bytes, event))
+        shared.bytes = SharedBytes(parts, move.part_bytes, event)
 
     def submit(self, job: ShareJob) -> None:
         assert self.crew is not None
         self.crew.courier.post("submit", job)
 
     def _send(self, crew: Crew, shared: Shared, places: Mapping[str, Place]) -> list[Event]:
-        """Send this rank's parts of a group to the other ranks: the thread of the crew does."""
-        trace, stream, begun = self._recorder.trace, crew.link.streams[0], None
-        if trace is not None and shared.pieces:
-            stream.wait_event(shared.pieces[0][-1])
+        """Send this rank's part of a group to the other ranks: the thread of the crew does."""
+        trace, stream, begun, found = self._recorder.trace, crew.link.streams[0], None, shared.bytes
+        assert found is not None
+        if trace is not None:
+            stream.wait_event(found.landed)
             begun = trace.now(stream)
-        events = crew.link.send(shared.pieces, places)
-        num_bytes = sum(whole.numel() - part_bytes for whole, part_bytes, _ in shared.pieces)
-        self.bytes_gathered += num_bytes
+        events = crew.link.send(found, places)
+        self.bytes_gathered += found.gathered_bytes
         if trace is not None and begun is not None:
-            trace.gathered(shared.label, begun, stream, num_bytes)
+            trace.gathered(shared.label, begun, stream, found.gathered_bytes)
         return events
 
     # ---------------------------------------------------------------- the same bytes
