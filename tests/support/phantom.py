@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,7 +45,8 @@ class PhantomMemory:
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
-        self.expected: dict[int, torch.Tensor] = {}
+        self.expected: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By the address of a part, its bytes, and which of them weights have: nobody writes what aligns tensors."""
         self.nothing = backend.empty(1, backend.current_stream())
         backend.copy(self.nothing, torch.zeros(1, dtype=torch.uint8), backend.current_stream(), blocking=True)
 
@@ -68,12 +69,18 @@ class PhantomMemory:
         raise AssertionError("nothing is given up")
 
     def copy(self, address: int, source: torch.Tensor, stream: Any) -> None:
-        """Instead of being read, the part is written again: nobody has written what aligns tensors in it."""
-        assert address == source.data_ptr()  # the slot of the other rank has the same place
-        self.write(source, stream)
+        """The part has come, and is written again: the slot of the other rank has the same place."""
+        assert address == source.data_ptr()
+        content, has_weights = self.expected[address]
+
+        def send(nothing: torch.Tensor, target: torch.Tensor) -> None:
+            assert torch.equal(target[has_weights], content[has_weights]), "a part is sent that has not come"
+            target.copy_(content)
+
+        self._backend.transform(send, source, self.nothing, stream)
 
     def write(self, part: torch.Tensor, stream: Any) -> None:
-        content = self.expected[part.data_ptr()]
+        content, _ = self.expected[part.data_ptr()]
         self._backend.transform(lambda source, target: target.copy_(content), part, self.nothing, stream)
 
 
@@ -87,12 +94,14 @@ class PhantomLink(PeerLink):
         self.its_events: list[Any] = []
         """They are behind its parts of each group."""
 
-    def send(self, shared: SharedBytes, places: Mapping[str, Place]) -> list[Any]:
+    def send(
+        self, shared: SharedBytes, places: Mapping[str, Place], on_begin: Callable[[], object] = lambda: None
+    ) -> list[Any]:
         self.memory.write(shared.part_of(1 - self._rank), self._its_stream)
         event = self._backend.new_event()
         event.record(self._its_stream)
         self.its_events.append(event)
-        return [Reached(event) for event in super().send(shared, places)]
+        return [Reached(event) for event in super().send(shared, places, on_begin)]
 
 
 class PhantomBoard(Board):
@@ -161,7 +170,7 @@ class PhantomSharing(Sharing):
     def has_landed(self, job: ShareJob, move: Gather, memory: torch.Tensor, event: Any) -> None:
         part = self._parts[move.key]
         size = move.part_bytes * 2
-        content = torch.zeros(size, dtype=torch.uint8)
+        content, has_weights = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.bool)
         for each in part.moves:
             assert isinstance(each, (Copy, Read, Unpack))
             lands = each.unpack if isinstance(each, Read) and each.unpack is not None else each
@@ -169,6 +178,7 @@ class PhantomSharing(Sharing):
             if start >= end:
                 continue
             into = content[start - move.at : end - move.at]
+            has_weights[start - move.at : end - move.at] = True
             if isinstance(lands, Unpack):
                 packed = lands.packed if isinstance(each, Unpack) else _all_of(each)
                 assert packed is not None
@@ -182,7 +192,9 @@ class PhantomSharing(Sharing):
         crew = self.crew
         assert isinstance(crew, PhantomCrew)
         start = memory.data_ptr() + move.at
-        crew.memory.expected |= {start: content[: move.part_bytes], start + move.part_bytes: content[move.part_bytes :]}
+        for at in (0, move.part_bytes):
+            its_bytes = slice(at, at + move.part_bytes)
+            crew.memory.expected[start + at] = content[its_bytes], has_weights[its_bytes]
         super().has_landed(job, move, memory, event)
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -67,11 +67,14 @@ class Link(Protocol):
     def look(self, memories: Mapping[str, Mapping[str, str]]) -> None:
         """Take notice of the `handles` of each rank. What is no more among them is closed."""
 
-    def send(self, shared: SharedBytes, places: Mapping[str, Place]) -> list[Event]:
+    def send(
+        self, shared: SharedBytes, places: Mapping[str, Place], on_begin: Callable[[], object] = lambda: None
+    ) -> list[Event]:
         """Enqueue the way of this rank's part to the other ranks.
 
         Args:
             places: For each rank, where the shared bytes begin in its memory.
+            on_begin: Called before anything is enqueued on the first stream, and after it waits for the part.
 
         Returns:
             The events behind all of it.
@@ -99,7 +102,10 @@ class CollectiveLink:
     def look(self, memories: Mapping[str, Mapping[str, str]]) -> None:
         pass
 
-    def send(self, shared: SharedBytes, places: Mapping[str, Place]) -> list[Event]:
+    def send(
+        self, shared: SharedBytes, places: Mapping[str, Place], on_begin: Callable[[], object] = lambda: None
+    ) -> list[Event]:
+        on_begin()
         parts = [shared.part_of(rank) for rank in range(shared.memory.numel() // shared.part_bytes)]
         self._group.allgather([parts], [parts[self._rank].clone()]).wait()
         return []
@@ -140,12 +146,16 @@ class PeerLink:
             if number not in memories.get(rank, ()):
                 self._memory.close(self._opened.pop((rank, number)))
 
-    def send(self, shared: SharedBytes, places: Mapping[str, Place]) -> list[Event]:
+    def send(
+        self, shared: SharedBytes, places: Mapping[str, Place], on_begin: Callable[[], object] = lambda: None
+    ) -> list[Event]:
         events, own = [], shared.part_of(self._rank)
         for other, stream in zip(self._others, self.streams, strict=True):
             number, at = places[str(other)]
             to = self._address_of(str(other), str(number)) + at + self._rank * shared.part_bytes
             stream.wait_event(shared.landed)
+            if stream is self.streams[0]:
+                on_begin()
             self._memory.copy(to, own, stream)
             sent = self._backend.new_event()
             sent.record(stream)

@@ -448,15 +448,14 @@ class Sharing:
 
     def _send(self, crew: Crew, shared: Shared, places: Mapping[str, Place]) -> list[Event]:
         """Send this rank's part of a group to the other ranks: the thread of the crew does."""
-        trace, stream, begun, found = self._recorder.trace, crew.link.streams[0], None, shared.bytes
+        trace, stream, found = self._recorder.trace, crew.link.streams[0], shared.bytes
         assert found is not None
-        if trace is not None:
-            stream.wait_event(found.landed)
-            begun = trace.now(stream)
-        events = crew.link.send(found, places)
+        begun: list[Any] = []
+        on_begin = (lambda: None) if trace is None else (lambda: begun.append(trace.now(stream)))
+        events = crew.link.send(found, places, on_begin)
         self.bytes_gathered += found.gathered_bytes
-        if trace is not None and begun is not None:
-            trace.gathered(shared.label, begun, stream, found.gathered_bytes)
+        if trace is not None:
+            trace.gathered(shared.label, begun[0], stream, found.gathered_bytes)
         return events
 
     # ---------------------------------------------------------------- the same bytes
