@@ -96,6 +96,7 @@ class Packer:
         for part in _parts_of(groups):
             part.may_pack = part.may_pack and is_packable(part.blob.layout)
         self._to_read.intersection_update(self._ids)
+        self._in_place = [part for part in self._in_place if part in self._ids]
         self._sizes = {part: size for part, size in self._sizes.items() if part in self._ids}
 
     def switch_on(self) -> None:
