@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from group_offload.base.device import HostBackend
 from group_offload.runtime.sharing import crew
+
+from ..support.allocations import FakeMemory
+from ..support.tuning import tune
 
 TOPICS = ["1/memories", "1/reached", "1/arrived", "1/closed"]
 
@@ -73,3 +78,61 @@ def test_a_fault_of_any_rank_leaves_all_alone(
     """A rank that fails and one that is fine exchange the same topics, and both say why."""
     link, speeds, problem, topics, _ = connect(monkeypatch, said, fails=fails, device=device)
     assert link is None and speeds is None and why in problem and topics == TOPICS[:num_topics]
+
+
+class Ranks:
+    """The trials of all ranks, in one process."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.memory, self.backends = FakeMemory(), [HostBackend() for _ in range(num_ranks)]
+        self.trials: list[crew.Trial] = []
+        for rank, backend in enumerate(self.backends):
+            backend.empty = self._empty  # type: ignore[method-assign]
+            backend.empty_pinned = lambda num_bytes: torch.full((num_bytes,), 7, dtype=torch.uint8)  # type: ignore[method-assign]
+            self.trials.append(crew.Trial(backend, rank, num_ranks, self.memory))  # type: ignore[arg-type]
+        self.places = {str(rank): trial.place for rank, trial in enumerate(self.trials)}
+        for trial in self.trials:
+            trial.link.look({str(rank): each.link.handles for rank, each in enumerate(self.trials)})
+
+    def _empty(self, num_bytes: int, stream: Any = None) -> torch.Tensor:
+        memory = torch.zeros(num_bytes, dtype=torch.uint8)
+        self.memory.put(5 + len(self.trials), memory)
+        return memory
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_what_all_ranks_send_arrives(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tune(monkeypatch, share_trial_bytes=1 << 16)
+    ranks = Ranks(num_ranks)
+    assert [trial.reach(ranks.places) for trial in ranks.trials] == [""] * num_ranks
+    assert [trial.compare() for trial in ranks.trials] == [""] * num_ranks
+    for trial in ranks.trials:
+        shared = 4 * (trial.cut.rest[0] - trial.cut.part_bytes)
+        assert 0.8 * (1 - 1 / num_ranks) * trial.memory.numel() < shared < trial.memory.numel()
+        trial.memory[trial.starts[-1] + trial.cut.rest[0] - 1] += 1
+    assert [trial.compare() for trial in ranks.trials] == ["other bytes arrived"] * num_ranks
+
+
+def test_speeds_are_measured_with_all_ranks_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tune(monkeypatch, share_trial_bytes=1 << 16)
+    ranks, barrier = Ranks(2), threading.Barrier(2, timeout=20)
+    said: dict[tuple[str, int], Any] = {}
+    found: dict[int, Any] = {}
+
+    def measure(rank: int) -> None:
+        def exchange(topic: str, mine: Any, here: list[int]) -> list[Any]:
+            said[topic, rank] = mine
+            barrier.wait()
+            return [said[topic, each] for each in here]
+
+        roll: Any = SimpleNamespace(rank=rank, exchange=exchange)
+        found[rank] = crew._measure(ranks.trials[rank], ranks.places, roll, "1", [0, 1])
+
+    threads = [threading.Thread(target=measure, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert found[0] == found[1] and min(found[0].alone, found[0].gather, found[0].shared) > 0
+    for trial in ranks.trials:
+        assert all(bool((trial.memory[start : start + trial.cut.rest[0]] == 7).all()) for start in trial.starts)
