@@ -188,6 +188,7 @@ class Packer:
                     part.packed.check()
                 except GroupFileError as error:
                     errors.append(error)
+                    self._lose(part)
         if errors:
             raise errors[0]
 
@@ -198,10 +199,14 @@ class Packer:
         parts = [part for part in _parts_of(self._groups) if self._could_pack(part)]
         for part in parts:
             if part.packed is not None and part.packed.is_lost:  # the same file would be found again
-                logger.warning("The packed weights of group %r are lost: it is read as it is.", self._ids[part])
-                part.drop_packed()
-                part.may_pack = False
+                self._lose(part)
         return [part for part in parts if part.may_pack and self._is_lacking(part)]
+
+    def _lose(self, part: Part) -> None:
+        logger.warning("The packed weights of group %r are lost: it is read as it is.", self._ids[part])
+        part.drop_packed()
+        part.may_pack = False
+        part.sent_generation = -1  # what is in the group's slot may be wrong, and is sent again
 
     def _is_lacking(self, part: Part) -> bool:
         packed = part.sent_packed
