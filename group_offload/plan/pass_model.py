@@ -83,12 +83,9 @@ def simulate(problem: Problem, placements: Sequence[Placement]) -> Prediction:
     if len(placements) != len(problem.groups):
         raise ValueError(f"{len(placements)} placements for {len(problem.groups)} groups")
     for group, placement in zip(problem.groups, placements, strict=True):
-        if placement is Placement.FILE and not group.is_in_file:
-            raise ValueError(f"group {group.name!r} has no file that it could rest in")
-        if placement in (Placement.DEVICE, Placement.PACKED) and not group.may_reside:
-            raise ValueError(f"group {group.name!r} may not stay on the device")
-        if placement is Placement.PACKED and not group.packed_bytes:
-            raise ValueError(f"group {group.name!r} is not packed")
+        why_not = group.why_not(placement)
+        if why_not:
+            raise ValueError(f"group {group.name!r} {why_not}")
     model = PassModel(problem)
     footprint = model.footprint(placements)
     return model.predict(footprint, model.run(placements, footprint))

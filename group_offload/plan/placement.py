@@ -58,6 +58,16 @@ class PlannedGroup:
         if not 0 <= self.compute_seconds < math.inf:
             raise ValueError(f"group {self.name!r}: compute_seconds={self.compute_seconds} has to be finite, 0 or more")
 
+    def why_not(self, placement: Placement) -> str:
+        """What stands in the way of a placement, whatever the budgets are; empty if nothing does."""
+        if placement is Placement.FILE and not self.is_in_file:
+            return "has no file that it could rest in"
+        if placement in (Placement.DEVICE, Placement.PACKED) and not self.may_reside:
+            return "may not stay on the device"
+        if placement is Placement.PACKED and not self.packed_bytes:
+            return "is not packed"
+        return ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speeds:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from .pass_model import PassModel, Prediction
-from .placement import Budgets, Placement, Problem, check_budgets, smallest_ram_bytes
+from .placement import Budgets, Placement, PlannedGroup, Problem, check_budgets, smallest_ram_bytes
 from .search import Search, lower_bound
 
 _NEAR = 0.05
@@ -124,11 +124,10 @@ def make_plan(problem: Problem) -> Plan:
 
 
 def kept_plan(problem: Problem, before: Plan) -> Plan | None:
-    """The placements of `before` for a problem whose groups have other sizes by now; None if they exceed its budgets."""
+    """The placements of `before` for a problem whose groups have other sizes by now; None if they do not fit it any more."""
+    if any(map(PlannedGroup.why_not, problem.groups, before.placements)):
+        return None
     model = PassModel(problem)
-    for index, placement in enumerate(before.placements):
-        if placement is Placement.PACKED and not problem.groups[index].packed_bytes:
-            return None
     footprint = model.footprint(before.placements)
     if not model.fits(footprint):
         return None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import os
 import random
 import sys
@@ -250,6 +251,18 @@ def _no_autocast() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_enabled("cpu", is_enabled)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """A finalizer may wait for the device: what it waits for would run in the middle of the work before."""
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 class SimulatedDevice:
@@ -608,19 +621,22 @@ class SimulatedDevice:
         return [head for head in heads if head.after is None or head.after.done]
 
     def _run(self, work: _Work) -> None:
-        work.stream.queue.popleft()
-        work.done = True
-        self._num_run += 1
-        work.finished = self._num_run
-        run, work.run, work.after = work.run, None, None
-        if run is not None:
-            self.log.append((work.stream.name, work.access.label))
-            # Some kernels ask for the grad mode: it is the enqueuer's, not that of whoever happens to wait.
-            with torch.inference_mode(False), torch.set_grad_enabled(work.grad), _no_autocast():
-                try:
-                    run()
-                except Exception as error:
-                    raise RuntimeError(f"{work.access} failed when its turn came.") from error
+        with _no_collection():
+            if work.done:  # a finalizer has waited for it just now
+                return
+            work.stream.queue.popleft()
+            work.done = True
+            self._num_run += 1
+            work.finished = self._num_run
+            run, work.run, work.after = work.run, None, None
+            if run is not None:
+                self.log.append((work.stream.name, work.access.label))
+                # Some kernels ask for the grad mode: it is the enqueuer's, not that of whoever happens to wait.
+                with torch.inference_mode(False), torch.set_grad_enabled(work.grad), _no_autocast():
+                    try:
+                        run()
+                    except Exception as error:
+                        raise RuntimeError(f"{work.access} failed when its turn came.") from error
 
     def _wait(self, works: list[_Work], *, count: bool = True) -> None:
         self.num_host_waits += count and not all(work.done for work in works)
@@ -740,11 +756,13 @@ class SimulatedDevice:
                 self._cached.append(block)
 
     def _recycle(self) -> None:
-        for block, last_uses in [*self._freed]:
+        freed, self._freed = self._freed, []
+        for block, last_uses in freed:
             if all(work.done for work in last_uses):
-                self._freed.remove((block, last_uses))
                 block.poison()
                 self._cached.append(block)
+            else:
+                self._freed.append((block, last_uses))
 
     def _make(self, layout: _Layout, stream: SimulatedStream) -> torch.Tensor:
         memory = self._allocate(layout.num_bytes, stream, self.activations)

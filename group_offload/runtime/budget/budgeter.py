@@ -217,8 +217,7 @@ class Budgeter:
                     del error  # the error holds this frame, and so all groups: the frame must not hold the error
             self.vram = self._asked_vram = least + outer_bytes
         # Half of the budget is a guess. The first pass corrects it before any group stays on the device.
-        room = None if self.vram is None else max(least, self.vram // 2)
-        self.plan = make_plan(self._problem(room))
+        self.plan = make_plan(self._problem(None if self.vram is None else self.vram // 2))
         return self.plan
 
     def describe(
@@ -242,7 +241,7 @@ class Budgeter:
         drive, now = plan.problem.speeds.drive, self._problem(plan.problem.budgets.device_bytes)
         has_learnt = self._for is not None and self._for[1] != self._num_learnt
         if has_learnt or abs(now.speeds.drive - drive) > MIN_GAIN * drive:
-            self.plan = _as_of(now, plan)
+            self.plan = kept_plan(now, plan) or plan  # the next pass makes another
 
     def before_pass(self, kind: Kind, order: Sequence[Group], others: int) -> Plan | None:
         """A pass of `kind` begins, and `others` is the device memory that is not this module's weights.
@@ -259,13 +258,12 @@ class Budgeter:
         self._order = tuple(order) or self._order
         room = self._room(kind, others)
         asked = None if room is None else room // self._step * self._step, self._num_learnt
-        if asked == self._for or not self.groups:
+        if not self.groups or (asked == self._for and self._is_possible):
             return None
         if room is not None and not self._is_measured:
             return None  # the module's first pass measures
         is_first, self._for = self._for is None, asked
-        problem = self._problem(None if room is None else max(room, smallest_device_bytes(self._problem(None))))
-        before = self.plan
+        problem, before = self._problem(room), self.plan
         if before is not None and not is_first and (room is None or before.device_bytes <= room):
             plan = _plan_if_better(problem, before)
         else:
@@ -289,10 +287,8 @@ class Budgeter:
         before = self.plan
         if before is None or self.ram_bytes is None:
             return False
-        packed, room = self._problem(None), before.problem.budgets.device_bytes
-        self.ram_bytes = max(self.ram_bytes - missing, smallest_ram_bytes(packed))
-        problem = self._problem(None if room is None else max(room, smallest_device_bytes(packed)))
-        self.plan = kept_plan(problem, before) or make_plan(problem)
+        self.ram_bytes = max(self.ram_bytes - missing, smallest_ram_bytes(self._problem(None)))
+        self.plan = _as_of(self._problem(before.problem.budgets.device_bytes), before)
         return self.plan.placements != before.placements
 
     def room_for_residents(self, kind: Kind, others: int) -> int:
@@ -336,7 +332,18 @@ class Budgeter:
     def _step(self) -> int:
         return max(1, sum(group.num_bytes for group in self.groups) // _STEPS)
 
+    @property
+    def _is_possible(self) -> bool:
+        """Whether what the plan leaves on the device packed still is packed. Packed files may be lost."""
+        if self.plan is None or Placement.PACKED not in self.plan.placements:
+            return True
+        return all(self._packed_bytes(group) for group in self.at(Placement.PACKED))
+
     def _problem(self, room: int | None) -> Problem:
+        """
+        Args:
+            room: Device memory for groups; None for no limit. If it is too little, the least that works.
+        """
         index = {group: number for number, group in enumerate(self.groups)}
         planned = [
             PlannedGroup(
@@ -351,14 +358,18 @@ class Budgeter:
             for group in self.groups
         ]
         order = [index[group] for group in self._order if group in index] or range(len(planned))
-        return Problem(
+        problem = Problem(
             groups=tuple(planned),
             order=tuple(order),
             speeds=self._current_speeds(),
-            budgets=Budgets(device_bytes=room, ram_bytes=self.ram_bytes),
+            budgets=Budgets(device_bytes=None, ram_bytes=self.ram_bytes),
             num_slots=self._num_slots,
             staging_bytes=self._staging_bytes,
         )
+        if room is None:
+            return problem
+        room = max(room, smallest_device_bytes(problem))
+        return replace(problem, budgets=replace(problem.budgets, device_bytes=room))
 
     def _current_speeds(self) -> Speeds:
         speeds, drive = self._speeds(), self.drive.bytes_per_s
@@ -524,8 +535,8 @@ class Budgeter:
 
 
 def _as_of(problem: Problem, plan: Plan) -> Plan:
-    """The same placements, predicted with the speeds and times known by now."""
-    return replace(plan, problem=problem, prediction=simulate(problem, plan.placements))
+    """The same placements, predicted with the sizes, speeds and times known by now; another plan if they are impossible."""
+    return kept_plan(problem, plan) or make_plan(problem)
 
 
 def _plan_if_better(problem: Problem, before: Plan) -> Plan:
