@@ -16,12 +16,13 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import torch
 
 BANDWIDTH_BYTES = 1 << 30
-PROFILED_STEPS = 3
+PROFILED_STEPS, TIMED_STARTS = 3, 7
 GIB = 1 << 30
 SYNCHRONISATION = re.compile(r"(cuda(Stream|Device|Event)|cu(Stream|Ctx|Event))Synchronize")
 """The host waits for the device."""
@@ -262,11 +263,10 @@ class CopiesBeside:
 def count_driver_calls(step: Callable[[], object], device: torch.device) -> dict[str, Any]:
     """How often one `step` makes the host wait for the device, and takes or gives back memory of the driver.
 
-    All threads count. The wait for the end of the step, which is the benchmark's, does not. `first_kernel_s` is what the host
-    does before it launches the first kernel, in seconds, the profiler's own work included. All are None where torch's profiler
+    All threads count. The wait for the end of the step, which is the benchmark's, does not. All are None where torch's profiler
     sees no calls.
     """
-    names = ("host_synchronisations", "device_allocations", "driver_calls", "first_kernel_s")
+    names = ("host_synchronisations", "device_allocations", "driver_calls")
     counts: dict[str, Any] = dict.fromkeys(names)
     if device.type != "cuda":
         return counts
@@ -289,12 +289,10 @@ def count_driver_calls(step: Callable[[], object], device: torch.device) -> dict
     )
     if not begins or not waits:
         return counts
-    launches = [start for name, start, _ in events if re.match(r"cu(da)?Launch", name)]
-    first = [min((at for at in launches if begin <= at <= end), default=None) for begin, end in begins]
     (begin, _), (wait, end) = begins[-1], waits[-1]  # the last step is counted: the first one starts the profiler
     inside = [(re.sub(r"(_v\d+|_ptsz|_ptds)+$", "", name), start) for name, start, _ in events if begin <= start <= end]
     calls = Counter(name for name, _ in inside)
-    if first[-1] is None:
+    if not any(re.match(r"cu(da)?Launch", name) for name in calls):
         return counts  # every step launches kernels: calls are not recorded here
     own = next((name for name, start in inside if start >= wait and name.endswith("DeviceSynchronize")), None)
     if own is not None:
@@ -304,10 +302,38 @@ def count_driver_calls(step: Callable[[], object], device: torch.device) -> dict
         return {name: number for name, number in sorted(calls.items()) if number and pattern.fullmatch(name)}
 
     synchronisations, allocations = count(SYNCHRONISATION), count(ALLOCATION)
-    microseconds = [at - begin for at, (begin, _) in zip(first, begins, strict=True) if at is not None]
     return {
         "host_synchronisations": sum(synchronisations.values()),
         "device_allocations": sum(allocations.values()),
         "driver_calls": {**synchronisations, **allocations},
-        "first_kernel_s": statistics.median(microseconds) / 1e6,
     }
+
+
+def time_first_kernel(step: Callable[[], object], device: torch.device) -> list[float]:
+    """What the host does in each of some `step`s before the first layer computes, in seconds. Nothing else runs as one begins.
+
+    A layer is a linear one, a convolution or an embedding: nothing else launches a kernel before in the models here.
+    """
+    names = ("linear", "conv2d", "conv3d", "embedding")
+    kinds = {name: getattr(torch.nn.functional, name) for name in names}
+    at: list[float] = []
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*args: Any, **kwargs: Any) -> Any:
+            at.append(time.perf_counter())
+            return function(*args, **kwargs)
+
+        return note
+
+    found = []
+    with contextlib.ExitStack() as stack:
+        for name, function in kinds.items():
+            stack.enter_context(mock.patch.object(torch.nn.functional, name, noting(function)))
+        for _ in range(TIMED_STARTS):
+            synchronize(device)
+            at.clear()
+            start = time.perf_counter()
+            step()
+            found.append(at[0] - start)
+        synchronize(device)
+    return found

@@ -37,6 +37,7 @@ from .weights import load, preload
 
 RESIDENT, PARALLEL, PARALLEL_RESIDENT = "resident", "context parallel", "context parallel, resident"
 COMPILED, SHARDED, LORA, SHARDED_LORA = "compiled", "FSDP2", "LoRA", "FSDP2 with a LoRA"
+RESIDENT_LORA = "LoRA, resident"
 BAR = 0.6
 """At most so much of one GPU's time an arm that shares is to take."""
 TRACED = "shared"
@@ -92,9 +93,8 @@ for _name, _share in (("one GPU", None), ("each alone", False), ("shared", True)
     ARMS[f"LoRA, {_name}"] = Arm(
         kind="training", share=_share, form=LORA, reference="LoRA, one GPU", same_as=_own, bar=_bar
     )
-ARMS["LoRA, FSDP2"] = Arm(
-    kind="training", share=False, form=SHARDED_LORA, reference="LoRA, one GPU", same_as="LoRA, each alone"
-)
+for _name, _form in (("LoRA, FSDP2", SHARDED_LORA), ("LoRA, resident", RESIDENT_LORA)):
+    ARMS[_name] = Arm(kind="training", share=False, form=_form, reference="LoRA, one GPU", same_as="LoRA, each alone")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -357,7 +357,7 @@ def make(arm: Arm, job: Mapping[str, Any]) -> nn.Module:
         module.enable_parallelism(config=ContextParallelConfig(ulysses_degree=job["num_ranks"]))  # type: ignore[operator]
     elif arm.form == COMPILED:  # then the host launches few kernels
         module.compile_repeated_blocks(fullgraph=True)  # type: ignore[operator]
-    elif arm.form in (LORA, SHARDED_LORA):
+    elif arm.form in (LORA, SHARDED_LORA, RESIDENT_LORA):
         training.add_lora(module.train(), LORA_RANK)
     return module
 
@@ -445,7 +445,9 @@ def train(name: str, module: nn.Module, job: Mapping[str, Any], device: torch.de
     """A LoRA's steps, each with one sample for each rank: in one batch, or under DDP."""
     arm = ARMS[name]
     inputs = samples(find(**job["model"]), device, job["num_ranks"], None if arm.share is None else job["rank"])
-    way = "fsdp2" if arm.form == SHARDED_LORA else "ours block"
+    way = {SHARDED_LORA: "fsdp2", RESIDENT_LORA: "resident"}.get(arm.form, "ours block")
+    if arm.form == RESIDENT_LORA:
+        module.to(device)
     options = argparse.Namespace(device=str(device), steps=job["num_steps"], min_bytes=0)
     training_run = training.Run(f"{way} + checkpointing", module, options)
     start = time.perf_counter()

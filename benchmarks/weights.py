@@ -35,6 +35,7 @@ from .machine import (
     sha256,
     start_device,
     synchronize,
+    time_first_kernel,
     used_ram,
     wait_for_output,
 )
@@ -175,7 +176,9 @@ def run_arm(arm: Arm, model: Model, job: Mapping[str, Any], begin: Callable[[], 
         handle.remove()
         synchronize(device)
         result["remove_s"] = time.perf_counter() - start
-    elif job["is_profiled"]:
+    elif typical < SLOW_SECONDS:
+        result["first_kernel_s"] = statistics.median(time_first_kernel(lambda: model.call(module, inputs), device))
+    if job["is_profiled"] and not arm.starts_on_device:
         result |= count_driver_calls(lambda: model.call(module, inputs), device)
     return result
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from .pool import run_all
+from .pool import Task, begin_all, run_all
 from .system import IS_LINUX, IS_WINDOWS, missing, name_of_shared_file, new_shared_file, open_shared_file
 from .tuning import tuning
 
@@ -42,7 +42,7 @@ if IS_LINUX:
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
-_MADV_POPULATE_READ = 22
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _MAX_PIECES = 64
 """Each piece takes a file descriptor until it is filled."""
 
@@ -283,6 +283,21 @@ def populate(address: int, num_bytes: int) -> None:
     Where this is refused (before Linux 5.14), locking does it.
     """
     _libc.madvise(address // mmap.PAGESIZE * mmap.PAGESIZE, num_bytes + address % mmap.PAGESIZE, _MADV_POPULATE_READ)
+
+
+def touch_all(memory: torch.Tensor) -> list[Task[None]]:
+    """Let threads give memory from `map_anonymous` its pages: locking it is quick then. It would do that with one thread.
+
+    Where this is refused (before Linux 5.14), locking does it. `finish_all` waits for the threads.
+    """
+    step = tuning().touched_bytes
+    return begin_all(partial(_touch, memory[start : start + step]) for start in range(0, memory.numel(), step))
+
+
+def _touch(memory: torch.Tensor) -> None:
+    if _libc is not None:
+        start = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        _libc.madvise(start, memory.data_ptr() + memory.numel() - start, _MADV_POPULATE_WRITE)
 
 
 def expect_single_pages(memory: torch.Tensor, *, expected: bool) -> None:

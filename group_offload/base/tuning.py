@@ -20,6 +20,8 @@ class Tuning:
     """Descriptors of files that stay open; others are opened for each read. The limit of a process is often 1024."""
     min_mapped_piece_bytes: int = 32 << 20
     """The least size of the pieces that memory is filled in when it is mapped twice."""
+    touched_bytes: int = 32 << 20
+    """What one thread gives pages to before memory is page-locked."""
     table_bytes: int = 64 << 20
     """The least size of an embedding table whose rows are gathered where it rests. The host waits for the indices in each
     call, which takes as long as a smaller table takes on the link."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from ..base.layout import BlobLayout, memory_of
-from ..base.pool import on_pool
+from ..base.pool import Task, on_pool
 from . import operators
 from .layout import MOST_ESCAPES, SPAN_ALIGNMENT, TILE_WEIGHTS, PackedError, PackedLayout, packed_size
 from .spans import choose_spans
@@ -29,15 +29,16 @@ class Packed(NamedTuple):
     """uint8 [layout.packed_bytes], on the CPU."""
 
 
-def _new_memory(num_bytes: int) -> torch.Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+def _new_memory(num_bytes: int) -> Callable[[], torch.Tensor]:
+    return partial(torch.empty, num_bytes, dtype=torch.uint8, device="cpu")
 
 
 def pack(
     image: torch.Tensor,
     layout: BlobLayout,
     device: torch.device | None = None,
-    memory: Callable[[int], torch.Tensor] = _new_memory,
+    memory: Callable[[int], Callable[[], torch.Tensor]] = _new_memory,
+    hashed: Task[str] | None = None,
 ) -> Packed | None:
     """Pack the image of a blob without loss. What was packed is unpacked again there, and compared.
 
@@ -45,13 +46,16 @@ def pack(
         image: uint8 [layout.num_bytes], on the CPU or on a device.
         layout: says where bf16 weights are.
         device: packs. None: the device of the image.
-        memory: gives memory of the CPU for the packed bytes, such as page-locked memory.
+        memory: begins to make memory of the CPU for the packed bytes, such as page-locked memory, and returns a function that
+            waits for it.
+        hashed: The work of the pool that hashes the image, if it has begun.
 
     Returns:
         None if packing saves less than `MIN_SAVING`.
     """
     device = image.device if device is None else device
-    hashed = on_pool(hash_of, image.cpu())  # the CPU has nothing else to do while a device packs
+    if hashed is None:
+        hashed = on_pool(hash_of, image.cpu())  # the CPU has nothing else to do while a device packs
     there = image.to(device)
     spans = choose_spans(layout, lambda start, end: operators.count_exponents(there, start, end))
     largest = layout.num_bytes - int(layout.num_bytes * MIN_SAVING)
@@ -69,7 +73,7 @@ def pack(
         data[end : end + each.numel()] = each
         end += each.numel()
     data = data[:size]
-    allocated = on_pool(memory, size)  # page-locking takes time too
+    allocated = memory(size)  # page-locking takes time too
     hashed.wait()
     found = replace(draft, packed_bytes=size, num_escapes=num_escapes, hash=hashed.result())
     again = torch.empty_like(there)
@@ -81,8 +85,7 @@ def pack(
         raise PackedError(
             f"Weights packed on {device} do not unpack to what they were: it is broken, or its compiler is"
         )
-    allocated.wait()
-    return Packed(found, allocated.result().copy_(data))
+    return Packed(found, allocated().copy_(data))
 
 
 def can_unpack(device: torch.device) -> bool:

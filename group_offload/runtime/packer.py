@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 
@@ -11,19 +12,20 @@ import torch
 from ..base.device import Backend
 from ..base.mapping import flat_view, map_anonymous
 from ..base.page_lock import LockLimit, PageLock
-from ..base.pool import Task
+from ..base.pool import Task, on_pool
 from ..base.progress import progress_bar
 from ..base.ram import available_ram, fits
 from ..base.tuning import tuning
 from ..errors import GroupFileError
+from ..packing.codec import hash_of
 from ..plan.budgets import describe_bytes
-from ..stores.base import Tier
+from ..stores.base import Blob, Tier
 from ..stores.files import FileBlob
 from ..stores.folder import Folder
 from ..stores.packed import LockedMemory, PackedImage, is_packable, lock_image, open_image, pack_image, read_image
 from ..stores.packed_files import PackedFiles, origin_of
 from ..stores.pinned import RamBlob
-from .copies.transfer import Transfer
+from .copies.transfer import BlobRead, Transfer
 from .groups.group import Group
 from .groups.part import Part
 
@@ -241,16 +243,20 @@ class Packer:
                 except GroupFileError as error:
                     parts = self._left_plain(parts, error)
                 files = PackedFiles(self._folder)
-            read = [part.blob.layout.num_bytes for part in parts if files is None and isinstance(part.blob, FileBlob)]
-            buffer = _Buffer(max(read, default=0), self._backend)
-            stack.callback(buffer.close)
+            feed = _Feed(
+                [part for part in parts if _is_fed(part.blob, files)],
+                self._transfer,
+                self._backend,
+                reads_ahead=not self._has_ram_budget,
+            )
+            stack.callback(feed.close)
             advance = stack.enter_context(progress_bar(total, "Packing weights"))
             proofs: dict[Part, Task[str]] = {}
             stack.callback(self._settle, proofs)
             for number, part in enumerate(parts):
                 _give_up(part)
                 try:
-                    image = self._pack(part, buffer, files, limit, proofs)
+                    image = self._pack(part, feed, files, limit, proofs)
                 except GroupFileError as error:
                     if files is None:
                         raise
@@ -336,7 +342,7 @@ class Packer:
     def _pack(
         self,
         part: Part,
-        buffer: _Buffer,
+        feed: _Feed,
         files: PackedFiles | None,
         limit: LockLimit,
         proofs: dict[Part, Task[str]],
@@ -348,13 +354,16 @@ class Packer:
         blob, wait = part.blob, self._transfer.last_copies.synchronize
         device = None if self._backend.device.type == "cpu" else self._backend.device
         memory = LockedMemory(limit, wait)
+        if _is_fed(blob, files):
+            image, generation = feed.take(part)
+            hashed = on_pool(hash_of, image)  # before what is read ahead
+            feed.go_on()
+            packed = pack_image(image, blob.layout, device, generation, memory, hashed)
+            return packed if isinstance(blob, RamBlob) else self._noted(packed, part, limit)
         if isinstance(blob, RamBlob):
             return pack_image(blob.sent_bytes, blob.layout, device, blob.generation, memory)
         assert isinstance(blob, FileBlob)
-        if files is None:
-            image = buffer.memory[: blob.layout.num_bytes].zero_()  # padding too, which no weight fills
-            self._transfer.read_now(blob, image)
-            return self._noted(pack_image(image, blob.layout, device, blob.generation, memory), part, limit)
+        assert files is not None
         blob.check()
         origin = origin_of(blob.source, blob.pieces, blob.layout)
         found = files.find_or_pack(self._ids[part], blob.layout, blob.rest, origin=origin, device=device)
@@ -384,20 +393,62 @@ def _give_up(part: Part) -> None:
         packed.leave(forget=True)
 
 
+def _is_fed(blob: Blob, files: PackedFiles | None) -> bool:
+    """Whether the plain bytes of a blob are brought to page-locked memory to be packed."""
+    return blob.tier is not Tier.RAM if isinstance(blob, RamBlob) else files is None
+
+
 def _parts_of(groups: Iterable[Group]) -> Iterator[Part]:
     return (part for group in groups for part in group.parts)
 
 
-class _Buffer:
-    """Page-locked memory that blobs are read into from files, one after another."""
+class _Feed:
+    """Brings the plain bytes of one blob after another to page-locked memory, the next one while one is packed."""
 
-    def __init__(self, num_bytes: int, backend: Backend) -> None:
-        self.memory: torch.Tensor = flat_view(map_anonymous(num_bytes), 0, num_bytes)
-        self._lock = PageLock.take(backend, self.memory, _no_wait)
+    def __init__(self, parts: Sequence[Part], transfer: Transfer, backend: Backend, *, reads_ahead: bool) -> None:
+        """
+        Args:
+            reads_ahead: Whether there is RAM for the bytes of two blobs.
+        """
+        self._parts, self._transfer = deque(parts), transfer
+        num_bytes = max((part.blob.layout.num_bytes for part in parts), default=0)
+        num_buffers = min(len(parts), 2 if reads_ahead and fits(2 * num_bytes) else 1)
+        self._memories = [flat_view(map_anonymous(num_bytes), 0, num_bytes) for _ in range(num_buffers)]
+        self._locks = [PageLock.take(backend, memory, _no_wait) for memory in self._memories]
+        self._next: tuple[Part, BlobRead] | None = None
+
+    def take(self, part: Part) -> tuple[torch.Tensor, int]:
+        """The bytes of the blob, and its generation when they were read. They stay until `take` is called again.
+
+        Raises:
+            GroupFileError: a file cannot be read.
+        """
+        while self._next is None or self._next[0] is not part:
+            self._begin()
+        (_, read), self._next = self._next, None
+        return read.finish(), read.generation
+
+    def go_on(self) -> None:
+        """Begin to read the next blob, if there is memory for it."""
+        if len(self._memories) > 1 and self._parts:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._give_up()
+        part, memory = self._parts.popleft(), self._memories[-1]
+        self._memories = [memory, *self._memories[:-1]]
+        self._next = part, self._transfer.begin_to_read(part.blob, memory[: part.blob.layout.num_bytes])
+
+    def _give_up(self) -> None:
+        if self._next is not None:
+            self._next[1].give_up()
+            self._next = None
 
     def close(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
+        self._give_up()
+        for lock in self._locks:
+            if lock is not None:
+                lock.release()
 
 
 def _no_wait() -> None:

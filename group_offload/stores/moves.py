@@ -55,6 +55,12 @@ class PageableMemory:
         ctypes.memmove(ctypes.byref(target), self.bytes.data_ptr() + position, num_bytes)
         return False
 
+    def read_straight(self, target: memoryview, position: int) -> None:
+        """See `SourceFile.read_straight`."""
+        ctypes.memmove(
+            ctypes.addressof(ctypes.c_char.from_buffer(target)), self.bytes.data_ptr() + position, len(target)
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Read:

@@ -29,9 +29,9 @@ import torch
 
 from ..base.device import Backend
 from ..base.layout import BlobLayout, span_of
-from ..base.mapping import flat_view, map_anonymous
+from ..base.mapping import flat_view, map_anonymous, touch_all
 from ..base.page_lock import LockLimit, PageLock
-from ..base.pool import Task, on_pool
+from ..base.pool import Task, finish_all, on_pool
 from ..base.release import release_later
 from ..base.tuning import tuning
 from ..errors import GroupFileError
@@ -307,35 +307,54 @@ class LockedMemory:
         self._limit, self._wait = limit, wait
         self._found: tuple[torch.Tensor, PageLock | None] | None = None
 
-    def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Memory that is page-locked, if the system allows it."""
+    def begin(self, num_bytes: int) -> Callable[[], torch.Tensor]:
+        """Begin to make memory that is page-locked, if the system allows it. Returns a function that waits for it."""
         memory = flat_view(map_anonymous(num_bytes), 0, num_bytes)
+        touched = touch_all(memory)
+        locked = on_pool(self._lock, memory, touched)  # all of `touched` were begun before: none waits for a thread
+
+        def finish() -> torch.Tensor:
+            locked.wait()
+            self._found = locked.result()
+            return memory if self._found is None else self._found[0]
+
+        return finish
+
+    def _lock(self, memory: torch.Tensor, touched: Sequence[Task[None]]) -> tuple[torch.Tensor, PageLock | None] | None:
+        finish_all(touched)
         lock = self._limit.lock(memory, self._wait)
-        by_driver = self._limit.allocate(num_bytes) if lock is None else None
-        self._found = (memory, lock) if lock is not None else None if by_driver is None else (by_driver, None)
-        return memory if self._found is None else self._found[0]
+        if lock is not None:
+            return memory, lock
+        by_driver = self._limit.allocate(memory.numel())
+        return None if by_driver is None else (by_driver, None)
 
     def image(self, layout: PackedLayout, generation: int, file: PackedFile | None = None) -> PackedImage | None:
-        """What is in the memory that was allocated last; None if it is not page-locked."""
+        """What is in the memory that was made last; None if it is not page-locked."""
         return None if self._found is None else RamImage(layout, *self._found, generation, file)
 
 
 def pack_image(
-    image: torch.Tensor, layout: BlobLayout, device: torch.device | None, generation: int, memory: LockedMemory
+    image: torch.Tensor,
+    layout: BlobLayout,
+    device: torch.device | None,
+    generation: int,
+    memory: LockedMemory,
+    hashed: Task[str] | None = None,
 ) -> PackedImage | None:
     """Pack the bytes of a blob.
 
     Args:
         image: Flat uint8, on the CPU.
         device: The device that packs, unless its memory is full; None for the CPU.
+        hashed: The work of the pool that hashes the bytes, if it has begun.
 
     Returns:
         None if packing saves too little, or if no more memory can be page-locked.
     """
     try:
-        packed = pack(image, layout, device, memory.allocate)
+        packed = pack(image, layout, device, memory.begin, hashed)
     except torch.OutOfMemoryError:
-        packed = pack(image, layout, None, memory.allocate)
+        packed = pack(image, layout, None, memory.begin, hashed)
     return None if packed is None else memory.image(packed.layout, generation)
 
 
@@ -385,7 +404,7 @@ def read_image(file: PackedFile, generation: int, memory: LockedMemory) -> Packe
         GroupFileError: the file cannot be read, or is damaged.
     """
     try:
-        file.read(memory.allocate(file.packed.packed_bytes))
+        file.read(memory.begin(file.packed.packed_bytes)())
     finally:
         os.close(file.fd)
     return memory.image(file.packed, generation, file)

@@ -33,7 +33,7 @@ import torch
 from ...base.device import Backend
 from ...base.layout import memory_of
 from ...base.mapping import flat_view, map_anonymous
-from ...base.pool import num_copy_threads, num_threads, on_pool, run_all
+from ...base.pool import Task, begin_all, finish_all, num_copy_threads, num_threads, on_pool
 from ...base.reading import BLOCK, MIN_BYTES_PER_THREAD, blocks_around
 from ...base.system import on_fork
 from ...base.tuning import tuning
@@ -331,20 +331,25 @@ class Reader:
         Raises:
             GroupFileError: a file could not be read. No thread writes to `target` any more.
         """
-        num_bytes = sum(read.num_bytes for read in reads)
-        limit = max(MIN_BYTES_PER_THREAD, min(tuning().chunk_bytes, -(-num_bytes // num_threads())))
         self._reads_now = True
         try:
-            run_all(partial(self._read_straight, target, part) for part in parts_of(reads, limit))
+            finish_all(self.begin_now(target, reads))
         finally:
             self._reads_now = False
-        for read in reads:
-            _prove(read, target[read.at : read.at + read.num_bytes])
+        prove_all(target, reads)
+
+    def begin_now(self, target: torch.Tensor, reads: Sequence[Read]) -> list[Task[None]]:
+        """The first half of `read_now`. `finish_all` and `prove_all` are the second one."""
+        num_bytes = sum(read.num_bytes for read in reads)
+        limit = max(MIN_BYTES_PER_THREAD, min(tuning().chunk_bytes, -(-num_bytes // num_threads())))
+        return begin_all(partial(self._read_straight, target, part) for part in parts_of(reads, limit))
 
     def _read_straight(self, target: torch.Tensor, reads: Sequence[Read]) -> None:
         for read in reads:
-            assert isinstance(read.source, SourceFile)  # the CPU computes from RAM itself
             part = target[read.at : read.at + read.num_bytes]
+            if not isinstance(read.source, SourceFile):
+                read.source.read_straight(memory_of(part), read.position)
+                continue
             started = time.perf_counter()
             is_direct = read.is_direct and not read.source.is_cached(read.position, read.num_bytes)
             with _naming(read):
@@ -466,6 +471,16 @@ class Reader:
             self._submitted.clear()
             self._announced.clear()
             self._leave()
+
+
+def prove_all(target: torch.Tensor, reads: Sequence[Read]) -> None:
+    """Show the checks of `reads` what was read.
+
+    Raises:
+        GroupFileError: it is not what was written.
+    """
+    for read in reads:
+        _prove(read, target[read.at : read.at + read.num_bytes])
 
 
 def _prove(read: Read, data: torch.Tensor) -> None:
