@@ -205,7 +205,8 @@ def _team(
         group = limit_ram(parse_size(options.ram), stack, limits.setdefault(f"{kind}, {_gpus(num_ranks)}", {}))
     arguments = ["-m", "benchmarks.several"]
     command = [sys.executable, *arguments] if group is None else group.command(arguments)
-    environment, ranks = {**QUIET, **os.environ}, []
+    # As torchrun does it: else the threads of all ranks, as many as the host has cores in each, wait for each other.
+    environment, ranks = {"OMP_NUM_THREADS": "1", **QUIET, **os.environ}, []
     for _ in range(num_ranks):
         ranks.append(subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=2, text=True))
         stack.callback(ranks[-1].communicate)
