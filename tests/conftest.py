@@ -117,24 +117,14 @@ def _fixed_seeds() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_has_to_outlast_a_power_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some thousand files are written; on many a drive each would take milliseconds. A closed file is an error still."""
-    monkeypatch.setattr("os.fsync", os.fstat)
-
-
-@pytest.fixture(autouse=True)
-def _tiny_groups_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The models of most tests are smaller than what is worth taking in turns: here it is worth it all the same."""
-    tune(monkeypatch, min_window_bytes=0)
-
-
-@pytest.fixture(autouse=True)
-def _speeds_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is measured behind a test's back, and nothing written to the user's folders."""
-    monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: KNOWN_SPEEDS)
-
-
-@pytest.fixture(autouse=True)
-def _files_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of tests are small enough to be locked in the page cache; then nothing would ever be read."""
-    tune(monkeypatch, locked_share=0.0)
+def _patches_of_all_tests() -> Iterator[None]:
+    """What holds in every test. The fixture `monkeypatch` is the test's own: it may undo that."""
+    with pytest.MonkeyPatch.context() as patch:
+        # Some thousand files are written; on many a drive each would take milliseconds. A closed file is an error still.
+        patch.setattr("os.fsync", os.fstat)
+        # Nothing is measured behind a test's back, and nothing written to the user's folders.
+        patch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: KNOWN_SPEEDS)
+        # The models of most tests are smaller than what is worth taking in turns: here it is worth it all the same.
+        # Their files are small enough to be locked in the page cache: then nothing would ever be read.
+        tune(patch, min_window_bytes=0, locked_share=0.0)
+        yield

@@ -47,7 +47,7 @@ def pack(
         layout: says where bf16 weights are.
         device: packs. None: the device of the image.
         memory: begins to make memory of the CPU for the packed bytes, such as page-locked memory, and returns a function that
-            waits for it.
+            waits for it. It is asked for a little more than is used.
         hashed: The work of the pool that hashes the image, if it has begun.
 
     Returns:
@@ -57,25 +57,22 @@ def pack(
     if hashed is None:
         hashed = on_pool(hash_of, image.cpu())  # the CPU has nothing else to do while a device packs
     there = image.to(device)
-    spans = choose_spans(layout, lambda start, end: operators.count_exponents(there, start, end))
-    largest = layout.num_bytes - int(layout.num_bytes * MIN_SAVING)
-    if packed_size(spans, 0) > largest:
+    spans, most_escapes = choose_spans(layout, lambda start, end: operators.count_exponents(there, start, end))
+    largest = packed_size(spans, most_escapes)
+    if largest > layout.num_bytes - int(layout.num_bytes * MIN_SAVING) or most_escapes > MOST_ESCAPES:
         return None
+    allocated = memory(largest)  # page-locking takes time too
     draft = PackedLayout(layout.num_bytes, packed_size(spans, 0), spans, 0, "0" * 32)
     data = torch.zeros(largest, dtype=torch.uint8, device=device)
     escapes = operators.encode(there, draft, data)
     num_escapes = sum(each.numel() for each in escapes)
     size = packed_size(spans, num_escapes)
-    if size > largest or num_escapes > MOST_ESCAPES:
-        return None
     end = draft.escapes_at
     for each in escapes:
         data[end : end + each.numel()] = each
         end += each.numel()
     data = data[:size]
-    allocated = memory(size)  # page-locking takes time too
-    hashed.wait()
-    found = replace(draft, packed_bytes=size, num_escapes=num_escapes, hash=hashed.result())
+    found = replace(draft, packed_bytes=size, num_escapes=num_escapes)
     again = torch.empty_like(there)
     if can_unpack(device):
         unpack(data, found, again)
@@ -85,7 +82,8 @@ def pack(
         raise PackedError(
             f"Weights packed on {device} do not unpack to what they were: it is broken, or its compiler is"
         )
-    return Packed(found, allocated().copy_(data))
+    hashed.wait()
+    return Packed(replace(found, hash=hashed.result()), allocated()[:size].copy_(data))
 
 
 def can_unpack(device: torch.device) -> bool:
@@ -137,7 +135,7 @@ def check(data: torch.Tensor, layout: PackedLayout) -> None:
     rows = layout.rows().view(torch.uint8).flatten()
     if not torch.equal(data[: rows.numel()], rows):
         raise PackedError("its table of spans is damaged")
-    found, spans = operators.tile_table(data, layout), layout.spans_of_tiles()
+    found, spans = operators.tile_table(data, layout), layout.spans_of_tiles(data.device)
     starts, halves = found & 0xFFFFFFFF, found >> 52 & 0xFFF
     is_packed = torch.tensor([span.bits > 0 for span in layout.spans], device="cpu")[spans]
     ends = torch.cat([starts[1:], torch.tensor([layout.num_escapes], device="cpu")])

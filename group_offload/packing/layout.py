@@ -195,14 +195,15 @@ class PackedLayout:
         """The table of tiles: int64 [tiles].
 
         Args:
-            starts, halves: for each tile, how many escapes come before it, and how many its first half has (int64, on the CPU).
+            starts, halves: for each tile, how many escapes come before it, and how many its first half has (int64).
         """
-        return starts | self.spans_of_tiles() << 32 | halves << 52
+        return starts | self.spans_of_tiles(starts.device) << 32 | halves << 52
 
-    def spans_of_tiles(self) -> torch.Tensor:
+    def spans_of_tiles(self, device: torch.device) -> torch.Tensor:
         """The number of each tile's span: int64 [tiles]."""
-        counts = torch.tensor([span.num_tiles for span in self.spans], device="cpu")
-        return torch.repeat_interleave(torch.arange(len(self.spans), device="cpu"), counts)
+        counts = torch.tensor([span.num_tiles for span in self.spans], device=device)
+        numbers = torch.arange(len(self.spans), device=device)
+        return torch.repeat_interleave(numbers, counts, output_size=self.num_tiles)
 
     def to_json(self) -> str:
         spans = [[span.num_bytes, span.bits, bytes(span.exponents).hex()] for span in self.spans]

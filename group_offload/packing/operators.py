@@ -64,9 +64,8 @@ def encode(image: torch.Tensor, layout: PackedLayout, data: torch.Tensor) -> lis
     for span, place in _plain_spans(layout):
         data[place : place + span.num_bytes] = image[span.offset : span.offset + span.num_bytes]
     escapes = [encode_part(part) for part in _parts(layout, image, data)]
-    by_tile = halves.cpu()
-    num_each = by_tile.sum(0)
-    tile_table(data, layout).copy_(layout.entries(num_each.cumsum(0) - num_each, by_tile[0]))
+    num_each = halves.sum(0)
+    tile_table(data, layout).copy_(layout.entries(num_each.cumsum(0) - num_each, halves[0]))
     return escapes
 
 

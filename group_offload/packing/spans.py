@@ -49,11 +49,14 @@ class _Run:
         return _Run(self.start, other.end, counts)
 
 
-def choose_spans(layout: BlobLayout, count: Callable[[int, int], torch.Tensor]) -> tuple[Span, ...]:
+def choose_spans(layout: BlobLayout, count: Callable[[int, int], torch.Tensor]) -> tuple[tuple[Span, ...], int]:
     """The spans of an image.
 
     Args:
         count: how often each exponent is there in the bf16 weights between two bytes of the image (int64 [256], on the CPU).
+
+    Returns:
+        The spans, and how many escapes they have at most: those of the last weights of a span, less than a tile, count as well.
     """
     runs: list[_Run] = []
     for start, end in _weights_of(layout):
@@ -65,7 +68,7 @@ def choose_spans(layout: BlobLayout, count: Callable[[int, int], torch.Tensor]) 
                 runs[-1] = both
                 continue
         runs.append(run)
-    spans, end = [], 0
+    spans, end, most_escapes = [], 0, 0
     for run in runs:
         bits = run.best_bits
         if not bits:
@@ -73,10 +76,10 @@ def choose_spans(layout: BlobLayout, count: Callable[[int, int], torch.Tensor]) 
         if run.start > end:
             spans.append(Span(end, run.start - end))
         spans.append(Span(run.start, run.num_tiles * TILE_BYTES, bits, _most_frequent(run.counts, (1 << bits) - 1)))
-        end = run.start + spans[-1].num_bytes
+        end, most_escapes = run.start + spans[-1].num_bytes, most_escapes + run.num_others(bits)
     if layout.num_bytes > end:
         spans.append(Span(end, layout.num_bytes - end))
-    return tuple(spans)
+    return tuple(spans), most_escapes
 
 
 def _most_frequent(counts: torch.Tensor, num: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import torch
 from ..base.device import Backend
 from ..base.mapping import flat_view, map_anonymous
 from ..base.page_lock import LockLimit, PageLock
-from ..base.pool import Task, on_pool
+from ..base.pool import Task, finish_all, on_pool
 from ..base.progress import progress_bar
 from ..base.ram import available_ram, fits
 from ..base.tuning import tuning
@@ -355,8 +355,7 @@ class Packer:
         device = None if self._backend.device.type == "cpu" else self._backend.device
         memory = LockedMemory(limit, wait)
         if _is_fed(blob, files):
-            image, generation = feed.take(part)
-            hashed = on_pool(hash_of, image)  # before what is read ahead
+            image, generation, hashed = feed.take(part)
             feed.go_on()
             packed = pack_image(image, blob.layout, device, generation, memory, hashed)
             return packed if isinstance(blob, RamBlob) else self._noted(packed, part, limit)
@@ -415,18 +414,20 @@ class _Feed:
         num_buffers = min(len(parts), 2 if reads_ahead and fits(2 * num_bytes) else 1)
         self._memories = [flat_view(map_anonymous(num_bytes), 0, num_bytes) for _ in range(num_buffers)]
         self._locks = [PageLock.take(backend, memory, _no_wait) for memory in self._memories]
-        self._next: tuple[Part, BlobRead] | None = None
+        self._next: tuple[Part, BlobRead, Task[str]] | None = None
 
-    def take(self, part: Part) -> tuple[torch.Tensor, int]:
-        """The bytes of the blob, and its generation when they were read. They stay until `take` is called again.
+    def take(self, part: Part) -> tuple[torch.Tensor, int, Task[str]]:
+        """The bytes of the blob, its generation when they were read, and the work that hashes them.
+
+        The bytes stay until `take` is called again.
 
         Raises:
             GroupFileError: a file cannot be read.
         """
         while self._next is None or self._next[0] is not part:
             self._begin()
-        (_, read), self._next = self._next, None
-        return read.finish(), read.generation
+        (_, read, hashed), self._next = self._next, None
+        return read.finish(), read.generation, hashed
 
     def go_on(self) -> None:
         """Begin to read the next blob, if there is memory for it."""
@@ -437,7 +438,8 @@ class _Feed:
         self._give_up()
         part, memory = self._parts.popleft(), self._memories[-1]
         self._memories = [memory, *self._memories[:-1]]
-        self._next = part, self._transfer.begin_to_read(part.blob, memory[: part.blob.layout.num_bytes])
+        read = self._transfer.begin_to_read(part.blob, memory[: part.blob.layout.num_bytes])
+        self._next = part, read, on_pool(_hash_of, read)  # the threads that it waits for were begun before
 
     def _give_up(self) -> None:
         if self._next is not None:
@@ -449,6 +451,11 @@ class _Feed:
         for lock in self._locks:
             if lock is not None:
                 lock.release()
+
+
+def _hash_of(read: BlobRead) -> str:
+    finish_all(read.tasks)
+    return hash_of(read.target)
 
 
 def _no_wait() -> None:

@@ -330,7 +330,10 @@ class LockedMemory:
 
     def image(self, layout: PackedLayout, generation: int, file: PackedFile | None = None) -> PackedImage | None:
         """What is in the memory that was made last; None if it is not page-locked."""
-        return None if self._found is None else RamImage(layout, *self._found, generation, file)
+        if self._found is None:
+            return None
+        memory, lock = self._found
+        return RamImage(layout, memory[: layout.packed_bytes], lock, generation, file)
 
 
 def pack_image(
