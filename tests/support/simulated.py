@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -52,6 +52,11 @@ _by_start = attrgetter("start")
 _NOT_CALLERS = (__file__, contextlib.__file__, str(Path(torch.__file__).parent))
 
 
+@functools.cache
+def _may_be_caller(file: str) -> bool:
+    return not file.startswith(_NOT_CALLERS)
+
+
 class RaceError(AssertionError):
     """Two accesses of the same bytes conflict, and nothing orders them; or memory was used after it was freed."""
 
@@ -68,12 +73,13 @@ class _Timeline:
         self.clock: Clock = {self: 0}
 
     def join(self, clock: Clock) -> None:
+        mine = self.clock
         for timeline, tick in clock.items():
-            self.clock[timeline] = max(tick, self.clock.get(timeline, 0))
+            if tick > mine.get(timeline, 0):
+                mine[timeline] = tick
 
 
-@dataclass(frozen=True, slots=True)
-class _Access:
+class _Access(NamedTuple):
     timeline: _Timeline
     tick: int
     label: str
@@ -133,6 +139,8 @@ class _Region:
 
     def _cut(self, start: int, end: int) -> slice:
         """Where the segments of [start, end) are, after splitting those that cross its ends."""
+        if len(self.segments) == 1 and start <= self.start < self.end <= end:
+            return slice(0, 1)
         for edge in (start, end):
             index = bisect_right(self.segments, edge, key=_by_start) - 1
             segment = self.segments[index]
@@ -242,15 +250,25 @@ class SimulatedEvent:
                 self.device._wait([self.point])
 
 
+_NOTHING = contextlib.nullcontext()
+
+
+def _no_inference() -> contextlib.AbstractContextManager[Any]:
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
+
+
+def _no_autocast() -> contextlib.AbstractContextManager[None]:
+    return _without_autocast() if torch.is_autocast_enabled("cpu") else _NOTHING
+
+
 @contextlib.contextmanager
-def _no_autocast() -> Iterator[None]:
+def _without_autocast() -> Iterator[None]:
     """`torch.autocast` forgets all casts when a thread leaves its outermost one: also those of other threads."""
-    is_enabled = torch.is_autocast_enabled("cpu")
     torch.set_autocast_enabled("cpu", False)
     try:
         yield
     finally:
-        torch.set_autocast_enabled("cpu", is_enabled)
+        torch.set_autocast_enabled("cpu", True)
 
 
 @contextlib.contextmanager
@@ -298,6 +316,7 @@ class SimulatedDevice:
         self._streams = [self._compute]
         self._thread = threading.local()
         self._regions: list[_Region] = []  # by address
+        self._starts: list[int] = []  # of the regions: it is made anew where it has not as many
         self._num_regions = 0
         self._num_run = 0
         self._cached: list[_Block] = []
@@ -487,20 +506,29 @@ class SimulatedDevice:
         with _Running(self, strict):
             yield
 
-    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], strict: bool) -> Any:
-        uses = list(_uses(func, args, kwargs))
+    def _dispatch(self, func: Any, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any], strict: bool) -> Any:
+        uses = _uses(op, args, kwargs)
         with self._host_call():
-            if any(self._on_device(tensor) for tensor, _, _ in uses):
-                return self._launch(func, args, kwargs, uses, strict)
-            access = self._stamp(self._host, str(func))
+            host = [tensor for tensor, _, _ in uses if not self._on_device(tensor)]
+            if len(host) < len(uses):
+                return self._launch(func, op, args, kwargs, uses, host, strict)
+            access = self._stamp(self._host, op.label)
             self._touch([tensor for tensor, reads, _ in uses if reads], access, self._host.clock, write=False)
             self._touch([tensor for tensor, _, writes in uses if writes], access, self._host.clock, write=True)
         return func(*args, **kwargs)
 
-    def _launch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], uses: list[_Use], strict: bool) -> Any:
-        stream, name = self.current_stream(), func._schema.name.partition("::")[2]
-        host = [tensor for tensor, _, _ in uses if not self._on_device(tensor)]
-        if name == "copy_":
+    def _launch(
+        self,
+        func: Any,
+        op: _Op,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        uses: list[_Use],
+        host: list[torch.Tensor],
+        strict: bool,
+    ) -> Any:
+        stream = self.current_stream()
+        if op.name == "copy_":
             non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
             self._copy(args[0], args[1], stream, blocking=not non_blocking and any(map(self._pinned, host)))
             return args[0]
@@ -510,39 +538,40 @@ class SimulatedDevice:
         for tensor in host:
             if id(tensor) in read_at_call and tensor.dim() and (strict or self._pinned(tensor)):
                 raise RuntimeError(f"Expected all operands of {func} on the device, but {list(tensor.shape)} is not.")
-        given = _aliased_returns(func, args, kwargs)
-        in_place = bool(given) or not func._schema.returns
+        given = [_argument(args, kwargs, *place) for place in op.returned]
+        in_place = bool(given) or not op.has_returns
         foreseen = _NO_OUTPUTS if in_place else _foresee(func, args, kwargs)
         leaves, structure = foreseen or _NO_OUTPUTS
         outputs = [self._make(leaf, stream) if isinstance(leaf, _Layout) else leaf for leaf in leaves]
-        if name in _ALLOCATES:
-            return tree_unflatten(outputs, structure)
+        if op.name in _ALLOCATES:
+            return _unflatten(outputs, structure)
 
         # Operands that are one tensor stay one tensor: some kernels look.
         operands = {id(t): self._alias(t.clone() if id(t) in read_at_call else t) for t, _, _ in uses}
-        real_args, real_kwargs = tree_map_only(torch.Tensor, lambda tensor: operands[id(tensor)], (args, kwargs))
+        real_args = tuple([_with_operands(value, operands) for value in args])
+        real_kwargs = {name: _with_operands(value, operands) for name, value in kwargs.items()}
         made = [output for output in outputs if isinstance(output, torch.Tensor)]
         targets = [self._alias(output) if isinstance(output, torch.Tensor) else None for output in outputs]
         produced: list[Any] = []
 
         def kernel() -> None:
             produced.append(func(*real_args, **real_kwargs))
-            for target, value in zip(targets, tree_leaves(produced[0]), strict=False):  # in place: no targets
+            for target, value in zip(targets, _leaves(produced[0]), strict=False):  # in place: no targets
                 if target is not None and value is not None:
                     assert target.shape == value.shape and target.dtype == value.dtype, f"{func} was foreseen wrongly"
                     target.copy_(value)
 
         reads = [tensor for tensor, is_read, _ in uses if is_read]
-        work = self._enqueue(stream, str(func), kernel, reads=reads, writes=written + made)
-        if (foreseen is None and _ASKS & set(func.tags)) or written_ids & {id(tensor) for tensor in host}:
+        work = self._enqueue(stream, op.label, kernel, reads=reads, writes=written + made)
+        if (foreseen is None and op.asks) or written_ids & {id(tensor) for tensor in host}:
             self._wait([work])  # the host needs a value or a shape, or its own memory is written
-        elif foreseen is None or torch.Tag.nondeterministic_seeded in func.tags:
+        elif foreseen is None or op.is_random:
             self._run_until(work)  # orders nothing: real shapes are known without, random numbers are taken at the call
         if foreseen is None:
             return tree_map_only(torch.Tensor, self.put, produced[0])
         if in_place:
             return None if not given else given[0] if len(given) == 1 else tuple(given)
-        return tree_unflatten(outputs, structure)
+        return _unflatten(outputs, structure)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: SimulatedStream, *, blocking: bool) -> None:
         if not target.numel():
@@ -567,7 +596,7 @@ class SimulatedDevice:
         """A call from the host: queued work may move on meanwhile. What is below does not see the dispatch mode."""
         # Half a million of these are made in the tests, most without a mode. (A class of our own would be interrupted between
         # its lock and its body.)
-        hidden = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
+        hidden = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NOTHING
         with self._lock, hidden:
             try:
                 while self._released:
@@ -632,7 +661,7 @@ class SimulatedDevice:
             if run is not None:
                 self.log.append((work.stream.name, work.access.label))
                 # Some kernels ask for the grad mode: it is the enqueuer's, not that of whoever happens to wait.
-                with torch.inference_mode(False), torch.set_grad_enabled(work.grad), _no_autocast():
+                with _no_inference(), torch.set_grad_enabled(work.grad), _no_autocast():
                     try:
                         run()
                     except Exception as error:
@@ -665,7 +694,7 @@ class SimulatedDevice:
         timeline.join(self._host.clock)
         timeline.clock[timeline] += 1
         frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_CALLERS):
+        while frame.f_back is not None and not _may_be_caller(frame.f_code.co_filename):
             frame = frame.f_back
         return _Access(timeline, timeline.clock[timeline], label, frame.f_code.co_filename, frame.f_lineno)
 
@@ -681,14 +710,18 @@ class SimulatedDevice:
     # What is where
 
     def _overlapping(self, start: int, end: int) -> list[_Region]:
-        first = max(bisect_right(self._regions, start, key=_by_start) - 1, 0)
-        last = bisect_left(self._regions, end, key=_by_start)
+        starts = self._starts
+        if len(starts) != len(self._regions):  # a Ctrl-C may come between changes of two lists
+            starts = self._starts = [region.start for region in self._regions]
+        first = max(bisect_right(starts, start) - 1, 0)
+        last = bisect_left(starts, end, first)
         return [region for region in self._regions[first:last] if region.end > start]
 
     def _track(self, region: _Region, kind: str) -> None:
         self._num_regions += 1
         region.name = f"{kind} {self._num_regions}"
         self._regions.insert(bisect_left(self._regions, region.start, key=_by_start), region)
+        self._starts = []
 
     def _block(self, memory: torch.Tensor) -> _Block:
         for region in self._overlapping(*_extent(memory)):
@@ -697,7 +730,10 @@ class SimulatedDevice:
         raise ValueError(f"Memory at 0x{memory.data_ptr():x} is not from empty(), or was freed.")
 
     def _on_device(self, tensor: torch.Tensor) -> bool:
-        return any(isinstance(region, _Block) for region in self._overlapping(*_extent(tensor)))
+        for region in self._overlapping(*_extent(tensor)):  # noqa: SIM110 (asked for each operand of each op)
+            if isinstance(region, _Block):
+                return True
+        return False
 
     def _pinned(self, memory: torch.Tensor) -> bool:
         start, end = _extent(memory)
@@ -718,6 +754,7 @@ class SimulatedDevice:
             if region in self._regions:
                 region.write(region.start, region.end, self._stamp(self._host, "unpin"), self._host.clock)
                 self._regions.remove(region)
+                self._starts = []
                 self.pinned_bytes -= region.end - region.start
 
     # The caching allocator
@@ -770,7 +807,7 @@ class SimulatedDevice:
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory, for queued work: does not keep device memory from being freed."""
-        with torch.inference_mode(False):
+        with _no_inference():
             for region in self._overlapping(*_extent(tensor)):
                 if isinstance(region, _Block):
                     return _view(region.raw.untyped_storage(), tensor.data_ptr() - region.raw.data_ptr(), tensor)
@@ -785,33 +822,95 @@ class _Running(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        op = _op_of(func)
+        if op.needs_no_memory and not op.is_composite:  # most are such: they are asked first
+            return func(*args, **kwargs)
         tensors = [*_tensors(args), *_tensors(kwargs.values())]
         plain = all(tensor.device.type == "cpu" and tensor.layout == torch.strided for tensor in tensors)
         if not tensors or not plain:
             return func(*args, **kwargs)
-        if _is_composite(func):
+        if op.is_composite:
             with self:  # in inference mode torch leaves this to us: the parts come back here one by one
                 return func._op_dk(_COMPOSITE, *args, **kwargs)  # decompose() may take parts that round differently
-        if _needs_no_memory(func):
-            return func(*args, **kwargs)
-        return self.device._dispatch(func, args, kwargs, self.strict)
+        return self.device._dispatch(func, op, args, kwargs, self.strict)
 
 
 _InFlight = tuple[_Work, torch.Tensor, torch.Tensor]  # (copy, its source, the bytes of the source at the call)
 _Use = tuple[torch.Tensor, bool, bool]  # (operand, read, written)
 
 
-def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    for index, argument in enumerate(func._schema.arguments):
-        yield argument, args[index] if index < len(args) else kwargs.get(argument.name)
+class _Op(NamedTuple):
+    """What is asked about an operator again and again: torch takes longer to say it than to compute with small tensors."""
+
+    name: str
+    label: str
+    kinds: list[tuple[int, str, bool, bool]]
+    """Of each argument: where it is, its name, whether it is read, and whether it is written."""
+    returned: list[tuple[int, str]]
+    """The arguments that an in-place or out= op returns."""
+    has_returns: bool
+    is_composite: bool
+    needs_no_memory: bool
+    asks: bool
+    is_random: bool
 
 
-def _uses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[_Use]:
-    for (reads, writes), (argument, value) in zip(_kinds(func), _arguments(func, args, kwargs), strict=True):
-        if argument.name in ("running_mean", "running_var") and func._schema.name == "aten::native_batch_norm":
-            writes = bool(args[5])  # `training`: the schema does not tell
-        for tensor in _tensors([value]):
-            yield tensor, reads, writes
+@functools.cache
+def _op_of(func: Any) -> _Op:
+    schema = func._schema
+    name = schema.name.partition("::")[2]
+    aliases = {
+        frozenset(argument.alias_info.before_set): (index, argument.name)
+        for index, argument in enumerate(schema.arguments)
+        if argument.alias_info
+    }
+    needs_no_memory = _needs_no_memory(func)
+    aliased = [] if needs_no_memory else [value.alias_info for value in schema.returns if value.alias_info]
+    return _Op(
+        name=name,
+        label=str(func),
+        kinds=_kinds(schema, name),
+        returned=[aliases[frozenset(alias.before_set)] for alias in aliased],
+        has_returns=bool(schema.returns),
+        is_composite=torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE),
+        needs_no_memory=needs_no_memory,
+        asks=bool(_ASKS & set(func.tags)),
+        is_random=torch.Tag.nondeterministic_seeded in func.tags,
+    )
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: str) -> Any:
+    return args[index] if index < len(args) else kwargs.get(name)
+
+
+def _uses(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Use]:
+    uses: list[_Use] = []
+    for index, name, reads, writes in op.kinds:
+        value = _argument(args, kwargs, index, name)
+        if isinstance(value, torch.Tensor):
+            if op.name == "native_batch_norm" and name in ("running_mean", "running_var"):
+                writes = bool(args[5])  # `training`: the schema does not tell
+            uses.append((value, reads, writes))
+        elif isinstance(value, (tuple, list)):
+            uses += [(tensor, reads, writes) for tensor in _tensors(value)]
+    return uses
+
+
+def _with_operands(value: Any, operands: dict[int, torch.Tensor]) -> Any:
+    """An argument of an op, with other tensors."""
+    if isinstance(value, torch.Tensor):
+        return operands[id(value)]
+    if isinstance(value, (tuple, list)):
+        return type(value)([_with_operands(each, operands) for each in value])
+    return value
+
+
+def _unflatten(leaves: list[Any], structure: Any) -> Any:
+    return leaves[0] if structure is _ONE else tree_unflatten(leaves, structure)
+
+
+def _leaves(value: Any) -> list[Any]:
+    return [value] if isinstance(value, torch.Tensor) else tree_leaves(value)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -823,36 +922,22 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-@functools.cache
-def _kinds(func: Any) -> list[tuple[bool, bool]]:
-    """Of each argument: whether it is read, and whether it is written."""
-    name = func._schema.name.partition("::")[2]
+def _kinds(schema: Any, name: str) -> list[tuple[int, str, bool, bool]]:
     ignored = name.startswith("new_") or name.endswith("_like")
     kinds = []
-    for argument in func._schema.arguments:
+    for index, argument in enumerate(schema.arguments):
         writes = argument.alias_info is not None and argument.alias_info.is_write
-        kinds.append((not ignored and not (writes and (argument.is_out or name in _OVERWRITES)), writes))
+        reads = not ignored and not (writes and (argument.is_out or name in _OVERWRITES))
+        kinds.append((index, argument.name, reads, writes))
     return kinds
 
 
-@functools.cache
-def _is_composite(func: Any) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)
-
-
-@functools.cache
 def _needs_no_memory(func: Any) -> bool:
     """A view, or a question about metadata."""
     returns = " ".join(str(value.type) for value in func._schema.returns)
     needs_data = func._schema.is_mutable or torch.Tag.data_dependent_output in func.tags
     asks = bool(returns) and "Tensor" not in returns and not needs_data
     return asks or func.is_view or torch.Tag.inplace_view in func.tags
-
-
-def _aliased_returns(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that an in-place or out= op returns."""
-    names = {frozenset(a.alias_info.before_set): value for a, value in _arguments(func, args, kwargs) if a.alias_info}
-    return [names[frozenset(r.alias_info.before_set)] for r in func._schema.returns if r.alias_info]
 
 
 @dataclass(frozen=True, slots=True)
@@ -873,6 +958,8 @@ def _dense(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) 
 
 
 _NO_OUTPUTS: tuple[list[Any], Any] = tree_flatten([])
+_ONE = object()
+"""The structure of what is one tensor."""
 _fake = FakeTensorMode(allow_fallback_kernels=False)
 _foreseen: dict[Any, tuple[list[Any], Any] | None] = {}
 _foreseeing = threading.Lock()
@@ -884,7 +971,7 @@ def _foresee(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     with _foreseeing:
         if key not in _foreseen:
             outputs = _fake_outputs(func, args, kwargs)
-            leaves, structure = tree_flatten(outputs)
+            leaves, structure = ([outputs], _ONE) if isinstance(outputs, torch.Tensor) else tree_flatten(outputs)
             layouts = [
                 _dense(leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
                 for leaf in leaves
