@@ -47,6 +47,8 @@ class PhantomMemory:
         self._backend = backend
         self.expected: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """By the address of a part, its bytes, and which of them weights have: nobody writes what aligns tensors."""
+        self.is_over = False
+        """Whether the model is no longer offloaded: memory of the other rank is given up then, and not before."""
         self.nothing = backend.empty(1, backend.current_stream())
         backend.copy(self.nothing, torch.zeros(1, dtype=torch.uint8), backend.current_stream(), blocking=True)
 
@@ -66,7 +68,7 @@ class PhantomMemory:
         return 0
 
     def close(self, address: int) -> None:
-        raise AssertionError("nothing is given up")
+        assert self.is_over, "nothing is given up"
 
     def copy(self, address: int, source: torch.Tensor, stream: Any) -> None:
         """The part has come, and is written again: the slot of the other rank has the same place."""
@@ -199,6 +201,8 @@ class PhantomSharing(Sharing):
 
     def close(self) -> None:
         crew = self.crew
+        if isinstance(crew, PhantomCrew):
+            crew.memory.is_over = True
         super().close()
         if isinstance(crew, PhantomCrew):
             crew.courier.leave_all()
