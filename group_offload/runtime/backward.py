@@ -153,15 +153,22 @@ class _Use:
 class _End:
     """The callback that autograd calls when a run has ended, and drops in any case."""
 
+    _run: tuple[Backward, int] | None = None
+    """The run, and what tells it. None after an interrupt in `__init__`: nobody was given the callback then."""
+
     def __init__(self, backward: Backward, task: int) -> None:
-        self._backward = backward
-        self._task = task
+        self._run = backward, task
 
     def __call__(self) -> None:
-        self._backward.leave(self._task, completed=True)
+        self._leave(completed=True)
 
     def __del__(self) -> None:
-        self._backward.leave(self._task, completed=False)
+        self._leave(completed=False)
+
+    def _leave(self, *, completed: bool) -> None:
+        if self._run is not None:
+            backward, task = self._run
+            backward.leave(task, completed=completed)
 
 
 class Backward:
