@@ -24,11 +24,13 @@ from group_offload import (
     apply_group_offloading,
     from_pretrained,
 )
+from group_offload.base.release import wait_for_releases
 from group_offload.config import ModelOptions
 from group_offload.packing import codec
 from group_offload.plan.placement import Placement
 from group_offload.runtime import packer
 from group_offload.runtime.budget.budgeter import Budgeter
+from group_offload.runtime.copies.transfer import Transfer
 from group_offload.stores import packed_files
 
 from ..support import tiny_models as tiny
@@ -290,6 +292,46 @@ def test_a_set_up_that_fails_leaves_the_model_as_it_was(
     monkeypatch.undo()
     assert [id(parameter) for parameter in model.parameters()] == places
     assert_at_rest(model, resident)
+    assert not device.pinned_bytes
+
+
+@pytest.mark.parametrize(("source", "options"), [("ram", {}), ("file", {}), ("file", {"ram_budget": "1GiB"})], ids=str)
+def test_the_next_blob_is_read_while_one_is_packed(
+    source: str, options: dict[str, Any], device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a RAM budget there is memory for one. An edit of what was read ahead is not lost."""
+    resident = routed([2400] * 4)
+    model: Any = copy.deepcopy(resident) if source == "ram" else from_file(resident, tmp_path / "model.safetensors")
+    blobs: list[Any] = []
+    seen: list[str] = []
+    begin, pack_image = Transfer.begin_to_read, packer.pack_image
+
+    def begin_to_read(self: Transfer, blob: Any, target: torch.Tensor) -> Any:
+        blobs.append(blob)
+        seen.append(f"read {len(blobs) - 1}")
+        return begin(self, blob, target)
+
+    def packs(*args: Any) -> Any:
+        number = sum(each.startswith("pack") for each in seen)
+        if number == 1:
+            for twin in (model, resident):
+                with torch.no_grad():
+                    twin.blocks[2].up.weight.mul_(2)
+        seen.append(f"pack {number}")
+        return pack_image(*args)
+
+    monkeypatch.setattr(Transfer, "begin_to_read", begin_to_read)
+    monkeypatch.setattr(packer, "pack_image", packs)
+    handle = offload(model, pack=True, **options)
+    if options:
+        assert seen == [f"{what} {number}" for number in range(4) for what in ("read", "pack")]
+    else:
+        assert seen == ["read 0", "read 1", "pack 0", "read 2", "pack 1", "read 3", "pack 2", "pack 3"]
+    check(device, model, resident, 3)
+    model.alive.clear()
+    handle.remove()
+    assert_at_rest(model, resident)
+    wait_for_releases()
     assert not device.pinned_bytes
 
 
