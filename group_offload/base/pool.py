@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -56,11 +57,12 @@ class Task(Generic[T]):
 
     def begin(self) -> None:
         """Give the work to the pool. If the pool has no thread and gets none, do it here. If this raises, call `withdraw`."""
-        pool = _pool
-        pool.tasks.put(self)
+        pool, box = _pool, [self]
+        pool.tasks.put(box)
         is_started = pool.start_thread()
         if pool.is_closed or not (is_started or pool.threads):
             self.do(object())
+            box.clear()  # nobody may ever take it from the queue: it would keep what the work has made
 
     def withdraw(self) -> None:
         """Keep every thread from beginning the work."""
@@ -103,8 +105,8 @@ class Task(Generic[T]):
 
 class _Pool:
     def __init__(self) -> None:
-        self.tasks: SimpleQueue[Task[Any] | None] = SimpleQueue()
-        """The last item is None."""
+        self.tasks: SimpleQueue[list[Task[Any]] | None] = SimpleQueue()
+        """Each item is a task, or empty if that is done. The last one is None."""
         self.threads: list[_Thread] = []
         """The threads that take tasks. Only the thread itself adds and removes itself."""
         self.is_closed = False
@@ -138,9 +140,9 @@ class _Thread(threading.Thread):
         try:
             if pool.threads.index(self) >= num_threads():
                 return  # two callers have started threads at the same moment
-            while (task := pool.tasks.get()) is not None:
-                task.do(self)
-                del task  # and the objects that it keeps
+            while (box := pool.tasks.get()) is not None:
+                with suppress(IndexError):  # it was done elsewhere just now
+                    box.pop().do(self)  # no name keeps the task, and the objects that it keeps
             pool.tasks.put(None)  # for the others
         finally:
             pool.threads.remove(self)

@@ -45,7 +45,7 @@ def pack(
     Args:
         image: uint8 [layout.num_bytes], on the CPU or on a device.
         layout: says where bf16 weights are.
-        device: packs. None: the device of the image.
+        device: packs, or the CPU where its memory is full. None: the device of the image.
         memory: begins to make memory of the CPU for the packed bytes, such as page-locked memory, and returns a function that
             waits for it. It is asked for a little more than is used.
         hashed: The work of the pool that hashes the image, if it has begun.
@@ -54,6 +54,21 @@ def pack(
         None if packing saves less than `MIN_SAVING`.
     """
     device = image.device if device is None else device
+    try:
+        return _pack(image, layout, device, memory, hashed)
+    except torch.OutOfMemoryError:
+        if device.type == "cpu":
+            raise
+    return _pack(image, layout, torch.device("cpu"), memory, hashed)
+
+
+def _pack(
+    image: torch.Tensor,
+    layout: BlobLayout,
+    device: torch.device,
+    memory: Callable[[int], Callable[[], torch.Tensor]],
+    hashed: Task[str] | None,
+) -> Packed | None:
     if hashed is None:
         hashed = on_pool(hash_of, image.cpu())  # the CPU has nothing else to do while a device packs
     there = image.to(device)

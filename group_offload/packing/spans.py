@@ -22,6 +22,8 @@ class _Run:
     end: int
     counts: torch.Tensor
     """How often each exponent is there: int64 [256], on the CPU."""
+    num_between: int = 0
+    """The weights that have room in the gaps. They are taken for zeros, and are what a file has there."""
 
     @property
     def num_tiles(self) -> int:
@@ -44,9 +46,9 @@ class _Run:
         return min((0, 3, 4), key=self.cost) if self.num_tiles else 0
 
     def with_next(self, other: _Run) -> _Run:
-        counts = self.counts + other.counts
-        counts[0] += (other.start - self.end) // 2  # padding is zeros
-        return _Run(self.start, other.end, counts)
+        counts, gap = self.counts + other.counts, (other.start - self.end) // 2
+        counts[0] += gap
+        return _Run(self.start, other.end, counts, self.num_between + other.num_between + gap)
 
 
 def choose_spans(layout: BlobLayout, count: Callable[[int, int], torch.Tensor]) -> tuple[tuple[Span, ...], int]:
@@ -56,7 +58,7 @@ def choose_spans(layout: BlobLayout, count: Callable[[int, int], torch.Tensor]) 
         count: how often each exponent is there in the bf16 weights between two bytes of the image (int64 [256], on the CPU).
 
     Returns:
-        The spans, and how many escapes they have at most: those of the last weights of a span, less than a tile, count as well.
+        The spans, and how many escapes they have at most: what is in gaps counts, and what is behind the last tile of a span.
     """
     runs: list[_Run] = []
     for start, end in _weights_of(layout):
@@ -76,7 +78,8 @@ def choose_spans(layout: BlobLayout, count: Callable[[int, int], torch.Tensor]) 
         if run.start > end:
             spans.append(Span(end, run.start - end))
         spans.append(Span(run.start, run.num_tiles * TILE_BYTES, bits, _most_frequent(run.counts, (1 << bits) - 1)))
-        end, most_escapes = run.start + spans[-1].num_bytes, most_escapes + run.num_others(bits)
+        end = run.start + spans[-1].num_bytes
+        most_escapes += run.num_others(bits) + run.num_between
     if layout.num_bytes > end:
         spans.append(Span(end, layout.num_bytes - end))
     return tuple(spans), most_escapes

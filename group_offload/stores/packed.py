@@ -354,10 +354,7 @@ def pack_image(
     Returns:
         None if packing saves too little, or if no more memory can be page-locked.
     """
-    try:
-        packed = pack(image, layout, device, memory.begin, hashed)
-    except torch.OutOfMemoryError:
-        packed = pack(image, layout, None, memory.begin, hashed)
+    packed = pack(image, layout, device, memory.begin, hashed)
     return None if packed is None else memory.image(packed.layout, generation)
 
 

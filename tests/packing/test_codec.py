@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from group_offload import GroupFileError
+from group_offload.packing import operators
 from group_offload.packing.codec import MIN_SAVING, check, hash_of, pack, unpack
 from group_offload.packing.layout import TILE_BYTES, TILE_WEIGHTS, PackedError, PackedLayout, Span
 
@@ -50,6 +51,37 @@ def test_every_byte_comes_back(given: list[torch.Tensor]) -> None:
 def test_each_kind_of_weights_beside_others(kind: str, length: int) -> None:
     image, packed = packed_of([weights(kind, length), packable(), torch.randn(3)])
     assert torch.equal(unpacked(packed.data, packed.layout), image)
+
+
+def test_what_lies_between_weights_in_a_file() -> None:
+    """It is packed with them. Of so few exponents that of zeros is a frequent one; what is there has others."""
+    layout = image_of([torch.randint(-1, 2, (5120,)).mul(0.02).bfloat16() for _ in range(8)])[1]
+    specs = tuple(replace(spec, offset=spec.offset + 192 * at) for at, spec in enumerate(layout.specs))
+    extents = tuple(replace(extent, offset=extent.offset + 192 * at) for at, extent in enumerate(layout.extents))
+    layout = replace(layout, specs=specs, extents=extents, num_bytes=layout.num_bytes + 192 * 7)
+    image = torch.empty(layout.num_bytes // 2).uniform_(-60, 60).exp().bfloat16().view(torch.uint8)
+    for spec in specs:
+        ternary = torch.randint(-1, 2, (5120,)).mul(0.02).bfloat16()
+        image[spec.offset : spec.offset + ternary.nbytes] = ternary.view(torch.uint8)
+    packed = pack(image, layout)
+    assert packed is not None
+    assert any(span.bits and span.num_bytes > 2 * 5120 for span in packed.layout.spans)
+    assert torch.equal(unpacked(packed.data, packed.layout), image)
+
+
+def test_the_cpu_packs_where_the_device_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    image, layout = image_of([packable()])
+    count = operators.count_exponents
+
+    def count_exponents(there: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        if there.device.type == "meta":
+            raise torch.OutOfMemoryError
+        return count(there, start, end)
+
+    monkeypatch.setattr(operators, "count_exponents", count_exponents)
+    found, expected = pack(image, layout, torch.device("meta")), pack(image, layout)
+    assert found is not None and expected is not None
+    assert found.layout == expected.layout and torch.equal(found.data, expected.data)
 
 
 def test_an_edge_of_the_image() -> None:

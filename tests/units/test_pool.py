@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
@@ -323,3 +324,27 @@ on_pool(lambda: print("ended", flush=True))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert sorted(done.stdout.splitlines()) == ["ended", "late True", "sum 20"]
+
+
+def test_nobody_keeps_what_was_done_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The task stays in the queue until a thread comes, which may be never."""
+
+    class Thing:
+        pass
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(pool, "_pool", pool._Pool())
+    with monkeypatch.context() as patch:
+        patch.setattr(pool._Thread, "start", refuse)
+        task = on_pool(Thing)
+        task.wait()
+        made = weakref.ref(task.result())
+        del task
+    gc.collect()
+    assert made() is None
+    later = on_pool(int)  # by a thread, which finds what is left of the first one
+    later.wait()
+    assert later.result() == 0
+    pool._pool.close()

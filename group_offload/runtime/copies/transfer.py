@@ -337,7 +337,7 @@ class Transfer:
         return self.sharing.moves_of(self.sharing.parts_of(blobs))
 
     def begin_to_read(self, blob: Blob, target: torch.Tensor) -> BlobRead:
-        """Begin to bring the bytes of a blob to memory of the CPU. What no weight fills is zero."""
+        """Begin to bring the bytes of a blob to memory of the CPU. Between weights are zeros, or what a file has there."""
         reads, at = [], 0
         for move in sorted(blob.moves(0, ""), key=lambda move: move.at):
             assert isinstance(move, (Copy, Stage, Read))
