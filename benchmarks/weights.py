@@ -176,9 +176,10 @@ def run_arm(arm: Arm, model: Model, job: Mapping[str, Any], begin: Callable[[], 
         handle.remove()
         synchronize(device)
         result["remove_s"] = time.perf_counter() - start
-    elif typical < SLOW_SECONDS:
+        return result
+    if typical < SLOW_SECONDS:
         result["first_kernel_s"] = statistics.median(time_first_kernel(lambda: model.call(module, inputs), device))
-    if job["is_profiled"] and not arm.starts_on_device:
+    if job["is_profiled"]:
         result |= count_driver_calls(lambda: model.call(module, inputs), device)
     return result
 

@@ -277,12 +277,12 @@ def forget_writes(address: int, num_bytes: int) -> None:
             raise _last_error()
 
 
-def populate(address: int, num_bytes: int) -> None:
+def populate(address: int, num_bytes: int, advice: int = _MADV_POPULATE_READ) -> None:
     """Bring the pages of a mapping into RAM, and map them: locking them is quick then.
 
     Where this is refused (before Linux 5.14), locking does it.
     """
-    _libc.madvise(address // mmap.PAGESIZE * mmap.PAGESIZE, num_bytes + address % mmap.PAGESIZE, _MADV_POPULATE_READ)
+    _libc.madvise(address // mmap.PAGESIZE * mmap.PAGESIZE, num_bytes + address % mmap.PAGESIZE, advice)
 
 
 def touch_all(memory: torch.Tensor) -> list[Task[None]]:
@@ -296,8 +296,7 @@ def touch_all(memory: torch.Tensor) -> list[Task[None]]:
 
 def _touch(memory: torch.Tensor) -> None:
     if _libc is not None:
-        start = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-        _libc.madvise(start, memory.data_ptr() + memory.numel() - start, _MADV_POPULATE_WRITE)
+        populate(memory.data_ptr(), memory.numel(), _MADV_POPULATE_WRITE)
 
 
 def expect_single_pages(memory: torch.Tensor, *, expected: bool) -> None:

@@ -177,7 +177,7 @@ def run_all(works: Iterable[Callable[[], T]]) -> list[T]:
             task.begin()
         return _results(tasks)
     except BaseException:
-        _withdraw_all(tasks)
+        withdraw_all(tasks)
         raise
 
 
@@ -189,7 +189,7 @@ def begin_all(works: Iterable[Callable[[], T]]) -> list[Task[T]]:
             task.begin()
         return tasks
     except BaseException:
-        _withdraw_all(tasks)
+        withdraw_all(tasks)
         raise
 
 
@@ -198,7 +198,7 @@ def finish_all(tasks: Sequence[Task[T]]) -> list[T]:
     try:
         return _results(tasks)
     except BaseException:
-        _withdraw_all(tasks)
+        withdraw_all(tasks)
         raise
 
 
@@ -208,7 +208,8 @@ def _results(tasks: Sequence[Task[T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
-def _withdraw_all(tasks: Sequence[Task[Any]]) -> None:
+def withdraw_all(tasks: Sequence[Task[Any]]) -> None:
+    """Give up tasks that were begun. Returns once no thread is at any of them."""
     for task in tasks:
         task.withdraw()
     for task in tasks:

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 
 import torch
 
 from ..base.device import Backend
-from ..base.mapping import flat_view, map_anonymous
-from ..base.page_lock import LockLimit, PageLock
-from ..base.pool import Task, finish_all, on_pool
+from ..base.page_lock import LockLimit
+from ..base.pool import Task
 from ..base.progress import progress_bar
 from ..base.ram import available_ram, fits
 from ..base.tuning import tuning
 from ..errors import GroupFileError
-from ..packing.codec import hash_of
 from ..plan.budgets import describe_bytes
-from ..stores.base import Blob, Tier
+from ..stores.base import Tier
 from ..stores.files import FileBlob
 from ..stores.folder import Folder
 from ..stores.packed import LockedMemory, PackedImage, is_packable, lock_image, open_image, pack_image, read_image
 from ..stores.packed_files import PackedFiles, origin_of
 from ..stores.pinned import RamBlob
-from .copies.transfer import BlobRead, Transfer
+from .copies.transfer import Transfer
+from .feed import Feed
 from .groups.group import Group
 from .groups.part import Part
 
@@ -243,8 +241,8 @@ class Packer:
                 except GroupFileError as error:
                     parts = self._left_plain(parts, error)
                 files = PackedFiles(self._folder)
-            feed = _Feed(
-                [part for part in parts if _is_fed(part.blob, files)],
+            feed = Feed(
+                [part for part in parts if files is None or isinstance(part.blob, RamBlob)],
                 self._transfer,
                 self._backend,
                 reads_ahead=not self._has_ram_budget,
@@ -342,7 +340,7 @@ class Packer:
     def _pack(
         self,
         part: Part,
-        feed: _Feed,
+        feed: Feed,
         files: PackedFiles | None,
         limit: LockLimit,
         proofs: dict[Part, Task[str]],
@@ -354,15 +352,12 @@ class Packer:
         blob, wait = part.blob, self._transfer.last_copies.synchronize
         device = None if self._backend.device.type == "cpu" else self._backend.device
         memory = LockedMemory(limit, wait)
-        if _is_fed(blob, files):
-            image, generation, hashed = feed.take(part)
+        if files is None or isinstance(blob, RamBlob):
+            plain = feed.take(part)
             feed.go_on()
-            packed = pack_image(image, blob.layout, device, generation, memory, hashed)
+            packed = pack_image(plain.bytes, blob.layout, device, plain.generation, memory, plain.hashed)
             return packed if isinstance(blob, RamBlob) else self._noted(packed, part, limit)
-        if isinstance(blob, RamBlob):
-            return pack_image(blob.sent_bytes, blob.layout, device, blob.generation, memory)
         assert isinstance(blob, FileBlob)
-        assert files is not None
         blob.check()
         origin = origin_of(blob.source, blob.pieces, blob.layout)
         found = files.find_or_pack(self._ids[part], blob.layout, blob.rest, origin=origin, device=device)
@@ -392,71 +387,5 @@ def _give_up(part: Part) -> None:
         packed.leave(forget=True)
 
 
-def _is_fed(blob: Blob, files: PackedFiles | None) -> bool:
-    """Whether the plain bytes of a blob are brought to page-locked memory to be packed."""
-    return blob.tier is not Tier.RAM if isinstance(blob, RamBlob) else files is None
-
-
 def _parts_of(groups: Iterable[Group]) -> Iterator[Part]:
     return (part for group in groups for part in group.parts)
-
-
-class _Feed:
-    """Brings the plain bytes of one blob after another to page-locked memory, the next one while one is packed."""
-
-    def __init__(self, parts: Sequence[Part], transfer: Transfer, backend: Backend, *, reads_ahead: bool) -> None:
-        """
-        Args:
-            reads_ahead: Whether there is RAM for the bytes of two blobs.
-        """
-        self._parts, self._transfer = deque(parts), transfer
-        num_bytes = max((part.blob.layout.num_bytes for part in parts), default=0)
-        num_buffers = min(len(parts), 2 if reads_ahead and fits(2 * num_bytes) else 1)
-        self._memories = [flat_view(map_anonymous(num_bytes), 0, num_bytes) for _ in range(num_buffers)]
-        self._locks = [PageLock.take(backend, memory, _no_wait) for memory in self._memories]
-        self._next: tuple[Part, BlobRead, Task[str]] | None = None
-
-    def take(self, part: Part) -> tuple[torch.Tensor, int, Task[str]]:
-        """The bytes of the blob, its generation when they were read, and the work that hashes them.
-
-        The bytes stay until `take` is called again.
-
-        Raises:
-            GroupFileError: a file cannot be read.
-        """
-        while self._next is None or self._next[0] is not part:
-            self._begin()
-        (_, read, hashed), self._next = self._next, None
-        return read.finish(), read.generation, hashed
-
-    def go_on(self) -> None:
-        """Begin to read the next blob, if there is memory for it."""
-        if len(self._memories) > 1 and self._parts:
-            self._begin()
-
-    def _begin(self) -> None:
-        self._give_up()
-        part, memory = self._parts.popleft(), self._memories[-1]
-        self._memories = [memory, *self._memories[:-1]]
-        read = self._transfer.begin_to_read(part.blob, memory[: part.blob.layout.num_bytes])
-        self._next = part, read, on_pool(_hash_of, read)  # the threads that it waits for were begun before
-
-    def _give_up(self) -> None:
-        if self._next is not None:
-            self._next[1].give_up()
-            self._next = None
-
-    def close(self) -> None:
-        self._give_up()
-        for lock in self._locks:
-            if lock is not None:
-                lock.release()
-
-
-def _hash_of(read: BlobRead) -> str:
-    finish_all(read.tasks)
-    return hash_of(read.target)
-
-
-def _no_wait() -> None:
-    """Packing returns only once nothing reads the memory any more."""

@@ -50,16 +50,14 @@ class PageableMemory:
 
     def read(self, area: memoryview, position: int, num_bytes: int, *, direct: bool) -> bool:
         """See `SourceFile.read`. Threads do this side by side."""
-        target = ctypes.c_char.from_buffer(area, position % BLOCK)
-        # Without Python's lock, and without torch, which would divide each piece among threads again.
-        ctypes.memmove(ctypes.byref(target), self.bytes.data_ptr() + position, num_bytes)
+        self.read_straight(area[position % BLOCK :][:num_bytes], position)
         return False
 
     def read_straight(self, target: memoryview, position: int) -> None:
         """See `SourceFile.read_straight`."""
-        ctypes.memmove(
-            ctypes.addressof(ctypes.c_char.from_buffer(target)), self.bytes.data_ptr() + position, len(target)
-        )
+        area = ctypes.c_char.from_buffer(target)
+        # Without Python's lock, and without torch, which would divide each piece among threads again.
+        ctypes.memmove(ctypes.byref(area), self.bytes.data_ptr() + position, len(target))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -342,14 +342,14 @@ def pack_image(
     device: torch.device | None,
     generation: int,
     memory: LockedMemory,
-    hashed: Task[str] | None = None,
+    hashed: Task[str],
 ) -> PackedImage | None:
     """Pack the bytes of a blob.
 
     Args:
         image: Flat uint8, on the CPU.
         device: The device that packs, unless its memory is full; None for the CPU.
-        hashed: The work of the pool that hashes the bytes, if it has begun.
+        hashed: The work of the pool that hashes the bytes.
 
     Returns:
         None if packing saves too little, or if no more memory can be page-locked.

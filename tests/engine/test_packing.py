@@ -302,14 +302,12 @@ def test_the_next_blob_is_read_while_one_is_packed(
     """With a RAM budget there is memory for one. An edit of what was read ahead is not lost."""
     resident = routed([2400] * 4)
     model: Any = copy.deepcopy(resident) if source == "ram" else from_file(resident, tmp_path / "model.safetensors")
-    blobs: list[Any] = []
     seen: list[str] = []
-    begin, pack_image = Transfer.begin_to_read, packer.pack_image
+    begin, pack_image = Transfer.begin_now, packer.pack_image
 
-    def begin_to_read(self: Transfer, blob: Any, target: torch.Tensor) -> Any:
-        blobs.append(blob)
-        seen.append(f"read {len(blobs) - 1}")
-        return begin(self, blob, target)
+    def begin_now(self: Transfer, target: torch.Tensor, reads: Any) -> Any:
+        seen.append(f"read {sum(each.startswith('read') for each in seen)}")
+        return begin(self, target, reads)
 
     def packs(*args: Any) -> Any:
         number = sum(each.startswith("pack") for each in seen)
@@ -320,7 +318,7 @@ def test_the_next_blob_is_read_while_one_is_packed(
         seen.append(f"pack {number}")
         return pack_image(*args)
 
-    monkeypatch.setattr(Transfer, "begin_to_read", begin_to_read)
+    monkeypatch.setattr(Transfer, "begin_now", begin_now)
     monkeypatch.setattr(packer, "pack_image", packs)
     handle = offload(model, pack=True, **options)
     if options:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch.profiler import record_function
 
 from ...base.device import Backend, Event, HostBackend, Stream, plain_empty
 from ...base.page_lock import PageLock
-from ...base.pool import Task, finish_all
+from ...base.pool import Task
 from ...base.torch_internals import is_profiler_enabled
 from ...base.tuning import tuning
-from ...stores.base import Blob, PlacedBlob, PlacedImage, Tier
+from ...stores.base import PlacedBlob, PlacedImage, Tier
 from ...stores.moves import Copy, Gather, Move, PageableMemory, Read, Stage, Unpack, joined, sent_bytes
 from ..measure.drive import DriveMeter
 from ..measure.recorder import Recorder
@@ -24,36 +23,10 @@ from ..sharing.sharing import Part, Sharing
 from ..slots.berths import Berths
 from .jobs import Job, Landing, ReadJob
 from .last import LastCopies
-from .reader import Reader, prove_all
+from .reader import Reader
 from .room import Room
 
 NUM_STAGING_BUFFERS = 2
-
-
-class BlobRead(NamedTuple):
-    """The plain bytes of a blob, which threads bring to memory of the CPU."""
-
-    target: torch.Tensor
-    reads: Sequence[Read]
-    tasks: Sequence[Task[None]]
-    generation: int
-    """The generation of the blob that the bytes are of."""
-
-    def finish(self) -> torch.Tensor:
-        """
-        Raises:
-            GroupFileError: a file cannot be read.
-        """
-        finish_all(self.tasks)
-        prove_all(self.target, self.reads)
-        return self.target
-
-    def give_up(self) -> None:
-        """Return once no thread writes to the memory."""
-        for task in self.tasks:
-            task.withdraw()
-        for task in self.tasks:
-            task.wait()
 
 
 class Transfer:
@@ -336,22 +309,9 @@ class Transfer:
             return _moves_of(blobs)
         return self.sharing.moves_of(self.sharing.parts_of(blobs))
 
-    def begin_to_read(self, blob: Blob, target: torch.Tensor) -> BlobRead:
-        """Begin to bring the bytes of a blob to memory of the CPU. Between weights are zeros, or what a file has there."""
-        reads, at = [], 0
-        for move in sorted(blob.moves(0, ""), key=lambda move: move.at):
-            assert isinstance(move, (Copy, Stage, Read))
-            target[at : move.at] = 0
-            at = move.at + move.num_bytes
-            match move:
-                case Copy():
-                    target[move.at : at] = move.memory[move.start : move.start + move.num_bytes]
-                case Stage():
-                    move.fill(target[move.at : at], 0)
-                case Read():
-                    reads.append(move)
-        target[at : blob.layout.num_bytes] = 0
-        return BlobRead(target, reads, self._reader.begin_now(target, reads), blob.generation)
+    def begin_now(self, target: torch.Tensor, reads: Sequence[Read]) -> list[Task[None]]:
+        """Let threads read to memory of the CPU. `prove_all` comes once they have finished."""
+        return self._reader.begin_now(target, reads)
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
         """Copy device bytes that compute changes before `after` back to the host, and wait for them."""
