@@ -51,7 +51,7 @@ from .support.simulated import SimulatedDevice, use_simulated_device
 from .support.training import DIM, TOKENS
 from .support.training import make as make_trained
 from .support.tuning import tune
-from .support.with_exits import exits_of
+from .support.unstruck import unstruck
 
 _NUM_PARTS = 3
 """In which a sweep is cut, each in a process of its own."""
@@ -115,7 +115,7 @@ class Strike:
             return None
         if not frame.f_code.co_filename.startswith(self._path) or self.where:
             return None
-        if event == "call" or (event == "line" and frame.f_lasti not in exits_of(frame.f_code)):
+        if event == "call" or (event == "line" and frame.f_lasti not in unstruck(frame.f_code)):
             place = frame.f_code, frame.f_lineno if event == "line" else 0
             self.places[place] += 1
             self._left -= self._place is None or self._place == place

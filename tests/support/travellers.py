@@ -27,7 +27,7 @@ from .reads import late_reads, watch_file_reads
 from .rigs import run
 from .simulated import SimulatedDevice, use_simulated_device
 from .tuning import tune
-from .with_exits import exits_of
+from .unstruck import unstruck
 
 
 class PausingBlock(RoutedBlock):
@@ -222,7 +222,7 @@ def interrupt_on_lines(seed: int, num_strikes: int) -> None:
 
         def on_line(frame: Any, event: str, argument: Any) -> Any:
             nonlocal left
-            is_line = event == "line" and frame.f_lasti not in exits_of(frame.f_code)
+            is_line = event == "line" and frame.f_lasti not in unstruck(frame.f_code)
             left -= is_line
             if is_line and left == 0:
                 raise KeyboardInterrupt
