@@ -11,6 +11,9 @@ def device() -> torch.device:
     found = torch.accelerator.current_accelerator()
     assert found is not None
     device = torch.device(found.type, torch.accelerator.current_device_index())
-    square = torch.ones(64, 64, device=device)
-    assert (square @ square).numel()  # libraries take their workspaces now, and not where a test looks at memory
+    # Libraries take their workspaces now, and not where a test looks at memory: one for products, one for those with a bias.
+    for dtype in (torch.float32, torch.bfloat16):
+        square = torch.ones(64, 64, device=device, dtype=dtype)
+        assert torch.nn.functional.linear(square, square).numel()
+        assert torch.nn.functional.linear(square, square, square[0]).numel()
     return device
