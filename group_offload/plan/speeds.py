@@ -51,10 +51,12 @@ MIN_DRIVE_BYTES = 64 << 20
 _COPY_BYTES = 32 << 20
 """One copy. PCIe is at full speed with 16 MiB."""
 _NUM_TRIES = 3
+_UNPACKS_IN_A_ROW = 8
+"""The first one begins late: the device waits for the host, for as long as it takes for 64 MiB."""
 _PIECE_BYTES = 8 << 20
 _DRIVE_SECONDS = 1.0
 _MAX_SPARSENESS = 1.1
-_VERSION = 2
+_VERSION = 3
 _MAX_RECORD_BYTES = 1 << 20
 
 
@@ -267,12 +269,13 @@ def measure_unpacking(backend: Backend, num_bytes: int = UNPACKED_BYTES) -> int 
     for _ in range(1 + _NUM_TRIES):  # the first one compiles the kernel
         start, end = backend.new_event(), backend.new_event()
         start.record(stream)
-        backend.transform(lambda data, out: unpack(data, packed.layout, out), target, source, stream)
+        for _ in range(_UNPACKS_IN_A_ROW):
+            backend.transform(lambda data, out: unpack(data, packed.layout, out), target, source, stream)
         end.record(stream)
         end.synchronize()
         seconds = backend.seconds_between(start, end)
         if seconds:
-            best = max(best, num_bytes / seconds)
+            best = max(best, _UNPACKS_IN_A_ROW * num_bytes / seconds)
     backend.free(source)
     backend.free(target)
     return int(best) or None

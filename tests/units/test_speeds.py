@@ -254,7 +254,7 @@ def test_records() -> None:
 
 
 def changed(**values: object) -> bytes:
-    return json.dumps({"version": 2, "speeds": [{**asdict(SPEEDS), **values}]}).encode()
+    return json.dumps({"version": 3, "speeds": [{**asdict(SPEEDS), **values}]}).encode()
 
 
 DAMAGES = {
@@ -263,8 +263,8 @@ DAMAGES = {
     "no JSON": b"\xff\x00",
     "a list": b"[]",
     "another program's": b'{"hello": 1}',
-    "a later version": changed().replace(b'"version": 2', b'"version": 3'),
-    "no speeds": b'{"version": 2}',
+    "a later version": changed().replace(b'"version": 3', b'"version": 4'),
+    "no speeds": b'{"version": 3}',
     "a missing field": changed().replace(b'"h2d"', b'"d2h"'),
     "a speed of 0": changed(drive=0),
     "a negative speed": changed(h2d=-5),
@@ -317,7 +317,7 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert record_file() is None and not record(SPEEDS)
     planted = tmp_path / "~" / ".cache" / "group_offload"
     planted.mkdir(parents=True)
-    (planted / "speeds.json").write_text(json.dumps({"version": 2, "speeds": [asdict(SPEEDS)]}))
+    (planted / "speeds.json").write_text(json.dumps({"version": 3, "speeds": [asdict(SPEEDS)]}))
     (tmp_path / "~" / "model.safetensors").write_bytes(b"")
     assert recorded() == []
     with pytest.raises(GroupFileError, match="There is no"):
