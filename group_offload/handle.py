@@ -268,6 +268,7 @@ class OffloadHandle:
 
         Raises:
             StateError: a forward or backward of the module is in progress.
+            GroupFileError: a file with weights cannot be read any more. The module stays offloaded.
         """
         if self._engine is None:
             return

@@ -195,7 +195,10 @@ class Reader:
         """Start from nothing in a child process, which has none of the parent's threads: forget what they had to do."""
         self._lock = threading.RLock()
         for job in [*self._submitted, *self._announced]:
-            job.error, job.landing = RuntimeError("This process was forked while the file was read."), None
+            job.error = GroupFileError("This process was forked while weights were read. Call the model again.")
+            job.landing = None
+            job.chunks.clear()
+            job.begun.clear()
             job.end()
         self._submitted, self._announced = deque(), []
         self._num_workers = self._num_starting = self._num_reading = 0

@@ -287,7 +287,9 @@ class LookAhead:
         return None
 
     def _is_good(self, ahead: _Ahead, blobs: list[PlacedBlob] | None = None) -> bool:
-        """Whether the same bytes would be read now, for these blobs of its run."""
+        """Whether the same bytes would be read now, for these blobs of its run, and the job has them, or will."""
+        if ahead.job.is_over:  # a forked child has no threads that would go on
+            return False
         blobs = self._memory.fitting(_blobs_of(ahead.run)) if blobs is None else blobs
         return ahead.states == _states_of(blobs) and all(group.slot is None for group in ahead.run)
 
