@@ -276,6 +276,26 @@ def test_a_thread_that_takes_the_lock_again_and_again_holds_up_no_convoy() -> No
         other.join()
 
 
+def test_a_finalizer_that_asks_for_the_lock_in_the_middle_of_its_calls() -> None:
+    """Garbage is collected anywhere. The finalizer does not get the lock, and all goes on."""
+    asked: list[bool] = []
+
+    def collect(traveller: object) -> None:
+        asked.append(turns._is_owned() or turns.acquire(blocking=False))
+
+    turns, mine = TurnLock(collect), list[Any]()
+
+    def travel() -> None:
+        turns.board([()], 1, mine)
+        with turns:
+            assert turns._is_owned()
+
+    in_threads([travel], 10)
+    assert asked == [False, False] and not turns._is_owned()
+    assert turns.acquire(blocking=False)
+    turns.release()
+
+
 def test_what_was_seen_of_modules_goes_with_remove() -> None:
     """The state is kept from call to call, with all objects in it."""
     model = Travelling([8] * 4)

@@ -32,7 +32,7 @@ class CalledOff(BaseException):
 class Traveller:
     """One forward in a convoy. The mutex of its lock guards its fields, except `calls`."""
 
-    def __init__(self, convoy: Convoy, mutex: threading.Lock, shapes: Collection[Any]) -> None:
+    def __init__(self, convoy: Convoy, mutex: Any, shapes: Collection[Any]) -> None:
         self.convoy = convoy
         self.shapes = shapes
         self.thread = 0
@@ -91,7 +91,8 @@ class TurnLock:
                 last one.
         """
         self._switch = switch
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()
+        """Reentrant, for finalizers: see `_is_busy`."""
         self._changed = threading.Condition(self._mutex)
         """The lock was released, or a convoy has departed or ended."""
         self._owner = 0
@@ -112,6 +113,8 @@ class TurnLock:
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         me = threading.get_ident()
+        if not blocking and self._is_busy:
+            return False
         with self._mutex:
             if self._owner == me:
                 self._depth += 1
@@ -160,7 +163,12 @@ class TurnLock:
         self.release()
 
     def _is_owned(self) -> bool:
-        return self._owner == threading.get_ident()
+        return self._owner == threading.get_ident() and not self._is_busy
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether this thread is in the middle of a call of the lock: a finalizer of garbage asks."""
+        return self._mutex._is_owned()  # type: ignore[attr-defined,no-any-return]
 
     # What `threading.Condition` asks of a reentrant lock.
 
