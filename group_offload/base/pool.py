@@ -64,6 +64,13 @@ class Task(Generic[T]):
             self.do(object())
             box.clear()  # nobody may ever take it from the queue: it would keep what the work has made
 
+    def begin_apart(self) -> None:
+        """The same on a thread of its own, for work that waits for other work of the pool: it would take the last thread."""
+        try:
+            _OwnThread(self).start()
+        except (RuntimeError, MemoryError):  # no more threads, or the interpreter is about to exit
+            self.do(object())
+
     def withdraw(self) -> None:
         """Keep every thread from beginning the work."""
         self._claim(object())
@@ -76,6 +83,11 @@ class Task(Generic[T]):
         self._waiting.append(woken)
         while not self.is_done:
             woken.get()
+
+    @property
+    def made(self) -> T | None:
+        """The result, if there is one."""
+        return self._result[0] if self._result else None
 
     def result(self) -> T:
         """The result of work that is done. An error of the work is raised."""
@@ -148,6 +160,17 @@ class _Thread(threading.Thread):
             pool.threads.remove(self)
 
 
+class _OwnThread(_Thread):
+    """Does one task. Python waits for it at exit."""
+
+    def __init__(self, task: Task[Any]) -> None:
+        threading.Thread.__init__(self, name="group_offload-io")
+        self._box = [task]
+
+    def run(self) -> None:
+        self._box.pop().do(self)
+
+
 _pool = _Pool()
 
 
@@ -162,6 +185,13 @@ def on_pool(work: Callable[..., T], *args: object) -> Task[T]:
     except BaseException:
         task.withdraw()
         raise
+    return task
+
+
+def done(result: T) -> Task[T]:
+    """A task that is done."""
+    task = Task(lambda: result)
+    task.do(object())
     return task
 
 

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from ..api import handle_of
+from ..base.ram import fits
 from ..errors import GroupFileError, GroupOffloadError
 from ..runtime.groups.part import Part
 from ..stores.files import FileBlob
 from ..stores.folder import Folder
 from ..stores.manifest import ManifestEntry
-from ..stores.packed_files import PackedFile, PackedFiles, give_up_outdated, origin_of
+from ..stores.packed_files import MOST_AT_ONCE, PackedFile, PackedFiles, Wanted, give_up_outdated, origin_of
 from .opening import from_pretrained
 
 
@@ -90,15 +91,20 @@ def pack_model(
     files = Folder(folder, type(model).__name__)
     groups: list[PackedGroup] = []
     entries: list[ManifestEntry] = []
-    found = []
+    found: list[PackedFile | None] = []
     with files.locked():
         files.prepare(total)
         packed_files = PackedFiles(files)
+        most = max((part.blob.layout.num_bytes for _, part in parts), default=0)
+        found_or_packed = packed_files.find_or_pack(
+            map(_wanted, parts), device, overlaps=fits((MOST_AT_ONCE + 1) * most)
+        )
         try:
-            for group_id, part in parts:
-                one = _pack(group_id, part, packed_files, device, on_done)
+            for (group_id, part), one in zip(parts, found_or_packed, strict=True):
                 found.append(one)
+                part.blob.check()
                 size = part.blob.layout.num_bytes
+                on_done(size)
                 groups.append(PackedGroup(group_id, size, size if one is None else one.packed.packed_bytes))
                 if one is not None:
                     entries.append(one.entry)
@@ -106,6 +112,7 @@ def pack_model(
             files.keep_manifest()
             num_outdated = give_up_outdated(folder, entries)
         finally:
+            found_or_packed.close()
             for one in found:
                 if one is not None:
                     os.close(one.fd)  # until now: another process could prune the files before the manifest names them
@@ -113,18 +120,9 @@ def pack_model(
     return PackedModel(tuple(groups), packed_files.num_changed, num_outdated)
 
 
-def _pack(
-    group_id: str,
-    part: Part,
-    files: PackedFiles,
-    device: torch.device | None,
-    on_done: Callable[[int], None],
-) -> PackedFile | None:
+def _wanted(named: tuple[str, Part]) -> Wanted:
+    group_id, part = named
     blob = part.blob
     blob.check()
-    origin = None
-    if isinstance(blob, FileBlob):
-        origin = origin_of(blob.source, blob.pieces, blob.layout)
-    found = files.find_or_pack(group_id, blob.layout, blob.rest, on_done, origin=origin, device=device)
-    blob.check()
-    return found
+    origin = origin_of(blob.source, blob.pieces, blob.layout) if isinstance(blob, FileBlob) else None
+    return Wanted(group_id, blob.layout, blob.rest, origin)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -20,7 +20,7 @@ from ..stores.base import Tier
 from ..stores.files import FileBlob
 from ..stores.folder import Folder
 from ..stores.packed import LockedMemory, PackedImage, is_packable, lock_image, open_image, pack_image, read_image
-from ..stores.packed_files import PackedFiles, origin_of
+from ..stores.packed_files import MOST_AT_ONCE, PackedFile, PackedFiles, Wanted, origin_of
 from ..stores.pinned import RamBlob
 from .copies.transfer import Transfer
 from .feed import Feed
@@ -233,14 +233,15 @@ class Packer:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))  # a forward in that mode may begin with this
             stack.enter_context(torch.no_grad())
-            files = None
+            files: Iterator[PackedFile | None] | None = None
             if self._folder is not None:
                 stack.enter_context(self._folder.locked())
                 try:
                     self._folder.prepare(int(total * _USUAL_RATIO))
                 except GroupFileError as error:
                     parts = self._left_plain(parts, error)
-                files = PackedFiles(self._folder)
+                files = self._files_of(parts, self._folder)
+                stack.callback(files.close)
             feed = Feed(
                 [part for part in parts if files is None or isinstance(part.blob, RamBlob)],
                 self._transfer,
@@ -258,7 +259,8 @@ class Packer:
                 except GroupFileError as error:
                     if files is None:
                         raise
-                    part.blob.check()  # else it is the folder that fails
+                    for each in parts[number:]:
+                        each.blob.check()  # else it is the folder that fails
                     self._left_plain(parts[number:], error)
                     break
                 if image is not None:
@@ -337,11 +339,31 @@ class Packer:
             )
         return [part for part in parts if part.may_pack]
 
+    def _files_of(self, parts: Sequence[Part], folder: Folder) -> Generator[PackedFile | None]:
+        """The packed files of the parts that rest in files, in order."""
+        in_files = [part for part in parts if isinstance(part.blob, FileBlob)]
+
+        def wanted() -> Iterator[Wanted]:
+            for part in in_files:
+                blob = part.blob
+                assert isinstance(blob, FileBlob)
+                blob.check()
+                origin = origin_of(blob.source, blob.pieces, blob.layout)
+                yield Wanted(self._ids[part], blob.layout, blob.rest, origin)
+
+        most = max((part.blob.layout.num_bytes for part in in_files), default=0)
+        overlaps = not self._has_ram_budget and fits((MOST_AT_ONCE + 1) * most)
+        return PackedFiles(folder).find_or_pack(wanted(), self._device, overlaps=overlaps)
+
+    @property
+    def _device(self) -> torch.device | None:
+        return None if self._backend.device.type == "cpu" else self._backend.device
+
     def _pack(
         self,
         part: Part,
         feed: Feed,
-        files: PackedFiles | None,
+        files: Iterator[PackedFile | None] | None,
         limit: LockLimit,
         proofs: dict[Part, Task[str]],
     ) -> PackedImage | None:
@@ -350,17 +372,14 @@ class Packer:
             proofs: Gets the work of the pool that proves what was not read yet.
         """
         blob, wait = part.blob, self._transfer.last_copies.synchronize
-        device = None if self._backend.device.type == "cpu" else self._backend.device
         memory = LockedMemory(limit, wait)
         if files is None or isinstance(blob, RamBlob):
             plain = feed.take(part)
             feed.go_on()
-            packed = pack_image(plain.bytes, blob.layout, device, plain.generation, memory, plain.hashed)
+            packed = pack_image(plain.bytes, blob.layout, self._device, plain.generation, memory, plain.hashed)
             return packed if isinstance(blob, RamBlob) else self._noted(packed, part, limit)
         assert isinstance(blob, FileBlob)
-        blob.check()
-        origin = origin_of(blob.source, blob.pieces, blob.layout)
-        found = files.find_or_pack(self._ids[part], blob.layout, blob.rest, origin=origin, device=device)
+        found = next(files)
         if found is None:
             return None
         if part in self._to_read:

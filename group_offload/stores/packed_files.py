@@ -17,19 +17,23 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
 
 from ..base.layout import BlobLayout, memory_of
+from ..base.pool import Task, done, withdraw_all
 from ..base.publish import remove_unused
 from ..base.reading import read_into
 from ..errors import GroupFileError
-from ..packing.codec import Packed, check, pack
+from ..packing.codec import Packed, check, hash_of, pack
 from ..packing.layout import PackedLayout
 from .folder import Folder
 from .manifest import ManifestEntry, PackedFrom, facts_of, manifests_in
@@ -48,6 +52,8 @@ from .source import Piece, SourceFile
 logger = logging.getLogger("group_offload")
 
 _CHUNK_BYTES = 16 << 20
+MOST_AT_ONCE = 4
+"""Blobs that are read, packed and written at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +129,24 @@ class PackedFile:
             ) from error
 
 
+class Wanted(NamedTuple):
+    """A blob whose packed file is wanted."""
+
+    group_id: str
+    layout: BlobLayout
+    tensors: Sequence[torch.Tensor]
+    origin: Origin | None = None
+    """The bytes of a file that the tensors are views of, so that the packed file is found by facts the next time."""
+
+
+class _Draft(NamedTuple):
+    """A blob that was read, and is going to be packed."""
+
+    wanted: Wanted
+    image: torch.Tensor
+    hash: str
+
+
 class PackedFiles:
     """The packed files of a folder, as one model uses them. Order of calls: as those of `Folder`."""
 
@@ -152,81 +176,113 @@ class PackedFiles:
         return self._open(self._folder.path / entry.file, group_id, layout, is_right, entry.packed_from)
 
     def find_or_pack(
-        self,
-        group_id: str,
-        layout: BlobLayout,
-        tensors: Sequence[torch.Tensor],
-        on_done: Callable[[int], None] = lambda num_bytes: None,
-        *,
-        origin: Origin | None = None,
-        device: torch.device | None = None,
-    ) -> PackedFile | None:
-        """The file that holds the tensors packed. It is written if there is none.
+        self, wanted: Iterable[Wanted], device: torch.device | None = None, *, overlaps: bool = False
+    ) -> Generator[PackedFile | None]:
+        """For each of the blobs, in order, the file that holds it packed. It is written if there is none.
 
         Args:
-            on_done: A function that is told how many bytes of the image are done.
-            origin: the bytes of a file that the tensors are views of, so that they are found by facts the next time.
+            wanted: Consumed as work begins, which is before the files of the blobs before are there.
             device: packs. None: the CPU.
+            overlaps: Whether threads read the blobs that come next and write those before, while one is packed. There has to be
+                RAM for `MOST_AT_ONCE` blobs then.
 
-        Returns:
-            None if packing them would not save enough.
+        Yields:
+            None if packing the blob would not save enough.
 
         Raises:
             GroupFileError: the file cannot be written, or the file of `origin` changed meanwhile.
         """
-        found = None if origin is None else self.find(group_id, layout, origin)
-        if found is None:
-            found = self._find_or_pack(group_id, layout, tensors, origin, device)
-        on_done(layout.num_bytes)
-        return found
+        most = MOST_AT_ONCE if overlaps else 1
+        left = iter(wanted)
+        drafts, files = deque[Task[PackedFile | _Draft]](), deque[Task[PackedFile | None]]()
+        is_over = False
+        try:
+            while True:
+                while not is_over and len(drafts) + len(files) < most:
+                    one = next(left, None)
+                    is_over = one is None
+                    if one is not None:
+                        drafts.append(self._draft_of(one))
+                        _begin_last(drafts)
+                if not (drafts or files):
+                    return
+                if drafts and len(files) <= most // 2:
+                    drafts[0].wait()
+                    files.append(self._file_of(drafts.popleft().result(), device))
+                    _begin_last(files)
+                else:
+                    files[0].wait()
+                    yield files.popleft().result()
+        finally:
+            tasks: list[Task[Any]] = [*drafts, *files]
+            withdraw_all(tasks)
+            for task in tasks:
+                if isinstance(task.made, PackedFile):
+                    os.close(task.made.fd)
 
-    def _find_or_pack(
-        self,
-        group_id: str,
-        layout: BlobLayout,
-        tensors: Sequence[torch.Tensor],
-        origin: Origin | None,
-        device: torch.device | None,
-    ) -> PackedFile | None:
-        plain = content_of(data_pieces(layout, tensors))
+    def _draft_of(self, wanted: Wanted) -> Task[PackedFile | _Draft]:
+        """The file that is found by facts, or the work that reads what is going to be packed."""
+        if wanted.origin is not None:
+            found = self.find(wanted.group_id, wanted.layout, wanted.origin)
+            if found is not None:
+                return done(found)
+        return Task(partial(self._find_or_read, wanted))
+
+    def _find_or_read(self, wanted: Wanted) -> PackedFile | _Draft:
+        image = _image_of(wanted.layout, wanted.tensors)
+        plain = hash_of(image)
+        for path in self._folder.names(f"{wanted.group_id}|packed"):
+            if not os.path.lexists(path):
+                return _Draft(wanted, image, plain)
+            found = self._open_if_it_holds(path, wanted, plain)
+            if found is not None:
+                return found
+        raise AssertionError("unreachable")
+
+    def _file_of(self, draft: PackedFile | _Draft, device: torch.device | None) -> Task[PackedFile | None]:
+        """Pack what was read. Returns the work that writes it."""
+        if isinstance(draft, PackedFile):
+            return done(draft)
+        packed = pack(draft.image, draft.wanted.layout, device, hashed=done(draft.hash))
+        if packed is None:
+            return done(None)
+        return Task(partial(self._write, draft.wanted, packed))
+
+    def _open_if_it_holds(self, path: Path, wanted: Wanted, plain: str) -> PackedFile | None:
+        """
+        Args:
+            plain: The hash of the plain bytes.
+        """
 
         def is_right(header: GroupHeader, fd: int) -> bool:
             size = os.fstat(fd).st_size
             is_mine = header.packed is not None and header.packed.hash == plain
             return is_mine and content_of_file(fd, size - header.data_bytes, lambda num_bytes: None) == header.content
 
-        packed: Packed | None = None
+        return self._open(path, wanted.group_id, wanted.layout, is_right, wanted.origin)
+
+    def _write(self, wanted: Wanted, packed: Packed) -> PackedFile:
+        group_id, layout, _, origin = wanted
+        if origin is not None and not origin.is_there:
+            raise GroupFileError(
+                f"{origin.path} changed while it was being packed: the result may be of the old weights and the new ones, and "
+                f"was thrown away. Keep other programs from changing it, and try again."
+            )
+        content = content_of([packed.data])
+        header = encode_header(layout, group_id, self._folder.model_class, content, packed.layout)
+        size = len(header) + packed.layout.packed_bytes
         for path in self._folder.names(f"{group_id}|packed"):
-            found = self._open(path, group_id, layout, is_right, origin)
+            found = self._open_if_it_holds(path, wanted, packed.layout.hash)
             if found is None and not os.path.lexists(path):
-                packed = packed or _pack(layout, tensors, device)
-                if packed is None:
-                    return None
-                if packed.layout.hash != plain or (origin and not origin.is_there):
-                    raise GroupFileError(
-                        f"{origin.path if origin else group_id} changed while it was being packed: the result may be of the "
-                        f"old weights and the new ones, and was thrown away. Keep other programs from changing it, and try "
-                        f"again."
-                    )
-                found = self._write(path, group_id, layout, packed, origin)
-                if found is None:  # another process was quicker
-                    found = self._open(path, group_id, layout, is_right, origin)
+                written = self._folder.write(path, group_id, header, size, [packed.data], lambda num_bytes: None)
+                if written is not None:
+                    entry = ManifestEntry(group_id, path.name, content, size, _packed_from(origin, written[1]))
+                    return PackedFile(path, *written, entry, packed.layout)
+                found = self._open_if_it_holds(path, wanted, packed.layout.hash)  # another process was quicker
             if found is not None:
                 return found
             self._folder.leave(path, group_id)
         raise AssertionError("unreachable")
-
-    def _write(
-        self, path: Path, group_id: str, layout: BlobLayout, packed: Packed, origin: Origin | None
-    ) -> PackedFile | None:
-        content = content_of([packed.data])
-        header = encode_header(layout, group_id, self._folder.model_class, content, packed.layout)
-        size = len(header) + packed.layout.packed_bytes
-        written = self._folder.write(path, group_id, header, size, [packed.data], lambda num_bytes: None)
-        if written is None:
-            return None
-        entry = ManifestEntry(group_id, path.name, content, size, _packed_from(origin, written[1]))
-        return PackedFile(path, *written, entry, packed.layout)
 
     def _open(
         self,
@@ -253,12 +309,19 @@ class PackedFiles:
         return PackedFile(path, *opened, entry, headers[0].packed)
 
 
-def _pack(layout: BlobLayout, tensors: Sequence[torch.Tensor], device: torch.device | None) -> Packed | None:
+def _begin_last(tasks: Sequence[Task[Any]]) -> None:
+    """Begin the last task, which is on the list by now: an interrupt has to find it there."""
+    if not tasks[-1].is_done:
+        tasks[-1].begin_apart()
+
+
+def _image_of(layout: BlobLayout, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     image, end = torch.empty(layout.num_bytes, dtype=torch.uint8, device="cpu"), 0
-    for piece in data_pieces(layout, tensors):
-        image[end : end + piece.numel()] = piece
-        end += piece.numel()
-    return pack(image, layout, device)
+    with torch.no_grad():
+        for piece in data_pieces(layout, tensors):
+            image[end : end + piece.numel()] = piece
+            end += piece.numel()
+    return image
 
 
 def _packed_from(origin: Origin | None, stamp: os.stat_result) -> PackedFrom | None:

@@ -124,7 +124,7 @@ def test_a_run_that_was_ended_goes_on(run: Terminal, tmp_path: Path, checkpoint:
     with pytest.raises(KeyboardInterrupt):
         pack_model(FluxTransformer2DModel, checkpoint, folder, dtype=torch.bfloat16, on_start=lambda total: on_done)
     before = packed_files(folder)
-    assert len(before) == 2 and not list(folder.glob("manifest_*"))
+    assert len(before) >= 2 and not list(folder.glob("manifest_*"))
     run("pack", checkpoint, folder)
     after = packed_files(folder)
     assert before.items() < after.items() and list(folder.glob("manifest_*"))

@@ -377,15 +377,15 @@ def test_a_folder_that_takes_no_packed_files_any_more(
     handle = offload(model, pack=pack, offload_to_disk_path=tmp_path / "groups")
     check(device, model, resident, 2)
     taken: list[Any] = []
-    find_or_pack = packed_files.PackedFiles.find_or_pack
+    write = packed_files.PackedFiles._write
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         if fault == "no room" or taken:
             raise GroupFileError("The folder is full. Free some room.")
-        taken.append(find_or_pack(*args, **kwargs))
+        taken.append(write(*args, **kwargs))
         return taken[0]
 
-    monkeypatch.setattr(packed_files.PackedFiles, "find_or_pack", refuse)
+    monkeypatch.setattr(packed_files.PackedFiles, "_write", refuse)
     if pack == "auto":
         _pack_now(monkeypatch)
         if fault == "no room":

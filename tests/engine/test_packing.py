@@ -399,7 +399,7 @@ def test_packed_files_are_found_the_next_time(
     packs: list[object] = []
     num_packs = 4
     pack = packed_files.pack
-    monkeypatch.setattr(packed_files, "pack", lambda *args: packs.append(args) or pack(*args))
+    monkeypatch.setattr(packed_files, "pack", lambda *args, **kwargs: packs.append(args) or pack(*args, **kwargs))
     for number in range(3):
         model: Any = from_file(resident, path) if source == "checkpoint" else copy.deepcopy(resident)
         handle = offload(model, pack=True, offload_to_disk_path=folder)

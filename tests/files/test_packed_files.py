@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import _thread
+import gc
 import json
 import os
 import shutil
 import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +24,18 @@ from safetensors.torch import load_file, save_file
 from group_offload import GroupFileError
 from group_offload.base.layout import BlobLayout, lay_out
 from group_offload.packing.codec import unpack
+from group_offload.stores import packed_files
 from group_offload.stores.folder import Folder
 from group_offload.stores.manifest import Manifest, PackedFrom
-from group_offload.stores.packed_files import Origin, PackedFile, PackedFiles, give_up_outdated, origin_of
+from group_offload.stores.packed_files import (
+    MOST_AT_ONCE,
+    Origin,
+    PackedFile,
+    PackedFiles,
+    Wanted,
+    give_up_outdated,
+    origin_of,
+)
 from group_offload.stores.safetensors_file import read_header
 from group_offload.stores.source import Piece, SourceFile
 from group_offload.stores.survey import Kind, removable
@@ -31,12 +47,17 @@ TENSORS = [packable(), torch.randn(33), weights("wide", 30_000)]
 IMAGE, LAYOUT = image_of(TENSORS)
 
 
+def find_or_pack(folder: Folder, wanted: Wanted) -> PackedFile | None:
+    (found,) = PackedFiles(folder).find_or_pack([wanted])
+    return found
+
+
 def packed(path: Path, tensors: list[torch.Tensor] = TENSORS, origin: Origin | None = None) -> PackedFile:
     """What a set-up does: the packed file of a group, and the manifest."""
     folder = Folder(path, "Model")
     with folder.locked():
         folder.prepare(1000)
-        found = PackedFiles(folder).find_or_pack("blocks_0", image_of(tensors)[1], tensors, origin=origin)
+        found = find_or_pack(folder, Wanted("blocks_0", image_of(tensors)[1], tensors, origin))
         assert found is not None
         os.close(found.fd)
         folder.publish_manifest([found.entry])
@@ -113,8 +134,8 @@ def test_other_weights_get_another_file(tmp_path: Path) -> None:
     assert second.path != first.path
     assert torch.equal(image_in(first), IMAGE) and torch.equal(image_in(second), image_of(edited)[0])
     renamed = replace(LAYOUT, specs=tuple(replace(spec, fqn=f"{spec.fqn}_2") for spec in LAYOUT.specs))
-    third = PackedFiles(Folder(tmp_path, "Model")).find_or_pack("blocks_0", renamed, TENSORS)
-    other_class = PackedFiles(Folder(tmp_path, "Other")).find_or_pack("blocks_0", LAYOUT, TENSORS)
+    third = find_or_pack(Folder(tmp_path, "Model"), Wanted("blocks_0", renamed, TENSORS))
+    other_class = find_or_pack(Folder(tmp_path, "Other"), Wanted("blocks_0", LAYOUT, TENSORS))
     assert third is not None and other_class is not None
     assert len({first.path, second.path, third.path, other_class.path}) == 4
     os.close(third.fd)
@@ -124,8 +145,102 @@ def test_other_weights_get_another_file(tmp_path: Path) -> None:
 def test_what_does_not_pack_is_in_no_file(tmp_path: Path) -> None:
     tensors = [torch.randn(10_000)]
     layout = image_of(tensors)[1]
-    assert PackedFiles(Folder(tmp_path, "Model")).find_or_pack("blocks_0", layout, tensors) is None
+    assert find_or_pack(Folder(tmp_path, "Model"), Wanted("blocks_0", layout, tensors)) is None
     assert not stamps(tmp_path)
+
+
+NUM_BLOBS = 9
+MANY = [
+    Wanted(f"blocks_{seed}", image_of([tensor])[1], [tensor])
+    for seed in range(NUM_BLOBS)
+    for tensor in [weights("normal", 50_000, seed=seed)]
+]
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_many_blobs_are_packed_in_order(overlaps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads read and write beside the one that packs. No more is in RAM at once than there is room for."""
+    here, pack, num_begun, num_packed = threading.get_ident(), packed_files.pack, 0, 0
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_packed
+        assert threading.get_ident() == here
+        num_packed += 1
+        return pack(*args, **kwargs)
+
+    def wanted() -> Iterator[Wanted]:
+        nonlocal num_begun
+        for each in MANY:
+            num_begun += 1
+            yield each
+
+    monkeypatch.setattr(packed_files, "pack", spy)
+    for round_ in range(2):
+        num_begun, names = 0, []
+        for number, found in enumerate(
+            PackedFiles(Folder(tmp_path, "Model")).find_or_pack(wanted(), overlaps=overlaps)
+        ):
+            assert found is not None and num_begun <= number + (MOST_AT_ONCE if overlaps else 1)
+            names.append(found.entry.group_id)
+            assert torch.equal(image_in(found), image_of(MANY[number].tensors)[0])
+            os.close(found.fd)
+        assert names == [each.group_id for each in MANY] and num_packed == NUM_BLOBS and round_ < 2
+    assert len(stamps(tmp_path)) == NUM_BLOBS
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("fault", ["a full drive", "an interrupt", "the caller's own error", "nobody asks for more"])
+def test_packing_that_ends_early(fault: str, overlaps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No descriptor and no temporary file is left; what was written is found the next time."""
+    before, write, num_written = descriptors(), Folder.write, 0
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_written
+        num_written += 1
+        if num_written == 5 and fault == "a full drive":
+            raise GroupFileError("The folder is full.")
+        if num_written == 5 and fault == "an interrupt":
+            _thread.interrupt_main()
+        return write(*args, **kwargs)
+
+    def wanted() -> Iterator[Wanted]:
+        for number, each in enumerate(MANY):
+            if number == 5 and fault == "the caller's own error":
+                raise GroupFileError("a checkpoint changed")
+            yield each
+
+    monkeypatch.setattr(Folder, "write", fail)
+    found = PackedFiles(Folder(tmp_path, "Model")).find_or_pack(wanted(), overlaps=overlaps)
+    errors = {"an interrupt": KeyboardInterrupt, "nobody asks for more": StopIteration}
+
+    def consume() -> None:
+        for number, one in enumerate(found):
+            assert one is not None
+            os.close(one.fd)
+            if number == 3 and fault == "nobody asks for more":
+                found.close()
+                next(found)
+        time.sleep(1)  # for the interrupt
+
+    with pytest.raises(errors.get(fault, GroupFileError)):
+        consume()
+    found.close()
+    assert descriptors() == before and all(path.suffix == ".safetensors" for path in tmp_path.iterdir())
+    monkeypatch.undo()
+    for one in PackedFiles(Folder(tmp_path, "Model")).find_or_pack(MANY, overlaps=overlaps):
+        assert one is not None
+        os.close(one.fd)
+    assert len(stamps(tmp_path)) == NUM_BLOBS
+
+
+def descriptors() -> list[str]:
+    """What is open in this process."""
+    gc.collect()
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the list itself
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return sorted(found)
 
 
 def test_tensors_of_a_checkpoint_in_another_order(tmp_path: Path) -> None:
@@ -134,7 +249,7 @@ def test_tensors_of_a_checkpoint_in_another_order(tmp_path: Path) -> None:
     layout = lay_out(["b", "a"], tensors[::-1])
     layout = BlobLayout(layout.specs[::-1], layout.extents[::-1], layout.num_bytes)
     layout = replace(layout, extents=tuple(replace(extent, tensors=(i,)) for i, extent in enumerate(layout.extents)))
-    found = PackedFiles(Folder(tmp_path, "Model")).find_or_pack("blocks_0", layout, tensors)
+    found = find_or_pack(Folder(tmp_path, "Model"), Wanted("blocks_0", layout, tensors))
     assert found is not None
     os.close(found.fd)
     assert all(torch.equal(view, tensor) for view, tensor in zip(layout.views(image_in(found)), tensors, strict=True))
@@ -199,7 +314,7 @@ def test_a_checkpoint_that_changes_while_it_is_packed(tmp_path: Path, checkpoint
     origin, layout = from_checkpoint(checkpoint)
     os.utime(checkpoint)
     with pytest.raises(GroupFileError, match="changed while it was being packed"):
-        PackedFiles(Folder(tmp_path / "groups", "Model")).find_or_pack("blocks_0", layout, TENSORS[:1], origin=origin)
+        find_or_pack(Folder(tmp_path / "groups", "Model"), Wanted("blocks_0", layout, TENSORS[:1], origin))
     assert not (tmp_path / "groups").exists() or not stamps(tmp_path / "groups")
 
 
