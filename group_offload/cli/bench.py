@@ -14,6 +14,7 @@ from ..base.device import backend_for, default_device
 from ..base.terminal import add_row, new_console, new_table, say
 from ..errors import DeviceError, GroupFileError
 from ..plan.speeds import measure, record, record_file
+from .outline import path_of
 
 
 def add_command(commands: Any) -> None:
@@ -25,7 +26,7 @@ def add_command(commands: Any) -> None:
     command.add_argument(
         "folder",
         metavar="DIR",
-        type=Path,
+        type=path_of,
         nargs="?",
         default=Path(),
         help="the folder of a model or a pipeline, one of whose files is read (default: the current folder)",

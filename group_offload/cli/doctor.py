@@ -21,6 +21,7 @@ from ..base.tuning import tuning
 from ..errors import GroupFileError
 from ..plan.budgets import describe_bytes
 from .bench import chosen_device
+from .outline import path_of
 from .probes import PROBES, Machine, Verdict, ask, ask_nvidia, in_one_line
 
 _STYLES = {Verdict.SLOWER: "yellow", Verdict.MISSING: "red", Verdict.UNKNOWN: "magenta"}
@@ -33,7 +34,7 @@ def add_command(commands: Any) -> None:
     command.add_argument(
         "folder",
         metavar="DIR",
-        type=Path,
+        type=path_of,
         nargs="?",
         default=Path(),
         help="a folder on the drive of the models; a small file is written to it and removed (default: the current folder)",

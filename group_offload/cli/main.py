@@ -23,6 +23,7 @@ from ..errors import GroupFileError, GroupOffloadError
 from ..plan.budgets import describe_bytes
 from ..stores.survey import Finding, Kind, Survey, open_folder, removable, survey, verify
 from . import doctor, pack
+from .outline import path_of
 from .plan import add_commands
 
 OK, DAMAGED, FAILED = 0, 1, 2
@@ -77,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("folder", metavar="DIR", type=Path, help="what was given as offload_to_disk_path")
+        command.add_argument("folder", metavar="DIR", type=path_of, help="what was given as offload_to_disk_path")
         command.set_defaults(run=run)
         return command
 

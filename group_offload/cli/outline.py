@@ -7,6 +7,7 @@ weight becomes a view of one reserved range of addresses. No page of that range 
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
@@ -76,12 +77,21 @@ class Outline:
         return sum(group.num_bytes for group in self.groups)
 
 
+def path_of(text: str) -> Path:
+    """The path that an argument is. An empty one, as of a variable that is not set, would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty. Pass a path; . is the current folder")
+    return Path(text)
+
+
 def find_checkpoint(name: str) -> Path:
     """A file or folder; or what `huggingface_hub` has downloaded before as `name` (owner/model, or a folder in it).
 
     Raises:
         GroupFileError: there is neither.
     """
+    if not name:
+        raise GroupFileError("MODEL is empty. Pass the folder of a model; . is the current folder.")
     path = Path(os.path.expanduser(name))  # Path's own methods raise if there is no such user,
     has_home = not str(path).startswith("~/")  # nothing in the current folder is meant by that
     if has_home and os.path.exists(path):  # or the name is too long

@@ -6,7 +6,6 @@ import argparse
 import json
 from contextlib import ExitStack
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from ..integrations.packing import PackedModel, pack_model
 from ..packing.codec import can_unpack
 from ..plan.budgets import describe_bytes
 from .bench import chosen_device
-from .outline import check_dtype, find_checkpoint, models_in, named_dtype
+from .outline import check_dtype, find_checkpoint, models_in, named_dtype, path_of
 
 
 def add_command(commands: Any) -> None:
@@ -30,7 +29,7 @@ def add_command(commands: Any) -> None:
         metavar="MODEL",
         help="the folder of a model or a pipeline, a variant's safetensors file in one, or a name in the hub's cache",
     )
-    command.add_argument("folder", metavar="DIR", type=Path, help="what will be given as offload_to_disk_path")
+    command.add_argument("folder", metavar="DIR", type=path_of, help="what will be given as offload_to_disk_path")
     command.add_argument(
         "--dtype", help="the dtype that weights are cast to, such as bfloat16 (default: that of the files)"
     )

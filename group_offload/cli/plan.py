@@ -51,7 +51,7 @@ from ..report.facts import (
 )
 from ..report.page import check_path, write_page
 from . import bench
-from .outline import Outline, OutlinedGroup, find_checkpoint, named_dtype, outline
+from .outline import Outline, OutlinedGroup, find_checkpoint, named_dtype, outline, path_of
 
 _GIB = 1 << 30
 _PROCESS_RAM = "1.5GiB"
@@ -109,12 +109,15 @@ def add_commands(commands: Any) -> None:
         "--drive", metavar="SPEED", help="drive to RAM, such as 3.5GB (a second; default: what bench measured)"
     )
     plan.add_argument(
-        "--chart", metavar="FILE.svg", type=Path, help="draw the time of a pass against VRAM, for several sizes of RAM"
+        "--chart",
+        metavar="FILE.svg",
+        type=path_of,
+        help="draw the time of a pass against VRAM, for several sizes of RAM",
     )
     plan.add_argument(
         "--html",
         metavar="FILE.html",
-        type=Path,
+        type=path_of,
         help="write a page: each group, a pass over time, memory, what bounds it",
     )
     plan.add_argument("--json", action="store_true", help="for programs")

@@ -353,6 +353,19 @@ def test_folders_that_are_none(command: str, tmp_path: Path, run: Terminal, monk
     assert "Permission denied" in said and str(tmp_path) in said and names(tmp_path) == {"file"}
 
 
+@pytest.mark.parametrize("command", ["inspect", "verify", "prune", "doctor", "bench"])
+def test_an_empty_path_is_not_the_current_folder(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A variable of the shell that is not set."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main([command, ""])
+    assert caught.value.code == 2 and "argument DIR: it is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["plan", ""], ["pack", "", "folder"]])
+def test_an_empty_name_of_a_model(arguments: list[str], run: Terminal) -> None:
+    assert "MODEL is empty" in run(*arguments, status=2)
+
+
 @pytest.mark.parametrize("arguments", [[], ["inspect"], ["remove", "."], ["verify", ".", "--yes"]])
 def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

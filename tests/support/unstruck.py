@@ -13,8 +13,8 @@ def unstruck(code: CodeType) -> frozenset[int]:
     """The offsets at which Python raises nothing from a signal, and where an error would leave a lock taken.
 
     One is where the code leaves a `with` block, back on the line that began it: a lock that is written in C is let go by the
-    instruction that comes next. The other is a `try:` within a `with` block. Its only instruction does nothing, and the compiler
-    leaves it out of the range in which an error ends the block.
+    instruction that comes next. The other is a `try:` within a `with` block. Its only instruction does nothing, and the
+    compiler leaves it out of the range in which an error ends the block.
     """
     begins, tries = _lines(code.co_filename)
     first: dict[int, int] = {}
