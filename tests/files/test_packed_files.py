@@ -157,9 +157,13 @@ MANY = [
 ]
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_many_blobs_are_packed_in_order(overlaps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("overlaps", "has_threads"), [(False, True), (True, True), (True, False)])
+def test_many_blobs_are_packed_in_order(
+    overlaps: bool, has_threads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Threads read and write beside the one that packs. No more is in RAM at once than there is room for."""
+    if not has_threads:
+        monkeypatch.setattr(threading.Thread, "start", no_more_threads)
     here, pack, num_begun, num_packed = threading.get_ident(), packed_files.pack, 0, 0
 
     def spy(*args: Any, **kwargs: Any) -> Any:
@@ -231,6 +235,10 @@ def test_packing_that_ends_early(fault: str, overlaps: bool, tmp_path: Path, mon
         assert one is not None
         os.close(one.fd)
     assert len(stamps(tmp_path)) == NUM_BLOBS
+
+
+def no_more_threads(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def descriptors() -> list[str]:
