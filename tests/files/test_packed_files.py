@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import shutil
+import signal
 import struct
 import threading
 import time
@@ -214,6 +215,7 @@ def test_packing_that_ends_early(fault: str, overlaps: bool, tmp_path: Path, mon
             yield each
 
     monkeypatch.setattr(Folder, "write", fail)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored in the background
     found = PackedFiles(Folder(tmp_path, "Model")).find_or_pack(wanted(), overlaps=overlaps)
     errors = {"an interrupt": KeyboardInterrupt, "nobody asks for more": StopIteration}
 
@@ -226,8 +228,11 @@ def test_packing_that_ends_early(fault: str, overlaps: bool, tmp_path: Path, mon
                 next(found)
         time.sleep(1)  # for the interrupt
 
-    with pytest.raises(errors.get(fault, GroupFileError)):
-        consume()
+    try:
+        with pytest.raises(errors.get(fault, GroupFileError)):
+            consume()
+    finally:
+        signal.signal(signal.SIGINT, handler)
     found.close()
     assert descriptors() == before and all(path.suffix == ".safetensors" for path in tmp_path.iterdir())
     monkeypatch.undo()
