@@ -8,13 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ..base.device import backend_for, default_device
+from ..base.device import backend_for
 from ..base.terminal import add_row, new_console, new_table, say
-from ..errors import DeviceError, GroupFileError
+from ..errors import GroupFileError
 from ..plan.speeds import measure, record, record_file
-from .outline import path_of
+from .arguments import chosen_device, path_of
 
 
 def add_command(commands: Any) -> None:
@@ -64,15 +62,3 @@ def _bench(arguments: argparse.Namespace) -> int:
         say(console, measured.problem)
     say(console, f"Kept in {record_file()}." if is_kept else "This was not kept: plans will not use it.")
     return 0
-
-
-def chosen_device(name: str | None) -> torch.device:
-    """The device that `--device` names, else the current accelerator, else the CPU.
-
-    Raises:
-        DeviceError: there is no device of that name, or the driver does not say which there are.
-    """
-    try:
-        return default_device() if name is None else torch.device(name)
-    except RuntimeError as error:
-        raise DeviceError(f"--device {name} is not a device: {str(error).splitlines()[0]}") from error

@@ -20,8 +20,7 @@ from ..base.terminal import add_row, new_console, new_table, say
 from ..base.tuning import tuning
 from ..errors import GroupFileError
 from ..plan.budgets import describe_bytes
-from .bench import chosen_device
-from .outline import path_of
+from .arguments import chosen_device, path_of
 from .probes import PROBES, Machine, Verdict, ask, ask_nvidia, in_one_line
 
 _STYLES = {Verdict.SLOWER: "yellow", Verdict.MISSING: "red", Verdict.UNKNOWN: "magenta"}

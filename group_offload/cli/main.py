@@ -23,7 +23,7 @@ from ..errors import GroupFileError, GroupOffloadError
 from ..plan.budgets import describe_bytes
 from ..stores.survey import Finding, Kind, Survey, open_folder, removable, survey, verify
 from . import doctor, pack
-from .outline import path_of
+from .arguments import path_of
 from .plan import add_commands
 
 OK, DAMAGED, FAILED = 0, 1, 2

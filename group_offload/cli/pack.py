@@ -16,8 +16,8 @@ from ..errors import ConfigError
 from ..integrations.packing import PackedModel, pack_model
 from ..packing.codec import can_unpack
 from ..plan.budgets import describe_bytes
-from .bench import chosen_device
-from .outline import check_dtype, find_checkpoint, models_in, named_dtype, path_of
+from .arguments import check_dtype, chosen_device, find_checkpoint, named_dtype, path_of
+from .outline import models_in
 
 
 def add_command(commands: Any) -> None:

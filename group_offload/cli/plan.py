@@ -51,7 +51,8 @@ from ..report.facts import (
 )
 from ..report.page import check_path, write_page
 from . import bench
-from .outline import Outline, OutlinedGroup, find_checkpoint, named_dtype, outline, path_of
+from .arguments import find_checkpoint, named_dtype, path_of
+from .outline import Outline, OutlinedGroup, outline
 
 _GIB = 1 << 30
 _PROCESS_RAM = "1.5GiB"

@@ -11,13 +11,11 @@ from typing import Any
 import torch
 
 from ..api import handle_of
-from ..base.ram import fits
 from ..errors import GroupFileError, GroupOffloadError
-from ..runtime.groups.part import Part
-from ..stores.files import FileBlob
+from ..runtime.packer import wanted_of
 from ..stores.folder import Folder
 from ..stores.manifest import ManifestEntry
-from ..stores.packed_files import MOST_AT_ONCE, PackedFile, PackedFiles, Wanted, give_up_outdated, origin_of
+from ..stores.packed_files import PackedFile, PackedFiles, give_up_outdated, may_overlap
 from .opening import from_pretrained
 
 
@@ -95,9 +93,10 @@ def pack_model(
     with files.locked():
         files.prepare(total)
         packed_files = PackedFiles(files)
-        most = max((part.blob.layout.num_bytes for _, part in parts), default=0)
         found_or_packed = packed_files.find_or_pack(
-            map(_wanted, parts), device, overlaps=fits((MOST_AT_ONCE + 1) * most)
+            (wanted_of(group_id, part.blob) for group_id, part in parts),
+            device,
+            overlaps=may_overlap(part.blob.layout.num_bytes for _, part in parts),
         )
         try:
             for (group_id, part), one in zip(parts, found_or_packed, strict=True):
@@ -118,11 +117,3 @@ def pack_model(
                     os.close(one.fd)  # until now: another process could prune the files before the manifest names them
     files.report()
     return PackedModel(tuple(groups), packed_files.num_changed, num_outdated)
-
-
-def _wanted(named: tuple[str, Part]) -> Wanted:
-    group_id, part = named
-    blob = part.blob
-    blob.check()
-    origin = origin_of(blob.source, blob.pieces, blob.layout) if isinstance(blob, FileBlob) else None
-    return Wanted(group_id, blob.layout, blob.rest, origin)

@@ -16,11 +16,11 @@ from ..base.ram import available_ram, fits
 from ..base.tuning import tuning
 from ..errors import GroupFileError
 from ..plan.budgets import describe_bytes
-from ..stores.base import Tier
+from ..stores.base import Blob, Tier
 from ..stores.files import FileBlob
 from ..stores.folder import Folder
 from ..stores.packed import LockedMemory, PackedImage, is_packable, lock_image, open_image, pack_image, read_image
-from ..stores.packed_files import MOST_AT_ONCE, PackedFile, PackedFiles, Wanted, origin_of
+from ..stores.packed_files import PackedFile, PackedFiles, Wanted, may_overlap, origin_of
 from ..stores.pinned import RamBlob
 from .copies.transfer import Transfer
 from .feed import Feed
@@ -342,18 +342,9 @@ class Packer:
     def _files_of(self, parts: Sequence[Part], folder: Folder) -> Generator[PackedFile | None]:
         """The packed files of the parts that rest in files, in order."""
         in_files = [part for part in parts if isinstance(part.blob, FileBlob)]
-
-        def wanted() -> Iterator[Wanted]:
-            for part in in_files:
-                blob = part.blob
-                assert isinstance(blob, FileBlob)
-                blob.check()
-                origin = origin_of(blob.source, blob.pieces, blob.layout)
-                yield Wanted(self._ids[part], blob.layout, blob.rest, origin)
-
-        most = max((part.blob.layout.num_bytes for part in in_files), default=0)
-        overlaps = not self._has_ram_budget and fits((MOST_AT_ONCE + 1) * most)
-        return PackedFiles(folder).find_or_pack(wanted(), self._device, overlaps=overlaps)
+        wanted = (wanted_of(self._ids[part], part.blob) for part in in_files)
+        overlaps = not self._has_ram_budget and may_overlap(part.blob.layout.num_bytes for part in in_files)
+        return PackedFiles(folder).find_or_pack(wanted, self._device, overlaps=overlaps)
 
     @property
     def _device(self) -> torch.device | None:
@@ -396,6 +387,16 @@ class Packer:
         if image is None and limit.was_refused:
             self._missing += self._size_of(part)
         return image
+
+
+def wanted_of(group_id: str, blob: Blob) -> Wanted:
+    """
+    Raises:
+        GroupFileError: the file that the blob rests in is not the one that it was.
+    """
+    blob.check()
+    origin = origin_of(blob.source, blob.pieces, blob.layout) if isinstance(blob, FileBlob) else None
+    return Wanted(group_id, blob.layout, blob.rest, origin)
 
 
 def _give_up(part: Part) -> None:

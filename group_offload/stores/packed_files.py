@@ -31,6 +31,7 @@ import xxhash
 from ..base.layout import BlobLayout, memory_of
 from ..base.pool import Task, done, withdraw_all
 from ..base.publish import remove_unused
+from ..base.ram import fits
 from ..base.reading import read_into
 from ..errors import GroupFileError
 from ..packing.codec import Packed, check, hash_of, pack
@@ -52,7 +53,7 @@ from .source import Piece, SourceFile
 logger = logging.getLogger("group_offload")
 
 _CHUNK_BYTES = 16 << 20
-MOST_AT_ONCE = 4
+_MOST_AT_ONCE = 4
 """Blobs that are read, packed and written at the same time."""
 
 
@@ -139,6 +140,11 @@ class Wanted(NamedTuple):
     """The bytes of a file that the tensors are views of, so that the packed file is found by facts the next time."""
 
 
+def may_overlap(sizes: Iterable[int]) -> bool:
+    """Whether RAM has room for several blobs of these sizes at a time: as they are, packed, or both."""
+    return fits((_MOST_AT_ONCE + 1) * max(sizes, default=0))
+
+
 class _Draft(NamedTuple):
     """A blob that was read, and is going to be packed."""
 
@@ -183,8 +189,8 @@ class PackedFiles:
         Args:
             wanted: Consumed as work begins, which is before the files of the blobs before are there.
             device: packs. None: the CPU.
-            overlaps: Whether threads read the blobs that come next and write those before, while one is packed. There has to be
-                RAM for `MOST_AT_ONCE` blobs then.
+            overlaps: Whether threads read the blobs that come next and write those before, while one is packed. See
+                `may_overlap`.
 
         Yields:
             None if packing the blob would not save enough.
@@ -192,7 +198,7 @@ class PackedFiles:
         Raises:
             GroupFileError: the file cannot be written, or the file of `origin` changed meanwhile.
         """
-        most = MOST_AT_ONCE if overlaps else 1
+        most = _MOST_AT_ONCE if overlaps else 1
         left = iter(wanted)
         drafts, files = deque[Task[PackedFile | _Draft]](), deque[Task[PackedFile | None]]()
         is_over = False

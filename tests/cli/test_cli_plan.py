@@ -31,9 +31,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from group_offload import ConfigError, GroupFileError, apply_group_offloading
+from group_offload.cli import arguments as cli_arguments
 from group_offload.cli import bench as cli_bench
 from group_offload.cli import main as cli
-from group_offload.cli.outline import entries_of, find_checkpoint, outline
+from group_offload.cli.arguments import find_checkpoint
+from group_offload.cli.outline import entries_of, outline
 from group_offload.plan import speeds
 
 from ..support import tiny_models
@@ -842,7 +844,7 @@ def test_bench_where_there_is_no_file_to_read(tmp_path: Path, run: Terminal) -> 
 @pytest.mark.usefixtures("_small")
 def test_bench_in_the_current_folder(tmp_path: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli_bench, "default_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(cli_arguments, "default_device", lambda: torch.device("cpu"))
     assert json.loads(run("bench", "--json"))["filesystem"] == speeds.filesystem_of(tmp_path)
 
 

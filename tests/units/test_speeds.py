@@ -16,7 +16,7 @@ import torch
 from group_offload import ConfigError, GroupFileError, apply_group_offloading
 from group_offload.base.device import Backend, HostBackend, backend_for
 from group_offload.base.mapping import cached_bytes, flat_view, map_page_cache
-from group_offload.cli.outline import find_checkpoint
+from group_offload.cli.arguments import find_checkpoint
 from group_offload.plan import speeds
 from group_offload.plan.speeds import MachineSpeeds, filesystem_of, known_speeds, measure, record, record_file, recorded
 

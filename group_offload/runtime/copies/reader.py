@@ -197,8 +197,6 @@ class Reader:
         for job in [*self._submitted, *self._announced]:
             job.error = GroupFileError("This process was forked while weights were read. Call the model again.")
             job.landing = None
-            job.chunks.clear()
-            job.begun.clear()
             job.end()
         self._submitted, self._announced = deque(), []
         self._num_workers = self._num_starting = self._num_reading = 0
