@@ -258,6 +258,30 @@ def test_what_leaves_ram_makes_room_for_what_comes(
     end(device, model, resident, handle)
 
 
+@pytest.mark.parametrize(("options", "has_room"), [({}, True), ({}, False), ({"ram_budget": "1GiB"}, True)], ids=str)
+def test_several_blobs_are_packed_at_a_time_if_ram_has_room(
+    options: dict[str, Any],
+    has_room: bool,
+    device: SimulatedDevice,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    resident, asked = routed([2400] * 3), list[bool]()
+    model: Any = from_file(resident, tmp_path / "model.safetensors")
+    find_or_pack = packed_files.PackedFiles.find_or_pack
+
+    def spy(*args: Any, overlaps: bool) -> Any:
+        asked.append(overlaps)
+        return find_or_pack(*args, overlaps=overlaps)
+
+    monkeypatch.setattr(packed_files.PackedFiles, "find_or_pack", spy)
+    monkeypatch.setattr(packed_files, "fits", lambda num_bytes: has_room and num_bytes >= 5 * 82_176)
+    handle = offload(model, pack=True, offload_to_disk_path=tmp_path / "groups", **options)
+    assert asked == [has_room and not options]
+    check(device, model, resident, 2)
+    end(device, model, resident, handle)
+
+
 @pytest.mark.parametrize("fault", ["memory", "page-locking"])
 @pytest.mark.parametrize("has_folder", [False, True])
 def test_a_plan_learns_what_ram_could_not_be_had(

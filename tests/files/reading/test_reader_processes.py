@@ -135,52 +135,19 @@ def test_a_model_that_is_used_in_a_forked_child(tier: str, tmp_path: Path) -> No
         rig.check(2)
 
 
-@pytest.mark.parametrize("are_read", [True, False], ids=["read", "being read"])
-def test_what_was_read_ahead_before_a_fork(are_read: bool, tmp_path: Path) -> None:
-    """The child has other memory for what is read, and reads it again."""
-    done = run_python(
-        _IN_A_CHILD.replace("chunk_bytes=8192", "chunk_bytes=8192, num_frames=4")
-        + f"""
-import warnings; warnings.simplefilter("ignore")
-are_read = {are_read}
-os.preadv = real if are_read else slow
-rig.forward()
-if are_read:
-    rig.settle()
-rig.device.synchronize()
-child = os.fork()
-os.preadv = real
-if not child:
-    try:
-        t.within_here(60, lambda: rig.check(3))
-        t.within_here(60, rig.handle.remove)
-        rig.check_at_rest()
-    except BaseException:
-        import traceback; traceback.print_exc()
-        os._exit(4)
-    os._exit(0)
-status = os.waitpid(child, 0)[1]
-rig.check(2)
-sys.exit(0 if status == 0 else 5)
-""",
-        "simulated",
-        tmp_path,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
-def test_a_handle_in_a_forked_child_can_be_removed(tmp_path: Path) -> None:
-    """Reads were under way in the parent as it forked: nobody ends them in the child."""
-    done = run_python(
-        _IN_A_CHILD
-        + """
+_FORKED = """
 import warnings; warnings.simplefilter("ignore")
 os.preadv = slow
 rig.forward()  # what the next pass needs first is being read
+if which == "read":
+    rig.settle()
+    rig.device.synchronize()
 child = os.fork()
+os.preadv = real
 if not child:
-    os.preadv = real
     try:
+        if which != "removed":
+            t.within_here(60, lambda: rig.check(3))
         t.within_here(60, rig.handle.remove)
         rig.check_at_rest()
     except BaseException:
@@ -188,13 +155,16 @@ if not child:
         os._exit(4)
     os._exit(0)
 status = os.waitpid(child, 0)[1]
-os.preadv = real
 rig.check(2)
 sys.exit(0 if status == 0 else 5)
-""",
-        "simulated",
-        tmp_path,
-    )
+"""
+
+
+@pytest.mark.parametrize("which", ["read", "being read", "removed"])
+def test_what_was_read_ahead_before_a_fork(which: str, tmp_path: Path) -> None:
+    """The child has other memory for what is read, and reads it again, or gives it up: nobody ends its parent's reads there."""
+    few_frames = _IN_A_CHILD.replace("chunk_bytes=8192", "chunk_bytes=8192, num_frames=4")
+    done = run_python(f"{few_frames}\nwhich = {which!r}\n{_FORKED}", "simulated", tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
