@@ -38,6 +38,7 @@ from .weights import load, preload
 RESIDENT, PARALLEL, PARALLEL_RESIDENT = "resident", "context parallel", "context parallel, resident"
 COMPILED, SHARDED, LORA, SHARDED_LORA = "compiled", "FSDP2", "LoRA", "FSDP2 with a LoRA"
 RESIDENT_LORA = "LoRA, resident"
+COMPILED_PARALLEL, COMPILED_PARALLEL_RESIDENT = "compiled, context parallel", "compiled, context parallel, resident"
 BAR = 0.6
 """At most so much of one GPU's time an arm that shares is to take."""
 TRACED = "shared"
@@ -92,6 +93,15 @@ for _name, _share in (("one GPU", None), ("each alone", False), ("shared", True)
     _own = "LoRA, each alone" if _share is not None else "LoRA, one GPU"  # a batch is other arithmetic
     ARMS[f"LoRA, {_name}"] = Arm(
         kind="training", share=_share, form=LORA, reference="LoRA, one GPU", same_as=_own, bar=_bar
+    )
+for _name, _share, _form in (
+    ("each alone", False, COMPILED_PARALLEL),
+    ("shared", True, COMPILED_PARALLEL),
+    ("resident", False, COMPILED_PARALLEL_RESIDENT),
+):
+    _own, _bar = "compiled, context parallel, each alone", BAR if _share else None
+    ARMS[f"compiled, context parallel, {_name}"] = Arm(
+        share=_share, form=_form, reference="compiled, one GPU", same_as=_own, bar=_bar
     )
 for _name, _form in (("LoRA, FSDP2", SHARDED_LORA), ("LoRA, resident", RESIDENT_LORA)):
     ARMS[_name] = Arm(kind="training", share=False, form=_form, reference="LoRA, one GPU", same_as="LoRA, each alone")
@@ -352,13 +362,13 @@ def run_rank(job: Mapping[str, Any]) -> None:
 def make(arm: Arm, job: Mapping[str, Any]) -> nn.Module:
     """The module, loaded from the checkpoint, in the form that an arm needs."""
     module = load(find(**job["model"]), Path(job["checkpoint"]))
-    if arm.form in (PARALLEL, PARALLEL_RESIDENT):
+    if arm.form in (PARALLEL, PARALLEL_RESIDENT, COMPILED_PARALLEL, COMPILED_PARALLEL_RESIDENT):
         from diffusers import ContextParallelConfig
 
         module.enable_parallelism(config=ContextParallelConfig(ulysses_degree=job["num_ranks"]))  # type: ignore[operator]
-    elif arm.form == COMPILED:  # then the host launches few kernels
+    if arm.form in (COMPILED, COMPILED_PARALLEL, COMPILED_PARALLEL_RESIDENT):  # then the host launches few kernels
         module.compile_repeated_blocks(fullgraph=True)  # type: ignore[operator]
-    elif arm.form in (LORA, SHARDED_LORA, RESIDENT_LORA):
+    if arm.form in (LORA, SHARDED_LORA, RESIDENT_LORA):
         training.add_lora(module.train(), LORA_RANK)
     return module
 
@@ -379,7 +389,7 @@ def infer(name: str, module: nn.Module, job: Mapping[str, Any], device: torch.de
     handle: Any = None
     if arm.form == SHARDED:
         training.shard(module, device)
-    elif arm.form in (RESIDENT, PARALLEL_RESIDENT):
+    elif arm.form in (RESIDENT, PARALLEL_RESIDENT, COMPILED_PARALLEL_RESIDENT):
         module.to(device)
     else:
         where = "disk" if arm.kind == "files" else "cpu"
