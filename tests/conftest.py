@@ -30,7 +30,7 @@ if IS_PORTABLE:
 from group_offload import ConfigError
 
 from .support.fixtures import place  # noqa: F401
-from .support.slow import slow_tests
+from .support.slow import commit, run_by_ci, slow_tests
 from .support.speeds import KNOWN_SPEEDS
 from .support.tuning import tune
 
@@ -45,14 +45,18 @@ TESTS = Path(__file__).parent
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the tests that `make quick` leaves out, and skips those that need a GPU where there is none."""
-    chosen = set()
+    slow: dict[str, list[pytest.Item]] = {}
     for item in items:
         test = f"{item.path.relative_to(TESTS)}::{getattr(item, 'originalname', item.name)}"
-        runs_first = slow_tests().get(test)
-        if runs_first and test not in chosen:
-            chosen.add(test)
-        elif runs_first is not None:
+        if test in slow_tests():
+            slow.setdefault(test, []).append(item)
+    for test, cases in slow.items():
+        for item in cases[slow_tests()[test] :]:
             item.add_marker("slow")
+        for number in {*range(len(cases))} - {*run_by_ci(len(cases), commit())} if "CI" in os.environ else ():
+            if cases[number].get_closest_marker("slow") is not None:
+                skip = pytest.mark.skip(reason="CI runs every second case of slow tests, and these with other commits")
+                cases[number].add_marker(skip)
     for item in items if IS_PORTABLE else ():
         what = about_linux(str(item.path.relative_to(TESTS)), getattr(item, "originalname", item.name))
         if what is not None:

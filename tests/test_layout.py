@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 from .support.portable import ABOUT_LINUX
-from .support.slow import slow_tests
+from .support.slow import run_by_ci, slow_tests
 
 TESTS = Path(__file__).parent
 FILES = sorted(TESTS.rglob("*.py"))
@@ -49,6 +49,15 @@ def test_slow_tests_exist() -> None:
     for name in slow_tests():
         file, test = name.split("::")
         assert test in (TESTS / file).read_text(), f"tests/slow.txt names {name}"
+
+
+def test_ci_runs_half_of_the_cases_of_slow_tests() -> None:
+    """And with another commit the other half."""
+    for num_cases in range(3, 9):
+        one, other = run_by_ci(num_cases, "ab4"), run_by_ci(num_cases, "ab5")
+        assert sorted([*one, *other]) == [*range(num_cases)] and abs(len(one) - len(other)) <= 1
+    assert run_by_ci(2, "ab4") == run_by_ci(2, "ab5") == range(2)
+    assert run_by_ci(3, "") == run_by_ci(3, "ab4")
 
 
 def test_tests_about_linux_exist() -> None:
