@@ -45,7 +45,8 @@ def check_dtype(dtype: torch.dtype | None) -> None:
     Raises:
         ConfigError: weights cannot be cast to it.
     """
-    if dtype is not None and not dtype.is_floating_point:
+    # Scales are unsigned, and two numbers of 4 bits are one element.
+    if dtype is not None and not (dtype.is_floating_point and dtype.is_signed and "_x2" not in str(dtype)):
         raise ConfigError(f"dtype={dtype}: weights are cast to a floating point dtype, such as torch.bfloat16.")
 
 

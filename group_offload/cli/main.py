@@ -38,14 +38,18 @@ _STYLES = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with `argv` (by default the arguments of the process), and return its exit status."""
-    arguments = _parser().parse_args(argv)
+    _open_missing_streams()
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    for name, value in vars(arguments).items():
+        if value == []:  # argparse takes the "--" of `--ram=--` away
+            parser.error(f"argument --{name.replace('_', '-')}: expected one argument")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names may have letters that the terminal cannot show
     try:
         status: int = arguments.run(arguments)
-        if sys.stdout is not None:
-            sys.stdout.flush()  # here, where its error is handled
+        sys.stdout.flush()  # here, where its error is handled
     except GroupOffloadError as error:
         with suppress(OSError):
             complain(str(error))
@@ -66,9 +70,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+def _open_missing_streams() -> None:
+    """Let the streams that the process was started without (`2>&-`) lead nowhere.
+
+    Else the next file that is opened has the number of one, and what libraries write there goes into that file.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
+
+
 def _write_nothing_more() -> None:
     """Send the output that is left nowhere: Python flushes once more when it ends, and would fail."""
-    with suppress(OSError, ValueError, AttributeError):  # stdout is missing, or is not a file
+    with suppress(OSError, ValueError):  # stdout is not a file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -270,7 +270,7 @@ def _outline_of(
     if not name:
         library, name = _class_in(config)
     model = _build(_find_class(library, name, path), path, config, dtype)
-    num_cast = _place(model, entries, dtype, is_quantised="quantization_config" in config)
+    num_cast = _place(model, entries, dtype, path, is_quantised="quantization_config" in config)
     cut = partition(model, OffloadConfig.from_options(ModelOptions(onload_device="cpu")), is_compiled)
     groups = []
     for group, height in zip(cut.groups, cut.heights, strict=True):
@@ -345,14 +345,24 @@ def _build(model_class: Any, path: Path, config: dict[str, Any], dtype: torch.dt
     return model
 
 
-def _place(model: nn.Module, entries: Mapping[str, Entry], dtype: torch.dtype | None, *, is_quantised: bool) -> int:
+def _place(
+    model: nn.Module, entries: Mapping[str, Entry], dtype: torch.dtype | None, path: Path, *, is_quantised: bool
+) -> int:
     """Give each tensor the dtype and the size that it is loaded with. See [Note: Addresses without memory].
+
+    Args:
+        path: the config.json that errors name.
 
     Returns:
         How many weights have another dtype in their file.
+
+    Raises:
+        GroupFileError: the files are those of another model.
     """
     weights = _weights_of(model, entries)
-    if is_quantised:  # its layers hold more tensors than those of the class: scales, for example
+    if not is_quantised:
+        _check_sizes(weights, path)
+    else:  # its layers hold more tensors than those of the class: scales, for example
         known = {fqn for weight in weights for fqn in weight.fqns}
         weights += [_weight_beside(model, fqn, entry) for fqn, entry in entries.items() if fqn not in known]
     kept = _kept_in_float32(model, dtype)
@@ -419,6 +429,20 @@ def _weights_of(model: nn.Module, entries: Mapping[str, Entry]) -> list[_Weight]
                 weight.fqns.append(fqn)
                 weight.places.append((table, name))
     return list(found.values())
+
+
+def _check_sizes(weights: Sequence[_Weight], path: Path) -> None:
+    """
+    Raises:
+        GroupFileError: a weight has another size in its file, so the files are those of another model.
+    """
+    for weight in weights:
+        entry = weight.entry
+        if entry is not None and entry.dtype in _FLOATS and entry.num_elements != weight.tensor.numel():
+            raise GroupFileError(
+                f"{path} is that of another model than the files: {weight.fqns[0]} has {entry.num_elements} numbers there, and "
+                f"{weight.tensor.numel()} in the model. Save the model there again (save_pretrained), or download it again."
+            )
 
 
 def _weight_beside(model: nn.Module, fqn: str, entry: Entry) -> _Weight:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..base.device import backend_for
 from ..base.progress import progress_bar
 from ..base.terminal import add_row, new_console, new_table, say
 from ..errors import ConfigError
@@ -46,6 +47,7 @@ def _pack(arguments: argparse.Namespace) -> int:
         if arguments.device is not None:
             raise ConfigError(f"--device {arguments.device}: it needs Triton, and there is none. Pass --device cpu.")
         device = torch.device("cpu")
+    device = backend_for(device).device
     models = models_in(find_checkpoint(arguments.model))
     packed: dict[str, PackedModel] = {}
     for name, model in models.items():

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from ..base.terminal import add_row, new_console, new_table, say
 from ..base.tuning import tuning
-from ..errors import ConfigError, GroupFileError
+from ..errors import ConfigError
 from ..integrations.sharing import DENOISERS, NUM_STEPS
 from ..packing.codec import MIN_SAVING
 from ..plan.budgets import describe_bytes, parse_bytes
@@ -49,7 +49,7 @@ from ..report.facts import (
     plan_as_dict,
     predicted_pass,
 )
-from ..report.page import check_path, write_page
+from ..report.page import check_path, write_page, write_text
 from . import bench
 from .arguments import find_checkpoint, named_dtype, path_of
 from .outline import Outline, OutlinedGroup, outline
@@ -599,7 +599,4 @@ def _write_chart(path: Path, components: Sequence[_Component], asked: _Asked) ->
     facts = f"RAM to device {base.speeds.h2d / 1e9:.3g} GB/s, drive {base.speeds.drive / 1e9:.3g} GB/s"
     if component.is_timed:
         facts += f", compute {asked.step_seconds:.3g} s"
-    try:
-        path.write_text(draw_chart(title, facts, sizes, lines, chosen), encoding="utf-8")
-    except OSError as error:
-        raise GroupFileError(f"Cannot write {path}: {error.strerror or error}.") from error
+    write_text(path, draw_chart(title, facts, sizes, lines, chosen))

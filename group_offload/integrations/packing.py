@@ -71,9 +71,11 @@ def pack_model(
     except GroupOffloadError:
         raise
     except Exception as error:  # whatever a library raises over files that it does not understand
+        remedy = "Save the model there again (save_pretrained), or download it again."
+        if any("\ud800" <= letter <= "\udfff" for letter in str(path)):
+            remedy = "The path is not in UTF-8, and safetensors opens no such path: rename it."
         raise GroupFileError(
-            f"{model_class.__name__}.from_pretrained cannot load {path}: {type(error).__name__}: {error}. Save the model there "
-            f"again (save_pretrained), or download it again."
+            f"{model_class.__name__}.from_pretrained cannot load {path}: {type(error).__name__}: {error}. {remedy}"
         ) from error
     handle = handle_of(model)
     assert handle is not None and handle._engine is not None

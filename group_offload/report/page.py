@@ -44,11 +44,24 @@ def write_page(facts: ReportFacts, path: str | os.PathLike[str]) -> Path:
     """
     found = Path(path)
     check_path(found)
-    try:
-        os.close(publish_anew(found, render(facts).encode("utf-8", "replace")))
-    except OSError as error:
-        raise GroupFileError(f"Cannot write {found}: {error.strerror or error}.") from error
+    write_text(found, render(facts))
     return found
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, whole or not at all. A link goes on to lead to it, and a device or a pipe (/dev/stdout) gets the text.
+
+    Raises:
+        GroupFileError: the file cannot be written.
+    """
+    content = text.encode("utf-8", "replace")
+    try:
+        if path.exists() and not path.is_file():
+            path.write_bytes(content)
+        else:
+            os.close(publish_anew(path.resolve() if path.is_symlink() else path, content))
+    except (OSError, RuntimeError) as error:  # links in a circle
+        raise GroupFileError(f"Cannot write {path}: {getattr(error, 'strerror', None) or error}.") from error
 
 
 def check_path(path: Path) -> None:

@@ -373,6 +373,25 @@ def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str
     assert caught.value.code == 2 and "usage: group-offload" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["vram", "dtype", "html", "steps", "step-seconds"])
+def test_an_option_whose_value_argparse_takes_away(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is a list then, in versions of Python before 3.13."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["plan", ".", f"--{option}=--"])
+    assert caught.value.code == 2 and f"argument --{option}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["stdin", "stdout", "stderr"])
+def test_a_process_without_a_stream(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`verify` says by its status alone whether files are damaged."""
+    removed = unneeded(folder)
+    for arguments, status in ((["verify"], cli.OK), (["verify", "--json"], cli.OK), (["prune"], cli.FAILED)):
+        monkeypatch.setattr(sys, name, None)
+        assert cli.main([*arguments, str(folder)]) == status
+        getattr(sys, name).close()
+    assert removed <= names(folder)
+
+
 def test_interrupt(folder: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt

@@ -154,6 +154,7 @@ def test_nothing_to_pack(run: Terminal, tmp_path: Path) -> None:
         (["--dtype", "x", "{model}"], "no such dtype"),
         (["--device", "meta", "{model}"], "needs Triton"),
         (["--device", "x", "{model}"], "not a device"),
+        (["--device", "cpu:5", "{model}"], "there is one CPU device"),
         (["{model}/config.json"], "no checkpoint"),
         (["{empty}"], "no safetensors files"),
     ],
@@ -164,6 +165,12 @@ def test_bad_input(run: Terminal, tmp_path: Path, checkpoint: Path, arguments: l
     given = [argument.format(**names) for argument in arguments]
     assert problem in " ".join(run("pack", *given, tmp_path / "groups", status=2).split())
     assert not (tmp_path / "groups").exists()
+
+
+def test_a_path_that_libraries_cannot_open(run: Terminal, tmp_path: Path, checkpoint: Path) -> None:
+    odd = tmp_path / "m\udcff"
+    checkpoint.rename(odd)
+    assert "rename it" in run("pack", odd, tmp_path / "groups", status=2)
 
 
 def test_the_file_that_is_named_is_packed(run: Terminal, tmp_path: Path, checkpoint: Path) -> None:

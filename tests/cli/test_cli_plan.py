@@ -13,6 +13,7 @@ import socket
 import stat
 import struct
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
@@ -491,6 +492,18 @@ def test_pipelines_that_are_none(tmp_path: Path) -> None:
             outline(folder)
 
 
+def test_files_of_another_model(tmp_path: Path, run: Terminal) -> None:
+    """from_pretrained would refuse them. What is planned would be neither of the two."""
+    transformer = diffusers.FluxTransformer2DModel(
+        num_layers=1, num_single_layers=1, attention_head_dim=8, num_attention_heads=2, axes_dims_rope=(2, 2, 4)
+    )
+    transformer.save_pretrained(tmp_path)
+    run("plan", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_attention_heads": 4}))
+    assert "is that of another model than the files" in run("plan", tmp_path, status=2)
+
+
 def test_dtypes(model: Path) -> None:
     with pytest.raises(ConfigError, match="floating point"):
         outline(model, torch.int8)
@@ -680,6 +693,8 @@ ERRORS: dict[str, tuple[list[str], str]] = {
     "dtype": (["--dtype", "bf17"], "--dtype bf17"),
     "no dtype": (["--dtype", "nn"], "--dtype nn"),
     "an integer": (["--dtype", "int8"], "floating point"),
+    "scales": (["--dtype", "float8_e8m0fnu"], "floating point"),
+    "two in one": (["--dtype", "float4_e2m1fn_x2"], "floating point"),
     "seconds": (["--step-seconds", "-1"], "--step-seconds"),
     "not a number": (["--step-seconds", "nan"], "--step-seconds"),
     "steps": (["--steps", "0"], "--steps"),
@@ -767,6 +782,28 @@ def test_page(pipeline: Path, tmp_path: Path, run: Terminal) -> None:
     assert "Wrote" in run("plan", pipeline / "transformer", "--html", path)  # without budgets
     [found] = Page(path).facts["models"]
     assert found["gains"]["VRAM"] > 0 and found["gains"]["RAM"] == 0
+
+
+@pytest.mark.parametrize("option", ["--chart", "--html"])
+def test_what_is_written_to_may_be_no_file(option: str, model: Path, tmp_path: Path, run: Terminal) -> None:
+    """A link goes on to lead to a file, a pipe and a device stay what they are."""
+    file, link, pipe = tmp_path / "file", tmp_path / "link", tmp_path / "pipe"
+    file.write_text("old")
+    link.symlink_to(file)
+    os.mkfifo(pipe)
+    run("plan", model, option, link)
+    assert link.is_symlink() and file.read_text().startswith(("<svg", "<!DOCTYPE html>"))
+    read: list[str] = []
+    thread = threading.Thread(target=lambda: read.append(pipe.read_text()))
+    thread.start()
+    run("plan", model, option, pipe)
+    thread.join(10)
+    assert read == [file.read_text()] and pipe.is_fifo()
+    full, loop = tmp_path / "full", tmp_path / "loop"
+    full.symlink_to("/dev/full")
+    loop.symlink_to(loop)
+    assert "No space left" in run("plan", model, option, full, status=2)
+    assert str(loop) in run("plan", model, option, loop, status=2)
 
 
 def test_speeds_that_were_measured(model: Path, run: Terminal) -> None:
