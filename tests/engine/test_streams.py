@@ -133,6 +133,28 @@ def test_the_host_never_waits(options: dict[str, Any]) -> None:
         handle.remove()
 
 
+def test_each_walk_through_what_comes_next_starts_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A walk takes the host time, which at leaf level is more than what a small layer computes."""
+    tune(monkeypatch, min_window_bytes=1 << 16)
+    walks: list[int] = []
+    upcoming, send = Schedule.upcoming, lookahead.LookAhead._send
+    monkeypatch.setattr(Schedule, "upcoming", lambda self, **options: walks.append(0) or upcoming(self, **options))
+
+    def counted(self: lookahead.LookAhead, *args: Any, **options: Any) -> None:
+        walks[-1] += 1
+        send(self, *args, **options)
+
+    monkeypatch.setattr(lookahead.LookAhead, "_send", counted)
+    device, model = SimulatedDevice(0, "lazy"), nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(200)))
+    with use_simulated_device(device):
+        handle = offload(model, offload_type="leaf_level")
+        for _ in range(3):
+            walks.clear()
+            forward(device, model, torch.randn(2, DIM))
+        assert sum(walks) > 20 and walks.count(0) < len(walks) / 4, walks
+        handle.remove()
+
+
 def test_the_host_waits_for_copies_from_what_can_be_edited() -> None:
     """Where the system does not tell which weights were edited, they rest in the memory that copies read."""
     device = SimulatedDevice(0, "lazy")

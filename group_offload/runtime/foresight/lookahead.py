@@ -69,6 +69,8 @@ class LookAhead:
         """Whether other groups may be startable than at the last look."""
         self._blockers: set[Group] = set()
         """The groups for whose bytes the next blob waits."""
+        self._soon: set[Group] = set()
+        """The groups that come next, as far as the last look went."""
         self._has_warned_of_alias = False
 
     def reset(self, groups: Sequence[Group], *, wraps: bool) -> None:
@@ -155,8 +157,16 @@ class LookAhead:
 
     def was_released(self, group: Group) -> None:
         """The last call that held the group let it go."""
-        if group in self._blockers:
+        if group in self._blockers and not self._has_neighbours_to_come(group):
             self._is_behind = True
+
+    def _has_neighbours_to_come(self, group: Group) -> bool:
+        """Whether the group's slot is needed all the same, for others that came with it."""
+        slot = group.slot
+        return slot is not None and any(
+            other is not group and (other.holds or (other in slot.unused and other in self._soon))
+            for other in slot.groups
+        )
 
     def is_on_its_way(self, group: Group) -> bool:
         """Whether the group's blobs were started, or are read before there is a slot for them."""
@@ -199,6 +209,7 @@ class LookAhead:
         self._memory.next_bytes = None
         self._blockers = set()
         walk = _Walk()
+        self._soon = walk.soon
         if not has_slots:
             walk.full.update(self._memory.ring_sizes)
         run: list[Group] = []
