@@ -81,7 +81,7 @@ class LookAhead:
         """
         self.schedule = Schedule(first_guess(groups))
         self._outer = [group for group in groups if group.height and group.num_bytes]
-        self._blockers = set()
+        self._blockers, self._soon = set(), set()
         self.wraps = wraps
         self._is_last = False
         self.note_tiers(groups)
@@ -99,7 +99,7 @@ class LookAhead:
             is_whole: Whether the learnt order is intact.
         """
         self._ahead.clear()
-        self._blockers = set()
+        self._blockers, self._soon = set(), set()
         if is_whole:
             self.schedule.end(completed=False)
         else:
