@@ -51,7 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if test in slow_tests():
             slow.setdefault(test, []).append(item)
     for test, cases in slow.items():
-        for item in cases[slow_tests()[test] :]:
+        runs_first = slow_tests()[test]
+        for item in cases[1:] if runs_first else cases:
             item.add_marker("slow")
         for number in {*range(len(cases))} - {*run_by_ci(len(cases), commit())} if "CI" in os.environ else ():
             if cases[number].get_closest_marker("slow") is not None:

@@ -162,13 +162,30 @@ def _models_in(path: Path) -> dict[str, tuple[Path, list[Path], str, str]]:
             )
         return {"": (path, files, "", "")}
     models = {}
-    for name, entry in _read_json(index).items():
-        is_part = isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str) for part in entry)
-        if is_part and name.isidentifier() and (files := _files_of(path / name)):
-            models[name] = (path / name, files, *entry)
+    for name, (library, class_name) in _parts_in(index).items():
+        if files := _files_of(path / name):
+            models[name] = (path / name, files, library, class_name)
     if not models:
         raise GroupFileError(f"{path} is a pipeline without safetensors files.")
     return models
+
+
+def _parts_in(index: Path) -> dict[str, tuple[str, str]]:
+    """The parts of a pipeline, each with its library and its class, as the index names them."""
+    return {
+        name: (entry[0], entry[1])
+        for name, entry in _read_json(index).items()
+        if name.isidentifier()
+        and isinstance(entry, list)
+        and len(entry) == 2
+        and all(isinstance(part, str) for part in entry)
+    }
+
+
+def absent_parts(path: Path) -> list[str]:
+    """The parts that the index of a pipeline names, and that are not there: what was downloaded may not be all of it."""
+    index = path / "model_index.json"
+    return [name for name in _parts_in(index) if not (path / name).is_dir()] if index.exists() else []
 
 
 # ------------------------------------------------------------------------------------------------ files

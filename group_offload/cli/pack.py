@@ -18,7 +18,7 @@ from ..integrations.packing import PackedModel, pack_model
 from ..packing.codec import can_unpack
 from ..plan.budgets import describe_bytes
 from .arguments import check_dtype, chosen_device, find_checkpoint, named_dtype, path_of
-from .outline import models_in
+from .outline import absent_parts, models_in
 
 
 def add_command(commands: Any) -> None:
@@ -48,7 +48,8 @@ def _pack(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--device {arguments.device}: it needs Triton, and there is none. Pass --device cpu.")
         device = torch.device("cpu")
     device = backend_for(device).device
-    models = models_in(find_checkpoint(arguments.model))
+    path = find_checkpoint(arguments.model)
+    models = models_in(path)
     packed: dict[str, PackedModel] = {}
     for name, model in models.items():
         with ExitStack() as stack:
@@ -84,6 +85,9 @@ def _pack(arguments: argparse.Namespace) -> int:
             worst.group_id if worst else "",
         )
     console.print(table)
+    absent = absent_parts(path)
+    if absent:
+        say(console, f"Not packed, because {path} does not have it: {', '.join(absent)}.")
     num_changed = sum(each.num_changed for each in packed.values())
     if num_changed:
         say(

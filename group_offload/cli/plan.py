@@ -52,7 +52,7 @@ from ..report.facts import (
 from ..report.page import check_path, write_page, write_text
 from . import bench
 from .arguments import find_checkpoint, named_dtype, path_of
-from .outline import Outline, OutlinedGroup, outline
+from .outline import Outline, OutlinedGroup, absent_parts, outline
 
 _GIB = 1 << 30
 _PROCESS_RAM = "1.5GiB"
@@ -216,6 +216,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     if len(components) > 1:
         seconds = sum(each.uses * each.plan.prediction.step_seconds for each in components)
         say(console, f"One image or video, all passes of all models: {seconds:.4g} s.")
+    absent = absent_parts(path)
+    if absent:
+        say(console, f"Not planned, because {path} does not have it: {', '.join(absent)}.")
     legends = (_LEGEND, _PACKED_LEGEND) if asked.packs else (_LEGEND,)
     for sentence in (*legends, *_notes(asked, source, components)):
         say(console, sentence)

@@ -386,9 +386,9 @@ def test_a_process_without_a_stream(name: str, folder: Path, monkeypatch: pytest
     """`verify` says by its status alone whether files are damaged."""
     removed = unneeded(folder)
     for arguments, status in ((["verify"], cli.OK), (["verify", "--json"], cli.OK), (["prune"], cli.FAILED)):
-        monkeypatch.setattr(sys, name, None)
+        monkeypatch.setattr(cli.sys, name, None)
         assert cli.main([*arguments, str(folder)]) == status
-        getattr(sys, name).close()
+        getattr(cli.sys, name).close()
     assert removed <= names(folder)
 
 

@@ -134,8 +134,10 @@ def test_a_pipeline_whose_weights_are_cast(run: Terminal, tmp_path: Path) -> Non
     path, folder = tmp_path / "pipe", tmp_path / "groups"
     save(path / "transformer", dtype=torch.float32)
     index = {"_class_name": "FluxPipeline", "transformer": ["diffusers", "FluxTransformer2DModel"]}
+    index |= {"vae": ["diffusers", "AutoencoderKL"]}  # which is not there
     (path / "model_index.json").write_text(json.dumps(index))
-    assert "transformer" in run("pack", path, folder, "--dtype", "bfloat16", "--device", "cpu")
+    said = run("pack", path, folder, "--dtype", "bfloat16", "--device", "cpu")
+    assert "transformer" in said and f"Not packed, because {path} does not have it: vae." in said
     assert packed_files(folder)
     assert {each.dtype for each in weights_in(folder).values()} == {torch.bfloat16}
 

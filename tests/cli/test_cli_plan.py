@@ -682,6 +682,13 @@ def test_plan_of_a_pipeline(pipeline: Path, run: Terminal) -> None:
     assert "One image or video" in said and "taken as nothing for text_encoder" in said
 
 
+def test_a_part_that_is_not_there(pipeline: Path, run: Terminal) -> None:
+    """Of a download that was broken off, say: without it the pipeline does not open."""
+    assert "Not planned" not in run("plan", pipeline)
+    (pipeline / "scheduler").rmdir()
+    assert f"Not planned, because {pipeline} does not have it: scheduler." in run("plan", pipeline)
+
+
 ERRORS: dict[str, tuple[list[str], str]] = {
     "vram": (["--vram", "8G"], "8GiB"),
     "vram of nothing": (["--vram", "0"], "more than 0"),
@@ -785,8 +792,9 @@ def test_page(pipeline: Path, tmp_path: Path, run: Terminal) -> None:
 
 
 @pytest.mark.parametrize("option", ["--chart", "--html"])
-def test_what_is_written_to_may_be_no_file(option: str, model: Path, tmp_path: Path, run: Terminal) -> None:
+def test_what_is_written_to_may_be_no_file(option: str, tmp_path: Path, run: Terminal) -> None:
     """A link goes on to lead to a file, a pipe and a device stay what they are."""
+    model = write_model(tmp_path / "model", blocks("blocks", 2, MIB))
     file, link, pipe = tmp_path / "file", tmp_path / "link", tmp_path / "pipe"
     file.write_text("old")
     link.symlink_to(file)
