@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,9 +62,7 @@ def _pack(arguments: argparse.Namespace) -> int:
                 variant=model.variant,
                 dtype=dtype or model.dtype,
                 device=device,
-                on_start=lambda total, stack=stack, name=name: stack.enter_context(  # type: ignore[misc]
-                    progress_bar(total, f"Packing {name}".rstrip())
-                ),
+                on_start=partial(_begin_bar, stack, f"Packing {name}".rstrip()),
             )
     if arguments.json:
         print(json.dumps({name: asdict(each) for name, each in packed.items()}, indent=2))
@@ -96,3 +96,7 @@ def _pack(arguments: argparse.Namespace) -> int:
             f"prune {arguments.folder}` removes the old files.",
         )
     return 0
+
+
+def _begin_bar(stack: ExitStack, title: str, total_bytes: int) -> Callable[[int], None]:
+    return stack.enter_context(progress_bar(total_bytes, title))

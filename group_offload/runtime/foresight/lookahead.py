@@ -67,10 +67,8 @@ class LookAhead:
         """The groups that are read before there is a slot for them."""
         self._is_behind = False
         """Whether other groups may be startable than at the last look."""
-        self._blockers: set[Group] = set()
-        """The groups for whose bytes the next blob waits."""
-        self._soon: set[Group] = set()
-        """The groups that come next, as far as the last look went."""
+        self._blockers: dict[Group, set[Group]] = {}
+        """The groups for whose bytes the next blob waits, each with those of its slot that are still needed."""
         self._has_warned_of_alias = False
 
     def reset(self, groups: Sequence[Group], *, wraps: bool) -> None:
@@ -81,7 +79,7 @@ class LookAhead:
         """
         self.schedule = Schedule(first_guess(groups))
         self._outer = [group for group in groups if group.height and group.num_bytes]
-        self._blockers, self._soon = set(), set()
+        self._blockers = {}
         self.wraps = wraps
         self._is_last = False
         self.note_tiers(groups)
@@ -99,7 +97,7 @@ class LookAhead:
             is_whole: Whether the learnt order is intact.
         """
         self._ahead.clear()
-        self._blockers, self._soon = set(), set()
+        self._blockers = {}
         if is_whole:
             self.schedule.end(completed=False)
         else:
@@ -157,16 +155,10 @@ class LookAhead:
 
     def was_released(self, group: Group) -> None:
         """The last call that held the group let it go."""
-        if group in self._blockers and not self._has_neighbours_to_come(group):
-            self._is_behind = True
-
-    def _has_neighbours_to_come(self, group: Group) -> bool:
-        """Whether the group's slot is needed all the same, for others that came with it."""
-        slot = group.slot
-        return slot is not None and any(
-            other is not group and (other.holds or (other in slot.unused and other in self._soon))
-            for other in slot.groups
-        )
+        needed = self._blockers.pop(group, None)
+        if needed is not None:
+            needed.discard(group)
+            self._is_behind |= not needed
 
     def is_on_its_way(self, group: Group) -> bool:
         """Whether the group's blobs were started, or are read before there is a slot for them."""
@@ -207,9 +199,8 @@ class LookAhead:
             return
         self._is_behind = False
         self._memory.next_bytes = None
-        self._blockers = set()
+        self._blockers = {}
         walk = _Walk()
-        self._soon = walk.soon
         if not has_slots:
             walk.full.update(self._memory.ring_sizes)
         run: list[Group] = []
@@ -327,8 +318,9 @@ class LookAhead:
         """Start the blobs of `run` in one slot. False if only groups that are needed sooner could make room."""
 
         def may_evict(slot: Slot[Group]) -> bool:
-            if any(group.holds or group in soon for group in slot.groups):
-                self._blockers.update(slot.groups)
+            needed = {group for group in slot.groups if group.holds or group in soon}
+            if needed:
+                self._blockers.update(dict.fromkeys(needed, needed))
                 return False
             if self._memory.is_kept(slot):  # frames of a call that raised keep it for a moment only
                 self._is_behind = True
