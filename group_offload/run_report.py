@@ -183,10 +183,10 @@ def _device(name: str, runs: Sequence[Run]) -> MemoryFacts:
         PartFacts("weights that take turns", max(run.engine.slot_bytes for run in runs), "locked"),
         PartFacts("parameters that are trained", sum(run.stats["trainable_bytes"] for run in runs), "decode"),
     ]
-    peak = backend.peak_bytes_in_use()
+    peak = backend.peak_reserved_bytes()
     others = max(0, peak - sum(part.num_bytes for part in parts))
     parts.append(PartFacts("activations and everything else", others, "pass"))
-    sentences = ["The last part is what torch had allocated at its peak, beyond the others."] if others else []
+    sentences = ["The last part is what torch had reserved at its peak, beyond the others."] if others else []
     if not given:
         sentences.append("No vram_budget was given: no weights stay on the device between passes.")
     return MemoryFacts(

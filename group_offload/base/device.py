@@ -10,14 +10,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, cached_property
 from typing import Any, Protocol
 
 import torch
 
 from ..errors import DeviceError
 from .system import ram_of_machine
+from .torch_internals import set_allocator, watch_refusals
 
 logger = logging.getLogger("group_offload")
 
@@ -84,8 +85,11 @@ class Backend(Protocol):
     def bytes_in_use(self) -> int:
         """Device memory in use by this process: weights, activations, everything. Takes some time to find out."""
 
-    def peak_bytes_in_use(self) -> int:
-        """The most that `bytes_in_use` has been since `reset_peak`."""
+    def reserved_bytes(self) -> int:
+        """Device memory that this process has taken: in use, or kept by its allocator for the next use."""
+
+    def peak_reserved_bytes(self) -> int:
+        """The most that `reserved_bytes` has been since `reset_peak`."""
 
     def reset_peak(self) -> None: ...
 
@@ -93,10 +97,31 @@ class Backend(Protocol):
         """The device's memory."""
 
     def free_bytes(self) -> int:
-        """What this process could take of it, or has taken and uses no more."""
+        """What this process could take of it, beside what it has taken."""
 
     def release_unused(self) -> None:
         """Give memory that was freed back to the device, so that it can be had in pieces of other sizes."""
+
+    def avoid_fragments(self, *, is_shared: bool) -> None:
+        """Let memory be taken so that freed pieces can be joined, unless the user has decided how it is taken.
+
+        Args:
+            is_shared: Whether other processes open the memory. They cannot if it can be joined.
+        """
+
+    def refusals(self) -> tuple[int, int]:
+        """How often this process was refused device memory, also where an operator caught the error; and the bytes that it
+        asked for the last time. (0, 0) as long as nothing was refused, and where nothing tells."""
+
+    def generator_state(self) -> object:
+        """The state of the device's random generator. Two are equal if nothing was drawn in between."""
+
+    def other_algorithms(self) -> contextlib.AbstractContextManager[object]:
+        """Let operators that were refused memory for the algorithm that they chose first look for one again.
+
+        cuDNN remembers, for each shape and thread, the algorithm that it found memory for: then it has to be asked in another
+        way to choose that of an empty device.
+        """
 
     def free(self, memory: torch.Tensor) -> None:
         """Give memory from `empty` back. Its owner stream, and streams marked by `record_stream`, may still use it."""
@@ -207,7 +232,10 @@ class HostBackend:
     def bytes_in_use(self) -> int:
         return 0
 
-    def peak_bytes_in_use(self) -> int:
+    def reserved_bytes(self) -> int:
+        return 0
+
+    def peak_reserved_bytes(self) -> int:
         return 0
 
     def reset_peak(self) -> None:
@@ -221,6 +249,18 @@ class HostBackend:
 
     def release_unused(self) -> None:
         pass
+
+    def avoid_fragments(self, *, is_shared: bool) -> None:
+        pass
+
+    def refusals(self) -> tuple[int, int]:
+        return 0, 0
+
+    def generator_state(self) -> object:
+        return None
+
+    def other_algorithms(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
 
     def free(self, memory: torch.Tensor) -> None:
         pass
@@ -258,6 +298,8 @@ class AcceleratorBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        if device.type == "cuda":
+            _watch_refusals()
 
     def current_stream(self) -> Stream:
         return torch.accelerator.current_stream(self.device.index)  # a device would be looked at for long
@@ -298,10 +340,13 @@ class AcceleratorBackend:
             return plain_empty(num_bytes, self.device)
 
     def bytes_in_use(self) -> int:
-        return self._bytes_allocated("current")
+        return self._bytes("allocated_bytes", "current")
 
-    def peak_bytes_in_use(self) -> int:
-        return self._bytes_allocated("peak")
+    def reserved_bytes(self) -> int:
+        return self._bytes("reserved_bytes", "current")
+
+    def peak_reserved_bytes(self) -> int:
+        return self._bytes("reserved_bytes", "peak")
 
     def reset_peak(self) -> None:
         self._runtime.reset_peak_memory_stats(self.device)
@@ -310,17 +355,38 @@ class AcceleratorBackend:
         return int(self._runtime.get_device_properties(self.device).total_memory)
 
     def free_bytes(self) -> int:
-        free, _ = self._runtime.mem_get_info(self.device)
-        kept = self._runtime.memory_reserved(self.device) - self._runtime.memory_allocated(self.device)
-        return int(free + kept)
+        free, total = self._runtime.mem_get_info(self.device)
+        if getattr(self._runtime.get_device_properties(self.device), "is_integrated", False):
+            # The device's memory is the host's: what the page cache holds of it can be had too.
+            free = max(free, ram_of_machine("available"))
+        fraction = getattr(self._runtime.memory, "get_per_process_memory_fraction", None)
+        share = 1.0 if fraction is None else fraction(self.device)
+        return int(free) if share >= 1 else max(0, min(int(free), int(total * share) - self.reserved_bytes()))
 
     def release_unused(self) -> None:
         self._runtime.empty_cache()
 
-    def _bytes_allocated(self, which: str) -> int:
+    def avoid_fragments(self, *, is_shared: bool) -> None:
+        if self.device.type == "cuda":
+            set_allocator(f"expandable_segments:{not is_shared}")
+
+    def refusals(self) -> tuple[int, int]:
+        return _refused.get(self.device, (0, 0))
+
+    def generator_state(self) -> object:
+        generators = getattr(self._runtime, "default_generators", ())
+        if self.device.type != "cuda" or not generators:
+            return self._runtime.get_rng_state(self.device).numpy().tobytes()
+        generator = generators[self.device.index]
+        return generator.initial_seed(), generator.get_offset()
+
+    def other_algorithms(self) -> contextlib.AbstractContextManager[object]:
+        return _deterministic_cudnn() if self.device.type == "cuda" else contextlib.nullcontext()
+
+    def _bytes(self, which: str, when: str) -> int:
         # What memory_allocated() looks up, without all that it sorts before.
         stats = self._runtime.memory.memory_stats_as_nested_dict(self.device)
-        return int(stats["allocated_bytes"]["all"][which]) if stats else 0
+        return int(stats[which]["all"][when]) if stats else 0
 
     @property
     def _runtime(self) -> Any:
@@ -443,6 +509,30 @@ def plain_empty(num_bytes: int, device: torch.device) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     with torch.inference_mode(False):
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+@contextlib.contextmanager
+def _deterministic_cudnn() -> Iterator[None]:
+    """An algorithm that is not deterministic has no bits to keep. The others are chosen anew, in the same order."""
+    before = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.deterministic = before
+
+
+_refused: dict[torch.device, tuple[int, int]] = {}
+"""For each CUDA device, how often memory was refused, and the bytes of the last time."""
+
+
+@cache
+def _watch_refusals() -> None:
+    def note(index: int, num_bytes: int) -> None:
+        device = torch.device("cuda", index)
+        _refused[device] = _refused.get(device, (0, 0))[0] + 1, num_bytes
+
+    watch_refusals(note)
 
 
 _backends: dict[torch.device, Backend] = {}

@@ -7,6 +7,7 @@ works on the frame that calls it, with a literal. tests/units/test_torch_interna
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -49,6 +50,7 @@ __all__ = [
     "push_function_mode",
     "push_mode",
     "push_saved_tensors_hooks",
+    "set_allocator",
     "set_eval_frame",
     "storage_use_count",
     "store_of_processes",
@@ -56,6 +58,7 @@ __all__ = [
     "tree_flatten",
     "tree_leaves",
     "tree_unflatten",
+    "watch_refusals",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -170,6 +173,52 @@ try:
     from torch._C._dynamo.guards import TensorGuards
 except ImportError:
     TensorGuards = None  # type: ignore[assignment,misc]
+
+
+_ALLOCATOR_VARIABLES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
+_set_allocator: list[str] = []
+"""The settings of the device's allocator that this package made last. Torch tells what is set, not by whom."""
+
+
+def set_allocator(settings: str) -> bool:
+    """Set how torch's allocator of device memory works (`"expandable_segments:True"`), unless the user has decided on it.
+
+    What was allocated before stays as it is. No public call sets this once torch was imported.
+
+    Returns:
+        Whether it was set.
+    """
+    native = torch.cuda.is_available() and torch.cuda.get_allocator_backend() == "native"
+    if not native or sys.platform != "linux" or any(map(os.environ.get, _ALLOCATOR_VARIABLES)):
+        return False
+    get: Any = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # not in torch 2.11
+    if get is None:
+        now = torch.cuda.memory._snapshot().get("allocator_settings", {})
+        given = next((value for name, value in now.items() if name.endswith("ALLOC_CONF")), "")
+    else:
+        given = get()
+    if given not in ("", *_set_allocator[-1:]):
+        return False
+    if settings != given:
+        change: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # torch 2.8 has it elsewhere
+        (change or torch.cuda.memory._set_allocator_settings)(settings)
+        _set_allocator.append(settings)
+    return True
+
+
+def watch_refusals(listener: Callable[[int, int], None]) -> bool:
+    """Call `listener(device_index, num_bytes)` whenever torch's CUDA allocator cannot have memory, from now on and for ever.
+
+    Operators may catch that error: cuDNN then computes a convolution in another way, with other bits, and nobody hears of it.
+
+    Returns:
+        Whether this torch tells.
+    """
+    attach: Any = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is None:
+        return False
+    attach(lambda device, num_bytes, total, free: listener(device, num_bytes))
+    return True
 
 
 def store_of_processes() -> Any:

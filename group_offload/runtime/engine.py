@@ -26,7 +26,7 @@ from ..stores.group_file import GroupFile
 from ..weights import TensorRef
 from . import turns
 from .backward import Backward
-from .budget.budgeter import Kind
+from .budget.need import Kind
 from .changes import Changes
 from .convoy.passes import SharedPasses
 from .copies.cached import CachedFiles
@@ -70,6 +70,7 @@ class Engine:
         self.counters = Counters()
         self._refs: tuple[TensorRef, ...] = ()
         backend = config.backend
+        backend.avoid_fragments(is_shared=config.process_group is not None and config.share is not False)
         path = config.offload_to_disk_path
         self._folder = None if path is None else Folder(path, type(root).__name__, is_verified=config.verify_files)
         self._trained = Trained(backend)

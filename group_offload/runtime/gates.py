@@ -55,6 +55,7 @@ from .convoy.sharing import Sharing
 from .groups.group import Group
 from .passes import Passes
 from .placer import Placer
+from .repeat import Repeater
 from .skips import OwnForward, own_forward
 from .tables import GatheredRows
 
@@ -84,6 +85,7 @@ class Gate(Around):
         self.tables: tuple[Group, ...] = ()
         """The table of an embedding that stays where it rests."""
         self._gates = gates
+        self._repeater = Repeater(module, gates.passes, _is_ours)
         self.compiled = module.__dict__.get(COMPILED_CALL)
         self.bypassing: BypassingCall | None = None
         """A call in progress that bypassed the gate. A forward hook will end it."""
@@ -170,13 +172,7 @@ class Gate(Around):
                 call = partial(_call_in_range, call, self.groups[-1].group_id)
             late = nullcontext() if own is None else own.preceded_by(partial(passes.acquire_late, this))
             with backward.hooks() or nullcontext(), late:
-                selective.show(modes)
-                set_eval_frame(compiler)
-                try:
-                    output = call(*args, **kwargs)
-                finally:
-                    set_eval_frame(None)
-                    selective.hide()
+                output = self._repeater.call(call, args, kwargs, compiler, modes)
             if torch.is_grad_enabled():
                 backward.check_graph(output)
                 kept = [group for group in self.groups if group.has_beside]
@@ -187,7 +183,7 @@ class Gate(Around):
             return output
         except torch.OutOfMemoryError as error:
             if gates.placer.has_budget and not passes.is_inside_a_call:
-                raise gates.placer.too_little(error, passes.kind) from error
+                raise gates.placer.too_little(error) from error
             raise
         finally:
             passes.end_call(this)

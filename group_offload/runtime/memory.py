@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from heapq import nlargest
 from typing import Any
+from weakref import WeakMethod
 
+import torch
 from torch import nn
 
 from ..base.compiled import is_compiled
@@ -17,6 +19,7 @@ from ..partition import partition
 from ..plan.placement import NUM_BERTHS
 from ..stores.base import PlacedBlob
 from .copies.transfer import Transfer
+from .foresight.schedule import Schedule
 from .groups.group import Group
 from .groups.packed import PackedGroup
 from .measure.counters import Counters
@@ -59,20 +62,18 @@ class DeviceMemory:
         self._arena = arena_for(backend)
         self._lease: Lease[Group] | None = None
         """The lease is kept between passes, unless another module's pass takes the memory."""
-        self.staying: Residents[Any] = Residents()
-        """The slots of groups that stay on the device between passes, unless another module's pass displaces them."""
+        self.staying: Residents[Any] = Residents(WeakMethod(self._evict_last_needed))
+        """The slots of groups that stay on the device between passes, unless they give way: see `Arena`."""
         self.spared: Collection[Residents[Any]] = ()
-        """What other modules have there, and keep in this module's pass if the pass can do without that memory."""
+        """Residents of other modules that are worth more than this module's."""
+        self.schedule = Schedule(())
+        """Tells which groups are needed last."""
         self._residents: frozenset[Group | PackedGroup] = frozenset()
         """Groups, and packed groups, that are to stay on the device between passes."""
         self.resident_room = 0
         """Device memory that groups may stay in between passes."""
         self.ring_sizes: dict[int, int] = {}
         """For each height, the bytes that its groups take turns in."""
-        self.owed_bytes = 0
-        """What the module that runs next takes of the room of `staying`, and was not given up yet."""
-        self._given_up: set[Group] = set()
-        """The groups that the pass in progress has given up of it."""
         self._berth_bytes = 0
         """The bytes that packed bytes land in."""
         self._reading_bytes = 0
@@ -185,58 +186,65 @@ class DeviceMemory:
 
     @property
     def others_bytes(self) -> int:
-        """The bytes of other modules' slots, which give way."""
-        return self._arena.others_bytes(self._lease) + self._arena.others_resident_bytes(self.staying, self.spared)
-
-    @property
-    def all_others_bytes(self) -> int:
-        """The same, with what `spared` take."""
+        """The bytes of other modules' slots and residents, which give way."""
         return self._arena.others_bytes(self._lease) + self.others_resident_bytes
 
     @property
     def others_resident_bytes(self) -> int:
-        """The bytes of other modules' groups that stay on the device."""
+        """The bytes of other modules' residents."""
         return self._arena.others_resident_bytes(self.staying)
 
+    @property
+    def spared_bytes(self) -> int:
+        """What the residents of models that are worth more take, or would take."""
+        return sum(max(each.num_bytes, each.wanted_bytes) for each in self.spared)
+
     def displace(self, room: int, *, spares: bool) -> None:
-        """Let other modules' groups stay on the device only in `room` bytes.
+        """Evict other modules' residents until they take no more than `room`.
 
         Args:
             spares: Whether `spared` stay all the same.
         """
         self._arena.displace(self.staying, room, self.spared if spares else ())
 
-    def give_up_early(self, slot: Slot[Group]) -> bool:
-        """Free a resident slot in the middle of a pass, for the module that runs next. False if the slot has to stay."""
-        if not slot.is_resident or self.owed_bytes <= 0 or slot.is_held or self.is_kept(slot):
-            return False
-        num_bytes = slot.memory.numel()
-        self._given_up.update(slot.groups)
-        self.free(slot)
-        self.owed_bytes -= num_bytes
-        return True
-
-    def was_given_up(self, group: Group) -> bool:
-        """Whether the pass in progress has given the group up early, and has not needed it since."""
-        return group in self._given_up
-
-    def take_lent(self, group: Group) -> None:
-        """Make room again for a resident group that was given up early: the same pass needs it once more."""
-        if group in self._given_up:
-            self._given_up.discard(group)
-            self._arena.displace(self.staying, max(0, self.others_resident_bytes - group.num_bytes), waits=True)
+    def give_way(self, num_bytes: int) -> bool:
+        """Evict residents, of whichever module, until so many bytes more are free. False if there are none."""
+        return self._arena.give_way(num_bytes, self.staying, self.spared)
 
     @property
-    def lent_bytes(self) -> int:
-        """The room of groups that were given up early."""
-        return sum(group.num_bytes for group in self._given_up)
+    def has_residents(self) -> bool:
+        """Whether a resident of some module could give way."""
+        return self._arena.has_residents
 
-    def begin_beside(self) -> None:
-        """Count what stays on the device, before groups get slots there in another module's pass."""
-        counters, lease = self._counters, self._lease
-        counters.resident_bytes = self.staying.num_bytes
-        counters.pooled_bytes = sum(slot.memory.numel() for slot in ([] if lease is None else lease.pooled))
-        counters.device_bytes = counters.pooled_bytes + counters.resident_bytes
+    @property
+    def has_refused(self) -> bool:
+        """See `Arena.has_refused`."""
+        return self._arena.has_refused
+
+    def answer(self) -> None:
+        """See `Arena.answer`."""
+        self._arena.answer()
+
+    def _evict_last_needed(self, num_bytes: int) -> None:
+        """Evict residents of this module until `num_bytes` are free. The one that is needed last goes first."""
+        left = num_bytes
+        next_use: dict[Group | PackedGroup, int] = {}
+        for number, group in enumerate(self.schedule.upcoming(wraps=True)):
+            next_use.setdefault(group, number)
+            next_use.setdefault(group.packed, number)
+
+        def soonest(slot: Slot[Any]) -> int:
+            return min((next_use.get(group, len(next_use)) for group in slot.groups), default=len(next_use))
+
+        for slot in sorted(self.staying.slots, key=soonest, reverse=True):
+            if left <= 0:
+                break
+            if slot.is_held:
+                continue
+            left -= slot.memory.numel()
+            self.free(slot)
+        # What was evicted is not brought again in this pass: it takes turns.
+        self.resident_room = min(self.resident_room, self._counters.resident_bytes)
 
     def release(self) -> None:
         """Give all memory up."""
@@ -255,6 +263,13 @@ class DeviceMemory:
     def claim(self) -> None:
         """Keep the lease from other modules' passes until `give_back` or `disclaim`."""
         self._arena.claim(self._lease, self.staying)
+        for slot in [slot for slot in self.staying.slots if not slot.groups]:
+            self.staying.slots.remove(slot)  # another module's pass was interrupted as it took the slot's memory
+        counters, lease = self._counters, self._lease
+        counters.pooled_bytes = 0 if lease is None else sum(slot.memory.numel() for slot in lease.pooled)
+        counters.resident_bytes = self.staying.num_bytes  # others may have evicted some
+        rings = 0 if lease is None or lease.memory is None else lease.memory.numel()
+        counters.device_bytes = rings + counters.pooled_bytes + counters.resident_bytes
 
     def disclaim(self) -> None:
         """Undo `claim`: there was no pass after all."""
@@ -262,12 +277,16 @@ class DeviceMemory:
         self._arena.disclaim(self._lease, self.staying)
 
     def take(self) -> None:
-        """A pass begins: the slots exist from here on. Groups in them that are out of date are given up."""
-        stream = self._backend.current_stream()
+        """A pass begins: the slots exist from here on. Groups in them that are out of date are given up.
+
+        Raises:
+            torch.OutOfMemoryError: the device has too little memory for the slots, with no resident left.
+        """
         before, counters = self._lease, self._counters
+        counters.device_bytes -= 0 if before is None or before.memory is None else before.num_bytes
         sizes = {height: size for height, size in self.ring_sizes.items() if height or not self.is_just_in_time}
         num_bytes = sum(sizes.values()) + self._berth_bytes
-        lease = self._lease = self._arena.lease(before, num_bytes, stream, self._transfer.writers)
+        lease = self._lease = self._arena.lease(before, num_bytes, self._transfer.writers, self._take)
         assert lease.memory is not None
         if lease is not before:
             start = 0
@@ -279,13 +298,9 @@ class DeviceMemory:
                 start += size
             if self._berth_bytes:
                 lease.berths = Berths(lease.memory[start:], self._backend, self._reading_bytes)
-        for slot in [slot for slot in self.staying.slots if not slot.groups]:
-            self.staying.slots.remove(slot)  # another module's pass was interrupted as it took the slot's memory
         counters.pooled_bytes = sum(slot.memory.numel() for slot in lease.pooled)
-        counters.resident_bytes = self.staying.num_bytes
-        counters.device_bytes = counters.pooled_bytes + counters.resident_bytes
         self._bytes_ahead = sum(slot.num_bytes_ahead for slot in lease.pooled)
-        self._count(num_bytes)
+        self._count(lease.num_bytes)
         for slot in self.slots:
             for group in [*slot.groups]:
                 if not group.is_current:
@@ -295,9 +310,15 @@ class DeviceMemory:
         """The pass is over."""
         assert self._lease is not None
         self.spared = ()  # else the memory of models that are gone would stay
-        self.owed_bytes, self._given_up = 0, set()
         self.outlast_copies()
         self._arena.give_back(self._lease, self.staying, self._backend.current_stream())
+
+    def end_taking(self) -> None:
+        """Like `give_back`, where `take` may have failed."""
+        if self._lease is not None and self._lease.memory is not None:
+            self.give_back()
+        else:
+            self._lease, self.spared = None, ()
 
     def outlast_copies(self) -> None:
         """Let the memory of slots that no call has used outlast their copies: another module's pass may drop it."""
@@ -312,7 +333,6 @@ class DeviceMemory:
         self.bound.clear()
         self.spared = ()
         self._bytes_ahead, self.next_bytes = 0, 0
-        self.owed_bytes, self._given_up = 0, set()
         counters = self._counters
         counters.pooled_bytes = counters.resident_bytes = counters.device_bytes = 0
         slots = [*self.staying.slots, *(() if lease is None else lease.pooled)]
@@ -349,12 +369,19 @@ class DeviceMemory:
 
     @property
     def misses_residents(self) -> bool:
-        """Whether a group that is to stay on the device is not there."""
-        return any(group.slot is None for group in self._residents)
+        """Whether a group that is to stay on the device, and has room there, is not there."""
+        return any(group.slot is None and self.may_reside(group) for group in self._residents)
 
-    def resident_slot(self, group: Group | PackedGroup) -> Slot[Any]:
+    def resident_slot(self, group: Group | PackedGroup) -> Slot[Any] | None:
+        """Memory for a group that is to stay; None if it may not, or if there is none: then the group takes turns."""
+        if not self.may_reside(group):
+            return None
         num_bytes = group.num_bytes
-        slot = self._new_slot(num_bytes, self.staying.slots)
+        memory = self._arena.take_spare(num_bytes, self._backend.current_stream())
+        if memory is None:
+            self.resident_room = self._counters.resident_bytes  # and no other one is tried in this pass
+            return None
+        slot = self._new_slot(memory, self.staying.slots)
         slot.is_resident = True
         self._counters.resident_bytes += num_bytes
         if isinstance(group, PackedGroup):
@@ -369,7 +396,7 @@ class DeviceMemory:
         the point where it is given back: the host does not wait, and memory is held no longer than needed.
         """
         assert self._lease is not None
-        slot = self._new_slot(num_bytes, self._lease.pooled)
+        slot = self._new_slot(self._take(num_bytes), self._lease.pooled)
         self._counters.pooled_bytes += num_bytes
         return slot
 
@@ -399,12 +426,15 @@ class DeviceMemory:
         # Where memory counts most, slots in use count too.
         return not self._is_tight or num_pooled <= self.window_bytes * 3 // 2
 
-    def _new_slot(self, num_bytes: int, among: list[Slot[Group]]) -> Slot[Group]:
+    def _take(self, num_bytes: int) -> torch.Tensor:
+        return self._arena.take(num_bytes, self.staying, self.spared, self._backend.current_stream())
+
+    def _new_slot(self, memory: torch.Tensor, among: list[Slot[Group]]) -> Slot[Group]:
         stream = self._backend.current_stream()
-        slot: Slot[Group] = Slot(self._backend.empty(num_bytes), self._stalls.new_event, start=0, owner=stream)
+        slot: Slot[Group] = Slot(memory, self._stalls.new_event, start=0, owner=stream)
         slot.last_use().record(stream)  # the last use of that memory's contents before
         among.append(slot)
-        self._count(num_bytes)
+        self._count(memory.numel())
         return slot
 
     def occupy(
@@ -495,14 +525,12 @@ class DeviceMemory:
         if not slot.is_aliased:  # else the memory goes with the last view of it
             self._backend.free(slot.memory)
 
-    def give_up_residents(self, room: int) -> None:
-        """Free device memory of groups that stay there, until they take no more than `room`. Groups in use stay."""
+    def limit_residents(self, room: int) -> None:
+        """Let residents take no more than `room` from now on, and evict what takes more. Groups in use stay."""
         self.resident_room = room
-        for slot in reversed([*self.staying.slots]):
-            if self._counters.resident_bytes <= room:
-                break
-            if not slot.is_held:
-                self.free(slot)
+        if self._counters.resident_bytes > room:
+            self._evict_last_needed(self._counters.resident_bytes - room)
+            self.resident_room = room
 
     def _count(self, num_bytes: int) -> None:
         self._counters.device_bytes += num_bytes

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from enum import Enum
 from types import FrameType
 from typing import Any
@@ -33,7 +34,7 @@ from ..base.torch_internals import current_transform
 from ..base.tuning import tuning
 from ..errors import GroupFileError, StateError
 from ..partition import Method
-from .budget.budgeter import Kind
+from .budget.need import Kind
 from .calls import EXPECTED, Call
 from .changes import Changes
 from .copies.cached import CachedFiles
@@ -128,8 +129,8 @@ class Passes:
         """The groups that the passes since another model ran can need."""
         self._heir: Model | None = None
         """The model that should run after the pass in progress, if it is another one."""
-        self._spare_bytes = 0
-        """What groups that stay on the device have given up for it in this pass, and it has not taken."""
+        self._teaches = True
+        """Whether the pass in progress needs groups in an order that a next one may have."""
         self.before_forward: Callable[[nn.Module, Any], None] = lambda root, kwargs: None
         """Called before a forward takes device memory."""
         self.lock: Any = self._new_lock()
@@ -299,6 +300,8 @@ class Passes:
             if not kind.with_grad:  # a backward would come next
                 self._heir = self.succession.begin(self, entry)
             self._memory.spared = self._spared
+            if self.succession.is_first_of_stint:
+                self._placer.begin_stint()
             self._stint = scope if self.succession.is_first_of_stint else self._stint | scope
             if self.succession.is_repeated and not self._placer.has_budget:
                 self._memory.hold(self._stint, self.succession.most_slot_bytes)
@@ -306,8 +309,7 @@ class Passes:
         self._files.before_pass(type(self.root).__name__)
         self._placer.make_room(kind)
         self._memory.take()
-        self._placer.keep_within_budgets(kind)  # the slots are there: what is left is for groups that stay
-        self._placer.begin_pass(entry)
+        self._placer.begin_pass(kind, entry)
         self._probe.begin_forward(
             self.number,
             type(call.module).__name__,
@@ -316,9 +318,7 @@ class Passes:
             self._transfer.stream,
             is_timed=self._placer.is_timed(kind),
         )
-        if self._heir is not None:
-            self._memory.owed_bytes = self._heir.wanted_from(self._memory)
-        self._spare_bytes = 0
+        self._teaches = True
         self._lookahead.begin(entry, scope, is_last=self._heir is not None)
 
     def begin_clean(self) -> None:
@@ -327,6 +327,7 @@ class Passes:
             self.recover()
         self._state = State.UNKNOWN
         self._memory.claim()
+        self._memory.answer()  # what was refused before is nothing that a call could be repeated for
 
     def stay_clean(self) -> None:
         """Return to the clean state after work that `begin_clean` began and that was no pass."""
@@ -343,7 +344,7 @@ class Passes:
         self._state = State.UNKNOWN
         for group in [*self._memory.bound]:
             self._memory.unbind(group)
-        self._lookahead.schedule.end(completed=True)
+        self._lookahead.schedule.end(completed=self._teaches)
         self._changes.end_pass()
         stream = self._backend.current_stream()
         self._probe.end_pass(stream)
@@ -387,29 +388,6 @@ class Passes:
     def read_first(self) -> None:
         self._if_at_rest(lambda: self._prepare_for_turn(self._lookahead.read_first))
 
-    def wanted_from(self, runs: DeviceMemory) -> int:
-        found = [0]
-
-        def look() -> None:
-            self._memory.spared = self._spared
-            found[0] = self._placer.wanted_from(runs, self.kind)
-            self._memory.spared = ()
-
-        if self._lookahead.wraps:
-            self._if_at_rest(look)
-        return found[0]
-
-    def bring(self, room: int) -> int:
-        brought = [0]
-
-        def send() -> None:
-            self._memory.begin_beside()
-            brought[0] = self._lookahead.send_residents(room)
-            self._memory.outlast_copies()
-
-        self._if_at_rest(lambda: self._prepare_for_turn(send))
-        return brought[0]
-
     def take_over(self) -> None:
         self._if_at_rest(lambda: self._prepare_for_turn(self._start_first))
 
@@ -428,10 +406,12 @@ class Passes:
 
     def _start_first(self) -> None:
         self._memory.spared = self._spared
-        if self._placer.has_room_again(self.kind):
+        if self.kind is not None:
+            self._placer.make_room(self.kind)
+        with suppress(torch.OutOfMemoryError):  # its own pass may find more memory, or says that there is too little
             self._memory.take()
             self._lookahead.prepare()
-            self._memory.give_back()
+        self._memory.end_taking()
 
     def _prepare_for_turn(self, step: Callable[[], None]) -> None:
         """Begin what this module's next pass needs, in another module's pass. Errors are for this module's pass to raise."""
@@ -457,6 +437,56 @@ class Passes:
         finally:
             while not was_owned and self.lock._is_owned():  # Ctrl-C may have come just after the lock was acquired
                 self.lock.release()
+
+    # ---------------------------------------------------------------- too little device memory
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether groups may stay on the device."""
+        return self._placer.has_budget
+
+    @property
+    def has_residents(self) -> bool:
+        """Whether there are residents, of any model, that could give way."""
+        return self._memory.has_residents
+
+    @property
+    def was_refused_silently(self) -> bool:
+        """Whether device memory was refused to somebody who went on without, as far as nobody knows of it yet."""
+        return self._memory.has_refused
+
+    @property
+    def has_changed_weights(self) -> bool:
+        """Whether the forward has changed a weight, or a buffer, since it was onloaded."""
+        return any(group.has_changed for group in self._memory.bound)
+
+    def answer_refusals(self) -> None:
+        """Something is done about all refusals so far."""
+        self._memory.answer()
+
+    def generator_state(self) -> object:
+        """The state of the device's random generator."""
+        return self._backend.generator_state()
+
+    def other_algorithms(self) -> AbstractContextManager[object]:
+        """See `Backend.other_algorithms`."""
+        return self._backend.other_algorithms()
+
+    def give_way(self, num_bytes: int) -> bool:
+        """Device memory was refused in a call: evict residents, so that the call can be repeated. False if there are none."""
+        if self._state is State.UNKNOWN:
+            return False
+        state, self._state = self._state, State.UNKNOWN
+        gave = self._placer.give_way(max(num_bytes, self._backend.refusals()[1]))
+        self._memory.answer()
+        self._state = state
+        return gave
+
+    def begin_again(self) -> None:
+        """The call in progress is repeated. Calls inside of it may have failed, and may have been learnt twice by then."""
+        if self._state is State.FAILED:
+            self._state = State.OPEN
+        self._teaches = False
 
     # ---------------------------------------------------------------- a group
 
@@ -534,11 +564,6 @@ class Passes:
                 self._memory.unbind(group)
             if not slot.is_fixed and not slot.is_resident and not slot.unused and not slot.is_held:
                 self._memory.free(slot)
-            elif self._memory.owed_bytes and self._heir is not None and not self._lookahead.schedule.comes_again(group):
-                num_bytes = slot.memory.numel()
-                if self._memory.give_up_early(slot):
-                    self._spare_bytes += num_bytes
-                    self._spare_bytes -= self._heir.bring(self._spare_bytes)
 
     def find_weight(self, tensor: torch.Tensor) -> tuple[Part, int, int] | None:
         """The onloaded weight that a tensor is a view of: see `Group.find`. None if there is none."""
@@ -589,10 +614,10 @@ class Passes:
         self._files.before_pass(type(self.root).__name__)
         self._placer.make_room(kind)
         self._memory.take()
-        self._placer.keep_within_budgets(kind)
-        self._placer.begin_pass(None)
+        self._placer.begin_pass(kind, None)
         stream = self._backend.current_stream()
         self._probe.begin_backward(self.number, type(self.root).__name__, stream, self._transfer.stream)
+        self._teaches = True
         self._lookahead.begin(kind.top, set(self._groups), guess=forward[::-1])
         self._state = State.OPEN
 

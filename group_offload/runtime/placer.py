@@ -23,13 +23,14 @@ from ..base.device import Backend
 from ..base.tuning import tuning
 from ..config import OffloadConfig
 from ..errors import ConfigError
-from ..plan.budgets import AUTO, describe_bytes
-from ..plan.placement import ASSUMED_UNPACK, Placement, Speeds, smallest_device_bytes
+from ..plan.budgets import Budget, describe_bytes
+from ..plan.placement import ASSUMED_UNPACK, Placement, Speeds
 from ..plan.planner import Plan
 from ..plan.speeds import ASSUMED_DRIVE, known_speeds
 from ..stores.base import Tier
 from ..stores.files import FileBlob
-from .budget.budgeter import Budgeter, Kind, ram_for_weights
+from .budget.budgeter import Budgeter, ram_for_weights
+from .budget.need import Kind, Needs
 from .budget.stopwatch import Stopwatch
 from .copies.cached import CachedFiles
 from .copies.transfer import Transfer
@@ -52,8 +53,8 @@ HOST_ACTIVATIONS_SHARE = 0.2
 """Share of a RAM budget that is reserved for activations when the CPU computes; they cannot be measured there."""
 _MIN_PACKING_GAIN = 0.05
 """With pack="auto" weights are packed if a pass is to be faster by this share: that takes time once, and RAM."""
-_AUTO_SHARE = 0.95
-"""Share of the available device memory that the budget "auto" is."""
+_MOST_TOGETHER = 16
+"""The most forwards that share a pass."""
 _IN_PLACE = 1e18
 """Link speed on the CPU, in bytes per second: as good as infinite, since weights in RAM are used in place."""
 
@@ -61,8 +62,8 @@ _IN_PLACE = 1e18
 class Placer:
     """Keeps one module within its budgets. Owned by an engine, and used under its lock.
 
-    Order of calls: `place` whenever the module was cut into groups; in each forward `replan`, `keep_within_budgets`,
-    `begin_pass`, any number of `weigh_activations`, and `end_pass`.
+    Order of calls: `place` whenever the module was cut into groups; in each forward `replan` and `make_room`, then, once there
+    are slots, `begin_pass`, any number of `weigh_activations`, and `end_pass`.
     """
 
     def __init__(
@@ -99,13 +100,16 @@ class Placer:
         self._is_tight = is_tight
         # A function and not a method: the budgeter and the placer would keep each other alive.
         speeds = partial(_measure_speeds, self._backend, files, transfer, unpacks=config.pack is not False)
-        self._budgeter = Budgeter(
-            self._backend, speeds, packer.packed_bytes, config.num_slots, reads_packed=packer.reads_packed
-        )
+        self._budgeter = Budgeter(speeds, packer.packed_bytes, config.num_slots, reads_packed=packer.reads_packed)
+        self._needs = Needs(self._backend)
+        self._vram: Budget | None = None
+        """Device memory for weights and activations: of the whole process, or what the device has for it (AUTO)."""
         self._groups: tuple[Group, ...] = ()
         self._ram: int | None = None
         """RAM for weights in bytes, as found when the module was offloaded; None for no limit."""
         self._total_bytes = 0
+        self._is_planned = False
+        """Whether it is known what the device has room for."""
         self._num_modules = 0
         """The number of modules whose calls need groups."""
         self._activations: dict[Hashable, Weighing] = {}
@@ -129,6 +133,8 @@ class Placer:
             self._packer.pack(self._packer.lacking())
         self._memory.reside(frozenset(), groups, self._config)
         self._total_bytes = sum(group.num_bytes for group in groups)
+        self._is_planned = False
+        self._memory.staying.wanted_bytes = self._total_bytes if self._config.vram_budget is not None else 0
         self._num_modules = len({module for group in groups for module in group.modules})
         self._activations = {}
         blobs = [part.blob for group in groups for part in group.parts]
@@ -176,13 +182,21 @@ class Placer:
 
     @property
     def vram_budget(self) -> int | None:
-        """The budget of device memory, for the whole process."""
-        return self._budgeter.vram if self._backend.has_streams else None
+        """The budget of device memory, for the whole process, as far as the device has it now."""
+        return self._available() if self.has_budget and self._backend.has_streams else None
 
     @property
     def has_budget(self) -> bool:
         """Whether there is a budget of device memory."""
-        return self._budgeter.vram is not None
+        return self._vram is not None
+
+    def _available(self) -> int:
+        """Device memory that this process may use now, for weights and everything else."""
+        vram = self._vram
+        if not self._backend.has_streams and isinstance(vram, int):
+            return vram  # the device is RAM
+        there = self._backend.free_bytes() + self._backend.reserved_bytes()
+        return there if not isinstance(vram, int) else min(vram, there)
 
     def current_plan(self) -> Plan | None:
         """The plan with times known by now; without budgets, one of the present state. None if no weights take turns."""
@@ -195,7 +209,7 @@ class Placer:
     def _describe(self) -> None:
         if not self._config.has_budgets:
             order = self._lookahead.schedule.order
-            self._budgeter.describe(self._groups, order, outer_bytes=0, staging_bytes=tuning().reading_bytes)
+            self._budgeter.describe(self._groups, order, staging_bytes=tuning().reading_bytes)
 
     def _plan_first(self, *, is_first: bool) -> None:
         """Settle the budgets for weights alone, and share files out between RAM and the drive.
@@ -209,9 +223,8 @@ class Placer:
         config = self._config
         blobs = [part.blob for group in self._groups for part in group.parts]
         in_ram = sum(blob.layout.num_bytes for blob in blobs if not isinstance(blob, FileBlob))
-        vram = config.vram_budget
-        if vram is AUTO:
-            vram = int((self._backend.bytes_in_use() + self._backend.free_bytes()) * _AUTO_SHARE)
+        self._vram = config.vram_budget
+        self._needs.clear()
         if is_first or self._ram is None:  # there is no limit as long as no weight was in files
             self._ram = self._ram_for_weights(in_ram, is_first=is_first)
         ram = None if self._ram is None else max(self._ram, in_ram)
@@ -220,7 +233,7 @@ class Placer:
             promised = min(ram - in_ram, sum(blob.layout.num_bytes for blob in self._files.blobs))
         if not self._backend.has_streams and ram is not None and self._files.blobs:
             # The device is RAM: weights at rest there take their part, and weights from files take turns in the remainder.
-            vram, ram = int((ram - in_ram) * (1 - HOST_ACTIVATIONS_SHARE)), in_ram
+            self._vram, ram = int((ram - in_ram) * (1 - HOST_ACTIVATIONS_SHARE)), in_ram
         outer = sum(group.num_bytes for group in self._groups if group.height)
         if ram is not None:
             # Outer groups rest in RAM, whatever the plan says; so do groups that are in no file.
@@ -238,13 +251,11 @@ class Placer:
         plan = self._budgeter.begin(
             self._groups,
             first_guess(self._groups),
-            vram=vram,
             ram_bytes=ram,
-            outer_bytes=self._memory.outer_bytes,
             staging_bytes=tuning().reading_bytes,
-            too_small=partial(self._too_small, vram=vram, is_first=is_first),
         )
         self._budgeter.promised_bytes = promised
+        self._check_vram(is_first=is_first)
         if plan is not None and self._backend.has_streams:
             self._share_out_files()
 
@@ -263,18 +274,33 @@ class Placer:
             return ram_for_weights(config.ram_budget, in_ram, staging, turn_bytes=turns)
         return None
 
-    def _too_small(self, least: int, *, vram: int | None, is_first: bool) -> ConfigError | None:
+    def _check_vram(self, *, is_first: bool) -> None:
+        """
+        Raises:
+            ConfigError: the weights do not even take turns in the budget.
+        """
+        least = self._budgeter.least_bytes + self._memory.outer_bytes
+        if isinstance(self._vram, int) and self._groups and self._vram < least:
+            error = self._too_small(least, vram=self._vram, is_first=is_first)
+            if error is not None:
+                try:
+                    raise error
+                finally:
+                    del error  # the error holds this frame, and so all groups: the frame must not hold the error
+            self._vram = least
+
+    def _too_small(self, least: int, *, vram: int, is_first: bool) -> ConfigError | None:
         """The error for weights that need `least` bytes to take turns in. None if they take those bytes anyway."""
         smaller = "" if self._config.is_leaf_level else ", or make the groups smaller: offload_type='leaf_level'"
         if self._backend.has_streams:
             return ConfigError(
-                f"vram_budget is {describe_bytes(vram or 0)}, and the weights of {type(self._root).__name__} alone take turns "
+                f"vram_budget is {describe_bytes(vram)}, and the weights of {type(self._root).__name__} alone take turns "
                 f"in {describe_bytes(least, round_up=True)}. Give it that and what activations need{smaller}."
             )
         if not is_first or not isinstance(self._config.ram_budget, int):
             return None
         budget = self._config.ram_budget
-        missing = int((least - (vram or 0)) / (1 - HOST_ACTIVATIONS_SHARE)) + 1
+        missing = int((least - vram) / (1 - HOST_ACTIVATIONS_SHARE)) + 1
         return ConfigError(
             f"ram_budget is {describe_bytes(budget)}, and the weights of {type(self._root).__name__} take turns in "
             f"{describe_bytes(least, round_up=True)} of it. Give it "
@@ -296,14 +322,16 @@ class Placer:
         self._pack_again()
         if not self._config.has_budgets:
             return
-        memory = self._memory
-        others = max(0, self._backend.bytes_in_use() - memory.held_bytes - memory.others_bytes)
-        order = self._lookahead.schedule.order_of(kind.top)
         sharing = self._transfer.sharing
-        has_news = sharing is not None and sharing.has_news
-        if self._budgeter.before_pass(kind, order, others) is not None or has_news:
-            if self._backend.has_streams:
-                self._share_out_files()
+        if sharing is not None and sharing.has_news:
+            self._share_out_files()
+            self.reside()
+        need = self._needs.of(kind) if self.has_budget else None
+        if need is None:
+            return  # the first pass measures
+        memory = self._memory
+        room, self._is_planned = self._room(need) - memory.outer_bytes - memory.spared_bytes, True
+        if self._budgeter.before_pass(self._lookahead.schedule.order_of(kind.top), max(0, room)) is not None:
             self.reside()
 
     def check_files(self) -> None:
@@ -348,74 +376,41 @@ class Placer:
             self._publish()
 
     def make_room(self, kind: Kind) -> None:
-        """Let other modules' groups stay on the device only in the part of the budget that this module's pass leaves free.
+        """Evict what leaves the pass too little room, before it takes slots.
 
-        Without a budget, and before a first pass has shown what activations take, that is none.
+        Without a budget, and in the first pass of a kind, which shows what such passes need, that is everything.
         """
         memory, plan = self._memory, self._budgeter.plan
-        # What else is on the device takes some time to find out, in which the device is idle.
-        room = 0 if self._budgeter.vram is None else self._budgeter.room_for_all(kind, self._bytes_of_no_weights)
-        if plan is not None:
-            memory.displace(max(0, room - plan.device_bytes), spares=True)
-            # A plan without slots needs room for its groups, or for slots.
-            room -= max(plan.slot_bytes, min(plan.device_bytes, smallest_device_bytes(plan.problem)))
-        memory.displace(max(0, room), spares=False)
-
-    def has_room_again(self, kind: Kind | None) -> bool:
-        """Make room before a pass begins that should be like the last one, which was of this kind.
-
-        The plan stays as it is, and nothing computes yet: what the model that runs now has on the device may go before.
-
-        Returns:
-            False if other modules have left too little since. Then the pass itself decides.
-        """
-        memory, plan = self._memory, self._budgeter.plan
-        room = 0 if kind is None else self._budgeter.room_for_all(kind, self._bytes_of_no_weights, computes=False)
-        if not room or plan is None:
+        need = self._needs.of(kind) if self.has_budget else None
+        if need is None:
             memory.displace(0, spares=False)
-            return True
-        room = max(0, room - plan.device_bytes)
-        memory.displace(room, spares=True)
-        return memory.others_resident_bytes <= room
-
-    def wanted_from(self, runs: DeviceMemory, kind: Kind | None) -> int:
-        """What this module's next passes take of the groups that another one, which runs now, has on the device.
-
-        See `has_room_again`. The other module's activations are not there yet, or count as if they stayed.
-        """
-        memory, plan = self._memory, self._budgeter.plan
-        if kind is None or plan is None or runs.staying in memory.spared:
-            return 0
-        others = max(0, self._bytes_of_no_weights - runs.held_bytes)
-        room = self._budgeter.room_for_all(kind, others, computes=False)
-        if not room:
-            return 0
-        beside = memory.others_resident_bytes  # which gives way first
-        return min(runs.staying.num_bytes, max(0, runs.staying.num_bytes + beside - max(0, room - plan.device_bytes)))
-
-    @property
-    def _bytes_of_no_weights(self) -> int:
-        memory = self._memory
-        return max(0, self._backend.bytes_in_use() - memory.held_bytes - memory.all_others_bytes)
-
-    def keep_within_budgets(self, kind: Kind) -> None:
-        """Leave groups on the device only in the part of the budget that slots and other memory leave free."""
-        if self._budgeter.vram is None:
+            memory.limit_residents(0)
+            if self.has_budget:
+                self._backend.release_unused()  # fragments would count as needed
             return
-        others = max(0, self._other_bytes())
-        self._memory.give_up_residents(self._budgeter.room_for_residents(kind, others))
-        if self._budgeter.start(kind, others, self._counters.device_bytes):
-            self._memory.resident_room = min(self._memory.resident_room, self._counters.resident_bytes)
+        room = self._room(need) - memory.outer_bytes
+        slots = memory.slot_bytes - memory.outer_bytes
+        if plan is not None:
+            memory.displace(max(0, room - max(slots, plan.device_bytes)), spares=True)
+        memory.displace(max(0, room - slots), spares=False)
+        memory.limit_residents(max(0, room - slots - memory.others_resident_bytes))
 
-    def begin_pass(self, top: Hashable) -> None:
-        """Decide how many bytes may be on their way just in time, before compute begins.
+    def _room(self, need: int) -> int:
+        """Device memory for the weights of all models, in a pass that needs `need` besides."""
+        memory = self._memory
+        others = max(0, self._backend.bytes_in_use() - memory.held_bytes - memory.others_bytes)
+        return self._available() - others - need - tuning().device_margin_bytes
+
+    def begin_pass(self, kind: Kind, top: Hashable) -> None:
+        """The slots are there, and compute begins: decide how many bytes may be on their way just in time.
 
         Args:
             top: Module or method that the pass begins at. None for a backward, in which no activations are weighed.
         """
+        if self.has_budget:
+            self._needs.begin(kind, self._backend.bytes_in_use())
         # A budget's plan counts on as much as a ring would take.
-        has_limit = self._budgeter.vram is not None
-        self._memory.most_pooled_bytes = self._memory.ring_sizes.get(0) if has_limit else None
+        self._memory.most_pooled_bytes = self._memory.ring_sizes.get(0) if self.has_budget else None
         if top is None:
             self._memory.window_bytes = self._window(self._root)
             self._weighed = Weighing()
@@ -426,9 +421,15 @@ class Placer:
 
     def forwards_that_fit(self, kind: Kind) -> int:
         """How many forwards of this kind have room beside one another, if all of them compute with the same weights."""
-        plan = self._budgeter.plan
-        weights = 0 if plan is None else smallest_device_bytes(plan.problem)
-        return self._budgeter.forwards_that_fit(kind, self._bytes_of_no_weights, weights)
+        if not self.has_budget:
+            return _MOST_TOGETHER
+        need = self._needs.of(kind)
+        room = self._room(0) - self._memory.outer_bytes - self._budgeter.least_bytes
+        return min(_MOST_TOGETHER, room // need) if need else 1
+
+    def begin_stint(self) -> None:
+        """Another model ran since the last pass."""
+        self._needs.begin_stint()
 
     def is_timed(self, kind: Kind) -> bool:
         """Whether the compute of the pass that begins is to be measured."""
@@ -442,22 +443,33 @@ class Placer:
 
     def end_pass(self) -> None:
         """Learn from a pass that completed."""
-        self._budgeter.stop(self._counters.device_bytes + self._memory.lent_bytes, completed=True)
+        measured = self._needs.end(completed=True)
+        if measured is not None and isinstance(self._vram, int) and measured[1] > self._vram:
+            logger.warning(
+                "A pass of %s took %s of device memory, which is more than vram_budget (%s): it needs %s of them besides "
+                "weights.%s",
+                type(self._root).__name__,
+                describe_bytes(measured[1], digits=4),
+                describe_bytes(self._vram, digits=4),
+                describe_bytes(measured[0], digits=4),
+                " From the next pass on it has that room."
+                if self._room(measured[0]) >= self._budgeter.least_bytes + self._memory.outer_bytes
+                else "",
+            )
         if self._files.are_read:
             self._transfer.note_drive(self._budgeter.drive)
 
     def recover(self) -> None:
         """Drop the measurements of a pass that failed."""
-        self._budgeter.stop(0, completed=False)
+        self._needs.end(completed=False)
 
     def reside(self) -> None:
         """Let only the groups stay on the device that the plan puts there, as far as they are there."""
         staying = self._agreed("device", self._budgeter.at(Placement.DEVICE))
-        packed = {group.packed for group in self._packed_on_device() - staying}
+        packed = {group.packed for group in self._agreed("packed", self._budgeter.at(Placement.PACKED)) - staying}
         self._memory.reside(staying | packed, self._groups, self._config)
-
-    def _packed_on_device(self) -> frozenset[Group]:
-        return self._agreed("packed", self._budgeter.at(Placement.PACKED))
+        if self._is_planned:
+            self._memory.staying.wanted_bytes = sum(group.num_bytes for group in staying | packed)
 
     def _agreed(self, what: str, groups: frozenset[Group]) -> frozenset[Group]:
         """The groups that all ranks put there: those of the first one. Without other ranks, `groups`."""
@@ -492,7 +504,7 @@ class Placer:
         )
 
     def _in_ram(self) -> frozenset[Group]:
-        return self._agreed("ram", self._budgeter.at(Placement.RAM)) | self._packed_on_device()
+        return self._agreed("ram", self._budgeter.in_ram)
 
     @property
     def _settles(self) -> bool:
@@ -513,28 +525,33 @@ class Placer:
 
     # ---------------------------------------------------------------- too little memory
 
-    def too_little(self, error: torch.OutOfMemoryError, kind: Kind | None) -> torch.OutOfMemoryError:
-        """Give up the resident groups of all models after a forward ran out of device memory.
+    def give_way(self, num_bytes: int) -> bool:
+        """Memory of `num_bytes` was refused in the middle of a pass: evict residents. False if there are none."""
+        gave = self._memory.give_way(num_bytes)
+        if gave and self.has_budget:
+            self._needs.add(num_bytes)
+        return gave
+
+    def too_little(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
+        """Evict the residents of all models after a forward ran out of device memory.
 
         Returns:
             The error with advice added.
         """
-        of_others = self._memory.all_others_bytes
-        given_up = self._counters.resident_bytes + of_others
-        self._memory.give_up_residents(0)
+        self._memory.answer()
+        name, given = type(self._root).__name__, self._memory.staying.num_bytes + self._memory.others_resident_bytes
+        if not self.has_budget or not given:
+            return torch.OutOfMemoryError(
+                f"{error} No resident weights of {name} left to evict. Use smaller inputs, attention slicing, or "
+                f"offload_type='leaf_level'."
+            )
+        self._memory.limit_residents(0)
         self._memory.displace(0, spares=False)
         self._backend.release_unused()
-        if kind is not None:
-            self._budgeter.ran_out(kind)
-        if given_up:
-            return torch.OutOfMemoryError(
-                f"{error} Groups of {type(self._root).__name__}{' and of other models' if of_others else ''} that stayed on "
-                f"the device took {describe_bytes(given_up)}, and were given up: call it again. With "
-                f"vram_budget={describe_bytes(self._budgeter.smaller_budget(given_up))!r} it would have had that room."
-            )
+        self._needs.add(given)
         return torch.OutOfMemoryError(
-            f"{error} No group of {type(self._root).__name__} stays on the device that could be given up: a smaller input, "
-            f"offload_type='leaf_level', or attention slicing needs less."
+            f"{error} Evicted {describe_bytes(given)} of resident weights: call {name} again. The call was not repeated by "
+            f"itself, because gradients are recorded, or it may have changed something before it failed."
         )
 
     # ---------------------------------------------------------------- how far ahead
@@ -548,7 +565,7 @@ class Placer:
         counts on the largest group at most.
         """
         least = max(self._memory.largest, min(tuning().min_window_bytes, self._total_bytes // 8))
-        if not self._config.is_leaf_level or self._budgeter.vram is not None:
+        if not self._config.is_leaf_level or self.has_budget:
             return least
         if not self._is_tight:
             return _DEEP_WINDOW * least
@@ -557,7 +574,7 @@ class Placer:
         return max(least, min(_DEEP_WINDOW * least, third))
 
     def _other_bytes(self) -> int:
-        return self._backend.bytes_in_use() - self._counters.device_bytes - self._memory.lent_bytes
+        return self._backend.bytes_in_use() - self._counters.device_bytes
 
 
 def _measure_speeds(backend: Backend, files: CachedFiles, transfer: Transfer, *, unpacks: bool) -> Speeds:

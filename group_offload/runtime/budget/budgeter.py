@@ -1,38 +1,30 @@
-"""The budgeter decides which groups stay on the device, and which files are page-locked in RAM.
+"""The budgeter plans where groups rest, and which of them stay on the device.
 
 [Note: How a plan comes to be]
-When a module is offloaded, files are shared out between RAM and the drive. No group stays on the device yet: the room
-that activations need is not known. The first pass of a kind (a part of the model, with inputs of certain shapes) measures
-that room. From then on as many groups stay on the device as fit beside it. The first three passes also measure how long
-each group computes. The plan is made again with these times, and carried out if it is 3% faster. Compute is measured again
-now and then: a device's speed varies, and other inputs take another time.
-
-Inputs of other shapes get room in proportion to their size, until they were measured too. If a pass needs more room than
-was measured, groups are given up: before the pass if that can be foreseen, else when the device's memory runs out.
+When a module is offloaded, RAM alone decides which groups rest there, and which are read from the drive. That stays so. What
+stays on the device is a copy, so a pass never locks, unlocks or packs anything because of it. No group stays yet: what passes
+need besides weights is not known. The first pass of a kind tells (see [Note: What a pass needs]). From the second one on as
+many groups stay on the device as fit beside that. Passes also measure how long each group computes. The plan is made again with
+these times, and when the device has other room, and carried out if it is 3% faster. Compute is measured again now and then: a
+device's speed varies, and other inputs take another time.
 """
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from statistics import median_low
-from typing import Any
 
-import torch
 from torch import nn
 
-from ...base.device import Backend
 from ...base.ram import available_ram, locked, ram_in_use
-from ...base.torch_internals import tree_leaves
 from ...base.tuning import tuning
 from ...errors import ConfigError
 from ...partition import Method
 from ...plan.budgets import Auto, Budget, auto_ram, describe_bytes
-from ...plan.pass_model import simulate
 from ...plan.placement import (
     Budgets,
     Placement,
@@ -46,8 +38,7 @@ from ...plan.planner import Plan, kept_plan, least_seconds, make_plan
 from ...stores.files import FileBlob
 from ..groups.group import Group
 from ..measure.drive import DriveMeter
-
-logger = logging.getLogger("group_offload")
+from .need import Kind
 
 MIN_GAIN = 0.03
 """A plan that is made again is carried out if it is faster by this share."""
@@ -57,53 +48,10 @@ TIMED_EVERY = 32
 """Later on one pass in this many is measured, and more often at first: the 4th, 8th, 16th, 32nd, 64th, 96th."""
 NUM_TIMED_KINDS = 8
 """The number of kinds whose times are remembered."""
-MOST_TOGETHER = 16
-"""The most forwards that share a pass."""
-NUM_RECENT = 8
-"""The number of last passes whose activations have room."""
+NUM_COUNTED_KINDS = 64
+"""The number of kinds whose passes are counted: each new one is timed, which costs the host time."""
 _STEPS = 64
 """All weights are this many steps of room on the device: a change below one step makes no new plan."""
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of passes: all of them need the same memory, and take the same time."""
-
-    top: Hashable
-    shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    with_grad: bool
-
-    @classmethod
-    def of(cls, top: Hashable, args: Any, kwargs: Any) -> Kind:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-        return cls(top, shapes, torch.is_grad_enabled())
-
-    @property
-    def num_elements(self) -> int:
-        return sum(self._sizes)
-
-    @property
-    def _sizes(self) -> list[int]:
-        return [torch.Size(shape).numel() for shape, _ in self.shapes]
-
-    def growth_from(self, other: Kind) -> float:
-        """The largest factor by which activations of these passes may exceed those of `other`.
-
-        The input that has grown most counts: four times as many tokens of an image are few elements beside a long text.
-        """
-        if len(self.shapes) == len(other.shapes):
-            return max([1.0, *(now / max(1, before) for now, before in zip(self._sizes, other._sizes, strict=True))])
-        return max(1.0, self.num_elements / max(1, other.num_elements))
-
-
-class _Measured:
-    """The measurements of one kind of passes."""
-
-    def __init__(self) -> None:
-        self.activation_bytes: int | None = None
-        """Device memory besides weights that a pass adds to the memory in use before it."""
-        self.num_passes = 0
 
 
 _budgeters: weakref.WeakSet[Budgeter] = weakref.WeakSet()
@@ -114,7 +62,6 @@ class Budgeter:
 
     def __init__(
         self,
-        backend: Backend,
         speeds: Callable[[], Speeds],
         packed_bytes: Callable[[Group], int],
         num_slots: int,
@@ -128,11 +75,6 @@ class Budgeter:
             reads_packed: Whether packed bytes are in files too, so that these are read.
         """
         _budgeters.add(self)
-        self._backend = backend
-        self.vram: int | None = None
-        """Device memory for the whole process, no more than the device has; None for no budget."""
-        self._asked_vram: int | None = None
-        self._passes_until_look = 0
         self.promised_bytes = 0
         """The part of the process's RAM budget that is promised to the module's weights in files."""
         self.ram_bytes: int | None = None
@@ -147,8 +89,8 @@ class Budgeter:
         self.plan: Plan | None = None
         self.groups: tuple[Group, ...] = ()
         """The groups that the plan places."""
-        self.outer_bytes = 0
-        self._measured: dict[Kind, _Measured] = {}
+        self._num_passes: dict[Kind, int] = {}
+        """How many passes each kind had, of the last kinds."""
         self._timed: dict[Kind, deque[dict[str, float]]] = {}
         """Seconds by group in the last timed passes of each kind. The kind that was timed last comes last."""
         self._seconds: dict[str, float] = {}
@@ -158,80 +100,53 @@ class Budgeter:
         self._planned_seconds = 0.0
         """The sum of `_seconds` when it last called for a new plan."""
         self._order: tuple[Group, ...] = ()
-        self._for: tuple[int | None, int] | None = None
+        self._rests: tuple[Placement, ...] | None = None
+        """Where each group rests: in RAM, or in a file. It stays so until the module is cut again."""
+        self._for: tuple[int, int] | None = None
         """The room on the device and the `_num_learnt` that the plan was made for."""
         self._asked_to_pack = 0
         """The `_num_learnt` at which `gain_from_packing` was asked last."""
         self._num_learnt = 0
         """The number of times that compute turned out to differ from the planned seconds."""
-        self._kind: Kind | None = None
-        self._recent: deque[Kind] = deque(maxlen=NUM_RECENT)
-        self._others = 0
-        self._weights = 0
-        self._peak = 0
-        self._is_measuring = False
 
     # ---------------------------------------------------------------- plans
 
     def begin(
-        self,
-        groups: Sequence[Group],
-        order: Sequence[Group],
-        *,
-        vram: int | None,
-        ram_bytes: int | None,
-        outer_bytes: int,
-        staging_bytes: int,
-        too_small: Callable[[int], ConfigError | None],
+        self, groups: Sequence[Group], order: Sequence[Group], *, ram_bytes: int | None, staging_bytes: int
     ) -> Plan | None:
-        """Make the first plan once the module was cut into groups, before any measurement.
+        """Decide where groups rest, once the module was cut into groups, before any measurement. None stays on the device.
 
         Args:
-            vram: Device memory for the whole process; None for no budget.
             ram_bytes: RAM for weights; None for no limit.
-            outer_bytes: Device memory for groups that are needed around others.
-            too_small: Function from the least `vram` that works to the error to raise; None: that becomes the budget.
-
-        Raises:
-            ConfigError: A budget is too small.
         """
-        self.plan = self._for = None
+        self.plan = self._for = self._rests = None
         self.groups = tuple(group for group in groups if group.num_bytes and not group.height)
         self._order = tuple(order)
-        self.vram = self._asked_vram = vram
-        self.ram_bytes, self.outer_bytes, self._staging_bytes = ram_bytes, outer_bytes, staging_bytes
-        self._measured, self._timed, self._seconds = {}, {}, {}
+        self.ram_bytes, self._staging_bytes = ram_bytes, staging_bytes
+        self._num_passes, self._timed, self._seconds = {}, {}, {}
         self._passes.clear()
         self._planned_seconds = 0.0
         self._num_learnt = 0
         if not self.groups:
             return None
-        problem = self._problem(None)
-        least = smallest_device_bytes(problem)
-        if self.vram is not None and self.vram < least + outer_bytes:
-            error = too_small(least + outer_bytes)
-            if error is not None:
-                try:
-                    raise error
-                finally:
-                    del error  # the error holds this frame, and so all groups: the frame must not hold the error
-            self.vram = self._asked_vram = least + outer_bytes
-        # Half of the budget is a guess. The first pass corrects it before any group stays on the device.
-        self.plan = make_plan(self._problem(None if self.vram is None else self.vram // 2))
+        self.plan = make_plan(self._problem(None))
+        self._rests = self.plan.problem.rests
         return self.plan
 
-    def describe(
-        self, groups: Sequence[Group], order: Sequence[Group], *, outer_bytes: int, staging_bytes: int
-    ) -> None:
+    @property
+    def least_bytes(self) -> int:
+        """The device memory that groups take turns in, with none that stays."""
+        return smallest_device_bytes(self._problem(None)) if self.groups else 0
+
+    def describe(self, groups: Sequence[Group], order: Sequence[Group], *, staging_bytes: int) -> None:
         """Describe in a plan where groups rest: there is no budget."""
-        self.plan = None
+        self.plan = self._rests = None
         self.groups = tuple(group for group in groups if group.num_bytes and not group.height)
         self._order = tuple(order)
-        self.outer_bytes, self._staging_bytes = outer_bytes, staging_bytes
+        self._staging_bytes = staging_bytes
         if self.groups:
-            problem = self._problem(None)
-            rests = [Placement.FILE if _is_read(group) else Placement.RAM for group in self.groups]
-            self.plan = replace(make_plan(problem), placements=tuple(rests), prediction=simulate(problem, rests))
+            self._rests = tuple(Placement.FILE if _is_read(group) else Placement.RAM for group in self.groups)
+            self.plan = make_plan(self._problem(None))
 
     def refresh(self) -> None:
         """Predict the times of the plan again, if the speed of compute or of the drive has changed."""
@@ -243,34 +158,27 @@ class Budgeter:
         if has_learnt or abs(now.speeds.drive - drive) > MIN_GAIN * drive:
             self.plan = kept_plan(now, plan) or plan  # the next pass makes another
 
-    def before_pass(self, kind: Kind, order: Sequence[Group], others: int) -> Plan | None:
-        """A pass of `kind` begins, and `others` is the device memory that is not this module's weights.
+    def before_pass(self, order: Sequence[Group], room: int) -> Plan | None:
+        """A pass begins, and groups have `room` bytes on the device, slots included.
 
         Returns:
             Another plan, if the current one does not fit, or is slower.
         """
-        if self.vram != self._asked_vram:
-            self._passes_until_look -= 1
-            if not self._passes_until_look:
-                self._look_at_device()
-        self._kind = kind
-        self._recent.append(kind)
         self._order = tuple(order) or self._order
-        room = self._room(kind, others)
-        asked = None if room is None else room // self._step * self._step, self._num_learnt
-        if not self.groups or (asked == self._for and self._is_possible):
+        if not self.groups:
             return None
-        if room is not None and not self._is_measured:
-            return None  # the module's first pass measures
+        asked = room // self._step * self._step, self._num_learnt
+        before = self.plan
+        fits = before is not None and self._is_possible
+        if before is not None and before.device_bytes > room:
+            fits = fits and before.device_bytes <= self.least_bytes
+        if asked == self._for and fits:
+            return None
         is_first, self._for = self._for is None, asked
-        problem, before = self._problem(room), self.plan
-        if before is not None and not is_first and (room is None or before.device_bytes <= room):
-            plan = _plan_if_better(problem, before)
-        else:
-            plan = make_plan(problem)
+        problem, is_kept = self._problem(room), fits and not is_first
+        plan = _plan_if_better(problem, before) if before is not None and is_kept else make_plan(problem)
         self.plan = plan
-        # The first plan may equal the guess, but its groups were not brought to stay on the device yet.
-        if is_first or before is None or plan.placements != before.placements:
+        if before is None or plan.placements != before.placements:
             self._passes.clear()
             return plan
         return None
@@ -284,49 +192,14 @@ class Budgeter:
         Returns:
             Whether groups are to rest elsewhere now.
         """
-        before = self.plan
+        before = self._rests
         if before is None or self.ram_bytes is None:
             return False
+        self._rests = None
         self.ram_bytes = max(self.ram_bytes - missing, smallest_ram_bytes(self._problem(None)))
-        self.plan = _as_of(self._problem(before.problem.budgets.device_bytes), before)
-        return self.plan.placements != before.placements
-
-    def room_for_residents(self, kind: Kind, others: int) -> int:
-        """Device memory that groups may stay in during this pass."""
-        room = self._room(kind, others)
-        if room is None or self.plan is None or not self._is_measured:
-            return 0
-        return max(0, room - self.plan.slot_bytes)
-
-    def room_for_all(self, kind: Kind, others: int, *, computes: bool = True) -> int:
-        """Device memory for the weights of all models in a pass of this kind; 0 if that is not known yet.
-
-        Args:
-            computes: Whether room is kept for the pass's activations.
-        """
-        if self.vram is None or not self._is_measured:
-            return 0
-        if not computes:
-            return max(0, self.vram - others - tuning().device_margin_bytes - self.outer_bytes)
-        return self._room(kind, others) or 0
-
-    def forwards_that_fit(self, kind: Kind, others: int, weights: int) -> int:
-        """How many forwards of this kind have room, beside `weights` that all of them compute with."""
-        if self.vram is None:
-            return MOST_TOGETHER
-        activations = self._activation_bytes(kind)
-        room = self.vram - others - tuning().device_margin_bytes - self.outer_bytes - weights
-        return min(MOST_TOGETHER, room // activations) if activations else 1
-
-    def _room(self, kind: Kind, others: int) -> int | None:
-        """Device memory for weights."""
-        if self.vram is None:
-            return None
-        # Kinds that take turns (two sizes of inputs) would else bring groups there and give them up again and again.
-        # The memory that a backward finds on the device was counted among its forward's activations.
-        kinds = {kind, *self._recent} if kind in self._recent else {kind}
-        activations = max(map(self._activation_bytes, kinds))
-        return max(0, self.vram - others - activations - tuning().device_margin_bytes - self.outer_bytes)
+        self.plan = make_plan(self._problem(None))
+        self._rests, self._for = self.plan.problem.rests, None
+        return self._rests != before
 
     @property
     def _step(self) -> int:
@@ -365,6 +238,7 @@ class Budgeter:
             budgets=Budgets(device_bytes=None, ram_bytes=self.ram_bytes),
             num_slots=self._num_slots,
             staging_bytes=self._staging_bytes,
+            rests=self._rests,
         )
         if room is None:
             return problem
@@ -382,6 +256,12 @@ class Budgeter:
         return frozenset(
             group for group, found in zip(self.groups, self.plan.placements, strict=True) if found is placement
         )
+
+    @property
+    def in_ram(self) -> frozenset[Group]:
+        """The groups that rest in RAM."""
+        pairs = zip(self.groups, self._rests or (), strict=False)
+        return frozenset(group for group, rest in pairs if rest is Placement.RAM)
 
     @property
     def has_learnt_to_pack(self) -> bool:
@@ -414,81 +294,18 @@ class Budgeter:
 
     def is_timed(self, kind: Kind) -> bool:
         """Whether compute is to be measured in the pass of this kind that begins."""
-        measured = self._measured.setdefault(kind, _Measured())
-        measured.num_passes += 1
-        number = measured.num_passes
+        number = self._num_passes.pop(kind, 0) + 1
+        self._num_passes[kind] = number
+        if len(self._num_passes) > NUM_COUNTED_KINDS:
+            del self._num_passes[next(iter(self._num_passes))]
         return number <= NUM_TIMED or number % min(TIMED_EVERY, 1 << (number.bit_length() - 1)) == 0
-
-    def start(self, kind: Kind, others: int, weights: int) -> bool:
-        """A pass computes from here on.
-
-        Returns:
-            Whether its activations are measured for the first time: then no other group may come to stay on the device.
-        """
-        self._kind = kind
-        self._others, self._weights = others, weights
-        self._is_measuring = self._measured.setdefault(kind, _Measured()).activation_bytes is None
-        if self._is_measuring:
-            self._backend.reset_peak()
-        self._peak = self._backend.peak_bytes_in_use()
-        return self._is_measuring
-
-    def stop(self, weights: int, *, completed: bool) -> None:
-        """The pass ends, and `weights` is the device memory that weights take."""
-        kind, self._kind = self._kind, None
-        if kind is None or not completed or self.vram is None:
-            return
-        measured = self._measured[kind]
-        peak = self._backend.peak_bytes_in_use()
-        if self._is_measuring:
-            measured.activation_bytes = max(0, peak - self._others - self._weights)
-        elif peak > self._peak:
-            assert measured.activation_bytes is not None
-            measured.activation_bytes = max(measured.activation_bytes, peak - self._others - weights)
-        if peak > self._peak and peak > self.vram:
-            assert measured.activation_bytes is not None
-            least = smallest_device_bytes(self._problem(None)) + self.outer_bytes + self._others
-            fits = least + measured.activation_bytes <= self.vram
-            logger.warning(
-                "A pass took %d bytes of device memory, which is more than vram_budget (%d): activations need %d of them.%s",
-                peak,
-                self.vram,
-                measured.activation_bytes,
-                " That was not foreseen of inputs of this size: from the next pass on they have that room."
-                if fits
-                else "",
-            )
 
     def clear(self) -> None:
         """The groups are given up."""
-        self.plan = self._kind = None
+        self.plan = self._rests = None
         self._passes.clear()
         self.groups = self._order = ()
         self.promised_bytes = 0
-        self._recent.clear()
-
-    def ran_out(self, kind: Kind) -> None:
-        """A pass of this kind ran out of device memory: the measured room is too small, or others have taken some.
-
-        No group stays on the device now, and torch has given back the memory that it held without using it.
-        """
-        self._measured.pop(kind, None)
-        self._recent.clear()
-        self._look_at_device()
-
-    def smaller_budget(self, given_up: int) -> int:
-        """A budget that would have sufficed for a pass that ran out while `given_up` bytes of groups stayed on the device."""
-        assert self.vram is not None and self._asked_vram is not None
-        if self.vram < self._asked_vram:
-            return self.vram  # the device has less than was asked for: with that, fewer groups stay
-        return max(self.vram - given_up, smallest_device_bytes(self._problem(None)) + self.outer_bytes)
-
-    def _look_at_device(self) -> None:
-        """Limit the budget to the memory that the device has for this process now."""
-        self._passes_until_look = tuning().passes_until_look
-        if self._asked_vram is not None:
-            there = self._backend.bytes_in_use() + self._backend.free_bytes()
-            self.vram = min(self._asked_vram, there)
 
     @property
     def measured_seconds(self) -> float | None:
@@ -515,23 +332,6 @@ class Budgeter:
         if not is_known or abs(now - self._planned_seconds) > MIN_GAIN * self._planned_seconds:
             self._planned_seconds = now
             self._num_learnt += 1
-
-    def _activation_bytes(self, kind: Kind) -> int:
-        """The measured bytes, or an estimate for inputs of another size; 0 if no kind was measured."""
-        found = self._measured.get(kind)
-        if found is not None and found.activation_bytes is not None:
-            return found.activation_bytes
-        known = {other: m.activation_bytes for other, m in self._measured.items() if m.activation_bytes is not None}
-        alike = [other for other in known if other.top == kind.top and other.with_grad == kind.with_grad]
-        if alike:
-            return int(min(known[other] * kind.growth_from(other) for other in alike) * 1.1)
-        largest = max(known, key=lambda other: other.num_elements, default=None)
-        return 0 if largest is None else int(known[largest] * kind.growth_from(largest) * 1.1)
-
-    @property
-    def _is_measured(self) -> bool:
-        """Whether the activations of any kind were measured."""
-        return any(measured.activation_bytes is not None for measured in self._measured.values())
 
 
 def _as_of(problem: Problem, plan: Plan) -> Plan:

@@ -22,7 +22,7 @@ from typing import Any
 
 from ...base.device import Stream
 from ...errors import StateError
-from ..budget.budgeter import Kind
+from ..budget.need import Kind
 from ..calls import Call
 from ..groups.group import Group
 from ..measure.counters import Counters

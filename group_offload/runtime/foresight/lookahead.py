@@ -54,7 +54,7 @@ class LookAhead:
         self._before_send = before_send
         self._use_stream = use_stream
         self._model = model
-        self.schedule = Schedule(())
+        self.schedule = memory.schedule
         self.wraps = False
         """Whether blobs may be started before the pass that needs them."""
         self._is_last = False
@@ -77,7 +77,7 @@ class LookAhead:
         Args:
             wraps: Whether groups that the next pass needs first may be started in this one.
         """
-        self.schedule = Schedule(first_guess(groups))
+        self.schedule = self._memory.schedule = Schedule(first_guess(groups))
         self._outer = [group for group in groups if group.height and group.num_bytes]
         self._blockers = {}
         self.wraps = wraps
@@ -129,21 +129,6 @@ class LookAhead:
         if self._may_read_ahead():
             self._look(has_slots=False)
 
-    def send_residents(self, room: int) -> int:
-        """Start blobs of groups that are to stay on the device, in `room` bytes. There are no slots, and no pass in progress.
-
-        Returns:
-            Their bytes.
-        """
-        left = room
-        for group in self.schedule.upcoming(wraps=self._use_stream):
-            if group.slot is None and self._memory.may_reside(group):
-                if group.num_bytes > left:
-                    break
-                left -= group.num_bytes
-                self._send([group], self._memory.resident_slot(group), [])
-        return room - left
-
     def before_call(self) -> None:
         """A call's groups are ready: start the groups that come next, if any can be started."""
         if self._memory.is_just_in_time or self._is_behind or self.schedule.is_learning:
@@ -169,9 +154,9 @@ class LookAhead:
         self._is_behind = True
         # Without a stream nothing is started ahead, on no rank. With one, the others have foreseen something else.
         alone = self._use_stream
-        if self._memory.may_reside(group):
-            self._memory.take_lent(group)
-            self._send([group], self._memory.resident_slot(group), [], alone=alone)
+        resident = self._memory.resident_slot(group)
+        if resident is not None:
+            self._send([group], resident, [], alone=alone)
             return
         ring = self._memory.ring(group.height)
         is_first = not (self._use_stream or self._memory.holds_all)
@@ -207,7 +192,7 @@ class LookAhead:
         run_bytes = 0
         left = _LOOK_BEYOND
         for group in self.schedule.upcoming(wraps=self.wraps and not self._is_last):
-            if group in walk.soon or self._memory.was_given_up(group):
+            if group in walk.soon:
                 continue
             if group.slot is None:
                 if has_slots:
@@ -218,8 +203,9 @@ class LookAhead:
                 if run and (ahead is not None or resides or not fits):
                     self._start_run(run, walk)
                     run, run_bytes = [], 0
-                if resides:
-                    self._send([group], self._memory.resident_slot(group), [])
+                resident = self._memory.resident_slot(group) if resides else None
+                if resident is not None:
+                    self._send([group], resident, [])
                     continue
                 if ahead is not None and ahead.run[0] is group and self._is_good(ahead):
                     self._start_run(ahead.run, walk)
@@ -384,6 +370,8 @@ class LookAhead:
             return
         self._before_send([group])
         slot = self._memory.resident_slot(packed)
+        if slot is None:
+            return
         after = self._memory.occupy(slot, [packed], [])
         try:
             self._transfer.send(packed.blobs_at(0), slot.memory, after, slot.ready)

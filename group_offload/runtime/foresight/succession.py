@@ -7,14 +7,13 @@ a denoiser's as many as there are steps. The *heir* is the model whose stint sho
 - From the beginning of a stint on, while nobody reads, the heir's files are read into the page cache (`CacheReads`).
 - A pass that should be the last one of its stint begins no copy for another pass like it. Once it has read all that it
   needs, the heir's first groups are read into the heir's staging memory.
-- In that pass, groups that stay on the device, and that the heir will displace, are given up right after their last use. The
-  heir's groups that stay there are sent into that room at once.
 - At the end of that pass the heir takes over the slots. So its first groups are on their way before it is called.
 
 What models leave on the device between passes, within a budget, is taken from them only for a model that gains by it. A
 byte that one model gives up is sent once more in its next stint. It saves the model that takes the place one copy in each pass
 up to then, but for the first. Fewer than `_WORTH_IT` passes gain nothing. So a ControlNet and a transformer that alternate
-leave each other alone, and an encoder leaves a denoiser alone, but an expert that runs ten steps displaces the one before it.
+leave each other alone, and an encoder leaves a denoiser alone, also the room that it will want, but an expert that runs ten
+steps displaces the one before it.
 
 How many passes a stint has, and which model comes then, is what was seen the last times. Before that, encoders and decoders are
 taken to run once, in the pipeline's own order; of a denoiser's stint only the end of a first one tells the length. A wrong
@@ -67,12 +66,6 @@ class Model(Protocol):
 
     def read_first(self) -> None:
         """Begin to read the first groups, before there are slots for them."""
-
-    def wanted_from(self, runs: Any) -> int:
-        """The bytes that the model will take of what the one whose memory is `runs` has on the device between passes."""
-
-    def bring(self, room: int) -> int:
-        """Start the copies of groups that stay on the device, in `room` bytes. Returns their bytes."""
 
     def take_over(self) -> None:
         """Take the slots, and start the copies of the first groups."""
@@ -174,10 +167,15 @@ class Succession:
     def spared_by(self, model: Model) -> list[Model]:
         """The other models that `model` gains too little by displacing: it should run too few times before their next stint."""
         mine = self._numbers[model]
-        others = [self._model(number) for number in self._begun if number != mine and not self._displaces(mine, number)]
+        numbers = (
+            number for number in range(len(self._models)) if number != mine and not self._displaces(mine, number)
+        )
+        others = [self._model(number) for number in numbers]
         return [other for other in others if other is not None]
 
     def _displaces(self, mine: int, other: int) -> bool:
+        if other not in self._begun:  # a denoiser will want what it can get
+            return mine not in self._run_once or other in self._run_once
         since = self._counts[mine] - self._begun[other][mine]
         between = self._between.get(other)
         if between is None:  # of a stint of unknown length

@@ -275,6 +275,11 @@ class Group:
         """The objects that are no tensors and keep tensors of the group (`weight.quant_state`), and the part of each."""
         return [(owner, part) for part, index in self._beside if (owner := part.refs[index].kept_by()) is not None]
 
+    @property
+    def has_changed(self) -> bool:
+        """Whether the forward has changed a tensor since the group was onloaded."""
+        return bool(self._changed())
+
     def was_touched(self) -> bool:
         """Whether an in-place operation changed a tensor at rest, since it was bound there."""
         return self._needs_commit or self._rest_version != self._version_sum()

@@ -96,6 +96,11 @@ class Lease(Generic[T]):
         """Whether a pass is running in the memory: then it is not taken back."""
 
     @property
+    def num_bytes(self) -> int:
+        """The memory of rings, and of slots outside of them."""
+        return (0 if self.memory is None else self.memory.numel()) + sum(slot.memory.numel() for slot in self.pooled)
+
+    @property
     def is_aliased(self) -> bool:
         """Whether other code keeps views of the memory. Then it is freed with the last view, and not given to others."""
         return any(slot.is_aliased for ring in self.rings.values() for slot in ring.slots)
@@ -120,13 +125,29 @@ class Lease(Generic[T]):
 class Residents(Generic[T]):
     """The slots of one module's groups that stay on the device between passes. The module's engine holds it."""
 
-    def __init__(self) -> None:
+    def __init__(self, evict: Callable[[], Callable[[int], None] | None] = lambda: None) -> None:
+        """
+        Args:
+            evict: Reference to the function behind `evict`.
+        """
+        self._evict = evict
         self.slots: list[Slot[T]] = []
+        self.wanted_bytes = 0
+        """What the module would keep on the device if it had all of it to itself."""
         self.is_busy = False
         """Whether a pass of the module is running: then no other module takes its slots."""
+        self.thread = 0
+        """The thread of that pass."""
         self.turn = 0
         """A number that is higher the later the module has run."""
         self.num_passes = 0
+
+    def evict(self, num_bytes: int) -> None:
+        """Evict residents in the middle of the module's own pass, until `num_bytes` are free: those that are needed last, and
+        none that is in use."""
+        evict = self._evict()
+        if evict is not None:
+            evict(num_bytes)
 
     @property
     def num_bytes(self) -> int:
@@ -134,13 +155,22 @@ class Residents(Generic[T]):
 
 
 class Arena:
-    """The slot memory of one device, shared by all offloaded modules, which run one after another.
+    """All device memory that weights take, on one device, shared by all offloaded modules of the process. Thread-safe.
 
-    The memory stays with the module that ran last: nothing is allocated for its next pass, and copies that are on their way
-    arrive. When another module runs it takes the memory over, or exchanges it for memory of another size. So modules take
-    as much device memory as the running one needs, never the sum. A module that starts while another one is in the middle
-    of a pass gets separate memory. Groups that stay on the device are apart from that: they stay there while other modules run,
-    until one of these displaces them. Thread-safe.
+    [Note: Memory that gives way]
+    Everything is taken here, in one of two ways. Rings, and slots that a call waits for, are *needed*: if the device refuses
+    them, residents are evicted until it does not, or none is left (`take`). Residents are *spare*: if the device refuses one,
+    the group takes turns with the others (`take_spare`). A resident is a copy of a group that rests elsewhere, so evicting it
+    costs one more copy, and never bits. What goes first is worth least: residents of models for which the one that runs is
+    worth more (see `Succession.spared_by`), then its own that are needed last, then those of the other models.
+
+    The model's own allocations come past the arena. If one is refused, a gate calls `give_way` and repeats its call
+    (`repeat.py`).
+
+    Rings are cut from a lease, which stays with the module that ran last: nothing is allocated for its next pass, and copies
+    that are on their way arrive. When another module runs, it takes the memory over, or exchanges it for memory of another
+    size. So modules take as much for rings as the running one needs, never the sum. A module that starts while another one is
+    in the middle of a pass gets separate memory.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -151,6 +181,113 @@ class Arena:
         self._idle = backend.new_event()
         self._residents: weakref.WeakSet[Residents[Any]] = weakref.WeakSet()
         self._turn = 0
+        self._num_known = backend.refusals()[0]
+        """The refusals that were the arena's own, or that calls were repeated for."""
+
+    # ---------------------------------------------------------------- taking, and giving way
+
+    def take(
+        self, num_bytes: int, mine: Residents[Any], spared: Collection[Residents[Any]], stream: Stream
+    ) -> torch.Tensor:
+        """Device memory that `mine` cannot do without, owned by `stream`.
+
+        Raises:
+            torch.OutOfMemoryError: no resident is left that could give way.
+        """
+        while True:
+            memory = self._try(num_bytes, stream)
+            if isinstance(memory, torch.Tensor):
+                return memory
+            if not self.give_way(num_bytes, mine, spared):
+                raise memory
+
+    def take_spare(self, num_bytes: int, stream: Stream) -> torch.Tensor | None:
+        """Device memory for a resident, if there is some."""
+        memory = self._try(num_bytes, stream)
+        return memory if isinstance(memory, torch.Tensor) else None
+
+    def _try(self, num_bytes: int, stream: Stream) -> torch.Tensor | torch.OutOfMemoryError:
+        before = self._backend.refusals()[0]
+        try:
+            return self._backend.empty(num_bytes, stream)
+        except torch.OutOfMemoryError as error:
+            self._num_known += self._backend.refusals()[0] - before
+            return error.with_traceback(None)
+
+    def give_way(self, num_bytes: int, mine: Residents[Any], spared: Collection[Residents[Any]] = ()) -> bool:
+        """Evict residents, those worth least first, until `num_bytes` more are free. False if there were none."""
+        with self._lock:
+            before = left = self.resident_bytes
+            for step in (
+                lambda more: self._evict_others(mine, more, spared),
+                mine.evict,
+                lambda more: self._evict_others(mine, more, ()),
+                lambda more: self._evict_around(mine, more),
+            ):
+                if before - left < num_bytes:
+                    step(num_bytes - (before - left))
+                    left = self.resident_bytes
+            if left == before:
+                last = self._current()
+                if last is None or last.is_busy:
+                    return False
+                self._free(last)
+            return True
+
+    def displace(self, mine: Residents[Any], room: int, spared: Collection[Residents[Any]] = ()) -> None:
+        """Evict residents of modules other than `mine` and `spared`, until those of all others take no more than `room`."""
+        with self._lock:
+            self._evict_others(mine, self.others_resident_bytes(mine) - room, spared)
+
+    def _evict_others(self, mine: Residents[Any], num_bytes: int, spared: Collection[Residents[Any]]) -> None:
+        """Those of modules with fewest passes go first. Of equal ones it is the one that ran last, which in a pipeline is the
+        last one to come again. Modules that run now keep theirs."""
+        others = [each for each in [*self._residents] if each is not mine and not each.is_busy and each not in spared]
+        for each in sorted(others, key=lambda each: (each.num_passes, -each.turn)):
+            while each.slots and num_bytes > 0:
+                slot = each.slots[-1]
+                num_bytes -= slot.memory.numel()
+                slot.evict()
+                each.slots.remove(slot)
+                if not slot.is_aliased:
+                    self._backend.free(slot.memory)
+
+    def _evict_around(self, mine: Residents[Any], num_bytes: int) -> None:
+        """Evict residents of modules in whose forwards, in this thread, that of `mine` is called."""
+        for each in [*self._residents]:
+            if each.is_busy and each is not mine and each.thread == threading.get_ident():
+                each.evict(num_bytes)
+
+    @property
+    def resident_bytes(self) -> int:
+        """The bytes of all modules' residents."""
+        return sum(each.num_bytes for each in [*self._residents])
+
+    @property
+    def has_residents(self) -> bool:
+        """Whether there are any. It is asked in each call of a gate."""
+        return any(each.slots for each in [*self._residents])
+
+    def others_resident_bytes(self, mine: Residents[Any]) -> int:
+        """Those of other modules than `mine` that do not run now."""
+        return sum(each.num_bytes for each in [*self._residents] if each is not mine and not each.is_busy)
+
+    def others_bytes(self, mine: Lease[Any] | None) -> int:
+        """How much memory the next lease takes back from another module."""
+        with self._lock:
+            lease = self._current()
+            return 0 if lease is None or lease is mine or lease.is_busy else lease.num_bytes
+
+    @property
+    def has_refused(self) -> bool:
+        """Whether somebody else was refused memory since `answer`: an operator may have caught the error, and gone on."""
+        return self._backend.refusals()[0] > self._num_known
+
+    def answer(self) -> None:
+        """Count all refusals so far as known."""
+        self._num_known = self._backend.refusals()[0]
+
+    # ---------------------------------------------------------------- leases
 
     def claim(self, mine: Lease[Any] | None, residents: Residents[Any]) -> None:
         """A pass begins for which `mine` was leased before: no other module takes the memory from now on, until `give_back`.
@@ -159,7 +296,7 @@ class Arena:
         """
         with self._lock:
             self._turn += 1
-            residents.turn, residents.is_busy = self._turn, True
+            residents.turn, residents.thread, residents.is_busy = self._turn, threading.get_ident(), True
             residents.num_passes += 1
             self._residents.add(residents)
             if mine is not None and mine.memory is not None:
@@ -173,18 +310,28 @@ class Arena:
             if mine is not None:
                 mine.is_busy = False
 
-    def lease(self, mine: Lease[T] | None, num_bytes: int, stream: Stream, writers: Sequence[Stream]) -> Lease[T]:
-        """`num_bytes` of device memory until `give_back`, free to use on `stream` and on `writers`.
+    def lease(
+        self, mine: Lease[T] | None, num_bytes: int, writers: Sequence[Stream], take: Callable[[int], torch.Tensor]
+    ) -> Lease[T]:
+        """`num_bytes` of device memory until `give_back`, free to use on the current stream and on `writers`.
 
-        `mine` is the caller's last lease: it is given again, with all that is in it, if no other module came in between.
+        Args:
+            mine: The caller's last lease: it is given again, with all that is in it, if no other module came in between.
+            take: Function that takes memory for the caller, owned by the current stream.
+
+        Raises:
+            torch.OutOfMemoryError: see `take`. Nothing was leased.
         """
+        stream = self._backend.current_stream()
         with self._lock:
             last = self._current()
             if last is not None and last is mine:
                 last.is_busy = True
                 return mine
             if last is not None and last.is_busy:
-                return self._new_lease(num_bytes, stream, writers)  # and the arena stays with the module that runs
+                return self._new_lease(
+                    take(num_bytes), stream, writers
+                )  # and the arena stays with the module that runs
             lease: Lease[T] | None = None
             if last is not None:
                 # Asked before the slots are forgotten, which know of the views.
@@ -203,7 +350,7 @@ class Arena:
                         self._backend.free(memory)
                     del memory
             if lease is None:
-                lease, self._owner = self._new_lease(num_bytes, stream, writers), stream
+                lease, self._owner = self._new_lease(take(num_bytes), stream, writers), stream
             # Until here `_last` is a lease whose memory was taken back, which counts as none: so an interrupt does no harm.
             self._last = weakref.ref(lease)
             return lease
@@ -227,48 +374,6 @@ class Arena:
             if lease.memory is not None:
                 self._free(lease)
 
-    def others_bytes(self, mine: Lease[Any] | None) -> int:
-        """How much memory the next lease takes back from another module."""
-        with self._lock:
-            lease = self._current()
-            if lease is None or lease is mine or lease.is_busy:
-                return 0
-            assert lease.memory is not None
-            return lease.memory.numel() + sum(slot.memory.numel() for slot in lease.pooled)
-
-    def others_resident_bytes(self, mine: Residents[Any], spared: Collection[Residents[Any]] = ()) -> int:
-        """The bytes of other modules' groups that stay on the device, without `spared` and those of modules that run now."""
-        with self._lock:
-            return sum(each.num_bytes for each in self._displaceable(mine) if each not in spared)
-
-    def displace(
-        self, mine: Residents[Any], room: int, spared: Collection[Residents[Any]] = (), *, waits: bool = False
-    ) -> None:
-        """Free other modules' groups that stay on the device, until all of them take no more than `room`.
-
-        Those of modules with fewest passes go first. Of equal ones it is the one that ran last, which in a pipeline is the last
-        one to come again. `spared` stay, and so do those of modules that run now.
-
-        Args:
-            waits: Whether the host waits for copies that are on their way to that memory: then it can be used at once.
-        """
-        with self._lock:
-            others = sorted(self._displaceable(mine), key=lambda each: (each.num_passes, -each.turn))
-            over = sum(each.num_bytes for each in others) - room
-            for each in others:
-                while each.slots and each not in spared and over > 0:
-                    slot = each.slots[-1]
-                    over -= slot.memory.numel()
-                    if waits and slot.waited_on is None:
-                        slot.ready.synchronize()
-                    slot.evict()
-                    each.slots.remove(slot)
-                    if not slot.is_aliased:
-                        self._backend.free(slot.memory)
-
-    def _displaceable(self, mine: Residents[Any]) -> list[Residents[Any]]:
-        return [each for each in [*self._residents] if each is not mine and each.slots and not each.is_busy]
-
     def release_idle(self) -> None:
         """Give the memory back to the device, unless a module is running in it."""
         with self._lock:
@@ -283,8 +388,7 @@ class Arena:
         if not is_aliased:
             self._backend.free(memory)
 
-    def _new_lease(self, num_bytes: int, stream: Stream, writers: Sequence[Stream]) -> Lease[Any]:
-        memory = self._backend.empty(num_bytes, stream)
+    def _new_lease(self, memory: torch.Tensor, stream: Stream, writers: Sequence[Stream]) -> Lease[Any]:
         self._share(memory, writers, stream)
         return Lease(memory)
 

@@ -1,0 +1,130 @@
+"""How much device memory passes need besides weights, as the device sees it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...base.device import Backend
+from ...base.torch_internals import tree_leaves
+
+_NUM_KINDS = 64
+"""The number of kinds whose need is remembered. The one that came up least lately is forgotten first."""
+_NUM_RECENT = 8
+"""The number of last passes whose need is kept free together: two sizes of inputs may take turns."""
+_SLACK = 1.1
+"""Inputs that are larger than known ones by no more than this share get so much more in proportion, and are not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of passes: all of them need the same memory, and take the same time."""
+
+    top: Hashable
+    shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    with_grad: bool
+
+    @classmethod
+    def of(cls, top: Hashable, args: Any, kwargs: Any) -> Kind:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        return cls(top, shapes, torch.is_grad_enabled())
+
+    def growth_from(self, other: Kind) -> float | None:
+        """The factor by which the input that has grown most is larger than that of `other`; None if they cannot be compared."""
+        alike = self.top == other.top and self.with_grad == other.with_grad and len(self.shapes) == len(other.shapes)
+        if not alike or any(a[1] != b[1] for a, b in zip(self.shapes, other.shapes, strict=True)):
+            return None
+        sizes = zip(self.shapes, other.shapes, strict=True)
+        return max((torch.Size(a).numel() / max(1, torch.Size(b).numel()) for (a, _), (b, _) in sizes), default=1.0)
+
+
+class Needs:
+    """The needs of one module's passes, learnt from the first pass of each kind. An engine owns it, and uses it under its lock.
+
+    [Note: What a pass needs]
+    The first pass of a kind runs with nothing resident in its way, whatever that costs, and with no fragments of what ran
+    before. What the allocator reserves in it, beyond weights and what was there before, is the kind's need: activations,
+    workspaces of libraries, and what rounding adds. In later passes so much is kept free. So a convolution, which takes
+    another algorithm if it finds no memory for the first one, takes the one that it takes on an empty card.
+
+    Inputs that are smaller than measured ones in every dimension count as those. A pass that was refused memory all the same
+    (fragments, another process) needs more from then on, by what gave way; half of that is tried again after each stint.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._known: dict[Kind, int] = {}
+        self._recent: deque[Kind] = deque(maxlen=_NUM_RECENT)
+        self._more = 0
+        """What passes were refused, beyond what was measured."""
+        self._measuring: tuple[Kind, int] | None = None
+        """The kind that is being measured, and the bytes in use that are not its need."""
+
+    def of(self, kind: Kind) -> int | None:
+        """The need of a pass of this kind, and of those before it if they take turns; None if it has yet to be measured."""
+        found = self._of(kind)
+        if found is None:
+            return None
+        # Two kinds that take turns would else bring groups to the device and evict them again and again.
+        recent = [self._of(each) or 0 for each in {*self._recent}] if kind in self._recent else []
+        return max([found, *recent]) + self._more
+
+    def _of(self, kind: Kind) -> int | None:
+        exact = self._known.get(kind)
+        if exact is not None:
+            return exact
+        growths = ((kind.growth_from(other), need) for other, need in self._known.items())
+        fitting = [(max(1.0, growth), need) for growth, need in growths if growth is not None and growth <= _SLACK]
+        return min((int(need * growth * (_SLACK if growth > 1 else 1)) for growth, need in fitting), default=None)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether any kind was measured."""
+        return bool(self._known)
+
+    def begin(self, kind: Kind, beside: int) -> None:
+        """A pass computes from here on.
+
+        Args:
+            beside: Bytes in use that are not its need: weights on the device, and what is there besides.
+        """
+        self._recent.append(kind)
+        self._measuring = None
+        if self._of(kind) is None:
+            self._measuring = kind, beside
+            self._backend.reset_peak()
+        elif kind in self._known:
+            self._known[kind] = self._known.pop(kind)  # the kind that came last is forgotten last
+
+    def end(self, *, completed: bool) -> tuple[int, int] | None:
+        """The pass is over. Returns the need and the peak of all memory, if the pass was the first of its kind."""
+        if self._measuring is None:
+            return None
+        (kind, beside), self._measuring = self._measuring, None
+        if not completed:
+            return None
+        peak = self._backend.peak_reserved_bytes()
+        self._known[kind] = max(0, peak - beside)
+        while len(self._known) > _NUM_KINDS:
+            del self._known[next(iter(self._known))]
+        return self._known[kind], peak
+
+    def add(self, num_bytes: int) -> None:
+        """A pass was refused memory, and so much gave way."""
+        self._more += num_bytes
+
+    def begin_stint(self) -> None:
+        """Another model ran since: what was refused may be there again."""
+        self._more //= 2
+        self._recent.clear()
+
+    def clear(self) -> None:
+        """Forget what was measured: the module has changed."""
+        self._known.clear()
+        self._recent.clear()
+        self._more, self._measuring = 0, None

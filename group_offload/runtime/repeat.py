@@ -1,0 +1,179 @@
+"""Repeats a call that the device refused memory, where it can be told that this changes nothing else.
+
+[Note: Refused calls]
+A model's own allocations come past the arena (see [Note: Memory that gives way]). If one is refused while there are residents,
+they give way, and the gate that is innermost repeats its call; if it may not, the gate around it tries. So nobody sees an error
+for memory that the engine could do without.
+
+A call is repeated only if it cannot have changed anything before it failed:
+
+- no graph is recorded,
+- its arguments are tensors, numbers, texts, and containers of these, and no tensor has another version now,
+- no random number was drawn, from the host's generator or the device's,
+- its weights and buffers are what was onloaded,
+- nothing else about its modules has changed since a call of the same gate returned before (`survey`). With hooks of others, in
+  training mode, or with attributes that cannot be looked into, no call is repeated.
+
+An operator may catch the refusal: cuDNN then computes a convolution by another algorithm, with other bits. The arena hears of
+that, and the call is repeated too. cuDNN remembers the other algorithm, so from then on the module is called with
+`Backend.other_algorithms`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..base import selective
+from ..base.torch_internals import TorchDispatchMode, set_eval_frame
+from .convoy.watch import Survey, survey
+from .passes import Passes
+
+logger = logging.getLogger("group_offload")
+
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_LEAST_BYTES = 64 << 20
+"""What gives way at once, at least: each time the device is asked again it waits for all its work."""
+
+
+class Repeater:
+    """Calls one gate's module. The gate owns it."""
+
+    def __init__(self, module: nn.Module, passes: Passes, is_ours: Callable[[Any], bool]) -> None:
+        """
+        Args:
+            is_ours: Whether a hook of the module belongs to the engine.
+        """
+        self._module = module
+        self._passes = passes
+        self._is_ours = is_ours
+        self._before: Survey | None = None
+        """The module's state as an earlier call returned."""
+        self._was_refused_silently = False
+        self._has_warned = False
+
+    def call(
+        self, call: Callable[..., Any], args: Any, kwargs: Any, compiler: Any, modes: Sequence[TorchDispatchMode]
+    ) -> Any:
+        """Call it, and again if the device refuses memory, as long as residents give way.
+
+        Args:
+            compiler: What watches the thread's frames in the call, and so do `modes` its operations.
+
+        Raises:
+            torch.OutOfMemoryError: No resident was left, or the call cannot be repeated.
+        """
+        passes = self._passes
+        if torch.is_grad_enabled() or not passes.has_budget:
+            return _seen(call, args, kwargs, compiler, modes)
+        given = _Given(args, kwargs, passes)
+        while True:
+            refused: torch.OutOfMemoryError | None = None
+            output = None
+            try:
+                with passes.other_algorithms() if self._was_refused_silently else nullcontext():
+                    output = _seen(call, args, kwargs, compiler, modes)
+            except torch.OutOfMemoryError as error:
+                if not (passes.has_residents and self._may_repeat(given)):
+                    raise
+                # The frames of the call hold what it has computed so far.
+                refused = error.with_traceback(None)
+                refused.__context__ = refused.__cause__ = None
+            if refused is None:
+                if not passes.was_refused_silently:
+                    if self._before is None:
+                        self._look()
+                    return output
+                if not self._repeats_silent(given):
+                    return output
+                output = None
+            elif not passes.give_way(_LEAST_BYTES):
+                raise refused
+            passes.begin_again()
+
+    def _repeats_silent(self, given: _Given) -> bool:
+        """Whether the call is to be repeated, because an operator in it was refused memory, and went on without."""
+        passes, was_before = self._passes, self._was_refused_silently
+        may_repeat = passes.has_residents and not was_before and self._may_repeat(given)
+        if may_repeat and passes.give_way(_LEAST_BYTES):
+            self._was_refused_silently = True
+            return True
+        if passes.is_inside_a_call:  # the gate around it may
+            return False
+        passes.answer_refusals()
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "An operator of %s found no device memory for the algorithm that it prefers, and took another one: its output "
+                "may have other bits than on an empty device. A smaller vram_budget leaves it more memory.",
+                type(self._module).__name__,
+            )
+        return False
+
+    def _may_repeat(self, given: _Given) -> bool:
+        """Whether nothing was changed since the call began."""
+        if self._before is None or not given.is_untouched or self._passes.has_changed_weights:
+            return False
+        if self._before.holds():
+            return True
+        self._before = None  # the next call that returns looks again
+        return False
+
+    def _look(self) -> None:
+        found = survey(self._module, self._is_ours)
+        self._before = None if isinstance(found, str) else found
+
+
+def _seen(call: Callable[..., Any], args: Any, kwargs: Any, compiler: Any, modes: Sequence[TorchDispatchMode]) -> Any:
+    """A call that compilers and selective checkpoints see. They must see nothing of the engine's own Python."""
+    selective.show(modes)
+    set_eval_frame(compiler)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        set_eval_frame(None)
+        selective.hide()
+
+
+class _Given:
+    """What a call is given, and the random states, as it begins."""
+
+    __slots__ = ("_args", "_kwargs", "_passes", "_random", "_versions")
+
+    def __init__(self, args: Any, kwargs: Any, passes: Passes) -> None:
+        self._args, self._kwargs, self._passes = args, kwargs, passes
+        self._versions = [*_versions(args), *_versions(kwargs)]
+        self._random = self._random_now()
+
+    @property
+    def is_untouched(self) -> bool:
+        now = [*_versions(self._args), *_versions(self._kwargs)]
+        host, device = self._random_now()
+        is_same = None not in now and now == self._versions
+        return is_same and device == self._random[1] and torch.equal(host, self._random[0])
+
+    def _random_now(self) -> tuple[torch.Tensor, object]:
+        return torch.default_generator.get_state(), self._passes.generator_state()
+
+
+def _versions(value: Any) -> Iterator[Any]:
+    """Something for each thing that was given, which changes if the thing does; None if that cannot be told."""
+    if type(value) in (tuple, list):
+        yield len(value)
+        for each in value:
+            yield from _versions(each)
+    elif type(value) is dict:
+        yield len(value)
+        for name, each in value.items():
+            yield name
+            yield from _versions(each)
+    elif isinstance(value, torch.Tensor):
+        yield id(value)
+        yield None if value.is_inference() else value._version
+    else:
+        yield value if type(value) in _PLAIN else None
