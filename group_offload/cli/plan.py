@@ -594,8 +594,8 @@ def _write_chart(path: Path, components: Sequence[_Component], asked: _Asked) ->
     )
     lines = {}
     for ram in sorted(shares):
-        problems = [replace(base, budgets=Budgets(device_bytes=vram - others, ram_bytes=ram)) for vram in sizes]
-        lines[ram] = [make_plan(problem).prediction.step_seconds for problem in problems]
+        budgets = [Budgets(device_bytes=vram - others, ram_bytes=ram) for vram in sizes]
+        lines[ram] = [make_plan(replace(base, budgets=each, rests=None)).prediction.step_seconds for each in budgets]
     chosen = None if asked.vram is None else (min(asked.vram, most), component.plan.prediction.step_seconds)
     name = " ".join(part for part in (component.name, model.model_class) if part) or "model"
     title = f"{name}, {describe_bytes(model.num_bytes)}"

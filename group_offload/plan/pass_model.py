@@ -24,15 +24,14 @@ item at a time and in order of use: the drive reads, the link copies to the devi
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
-from itertools import accumulate, compress, groupby
+from itertools import accumulate, groupby
 
 from ..base.timeline import COMPUTE, COPIES, DECODE, READS, STALLS, Slice
-from .placement import NUM_BERTHS, Placement, Problem, smallest_ram_bytes
+from .placement import NUM_BERTHS, Placement, Problem
 from .ring import Geometry
 
 _CHUNK_BYTES = 16 << 20
@@ -157,8 +156,6 @@ class Footprint:
     """What packed bytes land in before they are unpacked."""
     device_bytes: int
     """Resident groups, packed or not, slots, and berths."""
-    ram_bytes: int
-    """Groups that rest in RAM and that a file holds, and what is packed of them. (All others take RAM on every tier.)"""
     not_resident_bytes: int
     """Groups that are used and not resident, whether they are sent each time or all fit in the slots."""
     h2d_bytes: int
@@ -211,27 +208,20 @@ class PassModel:
         budgets = problem.budgets
         self.device_budget = 0 if budgets.device_bytes is None else budgets.device_bytes
         self.has_residents = budgets.device_bytes is not None
-        self.ram_room = math.inf if budgets.ram_bytes is None else budgets.ram_bytes - smallest_ram_bytes(problem)
-        """RAM for groups that a file holds."""
+        self.rests = problem.rests or (Placement.RAM,) * len(self.groups)
+        self.choices = [self._choices(index) for index in range(len(self.groups))]
+        """Where each group may be between its uses, given where it rests; the fastest first."""
+        able = [index for index in self.used if Placement.DEVICE in self.choices[index]]
+        self.by_size = sorted(able, key=lambda index: -self.sizes[index])
+        """The groups that are used and may stay on the device, the largest first."""
+        self._known_backs: dict[tuple[int, ...], list[int]] = {}
 
-    def choices(self, index: int) -> list[Placement]:
-        """The tiers where a group that is used may rest, the fastest first."""
-        group = self.groups[index]
-        choices = [Placement.RAM]
-        if group.may_reside and self.has_residents:
-            choices[:0] = [Placement.DEVICE, Placement.PACKED] if group.packed_bytes else [Placement.DEVICE]
-        if group.is_in_file and self.ram_room < math.inf:
-            choices.append(Placement.FILE)
-        return choices
-
-    def lowest(self) -> list[Placement]:
-        """The placement with each group on the lowest tier that it may rest on."""
-        placements = [Placement.FILE if group.is_in_file else Placement.RAM for group in self.groups]
-        if self.ram_room == math.inf:
-            # Also what this pass does not use, if it would be read packed: a berth for that may have no room beside the others.
-            for index in {*self.used, *compress(range(len(self.groups)), self.reads_packed)}:
-                placements[index] = Placement.RAM
-        return placements
+    def _choices(self, index: int) -> list[Placement]:
+        group, rest = self.groups[index], self.rests[index]
+        if not group.may_reside or not self.has_residents:
+            return [rest]
+        is_kept_packed = group.packed_bytes > 0 and rest is Placement.RAM
+        return [Placement.DEVICE, Placement.PACKED, rest] if is_kept_packed else [Placement.DEVICE, rest]
 
     def footprint(self, placements: Sequence[Placement]) -> Footprint:
         # Each candidate of the search comes through here, so the names are bound to locals.
@@ -249,18 +239,15 @@ class PassModel:
             berths = NUM_BERTHS * max(from_ram, default=0) + max([self.read[i] for i in from_file], default=0)
             packed += from_file
             unpacked = sum([sizes[index] * sent[index] for index in packed])
-        ram = sum(
-            [in_ram[index] for index in streamed if placements[index] is not file and self.groups[index].is_in_file]
-        )
         not_resident = sum([sizes[index] for index in streamed if sent[index]])
         on_device = resident + slots + berths
         if not_resident <= slots:
-            return Footprint(slots, berths, on_device, ram, not_resident, 0, 0, 0)
+            return Footprint(slots, berths, on_device, not_resident, 0, 0, 0)
         drive = sum([self.read[index] * sent[index] for index in streamed if placements[index] is file])
         h2d = drive + sum(
             [in_ram[i] * sent[i] for i in streamed if placements[i] is not file and placements[i] is not kept]
         )
-        return Footprint(slots, berths, on_device, ram, not_resident, h2d, drive, unpacked)
+        return Footprint(slots, berths, on_device, not_resident, h2d, drive, unpacked)
 
     def are_unpacked(self, placements: Sequence[Placement]) -> list[bool]:
         """For each group, whether it is unpacked before each use that it is not there for already."""
@@ -270,9 +257,8 @@ class PassModel:
         ]
 
     def fits(self, footprint: Footprint) -> bool:
-        """Whether a placement is within the budgets."""
-        fits_on_device = not self.has_residents or footprint.device_bytes <= self.device_budget
-        return fits_on_device and footprint.ram_bytes <= self.ram_room
+        """Whether a placement is within the device budget."""
+        return not self.has_residents or footprint.device_bytes <= self.device_budget
 
     def limit_seconds(self, footprint: Footprint) -> float:
         """How long a pass takes at least: compute, the link and the drive are each busy for so long."""
@@ -297,6 +283,13 @@ class PassModel:
         for group, one, other in zip(sent.groups, before, after, strict=True):
             stalls[group] = stalls.get(group, 0.0) + (one + other) / 2
         return SimulatedPass(busy + sum(stalls.values()), stalls, num_passes * len(sent.groups))
+
+    def backs(self, sizes: list[int], geometry: Geometry) -> list[int]:
+        """`_backs`, remembered: it takes most of the time of a simulation, and many placements send the same sizes."""
+        key = (geometry.num_bytes, geometry.first_part, *sizes)
+        if key not in self._known_backs:
+            self._known_backs[key] = _backs(sizes, geometry)
+        return self._known_backs[key]
 
     def predict(self, footprint: Footprint, run: SimulatedPass) -> Prediction:
         stalls = sorted(((self.groups[i].name, s) for i, s in run.stalls.items() if s > 0), key=lambda stall: -stall[1])
@@ -447,7 +440,7 @@ def _sent_uses(model: PassModel, placements: Sequence[Placement], slot_bytes: in
             for index in groups
         ],
         are_packed=[unpacked[index] for index in groups],
-        backs=_backs(sent_sizes, Geometry(slot_bytes, largest)),
+        backs=model.backs(sent_sizes, Geometry(slot_bytes, largest)),
         reads=[next(reads) if placements[index] is Placement.FILE else None for index in groups],
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from heapq import nlargest
@@ -21,9 +22,9 @@ class Placement(str, Enum):
     """Where a group rests between its uses."""
 
     DEVICE = "device"
-    """The group stays on the device. It takes no RAM if a file holds its weights."""
+    """A copy of the group stays on the device. The group keeps its place at rest, in RAM or in its file."""
     PACKED = "packed"
-    """The group stays on the device packed, and is unpacked there for each use. Its packed bytes stay in RAM too."""
+    """A packed copy of a group that rests in RAM stays on the device, and is unpacked there for each use."""
     RAM = "ram"
     """The group rests in page-locked RAM and is sent to the device for each use: packed, if it has packed bytes."""
     FILE = "file"
@@ -101,7 +102,7 @@ class Budgets:
     device_bytes: int | None
     """Device memory for resident groups and slots. None: no group is resident."""
     ram_bytes: int | None
-    """RAM for groups that rest there, and for groups that no file holds. None: all groups may rest in RAM."""
+    """RAM for groups that rest there, and for groups that no file holds. None: all groups rest in RAM."""
 
     def __post_init__(self) -> None:
         for name, num_bytes in (("device_bytes", self.device_bytes), ("ram_bytes", self.ram_bytes)):
@@ -114,7 +115,8 @@ class Problem:
     """Everything that a plan is made from.
 
     Raises:
-        ValueError: no groups, no uses, a use of a group that does not exist, no slots, negative staging.
+        ValueError: no groups, no uses, a use of a group that does not exist, no slots, negative staging, or rests that are not
+            one for each group, RAM or FILE, and FILE only where a file holds the group.
     """
 
     groups: tuple[PlannedGroup, ...]
@@ -126,6 +128,8 @@ class Problem:
     """The slots hold this many of the largest groups that are sent."""
     staging_bytes: int = 256 << 20
     """How many bytes the drive may be ahead of the link."""
+    rests: tuple[Placement, ...] | None = None
+    """Where each group rests, RAM or FILE, where that is decided already. None: the RAM budget decides."""
 
     def __post_init__(self) -> None:
         if not self.groups or not self.order:
@@ -137,20 +141,50 @@ class Problem:
             raise ValueError(f"num_slots={self.num_slots}: at least 1 is needed")
         if self.staging_bytes < 0:
             raise ValueError(f"staging_bytes={self.staging_bytes} is negative")
+        if self.rests is not None:
+            self._check_rests(self.rests)
+
+    def _check_rests(self, rests: tuple[Placement, ...]) -> None:
+        if len(rests) != len(self.groups):
+            raise ValueError(f"{len(rests)} rests for {len(self.groups)} groups")
+        for group, rest in zip(self.groups, rests, strict=True):
+            if rest not in (Placement.RAM, Placement.FILE):
+                raise ValueError(f"group {group.name!r} rests in RAM or in its file, not on {rest.name}")
+            why_not = group.why_not(rest)
+            if why_not:
+                raise ValueError(f"group {group.name!r} {why_not}")
 
 
 def smallest_device_bytes(problem: Problem) -> int:
-    """The smallest device budget that works: slots, and room for packed bytes on their way, and no resident groups."""
+    """The smallest device budget that works: slots, and room for packed bytes on their way, and no resident groups.
+
+    Where the rests are not decided yet, it works for all that the RAM budget may lead to.
+    """
     slots = sum(nlargest(problem.num_slots, (group.num_bytes for group in problem.groups)))
-    packed = [group.packed_bytes for group in problem.groups]
-    read = [group.packed_bytes if group.reads_packed and group.is_in_file else 0 for group in problem.groups]
-    sent = [each for each, from_file in zip(packed, read, strict=True) if not from_file]
-    return slots + max(NUM_BERTHS * max(packed), NUM_BERTHS * max(sent, default=0) + max(read))
+    may_be_read = problem.budgets.ram_bytes is not None
+    rests = problem.rests or [None if may_be_read and group.is_in_file else Placement.RAM for group in problem.groups]
+    sent = [group.packed_bytes for group, at in zip(problem.groups, rests, strict=True) if at is not Placement.FILE]
+    read = [
+        group.packed_bytes
+        for group, at in zip(problem.groups, rests, strict=True)
+        if group.reads_packed and at is not Placement.RAM
+    ]
+    return slots + NUM_BERTHS * max(sent, default=0) + max(read, default=0)
 
 
 def smallest_ram_bytes(problem: Problem) -> int:
     """The smallest RAM budget that works: the groups that no file holds, and what is packed of them."""
     return sum(group.num_bytes + group.packed_bytes for group in problem.groups if not group.is_in_file)
+
+
+def ram_bytes_of(problem: Problem, rests: Sequence[Placement]) -> int:
+    """RAM of the groups that rest there, whether copies of them stay on the device or not, and of those that no file holds."""
+    in_ram = [
+        group.packed_bytes or group.num_bytes
+        for group, rest in zip(problem.groups, rests, strict=True)
+        if group.is_in_file and rest is Placement.RAM
+    ]
+    return smallest_ram_bytes(problem) + sum(in_ram)
 
 
 def check_budgets(problem: Problem) -> None:

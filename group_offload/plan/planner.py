@@ -1,6 +1,8 @@
 """Plans: where each group of weights rests, and how fast a pass is predicted to be.
 
-`make_plan(problem)` searches for the fastest placement within the budgets, by [Note: The model of a pass] (`pass_model`).
+`make_plan(problem)` has two stages. The RAM budget alone decides where each group rests (`share_out_ram`). Then the device budget
+decides of which groups a copy stays on the device: the search takes the fastest placement that it finds, by
+[Note: The model of a pass] (`pass_model`).
 """
 
 from __future__ import annotations
@@ -8,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from .pass_model import PassModel, Prediction
-from .placement import Budgets, Placement, PlannedGroup, Problem, check_budgets, smallest_ram_bytes
+from .placement import Budgets, Placement, PlannedGroup, Problem, check_budgets, ram_bytes_of
+from .rests import share_out_ram
 from .search import Search, lower_bound
 
 _NEAR = 0.05
@@ -20,19 +23,29 @@ class Plan:
     """Where each group rests, the memory that this takes, and how fast it is predicted to be."""
 
     problem: Problem
+    """With the rests that the plan was made for."""
     placements: tuple[Placement, ...]
-    """Tiers, in the order of `problem.groups`."""
+    """Where each group is between its uses, in the order of `problem.groups`."""
     slot_bytes: int
     """Device memory that groups take turns in, and that packed bytes land in."""
     device_bytes: int
     """Resident groups and slots."""
     ram_bytes: int
-    """Groups that rest in RAM, and groups that no file holds."""
+    """Groups that rest in RAM, also those of which a copy stays on the device, and groups that no file holds."""
     prediction: Prediction
     num_simulated_uses: int
     """The effort that the search has taken."""
     measured_seconds: float | None = None
     """The time that the last forwards took with this plan; None if none was timed."""
+
+    @property
+    def rests(self) -> tuple[Placement, ...]:
+        """Where each group rests, RAM or FILE, whether a copy of it stays on the device or not."""
+        decided = self.problem.rests or self.placements
+        return tuple(
+            at if at in (Placement.RAM, Placement.FILE) else rest
+            for at, rest in zip(self.placements, decided, strict=True)
+        )
 
     @property
     def step_seconds(self) -> float:
@@ -80,15 +93,13 @@ class Plan:
         If there is no device budget, the bytes are added to what this plan takes on the device. If there is no RAM budget,
         they are added to what rests in RAM; where that is all groups, they gain nothing.
         """
-        given = self.problem.budgets
-        device, ram = given.device_bytes, given.ram_bytes
+        device, ram = self.problem.budgets.device_bytes, self.problem.budgets.ram_bytes
         if device_bytes:
             device = (self.device_bytes if device is None else device) + device_bytes
-        if ram is None and Placement.FILE in self.placements:
-            ram = smallest_ram_bytes(self.problem) + PassModel(self.problem).footprint(self.placements).ram_bytes
-        if ram is not None:
-            ram += ram_bytes
-        more = replace(self.problem, budgets=Budgets(device_bytes=device, ram_bytes=ram))
+        if ram_bytes:
+            ram = (ram_bytes_of(self.problem, self.rests) if ram is None else ram) + ram_bytes
+        rests = None if ram_bytes else self.rests
+        more = replace(self.problem, budgets=Budgets(device_bytes=device, ram_bytes=ram), rests=rests)
         return max(0.0, self.prediction.step_seconds - make_plan(more).prediction.step_seconds)
 
     def _busy(self) -> str:
@@ -99,16 +110,18 @@ class Plan:
 
 
 def make_plan(problem: Problem) -> Plan:
-    """The fastest placement within the budgets that the search finds.
+    """The fastest placement within the budgets that the search finds, for the rests of the problem or those of `share_out_ram`.
 
-    Where there are few placements (up to 8 groups on 3 tiers, or 12 on 2), it is the best by the model. Of placements within
-    0.1% of the fastest, the best is the one that sends the fewest bytes, then the one that reads the fewest from the drive,
-    then the one that takes the least device memory.
+    Where there are few placements (10 groups that stay or do not), it is the best by the model. Of placements within 0.1% of
+    the fastest, the best is the one that sends the fewest bytes, then the one that reads the fewest from the drive, then the
+    one that takes the least device memory.
 
     Raises:
         ConfigError: a budget that no placement fits. The message names the smallest budget that works.
     """
     check_budgets(problem)
+    if problem.rests is None:
+        problem = replace(problem, rests=share_out_ram(problem))
     model = PassModel(problem)
     search = Search(model)
     best = search.run()
@@ -117,16 +130,26 @@ def make_plan(problem: Problem) -> Plan:
         placements=tuple(best.placements),
         slot_bytes=best.footprint.slot_bytes + best.footprint.berth_bytes,
         device_bytes=best.footprint.device_bytes,
-        ram_bytes=smallest_ram_bytes(problem) + best.footprint.ram_bytes,
+        ram_bytes=ram_bytes_of(problem, model.rests),
         prediction=model.predict(best.footprint, best.run),
         num_simulated_uses=search.effort,
     )
 
 
 def kept_plan(problem: Problem, before: Plan) -> Plan | None:
-    """The placements of `before` for a problem whose groups have other sizes by now; None if they do not fit it any more."""
+    """The placements of `before`, and its rests, for a problem whose groups have other sizes by now.
+
+    Returns:
+        None: they do not fit it any more, or its rests are decided in another way.
+    """
     if any(map(PlannedGroup.why_not, problem.groups, before.placements)):
         return None
+    ram_bytes, budget = ram_bytes_of(problem, before.rests), problem.budgets.ram_bytes
+    if problem.rests is None and budget is not None and ram_bytes > budget:
+        return None
+    if problem.rests not in (None, before.rests):
+        return None
+    problem = replace(problem, rests=before.rests)
     model = PassModel(problem)
     footprint = model.footprint(before.placements)
     if not model.fits(footprint):
@@ -136,7 +159,7 @@ def kept_plan(problem: Problem, before: Plan) -> Plan | None:
         problem=problem,
         slot_bytes=footprint.slot_bytes + footprint.berth_bytes,
         device_bytes=footprint.device_bytes,
-        ram_bytes=smallest_ram_bytes(problem) + footprint.ram_bytes,
+        ram_bytes=ram_bytes,
         prediction=model.predict(footprint, model.run(before.placements, footprint)),
     )
 
