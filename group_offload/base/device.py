@@ -87,13 +87,28 @@ class Backend(Protocol):
     def peak_bytes_in_use(self) -> int:
         """The most that `bytes_in_use` has been since `reset_peak`."""
 
+    def reserved_bytes(self) -> int:
+        """Device memory that this process's allocator holds, in use or cached."""
+
+    def peak_reserved_bytes(self) -> int:
+        """The most that `reserved_bytes` has been since `reset_peak`."""
+
     def reset_peak(self) -> None: ...
+
+    def refusals(self) -> tuple[int, int]:
+        """How many allocations were refused so far in this process, and the bytes that the last one asked for.
+
+        Those that an operator caught count too.
+        """
+
+    def generator_state(self) -> object:
+        """The state of the device's random generator, to be compared."""
 
     def total_bytes(self) -> int:
         """The device's memory."""
 
     def free_bytes(self) -> int:
-        """What this process could take of it, or has taken and uses no more."""
+        """What the device has left for this process. What its allocator keeps does not count."""
 
     def release_unused(self) -> None:
         """Give memory that was freed back to the device, so that it can be had in pieces of other sizes."""
@@ -210,8 +225,20 @@ class HostBackend:
     def peak_bytes_in_use(self) -> int:
         return 0
 
+    def reserved_bytes(self) -> int:
+        return 0
+
+    def peak_reserved_bytes(self) -> int:
+        return 0
+
     def reset_peak(self) -> None:
         pass
+
+    def refusals(self) -> tuple[int, int]:
+        return 0, 0
+
+    def generator_state(self) -> object:
+        return None
 
     def total_bytes(self) -> int:
         return ram_of_machine("total")
@@ -298,10 +325,23 @@ class AcceleratorBackend:
             return plain_empty(num_bytes, self.device)
 
     def bytes_in_use(self) -> int:
-        return self._bytes_allocated("current")
+        return self._stat("allocated_bytes", "current")
 
     def peak_bytes_in_use(self) -> int:
-        return self._bytes_allocated("peak")
+        return self._stat("allocated_bytes", "peak")
+
+    def reserved_bytes(self) -> int:
+        return self._stat("reserved_bytes", "current")
+
+    def peak_reserved_bytes(self) -> int:
+        return self._stat("reserved_bytes", "peak")
+
+    def refusals(self) -> tuple[int, int]:
+        stats = self._runtime.memory.memory_stats_as_nested_dict(self.device)
+        return int(stats.get("num_ooms", 0)), 0
+
+    def generator_state(self) -> object:
+        return self._runtime.get_rng_state(self.device).numpy().tobytes()
 
     def reset_peak(self) -> None:
         self._runtime.reset_peak_memory_stats(self.device)
@@ -310,17 +350,15 @@ class AcceleratorBackend:
         return int(self._runtime.get_device_properties(self.device).total_memory)
 
     def free_bytes(self) -> int:
-        free, _ = self._runtime.mem_get_info(self.device)
-        kept = self._runtime.memory_reserved(self.device) - self._runtime.memory_allocated(self.device)
-        return int(free + kept)
+        return int(self._runtime.mem_get_info(self.device)[0])
 
     def release_unused(self) -> None:
         self._runtime.empty_cache()
 
-    def _bytes_allocated(self, which: str) -> int:
+    def _stat(self, name: str, which: str) -> int:
         # What memory_allocated() looks up, without all that it sorts before.
         stats = self._runtime.memory.memory_stats_as_nested_dict(self.device)
-        return int(stats["allocated_bytes"]["all"][which]) if stats else 0
+        return int(stats[name]["all"][which]) if stats else 0
 
     @property
     def _runtime(self) -> Any:

@@ -211,7 +211,7 @@ class Placer:
         in_ram = sum(blob.layout.num_bytes for blob in blobs if not isinstance(blob, FileBlob))
         vram = config.vram_budget
         if vram is AUTO:
-            vram = int((self._backend.bytes_in_use() + self._backend.free_bytes()) * _AUTO_SHARE)
+            vram = int((self._backend.reserved_bytes() + self._backend.free_bytes()) * _AUTO_SHARE)
         if is_first or self._ram is None:  # there is no limit as long as no weight was in files
             self._ram = self._ram_for_weights(in_ram, is_first=is_first)
         ram = None if self._ram is None else max(self._ram, in_ram)

@@ -487,7 +487,7 @@ class Budgeter:
         """Limit the budget to the memory that the device has for this process now."""
         self._passes_until_look = tuning().passes_until_look
         if self._asked_vram is not None:
-            there = self._backend.bytes_in_use() + self._backend.free_bytes()
+            there = self._backend.reserved_bytes() + self._backend.free_bytes()
             self.vram = min(self._asked_vram, there)
 
     @property
