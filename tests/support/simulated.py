@@ -41,6 +41,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 import group_offload.base.device as backends
 from group_offload.stores.moves import Unpack
 
+from . import allocator
+from .allocator import CachingAllocator, Memory, Meter
+
 Laziness = Literal["random", "lazy", "eager"]
 Clock = dict["_Timeline", int]
 
@@ -163,35 +166,25 @@ class _Block(_Region):
         self.freed: _Access | None = None
         self.num_bytes = 0  # asked for; the block may be larger
         self.meter = Meter()
+        self.place: allocator.Block | None = None  # on the card
         self.finalizer: weakref.finalize[..., Any] | None = None
         self.poison()
 
     def poison(self) -> None:
         self.raw.fill_(0xFF)
 
-    def hand_out(self, num_bytes: int, access: _Access, meter: Meter, released: deque[_Block]) -> torch.Tensor:
+    def hand_out(
+        self, num_bytes: int, place: allocator.Block, access: _Access, meter: Meter, released: deque[_Block]
+    ) -> torch.Tensor:
         """The memory with a storage of its own: its last reference going is noticed, whatever queued work holds."""
         handle = (ctypes.c_uint8 * num_bytes).from_address(self.start)
         self.finalizer = weakref.finalize(handle, released.append, self)
         self.finalizer.atexit = False
         # The owner's earlier work may still use the memory, so other streams must wait for it, even for a new block.
         self.segments = [_Segment(self.start, self.end, False, access)]
-        self.freed, self.num_bytes, self.meter = None, num_bytes, meter
+        self.freed, self.num_bytes, self.place, self.meter = None, num_bytes, place, meter
         meter.add(num_bytes)
         return torch.frombuffer(handle, dtype=torch.uint8)
-
-
-@dataclass(slots=True)
-class Meter:
-    now: int = 0
-    peak: int = 0
-    whole: Meter | None = None
-
-    def add(self, num_bytes: int) -> None:
-        self.now += num_bytes
-        self.peak = max(self.peak, self.now)
-        if self.whole is not None:
-            self.whole.add(num_bytes)
 
 
 @dataclass(slots=True, eq=False)
@@ -204,6 +197,20 @@ class _Work:
     done: bool = False
     finished: int = 0  # how many things had run by then
     grad: bool = field(default_factory=torch.is_grad_enabled)
+
+
+@dataclass(frozen=True, slots=True)
+class _Marked:
+    """A point that the allocator waits for. That orders nothing for the host, which does not hear of it."""
+
+    device: SimulatedDevice
+    work: _Work
+
+    def query(self) -> bool:
+        return self.work.done
+
+    def synchronize(self) -> None:
+        self.device._run_until(self.work)
 
 
 class SimulatedStream(_Timeline):
@@ -288,12 +295,13 @@ class SimulatedDevice:
 
     When 'lazy', an event that nobody waits for is never reached: code that polls `query` needs another mode.
     All host threads share one clock: what they hand each other through locks and queues is not seen here, and must not
-    look like a race. One lock guards everything; only `current_stream` is a thread's own.
+    look like a race. One lock guards everything; only `current_stream` is a thread's own. What `card` has, keeps and refuses
+    is what the device has; which of its bytes a tensor gets is decided here, so that a race shows whatever the card does.
     """
 
     has_streams = True
 
-    def __init__(self, seed: int = 0, laziness: Laziness = "random") -> None:
+    def __init__(self, seed: int = 0, laziness: Laziness = "random", *, card: Memory | None = None) -> None:
         self.device = torch.device("cpu")
         self.laziness = laziness
         self.num_copies = 0
@@ -301,11 +309,12 @@ class SimulatedDevice:
         self.copied_bytes = 0
         self.num_host_waits = 0  # times that the host asked for a point that was not reached yet
         self.pinned_bytes = 0
-        self.capacity = 1 << 40  # more than that is out of memory
+        self.card = card or Memory(1 << 40)
+        if isinstance(self.card, CachingAllocator):
+            self.card.wait = self._finish
         self.captures = False  # a graph, which the engine is to refuse
-        self.total = Meter()
-        self.memory = Meter(whole=self.total)  # from `empty`
-        self.activations = Meter(whole=self.total)  # made by ops and `put`
+        self.memory = Meter()  # from `empty`
+        self.activations = Meter()  # made by ops and `put`
         self.log: list[tuple[str, str]] = []  # (stream, label) of the work that ran, in order
         self.errors: list[AssertionError] = []  # raised so far: finalizers and threads swallow them
         self._random = random.Random(seed)
@@ -325,23 +334,49 @@ class SimulatedDevice:
         self._released: deque[_Block] = deque()  # filled by the garbage collector, at any moment
         _devices.add(self)
 
+    @property
+    def total(self) -> Meter:
+        return self.card.allocated
+
+    @property
+    def capacity(self) -> int:
+        """More than that is out of memory."""
+        return self.card.capacity
+
+    @capacity.setter
+    def capacity(self, num_bytes: int) -> None:
+        self.card.capacity = num_bytes
+
     def bytes_in_use(self) -> int:
-        return self.total.now
+        return self.card.allocated.now
 
     def peak_bytes_in_use(self) -> int:
-        return self.total.peak
+        return self.card.allocated.peak
+
+    def reserved_bytes(self) -> int:
+        return self.card.reserved.now
+
+    def peak_reserved_bytes(self) -> int:
+        return self.card.reserved.peak
 
     def reset_peak(self) -> None:
-        self.total.peak = self.total.now
+        self.card.reset_peak()
+
+    def refusals(self) -> tuple[int, int]:
+        return self.card.num_refused, self.card.last_refused_bytes
+
+    def generator_state(self) -> object:
+        return None
 
     def total_bytes(self) -> int:
-        return self.capacity
+        return self.card.capacity
 
     def free_bytes(self) -> int:
-        return self.capacity - self.total.now
+        return self.card.free_bytes
 
     def release_unused(self) -> None:
-        pass
+        with self._host_call():
+            self.card.release_cached()
 
     @property
     def allocated_bytes(self) -> int:
@@ -762,8 +797,7 @@ class SimulatedDevice:
     def _allocate(self, num_bytes: int, stream: SimulatedStream, meter: Meter) -> torch.Tensor:
         if num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
-        if self.total.now + num_bytes > self.capacity:
-            raise torch.OutOfMemoryError(f"The simulated device has no room for {num_bytes} bytes.")
+        place = self.card.malloc(num_bytes, stream)
         fitting = [block for block in self._cached if block.owner is stream and block.end - block.start >= num_bytes]
         if fitting:
             block = min(fitting, key=lambda block: block.end - block.start)
@@ -771,14 +805,15 @@ class SimulatedDevice:
         else:
             block = _Block(num_bytes, stream)
             self._track(block, "block")
-        return block.hand_out(num_bytes, self._stamp(stream, "empty"), meter, self._released)
+        return block.hand_out(num_bytes, place, self._stamp(stream, "empty"), meter, self._released)
 
     def _retire(self, block: _Block) -> None:
         """From here on the owner stream may write the block: poison it in that order, or after all marked streams."""
-        assert block.finalizer is not None
+        assert block.finalizer is not None and block.place is not None
         block.finalizer.detach()
         block.freed = self._stamp(block.owner, "free")
         block.meter.add(-block.num_bytes)
+        self.card.free(block.place, [_Marked(self, stream.tail) for stream in block.users if stream.tail])
         users, block.users = {block.owner, *block.users}, set()
         order = _Timeline("the allocator")
         for stream in users:
@@ -800,6 +835,11 @@ class SimulatedDevice:
                 self._cached.append(block)
             else:
                 self._freed.append((block, last_uses))
+
+    def _finish(self, stream: SimulatedStream | None) -> None:
+        for each in self._streams if stream is None else [stream]:
+            if each.tail is not None:
+                self._run_until(each.tail)
 
     def _make(self, layout: _Layout, stream: SimulatedStream) -> torch.Tensor:
         memory = self._allocate(layout.num_bytes, stream, self.activations)

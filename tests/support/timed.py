@@ -4,16 +4,26 @@
 module computes is told by `compute`, and the host takes no time at all, as on a machine that launches faster than the device
 runs. Nothing is copied. So the engine's own decisions, not a model of them, give the time of a step, its stalls and its
 trace, in milliseconds of real time and without an accelerator.
+
+With `launch_seconds` the host has a clock too: it is ahead of the device by what it has launched, calls of the driver take
+it time, and where it waits for the device both go on from there.
 """
 
 from __future__ import annotations
 
+import math
+import threading
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+
+from .allocator import Block, CachingAllocator, Memory
+
+MALLOC_SECONDS, FREE_SECONDS, PAGE_SECONDS = 0.4e-3, 0.3e-3, 0.05e-3
+"""What cudaMalloc and cudaFree take the host, and mapping or unmapping a page."""
 
 
 class TimedStream:
@@ -26,17 +36,18 @@ class TimedStream:
 
 
 class TimedEvent:
-    def __init__(self) -> None:
+    def __init__(self, device: TimedDevice) -> None:
+        self.device = device
         self.at = 0.0
 
     def record(self, stream: TimedStream, /) -> None:
         self.at = stream.now
 
     def query(self) -> bool:
-        return False  # the host is ahead of the device, always
+        return self.at <= self.device.host
 
     def synchronize(self) -> None:
-        pass
+        self.device.wait_until(self.at)
 
 
 class TimedDevice:
@@ -44,17 +55,34 @@ class TimedDevice:
 
     has_streams = True
 
-    def __init__(self, bytes_per_second: float, capacity: int = 1 << 50) -> None:
+    def __init__(
+        self,
+        bytes_per_second: float,
+        capacity: int = 1 << 50,
+        *,
+        card: Memory | None = None,
+        launch_seconds: float | None = None,
+    ) -> None:
         self.device = torch.device("cpu")
         self.errors: list[AssertionError] = []
         self.bytes_per_second = bytes_per_second
+        self.host = 0.0 if launch_seconds else -math.inf
+        """The host's clock. Without one the host is ahead of the device, always."""
+        self.launch_seconds = launch_seconds or 0.0
+        self.waited_seconds = 0.0
+        """What the host waited for the device, except in `synchronize`."""
         self._link = 0.0
         self._compute = TimedStream()
-        self._in_use = 0
-        self._peak = 0
-        self._capacity = capacity
+        self._streams = [self._compute]
+        self.card = card or Memory(capacity)
+        if isinstance(self.card, CachingAllocator):
+            self.card.wait = self._wait_for
+        self._blocks: dict[int, tuple[Block, TimedStream, set[TimedStream]]] = {}  # by address: owner and other users
         self.copied_bytes = 0
         self.copy_seconds = 0.0
+        self.locked_bytes = self.unlocked_bytes = 0
+        self.lock_bytes_per_second = math.inf
+        """What page-locking, and its end, take the host if the thread that launches does it."""
         self.unpacked_bytes_per_second = 20 * bytes_per_second
         self.scale = 1.0
         """Compute takes that many times what it is told to."""
@@ -65,10 +93,22 @@ class TimedDevice:
         return self._compute.now
 
     def compute(self, seconds: float) -> None:
-        self._compute.now += seconds * self.scale
+        self.host += self.launch_seconds
+        self._compute.now = max(self._compute.now, self.host) + seconds * self.scale
 
     def synchronize(self) -> None:
-        pass
+        waited = self.waited_seconds
+        self._wait_for(None)
+        self.waited_seconds = waited
+
+    def wait_until(self, moment: float) -> None:
+        if -math.inf < self.host < moment:
+            self.waited_seconds += moment - self.host
+            self.host = moment
+
+    def _wait_for(self, stream: TimedStream | None) -> None:
+        for each in self._streams if stream is None else [stream]:
+            self.wait_until(each.now)
 
     def is_capturing(self) -> bool:
         return False
@@ -86,64 +126,116 @@ class TimedDevice:
         return nullcontext()
 
     def new_stream(self) -> TimedStream:
-        return TimedStream()
+        self._streams.append(TimedStream())
+        return self._streams[-1]
 
     def new_event(self) -> TimedEvent:
-        return TimedEvent()
+        return TimedEvent(self)
 
     def seconds_between(self, start: TimedEvent, end: TimedEvent) -> float | None:
-        return end.at - start.at
+        return None if -math.inf < self.host < max(start.at, end.at) else end.at - start.at
 
-    def empty(self, num_bytes: int, stream: Any = None) -> torch.Tensor:
+    def empty(self, num_bytes: int, stream: TimedStream | None = None) -> torch.Tensor:
         memory = torch.empty(num_bytes, dtype=torch.uint8)
-        self._take(num_bytes)
-        weakref.finalize(memory, self._take, -num_bytes).atexit = False
+        if num_bytes:
+            address, owner = memory.data_ptr(), stream or self._compute
+            with self._driver_takes_time():
+                self._blocks[address] = self.card.malloc(num_bytes, owner), owner, set()
+            weakref.finalize(memory, self._free, address).atexit = False
         return memory
 
-    def _take(self, num_bytes: int) -> None:
-        self._in_use += num_bytes
-        self._peak = max(self._peak, self._in_use)
+    @contextmanager
+    def _driver_takes_time(self) -> Iterator[None]:
+        before = self._driver_seconds()
+        try:
+            yield
+        finally:
+            self.host += self._driver_seconds() - before
+
+    def _driver_seconds(self) -> float:
+        card = self.card
+        if not isinstance(card, CachingAllocator):
+            return 0.0
+        return card.num_mallocs * MALLOC_SECONDS + card.num_frees * FREE_SECONDS + card.num_pages * PAGE_SECONDS
+
+    def _free(self, address: int) -> None:
+        block, _, users = self._blocks.pop(address)
+        events = [self.new_event() for _ in users]
+        for event, stream in zip(events, users, strict=True):
+            event.record(stream)
+        self.card.free(block, events)
 
     def free(self, memory: torch.Tensor) -> None:
         pass
 
-    def record_stream(self, memory: torch.Tensor, stream: Any) -> None:
-        pass
+    def record_stream(self, memory: torch.Tensor, stream: TimedStream) -> None:
+        if memory.numel():
+            _, owner, users = self._blocks[memory.untyped_storage().data_ptr()]
+            users |= {stream} - {owner}
 
     def bytes_in_use(self) -> int:
-        return self._in_use
+        return self.card.allocated.now
 
     def peak_bytes_in_use(self) -> int:
-        return self._peak
+        return self.card.allocated.peak
+
+    def reserved_bytes(self) -> int:
+        return self.card.reserved.now
+
+    def peak_reserved_bytes(self) -> int:
+        return self.card.reserved.peak
 
     def reset_peak(self) -> None:
-        self._peak = self._in_use
+        self.card.reset_peak()
+
+    def refusals(self) -> tuple[int, int]:
+        return self.card.num_refused, self.card.last_refused_bytes
+
+    def generator_state(self) -> object:
+        return None
 
     def total_bytes(self) -> int:
-        return self._capacity
+        return self.card.capacity
 
     def free_bytes(self) -> int:
-        return self._capacity - self._in_use
+        return self.card.free_bytes
 
     def release_unused(self) -> None:
-        pass
+        with self._driver_takes_time():
+            self.card.release_cached()
 
     def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Any) -> None:
         for target, source in pairs:
             self.copy(target, source, stream)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: TimedStream, *, blocking: bool = False) -> None:
-        begun = max(stream.now, self._link)
+        begun = max(stream.now, self._link, self.host)
         seconds = target.numel() / self.bytes_per_second
         self._link = stream.now = begun + seconds
         self.copied_bytes += target.numel()
         self.copy_seconds += seconds
+        if blocking:
+            self.wait_until(stream.now)
 
     def transform(self, kernel: Any, target: torch.Tensor, source: torch.Tensor, stream: TimedStream) -> None:
-        stream.now += target.numel() / self.unpacked_bytes_per_second
+        stream.now = max(stream.now, self.host) + target.numel() / self.unpacked_bytes_per_second
 
     def pin(self, memory: torch.Tensor, undo: list[Callable[[], None]], *, read_only: bool = False) -> bool:
+        left = [memory.numel()]
+        self.locked_bytes += memory.numel()
+        self._page_locks(memory.numel())
+
+        def unpin() -> None:
+            if left:
+                self._page_locks(left[0])
+                self.unlocked_bytes += left.pop()
+
+        undo.append(unpin)
         return True
+
+    def _page_locks(self, num_bytes: int) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self.host += num_bytes / self.lock_bytes_per_second
 
     def empty_pinned(self, num_bytes: int) -> torch.Tensor | None:
         return torch.empty(num_bytes, dtype=torch.uint8)

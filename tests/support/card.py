@@ -1,0 +1,299 @@
+"""A pipeline of FLUX.1's shape on a card that is full: CLIP, T5-XXL, the transformer and the VAE, at 1024 x 1024.
+
+Weights, activations, times and the sizes in torch's allocator are FLUX.1's on one H200, bytes divided by `SCALE`. The device
+is a `TimedDevice` with a clock for the host. Sizes are in GiB of the full size.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from group_offload import enable_group_offload
+from group_offload.base.tuning import Tuning
+
+from .allocator import CachingAllocator, Meter
+from .simulated import use_simulated_device
+from .speeds import KNOWN_SPEEDS
+from .timed import TimedDevice
+from .tuning import tune
+
+SCALE = 1024
+MIB = (1 << 20) // SCALE
+GIB = (1 << 30) // SCALE
+LINK = 53e9 / SCALE
+LOCKING = 8 * GIB
+"""Bytes of files that are page-locked a second."""
+PIXELS = 64
+"""The elements of what stands for an image of 1024 x 1024."""
+LAUNCH_SECONDS = 0.5e-3
+"""What the host takes for a block."""
+KERNELS_MIB = 270
+"""What the driver takes for kernels, cuBLAS and cuDNN once the text encoders have run for the first time."""
+SCALED = [
+    *("max_run_bytes", "resident_bytes", "device_margin_bytes", "min_packed_bytes", "min_window_bytes", "table_bytes"),
+    *("segment_bytes", "chunk_bytes", "small_chunk_bytes", "max_read_run_bytes", "max_staging_bytes"),
+]
+"""The sizes of `Tuning` that are divided too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """What a convolution of cuDNN asks for. If it gets none it takes another algorithm, and says nothing of it."""
+
+    mib: float
+
+
+Phase = tuple["float | Workspace", ...]
+"""The MiB of activations that are held at the same time, in the order in which they are made."""
+
+DOUBLE: list[Phase] = [(27, 24, 24, 24, 24, 24, 24), (27, 96, 96), (27, 12, 12)]
+SINGLE: list[Phase] = [(27, 108, 108), (27, 108, 27, 27, 27, 27, 27, 27), (27, 108, 27, 135, 27)]
+T5: list[Phase] = [(4, 4, 4, 4, 32, 64, 64, 32), (4, 10, 10, 10)]
+
+
+def decoding(workspace_mib: float) -> list[Phase]:
+    """The phases of the VAE. The convolution that needs most has a workspace of `workspace_mib`."""
+    return [
+        (16, 16, 16, Workspace(64)),
+        (64, 64, 64, Workspace(128)),
+        (256, 256, 256, Workspace(256)),
+        (256, 128, 128, Workspace(256)),
+        (512, 512, 512, Workspace(256)),
+        (512, 256, 256, 256, Workspace(workspace_mib)),
+    ]
+
+
+def take(device: TimedDevice, mib: float, x: torch.Tensor) -> torch.Tensor:
+    """Activations for an input `x`: `mib` if it has `PIXELS` elements."""
+    return device.empty(int(mib * MIB * x.numel() / PIXELS))
+
+
+class Layer(nn.Module):
+    """What is one group: weights, activations that are made and freed, and the time of its kernels."""
+
+    def __init__(self, device: TimedDevice, weight_mib: float, seconds: float, phases: list[Phase]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(int(weight_mib * MIB) // 2, dtype=torch.bfloat16), requires_grad=False)
+        self.device, self.seconds, self.phases = device, seconds, phases
+        self.keeps_plans = False
+        """Whether a thread that had to take another algorithm for a shape takes it from then on, as cuDNN's plans are kept."""
+        self.others: set[Workspace] = set()
+        """Those that were not had in the last call."""
+        self.before_phase: Callable[[int], None] = lambda number: None
+        self.before_phase: Callable[[int], None] = lambda number: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.keeps_plans:
+            self.others = set()
+        for number, phase in enumerate(self.phases):
+            self.before_phase(number)
+            held = [
+                self._workspace(each, x) if isinstance(each, Workspace) else take(self.device, each, x)
+                for each in phase
+            ]
+            del held
+        self.device.compute(self.seconds * x.numel() / PIXELS)
+        return x
+
+    def _workspace(self, workspace: Workspace, x: torch.Tensor) -> torch.Tensor | None:
+        if workspace not in self.others:
+            try:
+                return take(self.device, workspace.mib, x)
+            except torch.OutOfMemoryError:
+                self.others.add(workspace)
+        return None
+
+
+class Model(nn.Module):
+    """Layers beside the blocks, then lists of blocks, with a hidden state of `hidden_mib` between all of them."""
+
+    def __init__(self, device: TimedDevice, hidden_mib: float, rest_mib: float, *blocks: tuple[int, Any]) -> None:
+        super().__init__()
+        self.device, self.hidden_mib = device, hidden_mib
+        self.rest = Layer(device, rest_mib, 0.0005, [(28, 28)])
+        self.lists = nn.ModuleList(
+            nn.ModuleList(Layer(device, *each) for _ in range(number)) for number, each in blocks
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.rest(x)
+        hidden = take(self.device, self.hidden_mib, x)
+        for blocks in self.lists:
+            for block in blocks:  # type: ignore[attr-defined]
+                x = block(x)
+                hidden = take(self.device, self.hidden_mib, x)  # while the one before is there
+        del hidden
+        return x
+
+
+class Pipeline:
+    model_cpu_offload_seq = "text_encoder->text_encoder_2->transformer->vae"
+
+    def __init__(self, device: TimedDevice, workspace_mib: float) -> None:
+        self.components = {
+            "text_encoder": Model(device, 1, 70, (12, (13.5, 0.0002, [(2, 2)]))),
+            "text_encoder_2": Model(device, 4, 8, (24, (368, 0.0018, T5))),
+            "transformer": Model(device, 27, 120, (19, (648, 0.00334, DOUBLE)), (38, (270, 0.00289, SINGLE))),
+            "vae": Model(device, 64, 20, (1, (60, 0.04, decoding(workspace_mib)))),
+        }
+
+    def layers(self) -> list[Layer]:
+        return [layer for model in self.components.values() for layer in model.modules() if isinstance(layer, Layer)]
+
+
+@dataclass(slots=True, kw_only=True)
+class Image:
+    """What one image took. Bytes are GiB of the full size."""
+
+    error: str = ""
+    """The call that ran out of memory, and why. The image ends there."""
+    seconds: float = 0.0
+    step_seconds: list[float]
+    """Of each step; the text encoders count to the first one."""
+    step_sent: list[float]
+    """Bytes that were sent in each step, as `step_seconds`."""
+    packed: list[float]
+    """Packed bytes at rest, after each call."""
+    allocated: float = 0.0
+    """At the end, as `reserved`."""
+    reserved: float = 0.0
+    peak_allocated: float = 0.0
+    peak_reserved: float = 0.0
+    locked: float = 0.0
+    """What was page-locked since the image began, as `unlocked`."""
+    unlocked: float = 0.0
+    read: float = 0.0
+    """Bytes from files that were read by threads, not copied from locked pages."""
+    fallbacks: int = 0
+    """Convolutions whose last call had no workspace: the image has other bits."""
+    refused: int = 0
+    """Allocations that the allocator refused."""
+    driver_calls: int = 0
+    """Segments and pages that the driver gave or took back."""
+    waited_seconds: float = 0.0
+    """What the host waited for the device, except at the end of each step."""
+
+
+def run(
+    free: float,
+    budget: float | str | None,
+    *,
+    sizes: Sequence[float] = (1, 1, 1),
+    steps: int = 8,
+    expandable: bool = False,
+    folder: Path | None = None,
+    workspace_mib: float = 256,
+    keeps_plans: bool = False,
+    before_call: Callable[[CachingAllocator, int, str], None] = lambda card, image, name: None,
+    **options: Any,
+) -> list[Image]:
+    """Run a pipeline for some images, whatever errors come.
+
+    Args:
+        free: GiB that the card has for this process.
+        budget: GiB, "auto", or None for no budget.
+        sizes: Of each image, the pixels beside those of 1024 x 1024.
+        folder: Where weights rest in files; None for RAM.
+        before_call: Told of each call of a model: the image, and "text_encoder", "text_encoder_2", "transformer 0" and so
+            on, or "vae"; and, inside of that, of each phase of the decoder: "vae 0" and so on. Here another process may
+            take memory.
+        options: Others of `enable_group_offload`.
+    """
+    gc.collect()
+    card = CachingAllocator(int(free * GIB), scale=SCALE, expandable=expandable)
+    card.allocated.whole, card.reserved.whole = Meter(), Meter()  # the package resets the peaks of the card itself
+    device = TimedDevice(LINK, card=card, launch_seconds=LAUNCH_SECONDS)
+    device.lock_bytes_per_second = LOCKING
+    found: list[Image] = []
+
+    def before(name: str) -> None:
+        if (len(found), name) == (0, "transformer 0"):
+            card.driver_takes(KERNELS_MIB * MIB)
+        before_call(card, len(found), name)
+
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        scaled = {name: getattr(Tuning(), name) // SCALE for name in SCALED}
+        tune(patch, **scaled, locked_share=Tuning().locked_share)
+        speeds = replace(KNOWN_SPEEDS, h2d=int(LINK))
+        patch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **kwargs: speeds)
+        stack.enter_context(use_simulated_device(device))  # type: ignore[arg-type]
+        pipe = Pipeline(device, workspace_mib)
+        decoder = pipe.components["vae"].lists[0][0]  # type: ignore[index]
+        decoder.keeps_plans = keeps_plans
+        decoder.before_phase = lambda phase: before(f"vae {phase}")
+        if folder is not None:
+            for name, model in pipe.components.items():
+                save_file(model.state_dict(), folder / f"{name}.safetensors")
+                model.load_state_dict(load_file(folder / f"{name}.safetensors"), assign=True)
+                model.requires_grad_(False)
+        if budget is not None:
+            options["vram_budget"] = budget if isinstance(budget, str) else int(budget * GIB)
+        names = ["text_encoder", "text_encoder_2", *(f"transformer {step}" for step in range(steps)), "vae"]
+        handles = enable_group_offload(pipe, onload_device="cpu", **options)
+        for size in sizes:
+            x = torch.zeros(int(size * PIXELS))
+            found.append(_image(device, card, pipe, handles, names, before, x))
+        for handle in handles.values():
+            handle.remove()
+    return found
+
+
+def _image(
+    device: TimedDevice,
+    card: CachingAllocator,
+    pipe: Pipeline,
+    handles: dict[str, Any],
+    names: list[str],
+    before_call: Callable[[str], None],
+    x: torch.Tensor,
+) -> Image:
+    device.synchronize()
+    image = Image(step_seconds=[], step_sent=[], packed=[])
+    allocated, reserved = card.allocated.whole, card.reserved.whole
+    assert allocated is not None and reserved is not None
+    allocated.peak, reserved.peak = card.allocated.now, card.reserved.now
+    before = _counts(device, card, handles)
+    begun, at, sent, waited = device.host, device.host, device.copied_bytes, device.waited_seconds
+    try:
+        for name in names:
+            before_call(name)
+            model, _, step = name.partition(" ")
+            with torch.no_grad():
+                pipe.components[model](x)
+            image.packed.append(sum(handle.stats().packed_bytes for handle in handles.values()) / GIB)
+            if step:
+                device.synchronize()
+                image.step_seconds.append(device.host - at)
+                image.step_sent.append((device.copied_bytes - sent) / GIB)
+                at, sent = device.host, device.copied_bytes
+    except torch.OutOfMemoryError as error:
+        image.error = f"{name}: {error}"
+    device.synchronize()
+    after = _counts(device, card, handles)
+    image.locked, image.unlocked, image.read = (
+        (then - now) / GIB for then, now in zip(after[:3], before[:3], strict=True)
+    )
+    image.refused, image.driver_calls = (then - now for then, now in zip(after[3:], before[3:], strict=True))
+    image.seconds, image.waited_seconds = device.host - begun, device.waited_seconds - waited
+    image.fallbacks = sum(len(layer.others) for layer in pipe.layers())
+    image.allocated, image.reserved = card.allocated.now / GIB, card.reserved.now / GIB
+    image.peak_allocated, image.peak_reserved = allocated.peak / GIB, reserved.peak / GIB
+    return image
+
+
+def _counts(device: TimedDevice, card: CachingAllocator, handles: dict[str, Any]) -> list[int]:
+    stats = [handle.stats().bytes_read for handle in handles.values()]
+    read = sum(each.get(way, 0) for each in stats for way in ("page cache", "direct"))
+    calls = card.num_mallocs + card.num_frees + card.num_pages
+    return [device.locked_bytes, device.unlocked_bytes, read, card.num_refused, calls]

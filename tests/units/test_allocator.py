@@ -1,0 +1,176 @@
+"""The model of torch's allocator: what it asks the driver for, keeps, gives back and refuses."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from ..support.allocator import Block, CachingAllocator, Memory, State
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+@dataclass
+class Point:
+    is_reached: bool = False
+
+    def query(self) -> bool:
+        return self.is_reached
+
+    def synchronize(self) -> None:
+        self.is_reached = True
+
+
+def sizes(card: CachingAllocator) -> list[list[float]]:
+    """MiB of the blocks of each segment; free ones are negative. Addresses without memory are left out."""
+    signs = {State.USED: 1, State.FREE: -1}
+    return [
+        [signs[block.state] * block.num_bytes / MIB for block in segment.blocks if block.state in signs]
+        for segment in card.segments
+    ]
+
+
+def test_memory_without_a_cache() -> None:
+    card = Memory(100)
+    block = card.malloc(60, "stream")
+    assert (card.free_bytes, card.reserved.now, card.allocated.peak) == (40, 60, 60)
+    with pytest.raises(torch.OutOfMemoryError):
+        card.malloc(41, "stream")
+    assert (card.num_refused, card.last_refused_bytes) == (1, 41)
+    card.free(block)
+    card.reset_peak()
+    assert (card.free_bytes, card.allocated.now, card.reserved.peak) == (100, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reserved", "is_small"),
+    [(1, 2, True), (MIB, 2, True), (MIB + 1, 20, False), (10 * MIB - 512, 20, False), (10 * MIB, 10, False)],
+)
+def test_what_the_driver_is_asked_for(asked: int, reserved: int, is_small: bool) -> None:
+    card = CachingAllocator(GIB)
+    card.malloc(asked, "stream")
+    assert card.reserved.now == reserved * MIB and card.segments[0].is_small is is_small
+    assert card.allocated.now == (asked + 511) // 512 * 512
+
+
+def test_sizes_are_divided() -> None:
+    card = CachingAllocator(MIB, scale=1024)
+    card.malloc(5 * 1024, "stream")
+    assert (card.reserved.now, card.allocated.now) == (20 * 1024, 5 * 1024)
+
+
+def test_the_smallest_block_that_fits_is_split() -> None:
+    card = CachingAllocator(GIB)
+    large, small = card.malloc(40 * MIB, "stream"), card.malloc(30 * MIB, "stream")
+    card.free(large)
+    card.free(small)
+    card.malloc(29 * MIB, "stream")  # leaves no more than 1 MiB, which is not split off
+    card.malloc(12 * MIB, "stream")
+    assert sizes(card) == [[12, -28], [30]]
+    assert card.allocated.now == 42 * MIB
+
+
+def test_free_neighbours_become_one_block() -> None:
+    card = CachingAllocator(GIB)
+    card.free(card.malloc(40 * MIB, "stream"))
+    blocks = [card.malloc(10 * MIB, "stream") for _ in range(4)]
+    for index, expected in ((0, [-10, 10, 10, 10]), (2, [-10, 10, -10, 10]), (1, [-30, 10]), (3, [-40])):
+        card.free(blocks[index])
+        assert sizes(card) == [expected]
+
+
+def test_streams_share_nothing() -> None:
+    card = CachingAllocator(GIB)
+    card.free(card.malloc(40 * MIB, "one"))
+    card.malloc(40 * MIB, "other")
+    assert card.reserved.now == 80 * MIB
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_a_block_waits_for_the_streams_that_use_it(expandable: bool) -> None:
+    card = CachingAllocator(GIB, expandable=expandable)
+    use = Point()
+    card.free(card.malloc(40 * MIB, "stream"), [use])
+    assert card.allocated.now == 0
+    card.malloc(40 * MIB, "stream")
+    assert card.reserved.now == 80 * MIB
+    use.is_reached = True
+    card.malloc(40 * MIB, "stream")
+    assert card.reserved.now == 80 * MIB
+
+
+def test_what_is_cached_is_released_before_anything_is_refused() -> None:
+    """But for segments of which a part is in use: they are fragments."""
+    card = CachingAllocator(100 * MIB)
+    waits: list[object] = []
+    card.wait = waits.append
+    whole, use = card.malloc(40 * MIB, "stream"), Point()
+    card.free(card.malloc(40 * MIB, "stream"))
+    part = card.malloc(10 * MIB, "stream")
+    card.free(whole, [use])
+    card.malloc(60 * MIB, "other")
+    assert use.is_reached and waits == [None] and (card.num_retries, card.num_frees) == (1, 1)
+    with pytest.raises(torch.OutOfMemoryError, match="31457280 bytes are reserved but unallocated"):
+        card.malloc(31 * MIB, "other")
+    assert (card.num_refused, card.free_bytes) == (1, 0)
+    card.free(part)
+    card.malloc(31 * MIB, "other")
+
+
+def test_expandable_segments_grow_and_shrink_by_pages() -> None:
+    card = CachingAllocator(200 * MIB, expandable=True)
+    first, second, third = (card.malloc(30 * MIB, "stream") for _ in range(3))
+    assert card.reserved.now == 100 * MIB and sizes(card) == [[30, 30, 30, -10]]
+    card.free(second)
+    card.release_cached()  # of 30 to 60 MiB the page from 40 to 60; of the last ten none
+    assert card.reserved.now == 80 * MIB and sizes(card) == [[30, -10, 30, -10]]
+    card.malloc(25 * MIB, "stream")  # where the page was
+    assert card.reserved.now == 100 * MIB and sizes(card) == [[30, 25, -5, 30, -10]]
+    card.free(first)
+    card.malloc(110 * MIB, "other")  # takes the page of the first
+    assert sizes(card) == [[-10, 25, -5, 30, -10], [110, -10]] and card.num_refused == 0
+    card.free(third)
+    card.release_cached()
+    assert card.free_bytes == 40 * MIB
+
+
+def test_another_process_takes_memory() -> None:
+    card = CachingAllocator(100 * MIB)
+    card.driver_takes(10 * MIB)
+    assert card.other_takes(60 * MIB) == 60 * MIB
+    block = card.malloc(20 * MIB, "stream")
+    assert card.other_takes(60 * MIB) == 10 * MIB and card.free_bytes == 0
+    card.free(block)
+    assert card.free_bytes == 0  # cached
+    card.other_gives(70 * MIB)
+    assert card.free_bytes == 70 * MIB
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_nothing_gets_lost(expandable: bool) -> None:
+    rng = random.Random(0)
+    card = CachingAllocator(300 * MIB, expandable=expandable)
+    held: list[Block] = []
+    for _ in range(2000):
+        if held and rng.random() < 0.5:
+            card.free(held.pop(rng.randrange(len(held))), [Point()] * rng.choice([0, 0, 1]))
+        else:
+            try:
+                held.append(card.malloc(rng.choice([1000, MIB, 3 * MIB, 11 * MIB, 45 * MIB]), rng.choice("ab")))
+            except torch.OutOfMemoryError:
+                card.free(held.pop())
+        blocks = [block for segment in card.segments for block in segment.blocks if block.state is not State.UNMAPPED]
+        assert sum(block.num_bytes for block in blocks) == card.reserved.now <= card.capacity
+        assert sum(block.num_bytes for block in held) == card.allocated.now
+        assert all(block.state is State.USED and block in blocks for block in held)
+        for segment in card.segments:
+            starts = [block.start for block in segment.blocks]
+            assert starts == [0, *(block.start + block.num_bytes for block in segment.blocks)][:-1]
+    for block in held:
+        card.free(block)
+    card.release_cached()
+    assert card.reserved.now == 0 and card.segments == []
