@@ -91,22 +91,7 @@ class Backend(Protocol):
     def peak_reserved_bytes(self) -> int:
         """The most that `reserved_bytes` has been since `reset_peak`."""
 
-    def reserved_bytes(self) -> int:
-        """Device memory that this process's allocator holds, in use or cached."""
-
-    def peak_reserved_bytes(self) -> int:
-        """The most that `reserved_bytes` has been since `reset_peak`."""
-
     def reset_peak(self) -> None: ...
-
-    def refusals(self) -> tuple[int, int]:
-        """How many allocations were refused so far in this process, and the bytes that the last one asked for.
-
-        Those that an operator caught count too.
-        """
-
-    def generator_state(self) -> object:
-        """The state of the device's random generator, to be compared."""
 
     def total_bytes(self) -> int:
         """The device's memory."""
@@ -253,20 +238,8 @@ class HostBackend:
     def peak_reserved_bytes(self) -> int:
         return 0
 
-    def reserved_bytes(self) -> int:
-        return 0
-
-    def peak_reserved_bytes(self) -> int:
-        return 0
-
     def reset_peak(self) -> None:
         pass
-
-    def refusals(self) -> tuple[int, int]:
-        return 0, 0
-
-    def generator_state(self) -> object:
-        return None
 
     def total_bytes(self) -> int:
         return ram_of_machine("total")

@@ -66,12 +66,13 @@ class Tuning:
     would cost launches and save no memory."""
     resident_bytes: int = 8 << 20
     """The size below which groups that are needed around others all stay: turns would save too little."""
-    device_margin_bytes: int = 16 << 20
-    """Device memory that is left free, because the allocator rounds up."""
+    device_margin_bytes: int = 128 << 20
+    """The reserve: device memory that a budget leaves free, for allocations outside of all calls and for what the allocator
+    loses. In an expandable segment that is up to two pages of 20 MiB at each end of free memory."""
+    give_way_bytes: int = 64 << 20
+    """What is evicted at once, at least, where a call was refused memory: each refusal waits for the device."""
     ram_margin_bytes: int = 64 << 20
     """The part of a RAM budget that Python and torch will still take."""
-    passes_until_look: int = 32
-    """If the device has had less memory than the budget, it is asked again after this many passes."""
 
     # Activations
     activation_segment_bytes: int = 256 << 20

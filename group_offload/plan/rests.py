@@ -10,7 +10,6 @@ from itertools import product
 from .pass_model import PassModel
 from .placement import Budgets, Placement, Problem, smallest_ram_bytes
 
-
 _AS_FAST = 1.01
 """A later way to fill RAM has to be faster than an earlier one by this: the first ones spread best, whatever stays on the device."""
 _STARTS = (0.5, 1.0)

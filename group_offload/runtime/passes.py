@@ -300,14 +300,12 @@ class Passes:
             if not kind.with_grad:  # a backward would come next
                 self._heir = self.succession.begin(self, entry)
             self._memory.spared = self._spared
-            if self.succession.is_first_of_stint:
-                self._placer.begin_stint()
             self._stint = scope if self.succession.is_first_of_stint else self._stint | scope
             if self.succession.is_repeated and not self._placer.has_budget:
                 self._memory.hold(self._stint, self.succession.most_slot_bytes)
         self._placer.replan(kind)  # before slots are taken: a new plan changes their sizes
         self._files.before_pass(type(self.root).__name__)
-        self._placer.make_room(kind)
+        self._placer.make_room(kind, begins_stint=self.succession is not None and self.succession.is_first_of_stint)
         self._memory.take()
         self._placer.begin_pass(kind, entry)
         self._probe.begin_forward(
@@ -407,7 +405,7 @@ class Passes:
     def _start_first(self) -> None:
         self._memory.spared = self._spared
         if self.kind is not None:
-            self._placer.make_room(self.kind)
+            self._placer.make_room(self.kind, begins_stint=True)
         with suppress(torch.OutOfMemoryError):  # its own pass may find more memory, or says that there is too little
             self._memory.take()
             self._lookahead.prepare()
@@ -472,12 +470,12 @@ class Passes:
         """See `Backend.other_algorithms`."""
         return self._backend.other_algorithms()
 
-    def give_way(self, num_bytes: int) -> bool:
+    def give_way(self) -> bool:
         """Device memory was refused in a call: evict residents, so that the call can be repeated. False if there are none."""
         if self._state is State.UNKNOWN:
             return False
         state, self._state = self._state, State.UNKNOWN
-        gave = self._placer.give_way(max(num_bytes, self._backend.refusals()[1]))
+        gave = self._placer.give_way(max(tuning().give_way_bytes, self._backend.refusals()[1]))
         self._memory.answer()
         self._state = state
         return gave
@@ -612,7 +610,7 @@ class Passes:
         kind = Kind((_BACKWARD, self.root), (), with_grad=True)
         self._placer.check_files()
         self._files.before_pass(type(self.root).__name__)
-        self._placer.make_room(kind)
+        self._placer.make_room(kind, begins_stint=False)
         self._memory.take()
         self._placer.begin_pass(kind, None)
         stream = self._backend.current_stream()

@@ -375,12 +375,17 @@ class Placer:
             self._files.look()
             self._publish()
 
-    def make_room(self, kind: Kind) -> None:
+    def make_room(self, kind: Kind, *, begins_stint: bool) -> None:
         """Evict what leaves the pass too little room, before it takes slots.
 
         Without a budget, and in the first pass of a kind, which shows what such passes need, that is everything.
+
+        Args:
+            begins_stint: Whether another model ran before.
         """
         memory, plan = self._memory, self._budgeter.plan
+        if begins_stint:
+            self._needs.begin_stint()
         need = self._needs.of(kind) if self.has_budget else None
         if need is None:
             memory.displace(0, spares=False)
@@ -394,6 +399,12 @@ class Placer:
             memory.displace(max(0, room - max(slots, plan.device_bytes)), spares=True)
         memory.displace(max(0, room - slots), spares=False)
         memory.limit_residents(max(0, room - slots - memory.others_resident_bytes))
+        if begins_stint and isinstance(self._vram, int):
+            in_use, reserved = self._backend.bytes_in_use(), self._backend.reserved_bytes()
+            more = need + max(0, memory.slot_bytes + memory.resident_room - memory.held_bytes)
+            # The device would not refuse what goes beyond the budget, so fragments would add to it.
+            if reserved - in_use > tuning().device_margin_bytes and reserved + more > self._vram:
+                self._backend.release_unused()
 
     def _room(self, need: int) -> int:
         """Device memory for the weights of all models, in a pass that needs `need` besides."""
@@ -426,10 +437,6 @@ class Placer:
         need = self._needs.of(kind)
         room = self._room(0) - self._memory.outer_bytes - self._budgeter.least_bytes
         return min(_MOST_TOGETHER, room // need) if need else 1
-
-    def begin_stint(self) -> None:
-        """Another model ran since the last pass."""
-        self._needs.begin_stint()
 
     def is_timed(self, kind: Kind) -> bool:
         """Whether the compute of the pass that begins is to be measured."""

@@ -12,7 +12,7 @@ A call is repeated only if it cannot have changed anything before it failed:
 - no random number was drawn, from the host's generator or the device's,
 - its weights and buffers are what was onloaded,
 - nothing else about its modules has changed since a call of the same gate returned before (`survey`). With hooks of others, in
-  training mode, or with attributes that cannot be looked into, no call is repeated.
+  training mode, or with attributes that hold tensors or cannot be looked into, no call is repeated.
 
 An operator may catch the refusal: cuDNN then computes a convolution by another algorithm, with other bits. The arena hears of
 that, and the call is repeated too. cuDNN remembers the other algorithm, so from then on the module is called with
@@ -37,8 +37,6 @@ from .passes import Passes
 logger = logging.getLogger("group_offload")
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_LEAST_BYTES = 64 << 20
-"""What gives way at once, at least: each time the device is asked again it waits for all its work."""
 
 
 class Repeater:
@@ -54,6 +52,8 @@ class Repeater:
         self._is_ours = is_ours
         self._before: Survey | None = None
         """The module's state as an earlier call returned."""
+        self._is_opaque = False
+        """Whether nothing can be told of the module's state. Gates are made anew when the module changes."""
         self._was_refused_silently = False
         self._has_warned = False
 
@@ -86,13 +86,12 @@ class Repeater:
                 refused.__context__ = refused.__cause__ = None
             if refused is None:
                 if not passes.was_refused_silently:
-                    if self._before is None:
-                        self._look()
+                    self._look()
                     return output
                 if not self._repeats_silent(given):
                     return output
                 output = None
-            elif not passes.give_way(_LEAST_BYTES):
+            elif not passes.give_way():
                 raise refused
             passes.begin_again()
 
@@ -100,7 +99,7 @@ class Repeater:
         """Whether the call is to be repeated, because an operator in it was refused memory, and went on without."""
         passes, was_before = self._passes, self._was_refused_silently
         may_repeat = passes.has_residents and not was_before and self._may_repeat(given)
-        if may_repeat and passes.give_way(_LEAST_BYTES):
+        if may_repeat and passes.give_way():
             self._was_refused_silently = True
             return True
         if passes.is_inside_a_call:  # the gate around it may
@@ -125,8 +124,15 @@ class Repeater:
         return False
 
     def _look(self) -> None:
+        """Look at the module's state as a call returns, unless that is known, or was found to tell nothing."""
+        if self._before is not None or self._is_opaque:
+            return
         found = survey(self._module, self._is_ours)
-        self._before = None if isinstance(found, str) else found
+        # What a module keeps of its last call, beside numbers, would be kept from being freed.
+        if isinstance(found, str) or found.has_tensors:
+            self._is_opaque = True
+        else:
+            self._before = found
 
 
 def _seen(call: Callable[..., Any], args: Any, kwargs: Any, compiler: Any, modes: Sequence[TorchDispatchMode]) -> Any:

@@ -7,9 +7,10 @@ is a `TimedDevice` with a clock for the host. Sizes are in GiB of the full size.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,15 @@ LAUNCH_SECONDS = 0.5e-3
 KERNELS_MIB = 270
 """What the driver takes for kernels, cuBLAS and cuDNN once the text encoders have run for the first time."""
 SCALED = [
-    *("max_run_bytes", "resident_bytes", "device_margin_bytes", "min_packed_bytes", "min_window_bytes", "table_bytes"),
+    *(
+        "max_run_bytes",
+        "resident_bytes",
+        "device_margin_bytes",
+        "give_way_bytes",
+        "min_packed_bytes",
+        "min_window_bytes",
+        "table_bytes",
+    ),
     *("segment_bytes", "chunk_bytes", "small_chunk_bytes", "max_read_run_bytes", "max_staging_bytes"),
 ]
 """The sizes of `Tuning` that are divided too."""
@@ -56,9 +65,13 @@ class Workspace:
 Phase = tuple["float | Workspace", ...]
 """The MiB of activations that are held at the same time, in the order in which they are made."""
 
-DOUBLE: list[Phase] = [(27, 24, 24, 24, 24, 24, 24), (27, 96, 96), (27, 12, 12)]
-SINGLE: list[Phase] = [(27, 108, 108), (27, 108, 27, 27, 27, 27, 27, 27), (27, 108, 27, 135, 27)]
-T5: list[Phase] = [(4, 4, 4, 4, 32, 64, 64, 32), (4, 10, 10, 10)]
+PHASES: dict[str, list[Phase]] = {
+    "clip": [(2, 2)],
+    "t5": [(4, 4, 4, 4, 32, 64, 64, 32), (4, 10, 10, 10)],
+    "double": [(27, 24, 24, 24, 24, 24, 24), (27, 96, 96), (27, 12, 12)],
+    "single": [(27, 108, 108), (27, 108, 27, 27, 27, 27, 27, 27), (27, 108, 27, 135, 27)],
+    "rest": [(28, 28)],
+}
 
 
 def decoding(workspace_mib: float) -> list[Phase]:
@@ -73,65 +86,79 @@ def decoding(workspace_mib: float) -> list[Phase]:
     ]
 
 
-def take(device: TimedDevice, mib: float, x: torch.Tensor) -> torch.Tensor:
+@dataclass(slots=True)
+class _Rig:
+    """What layers use that is no state of theirs: a module that keeps such things could not be told to be unchanged."""
+
+    device: TimedDevice
+    phases: dict[str, list[Phase]]
+    """By the name of a layer's kind."""
+    keeps_plans: bool
+    """Whether a thread that had to take another algorithm for a shape takes it from then on, as cuDNN's plans are kept."""
+    before_phase: Callable[[str, int], None]
+    others: dict[str, set[tuple[float, bool]]]
+    """By the name of a kind, the workspaces that were not had in the last call, or that the thread keeps plans without."""
+    looks_again: bool = False
+    """Whether operators are asked in another way, so that no plan is remembered for it."""
+
+
+_rig: _Rig = None  # type: ignore[assignment]
+
+
+def take(mib: float, x: torch.Tensor) -> torch.Tensor:
     """Activations for an input `x`: `mib` if it has `PIXELS` elements."""
-    return device.empty(int(mib * MIB * x.numel() / PIXELS))
+    return _rig.device.empty(int(mib * MIB * x.numel() / PIXELS))
 
 
 class Layer(nn.Module):
     """What is one group: weights, activations that are made and freed, and the time of its kernels."""
 
-    def __init__(self, device: TimedDevice, weight_mib: float, seconds: float, phases: list[Phase]) -> None:
+    def __init__(self, weight_mib: float, seconds: float, kind: str) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(int(weight_mib * MIB) // 2, dtype=torch.bfloat16), requires_grad=False)
-        self.device, self.seconds, self.phases = device, seconds, phases
-        self.keeps_plans = False
-        """Whether a thread that had to take another algorithm for a shape takes it from then on, as cuDNN's plans are kept."""
-        self.others: set[Workspace] = set()
-        """Those that were not had in the last call."""
-        self.before_phase: Callable[[int], None] = lambda number: None
-        self.before_phase: Callable[[int], None] = lambda number: None
+        self.seconds, self.kind = seconds, kind
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.keeps_plans:
-            self.others = set()
-        for number, phase in enumerate(self.phases):
-            self.before_phase(number)
-            held = [
-                self._workspace(each, x) if isinstance(each, Workspace) else take(self.device, each, x)
-                for each in phase
-            ]
+        others = _rig.others.setdefault(self.kind, set())
+        if not _rig.keeps_plans:
+            others.clear()
+        for number, phase in enumerate(_rig.phases[self.kind]):
+            _rig.before_phase(self.kind, number)
+            held = [_workspace(each, x, others) if isinstance(each, Workspace) else take(each, x) for each in phase]
             del held
-        self.device.compute(self.seconds * x.numel() / PIXELS)
+        _rig.device.compute(self.seconds * x.numel() / PIXELS)
         return x
 
-    def _workspace(self, workspace: Workspace, x: torch.Tensor) -> torch.Tensor | None:
-        if workspace not in self.others:
-            try:
-                return take(self.device, workspace.mib, x)
-            except torch.OutOfMemoryError:
-                self.others.add(workspace)
-        return None
+
+def _workspace(workspace: Workspace, x: torch.Tensor, others: set[tuple[float, bool]]) -> torch.Tensor | None:
+    plan = workspace.mib, _rig.looks_again
+    if plan not in others:
+        try:
+            found = take(workspace.mib, x)
+        except torch.OutOfMemoryError:
+            others.add(plan)
+        else:
+            others.discard((workspace.mib, False))  # what is found in another way is what counts
+            return found
+    return None
 
 
 class Model(nn.Module):
     """Layers beside the blocks, then lists of blocks, with a hidden state of `hidden_mib` between all of them."""
 
-    def __init__(self, device: TimedDevice, hidden_mib: float, rest_mib: float, *blocks: tuple[int, Any]) -> None:
+    def __init__(self, hidden_mib: float, rest_mib: float, *blocks: tuple[int, Any]) -> None:
         super().__init__()
-        self.device, self.hidden_mib = device, hidden_mib
-        self.rest = Layer(device, rest_mib, 0.0005, [(28, 28)])
-        self.lists = nn.ModuleList(
-            nn.ModuleList(Layer(device, *each) for _ in range(number)) for number, each in blocks
-        )
+        self.hidden_mib = hidden_mib
+        self.rest = Layer(rest_mib, 0.0005, "rest")
+        self.lists = nn.ModuleList(nn.ModuleList(Layer(*each) for _ in range(number)) for number, each in blocks)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.rest(x)
-        hidden = take(self.device, self.hidden_mib, x)
+        hidden = take(self.hidden_mib, x)
         for blocks in self.lists:
             for block in blocks:  # type: ignore[attr-defined]
                 x = block(x)
-                hidden = take(self.device, self.hidden_mib, x)  # while the one before is there
+                hidden = take(self.hidden_mib, x)  # while the one before is there
         del hidden
         return x
 
@@ -139,16 +166,15 @@ class Model(nn.Module):
 class Pipeline:
     model_cpu_offload_seq = "text_encoder->text_encoder_2->transformer->vae"
 
-    def __init__(self, device: TimedDevice, workspace_mib: float) -> None:
+    def __init__(self) -> None:
         self.components = {
-            "text_encoder": Model(device, 1, 70, (12, (13.5, 0.0002, [(2, 2)]))),
-            "text_encoder_2": Model(device, 4, 8, (24, (368, 0.0018, T5))),
-            "transformer": Model(device, 27, 120, (19, (648, 0.00334, DOUBLE)), (38, (270, 0.00289, SINGLE))),
-            "vae": Model(device, 64, 20, (1, (60, 0.04, decoding(workspace_mib)))),
+            "text_encoder": Model(1, 70, (12, (13.5, 0.0002, "clip"))),
+            "text_encoder_2": Model(4, 8, (24, (368, 0.0018, "t5"))),
+            "transformer": Model(27, 120, (19, (648, 0.00334, "double")), (38, (270, 0.00289, "single"))),
+            "vae": Model(64, 20, (1, (60, 0.04, "vae"))),
         }
-
-    def layers(self) -> list[Layer]:
-        return [layer for model in self.components.values() for layer in model.modules() if isinstance(layer, Layer)]
+        for model in self.components.values():
+            model.eval()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -228,10 +254,16 @@ def run(
         speeds = replace(KNOWN_SPEEDS, h2d=int(LINK))
         patch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **kwargs: speeds)
         stack.enter_context(use_simulated_device(device))  # type: ignore[arg-type]
-        pipe = Pipeline(device, workspace_mib)
-        decoder = pipe.components["vae"].lists[0][0]  # type: ignore[index]
-        decoder.keeps_plans = keeps_plans
-        decoder.before_phase = lambda phase: before(f"vae {phase}")
+        pipe = Pipeline()
+        rig = _Rig(
+            device,
+            {**PHASES, "vae": decoding(workspace_mib)},
+            keeps_plans,
+            lambda kind, number: before(f"vae {number}") if kind == "vae" else None,
+            {},
+        )
+        patch.setattr(f"{__name__}._rig", rig, raising=False)
+        patch.setattr(device, "other_algorithms", partial(_looking_again, rig))
         if folder is not None:
             for name, model in pipe.components.items():
                 save_file(model.state_dict(), folder / f"{name}.safetensors")
@@ -247,6 +279,15 @@ def run(
         for handle in handles.values():
             handle.remove()
     return found
+
+
+@contextmanager
+def _looking_again(rig: _Rig) -> Iterator[None]:
+    rig.looks_again = True
+    try:
+        yield
+    finally:
+        rig.looks_again = False
 
 
 def _image(
@@ -286,7 +327,7 @@ def _image(
     )
     image.refused, image.driver_calls = (then - now for then, now in zip(after[3:], before[3:], strict=True))
     image.seconds, image.waited_seconds = device.host - begun, device.waited_seconds - waited
-    image.fallbacks = sum(len(layer.others) for layer in pipe.layers())
+    image.fallbacks = sum(map(len, _rig.others.values()))
     image.allocated, image.reserved = card.allocated.now / GIB, card.reserved.now / GIB
     image.peak_allocated, image.peak_reserved = allocated.peak / GIB, reserved.peak / GIB
     return image

@@ -191,6 +191,12 @@ class TimedDevice:
     def refusals(self) -> tuple[int, int]:
         return self.card.num_refused, self.card.last_refused_bytes
 
+    def avoid_fragments(self, *, is_shared: bool) -> None:
+        """Whether the card's memory can be joined is for a test to say."""
+
+    def other_algorithms(self) -> Any:
+        return nullcontext()
+
     def generator_state(self) -> object:
         return None
 

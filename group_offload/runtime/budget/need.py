@@ -14,8 +14,8 @@ from ...base.torch_internals import tree_leaves
 
 _NUM_KINDS = 64
 """The number of kinds whose need is remembered. The one that came up least lately is forgotten first."""
-_NUM_RECENT = 8
-"""The number of last passes whose need is kept free together: two sizes of inputs may take turns."""
+_NUM_RECENT = 7
+"""The number of passes before one whose need is kept free with its own: two sizes of inputs may take turns."""
 _SLACK = 1.1
 """Inputs that are larger than known ones by no more than this share get so much more in proportion, and are not measured."""
 

@@ -111,6 +111,10 @@ class Inside:
                 nearer = depth - (type(value) not in _CONTAINERS)
                 pending += [(each, nearer) for each in inside]
 
+    @property
+    def has_tensors(self) -> bool:
+        return bool(self._versions)
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Inside):
             return NotImplemented

@@ -127,6 +127,11 @@ class Survey:
         """What may change, and cannot be looked into."""
         return self._inside.unseen
 
+    @property
+    def has_tensors(self) -> bool:
+        """Whether there are tensors in it besides weights and buffers. It keeps their memory."""
+        return self._inside.has_tensors
+
     def holds(self) -> bool:
         """Whether the state is still the same."""
         touch(self._modules, self._tables, self._contents)
