@@ -11,7 +11,7 @@ from .pass_model import PassModel
 from .placement import Budgets, Placement, Problem, ram_bytes_of, smallest_ram_bytes
 
 _AS_FAST = 1.01
-"""A later way to fill RAM has to be faster than an earlier one by this: the first ones spread best, whatever stays elsewhere."""
+"""A later way to fill RAM has to be faster than an earlier one by this: the first ones spread best for any device budget."""
 _STARTS = (0.5, 1.0)
 """Where along the pass the first group is left in a file: see `spread`."""
 _MAX_EFFORT = 5_000

@@ -605,8 +605,8 @@ GOLDEN: dict[str, Any] = json.loads(Path(__file__).with_name("plans.json").read_
 """Problems of real models, and the seconds of the fastest plan that is known: another search found it with 80,000 simulated
 uses, or this one with 300,000. Those without rests and a device budget are about the first stage."""
 KNOWN_SLOWER = {117: 1.045, 122: 1.1, 123: 1.085, 124: 1.07, 125: 1.06, 126: 1.05}
-"""117: which groups rest in files is spread once, and no exchange follows. 122: the best plan mixes copies that are packed and that
-are not, where groups in files come in a row. 123, 124, 126: FLUX has groups of two sizes, and other ones fill the room better.
+"""117: which groups rest in files is spread once, and no exchange follows. 122: the best plan mixes packed copies and others,
+where groups in files come in a row. 123, 124, 126: FLUX has groups of two sizes, and other ones fill the room better.
 125: the best plan leaves room on the device empty, because slots in another order keep fewer groups waiting."""
 
 
