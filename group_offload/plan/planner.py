@@ -1,7 +1,7 @@
 """Plans: where each group of weights rests, and how fast a pass is predicted to be.
 
-`make_plan(problem)` has two stages. The RAM budget alone decides where each group rests (`share_out_ram`). Then the device budget
-decides of which groups a copy stays on the device: the search takes the fastest placement that it finds, by
+`make_plan(problem)` has two stages. The RAM budget alone decides where each group rests (`share_out_ram`). Then the device
+budget decides of which groups a copy stays on the device: the search takes the fastest placement that it finds, by
 [Note: The model of a pass] (`pass_model`).
 """
 
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from .bound import lower_bound
 from .pass_model import PassModel, Prediction
 from .placement import Budgets, Placement, PlannedGroup, Problem, check_budgets, ram_bytes_of
 from .rests import share_out_ram
-from .search import Search, lower_bound
+from .search import Search
 
 _NEAR = 0.05
 """What sets the time of a pass is known if the measured time is as near as this to its limit."""
@@ -112,9 +113,9 @@ class Plan:
 def make_plan(problem: Problem) -> Plan:
     """The fastest placement within the budgets that the search finds, for the rests of the problem or those of `share_out_ram`.
 
-    Where there are few placements (10 groups that stay or do not), it is the best by the model. Of placements within 0.1% of
-    the fastest, the best is the one that sends the fewest bytes, then the one that reads the fewest from the drive, then the
-    one that takes the least device memory.
+    Where there are few placements (8 groups that stay or do not, 5 that may stay packed too), it is the best by the model. Of
+    placements within 0.1% of the fastest, the best is the one that sends the fewest bytes, then the one that reads the fewest
+    from the drive, then the one that takes the least device memory.
 
     Raises:
         ConfigError: a budget that no placement fits. The message names the smallest budget that works.

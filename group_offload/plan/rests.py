@@ -8,10 +8,10 @@ from dataclasses import replace
 from itertools import product
 
 from .pass_model import PassModel
-from .placement import Budgets, Placement, Problem, smallest_ram_bytes
+from .placement import Budgets, Placement, Problem, ram_bytes_of, smallest_ram_bytes
 
 _AS_FAST = 1.01
-"""A later way to fill RAM has to be faster than an earlier one by this: the first ones spread best, whatever stays on the device."""
+"""A later way to fill RAM has to be faster than an earlier one by this: the first ones spread best for any device budget."""
 _STARTS = (0.5, 1.0)
 """Where along the pass the first group is left in a file: see `spread`."""
 _MAX_EFFORT = 5_000
@@ -25,8 +25,9 @@ def share_out_ram(problem: Problem) -> tuple[Placement, ...]:
     that the pass does not use get RAM last.
     """
     ram = problem.budgets.ram_bytes
-    if ram is None:
-        return (Placement.RAM,) * len(problem.groups)
+    all_in_ram = (Placement.RAM,) * len(problem.groups)
+    if ram is None or ram_bytes_of(problem, all_in_ram) <= ram:
+        return all_in_ram
     model = PassModel(replace(problem, rests=None, budgets=Budgets(device_bytes=None, ram_bytes=ram)))
     fastest, best, effort = math.inf, None, 0
     for rests in _ways_to_fill(model, ram - smallest_ram_bytes(problem)):
@@ -58,7 +59,7 @@ def _ways_to_fill(model: PassModel, room: int) -> Iterator[tuple[Placement, ...]
 
 
 def ways_to_spread(model: PassModel) -> list[Sequence[float] | None]:
-    """What groups are spread evenly over: compute time, for an even rate of bytes; or bytes. None: the largest are taken first."""
+    """What groups are spread evenly over: compute time, or bytes. None: they are not, and the largest are taken first."""
     seconds = [group.compute_seconds for group in model.groups]
     return [seconds, model.sizes, None] if model.compute_seconds else [model.sizes, None]
 

@@ -1,8 +1,8 @@
 """The search for the placement with the fastest pass within the budgets.
 
-Where each group rests is decided already (`rests`). The search decides which groups stay on the device too: it fills the device
-in a few ways, and exchanges single groups near the uses that compute waits for, as long as that makes a pass faster. Where there
-are few placements it tries them all instead.
+Where each group rests is decided already (`rests`). The search decides which groups stay on the device too. It fills the device
+in a few ways, and exchanges single groups near the uses that compute waits for, as long as that makes a pass faster. Where
+there are few placements it tries them all instead.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ from dataclasses import dataclass
 from heapq import nlargest, nsmallest
 from itertools import product
 
+from .bound import lower_bound
 from .pass_model import Footprint, PassModel, SimulatedPass
-from .placement import Placement, smallest_ram_bytes
+from .placement import Placement
 from .rests import spread, ways_to_spread
 
 _AS_FAST = 1.001
 """Plans this near to the fastest are equally good, and `_tie_break` decides between them."""
 _NEAR_ENOUGH = 1.005
 """A plan this near to the lower bound is not improved any further."""
-_MAX_EFFORT, _EFFORT_FOR_USE = 6_000, 12
-"""How many uses are simulated for one plan, at most: some 40 placements of 57 groups, and 4 of a pass of many uses."""
+_MAX_EFFORT, _EFFORT_FOR_USE = 4_500, 5
+"""How many uses are simulated for one plan: 4,500 take some 7 ms. Where there are many, it is 5 for each, of which one
+placement takes 3 or more."""
 _FEW_PLACEMENTS = 300
+"""So many are all tried: those of 8 groups that stay or do not, or of 5 that may stay packed too."""
 _NUM_STALLS, _NUM_BEFORE, _NUM_GIVERS, _MAX_GIVERS = 6, 4, 4, 3
 """Exchanges are tried for so many groups that compute waits for, so many sent before each, and so many residents near those."""
 
@@ -64,8 +67,10 @@ class Search:
             return self.best
         near_enough = lower_bound(model) * _NEAR_ENOUGH
         for placements in _candidates(model):
-            if self.effort < self._max_effort:
-                self.consider(placements)
+            self.effort += len(placements)
+            self.consider(placements)
+            if self.effort >= self._max_effort:
+                break
         if math.prod(len(model.choices[index]) for index in model.used) <= _FEW_PLACEMENTS:
             for placements in _all_placements(model):
                 self.consider(placements)
@@ -76,21 +81,22 @@ class Search:
 
     def consider(self, placements: list[Placement]) -> bool:
         """Take a placement if it is within the budgets and better than the best so far. Returns whether it was taken."""
-        model, footprint = self.model, self.model.footprint(placements)
+        footprint = self.model.footprint(placements)
         self.effort += 8 + len(placements) // 4
-        limit = model.limit_seconds(footprint)
-        if not model.fits(footprint) or limit > self.fastest * _AS_FAST:
-            return False
-        wins_ties = _tie_break(footprint) < _tie_break(self.best.footprint)
-        if not wins_ties and self.best.run.step_seconds <= min(self.fastest, limit) * _AS_FAST:
+        if not self.model.fits(footprint) or not self._is_better(footprint, self.model.limit_seconds(footprint)):
             return False  # it would be no better however fast it is
         found = self._simulate(placements, footprint)
-        if found.run.step_seconds > self.fastest * _AS_FAST:
-            return False
-        if not wins_ties and self.best.run.step_seconds <= self.fastest * _AS_FAST:
+        if not self._is_better(footprint, found.run.step_seconds):
             return False
         self.best = found
         return True
+
+    def _is_better(self, footprint: Footprint, seconds: float) -> bool:
+        """Whether a placement is better than the best so far if its pass takes `seconds`."""
+        if seconds > self.fastest * _AS_FAST:
+            return False
+        wins_ties = _tie_break(footprint) < _tie_break(self.best.footprint)
+        return wins_ties or self.best.run.step_seconds > min(self.fastest, seconds) * _AS_FAST
 
     def _simulate(self, placements: list[Placement], footprint: Footprint) -> Found:
         run = self.model.run(placements, footprint)
@@ -146,52 +152,63 @@ def _all_placements(model: PassModel) -> list[list[Placement]]:
 
 def _candidates(model: PassModel) -> Iterator[list[Placement]]:
     """Placements that fill the device, each in another way."""
-    files = [index for index in model.used if model.rests[index] is Placement.FILE]
     kinds = (Placement.DEVICE, Placement.PACKED) if any(model.is_packed) else (Placement.DEVICE,)
+    room = _room(model, model.rests)
     for kept in kinds:
-        for weights, file_room in product(ways_to_spread(model), _file_rooms(model, files)):
-            yield _fill(model, kept, weights, files, file_room)
-        yield _fill_with_all(model, kept)
+        for weights, file_room in product(ways_to_spread(model), _file_rooms(model, room)):
+            yield _fill(model, kept, weights, room, file_room)
+        yield _all_but_small(model, kept)
 
 
-def _file_rooms(model: PassModel, files: Sequence[int]) -> list[float]:
-    """How much of the device's room groups in files get before the others: nothing, all of it, or what balances drive and link."""
+def _file_rooms(model: PassModel, room: float) -> list[float]:
+    """How much of the room groups in files get before the others: nothing, all of it, or what balances drive and link."""
+    files = [index for index in model.used if model.rests[index] is Placement.FILE]
     if not files:
         return [0]
-    speeds, room = model.problem.speeds, _room(model, model.rests)
+    speeds = model.problem.speeds
     sent = sum(model.sizes[index] for index in model.used) - room
     needed = sum(model.read[index] for index in files) - max(sent / speeds.h2d, model.compute_seconds) * speeds.drive
     return [room, needed, 0] if 0 < needed < room else [room, 0]
 
 
 def _fill(
-    model: PassModel, kept: Placement, weights: Sequence[float] | None, files: Sequence[int], file_room: float
+    model: PassModel, kept: Placement, weights: Sequence[float] | None, room: float, file_room: float
 ) -> list[Placement]:
     """Copies of groups stay on the device, so that those that are sent come evenly along `weights`.
 
     Args:
         kept: as what copies stay, where that is possible.
+        room: the bytes that are filled evenly. What is left then is filled with the largest groups.
         file_room: the part of the room that groups in files get first.
     """
     placements = list(model.rests)
-    stays = [kept if kept in model.choices[i] else model.choices[i][0] for i in range(len(model.groups))]
+    stays = [kept if kept in choices else choices[0] for choices in model.choices]
     sizes = [model.sent[i] if at is Placement.PACKED else model.sizes[i] for i, at in enumerate(stays)]
-    room = _room(model, placements)
-    taken = spread(files, min(room, file_room), sizes, weights)
-    others = [index for index in model.used if index not in taken and Placement.DEVICE in model.choices[index]]
-    taken |= spread(others, room - sum(sizes[index] for index in taken), sizes, weights)
+    able = [index for index in model.used if Placement.DEVICE in model.choices[index]]
+    taken = spread([index for index in able if placements[index] is Placement.FILE], file_room, sizes, weights)
+    left = room - sum(sizes[index] for index in taken)
+    taken |= spread([index for index in able if index not in taken], left, sizes, weights)
     for index in taken:
         placements[index] = stays[index]
     _top_up(model, placements, _room(model, placements))
     return placements
 
 
-def _fill_with_all(model: PassModel, kept: Placement) -> list[Placement]:
-    """A copy of every group that may stay does. Then no packed bytes are on their way, and they take no room."""
-    placements = list(model.rests)
-    for index in model.used:
-        choices = model.choices[index]
-        placements[index] = kept if kept in choices else choices[0]
+def _all_but_small(model: PassModel, kept: Placement) -> list[Placement]:
+    """Copies of all groups stay, but for as many of the smallest as have no room: then slots are small, and berths too."""
+    by_size = model.by_size[::-1]
+
+    def without(num_left_out: int) -> list[Placement]:
+        placements = list(model.rests)
+        for index in by_size[num_left_out:]:
+            choices = model.choices[index]
+            placements[index] = kept if kept in choices else choices[0]
+        return placements
+
+    num = 0
+    if _room(model, without(0)) < 0:  # the first group that is left out takes berths, each further one makes room
+        num = bisect_left(range(len(by_size)), 0, lo=1, key=lambda num_left_out: _room(model, without(num_left_out)))
+    placements = without(num)
     _top_up(model, placements, _room(model, placements))
     return placements
 
@@ -215,64 +232,3 @@ def _top_up(model: PassModel, placements: list[Placement], room: int) -> None:
                 placements[index] = Placement.DEVICE
                 room -= taken
                 streamed.pop(bisect_left(streamed, sizes[index]))
-
-
-# ------------------------------------------------------------------------------------------------ lower bound
-
-
-def lower_bound(model: PassModel) -> float:
-    """Seconds that no placement within the budgets is faster than.
-
-    The budgets are filled to the last byte with parts of groups, those that are sent most often first. Compute, the link and
-    the drive are each taken to be busy without a pause. The fastest placement may be far above this bound, for three reasons:
-
-    - Groups rest on a tier as a whole. Of 9 equal groups, with room for 3.4 on the device and 0.9 in RAM, this bound reads
-      4.7 and every placement at least 6: 28% more.
-    - Compute of uneven groups does not cover all copies. In SD 1.5's UNet, 8 groups, a large group with little compute waits
-      for the link: 26 to 43% over the bound where 14 to 16% or nothing is due to whole groups.
-    - Copies are in order, and the drive is ahead of them by the staging memory at most. Of 60 equal groups (Qwen-Image) two
-      are read, which takes 0.618 s. Between the two the link sends 15 groups from RAM, 0.184 s, and the drive stands still
-      once it has read 256 MiB, 0.122 s at 2.2 GB/s. So the pass takes 0.742 s: 20% more.
-    """
-    room = model.device_budget - _least_slot_bytes(model) if model.has_residents else 0
-    most = model.device_budget if model.has_residents else sum(nlargest(model.problem.num_slots, model.sizes))
-    used = sum(model.sizes[index] for index in model.used)
-    if used <= most:  # then all of them may fit on the device together, resident or in slots
-        room = used
-    sent = _least_sent(model, model.used, room, model.sent)
-    in_file, file_room = [index for index in model.used if model.rests[index] is Placement.FILE], room
-    ram = model.problem.budgets.ram_bytes
-    if model.problem.rests is None and ram is not None:
-        in_file = [index for index in model.used if model.groups[index].is_in_file]
-        file_room += ram - smallest_ram_bytes(model.problem)
-    read = _least_sent(model, in_file, file_room, model.read)
-    return max(model.compute_seconds, sent / model.problem.speeds.h2d, read / model.problem.speeds.drive)
-
-
-def _least_slot_bytes(model: PassModel) -> int:
-    """The slots are no smaller than this if not all groups are resident.
-
-    If the smallest group that the slots are made for has s bytes, all larger ones are resident or in the slots, so on the
-    device. Hence s is no smaller than the last group that still fits there, taking groups by size.
-    """
-    smallest, total = 0, 0
-    for size in sorted(model.sizes, reverse=True):
-        total += size
-        if total > model.device_budget:
-            break
-        smallest = size
-    return smallest * min(model.problem.num_slots, len(model.sizes))
-
-
-def _least_sent(model: PassModel, indices: Sequence[int], room: float, sizes: Sequence[int]) -> float:
-    """The bytes of groups that are moved if those with most bytes for their room stay where there is `room`.
-
-    Args:
-        sizes: What each group moves. It takes the room of its packed bytes, if it has some.
-    """
-    moved = 0.0
-    for index in sorted(indices, key=lambda i: -model.num_sent[i] * sizes[i] / max(1, model.sent[i])):
-        kept = min(room, model.sent[index])
-        room -= kept
-        moved += sizes[index] * (1 - kept / max(1, model.sent[index])) * model.num_sent[index]
-    return moved
