@@ -6,6 +6,7 @@ Each test is about one way in which that failed on a GPU.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,7 +79,7 @@ def test_convolutions_get_their_workspaces(
     free: float, budget: float | str, workspace_mib: float, keeps_plans: bool, expandable: bool
 ) -> None:
     """cuDNN takes another algorithm without, which gives other bits and no error. It may take that for good."""
-    options = {"workspace_mib": workspace_mib, "keeps_plans": keeps_plans, "expandable": expandable}
+    options: dict[str, Any] = {"workspace_mib": workspace_mib, "keeps_plans": keeps_plans, "expandable": expandable}
     assert_whole(run(free, budget, steps=4, **options))
 
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -194,7 +194,7 @@ class CachingAllocator(Memory):
         super().__init__(capacity)
         self.reserved = Meter()
         self.expandable = expandable
-        self.wait: Callable[[Hashable | None], None] = lambda stream: None
+        self.wait: Callable[[Any], None] = lambda stream: None
         """Waits until the device has done what a stream, or all streams (None), had to do. The device sets it."""
         self.num_mallocs = self.num_frees = 0  # calls of cudaMalloc and cudaFree
         self.num_pages = 0  # pages that were mapped or unmapped

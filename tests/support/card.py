@@ -90,7 +90,6 @@ class Layer(nn.Module):
         self.others: set[Workspace] = set()
         """Those that were not had in the last call."""
         self.before_phase: Callable[[int], None] = lambda number: None
-        self.before_phase: Callable[[int], None] = lambda number: None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.keeps_plans:
