@@ -74,7 +74,7 @@ class Stages:
     """How long each part of an image takes, waits for its weights included: the prompt, each step, the decoding."""
 
     def __init__(self, pipe: Any, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._last = 0.0
         self.seconds: dict[str, Any] = {}
         for owner, name in ((pipe, "encode_prompt"), (pipe.vae, "decode")):
@@ -84,7 +84,7 @@ class Stages:
     def _timed(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         start = self._now()
         result = call(*args, **kwargs)
-        self.seconds[name] = self._now() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - start
         return result
 
     def _begin(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,11 +98,11 @@ class Stages:
         return tensors
 
     def _now(self) -> float:
-        synchronize(self._device)
+        synchronize(self.device)
         return time.perf_counter()
 
 
-def _open(pipeline: Pipeline, folder: Path) -> Any:
+def open_pipeline(pipeline: Pipeline, folder: Path) -> Any:
     """The pipeline, its weights views of the files."""
     from .weights import load
 
@@ -135,7 +135,7 @@ def run_case(case: Case, pipeline: Pipeline, folder: Path, device: torch.device,
     forget_device_peak(device)
     begin()
     start = time.perf_counter()
-    pipe = _open(pipeline, folder)
+    pipe = open_pipeline(pipeline, folder)
     handles = _ENGINES[case.engine](pipe, device)
     synchronize(device)
     result: dict[str, Any] = {"setup_s": time.perf_counter() - start, "images": []}
@@ -143,6 +143,7 @@ def run_case(case: Case, pipeline: Pipeline, folder: Path, device: torch.device,
     stages = Stages(pipe, device)
     hashes = []
     for _ in range(case.num_images):
+        stages.seconds = {}
         read, stalls = transferred().get("read_bytes", 0), _stalls(handles)
         start = time.perf_counter()
         image = pipeline.call(pipe, case.num_steps, stages.end_step)

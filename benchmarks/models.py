@@ -244,6 +244,37 @@ class ClipText(TextEncoder):
                 module._buffers["position_ids"] = torch.arange(self.num_tokens).expand(1, -1)
 
 
+class ClipTextProjected(ClipText):
+    """The text encoder of OpenCLIP ViT-bigG/14, the second one of Stable Diffusion XL."""
+
+    class_name = "CLIPTextModelWithProjection"
+
+
+class QwenVl(TextEncoder):
+    """Qwen2.5-VL 7B, the text encoder of Qwen-Image, with the part that sees, which nothing calls."""
+
+    class_name = "Qwen2_5_VLForConditionalGeneration"
+    made_of = "{num_hidden_layers} blocks"
+    block_fields = ("num_hidden_layers",)
+
+    def build(self) -> nn.Module:
+        from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+        text = {key: value for key, value in self.config.items() if key != "vision"}
+        config = Qwen2_5_VLConfig(text_config=text, vision_config=dict(self.config["vision"]))
+        model: nn.Module = Qwen2_5_VLForConditionalGeneration(config)
+        return model
+
+    def make_buffers(self, model: nn.Module) -> None:
+        for name, module in list(model.named_modules()):
+            if "inv_freq" in module._buffers:  # positions are computed by what the class was made of
+                made_of: Any = getattr(module, "config", 2 * module._buffers["inv_freq"].numel())  # type: ignore[union-attr]
+                model.set_submodule(name, type(module)(made_of))
+
+    def is_used(self, weight: str) -> bool:
+        return ".visual." not in weight
+
+
 # ------------------------------------------------------------------------------------------------ convolutions
 
 
@@ -262,6 +293,24 @@ class UNet(Model):
             "timestep": torch.tensor(500, device=draw.device),
             "encoder_hidden_states": draw.normal(batch, 77, self.config["cross_attention_dim"]),
         }
+
+
+class UNetXl(UNet):
+    """The UNet of Stable Diffusion XL, which is told the image's size and the pooled prompt as well."""
+
+    dtype = torch.bfloat16
+
+    def inputs(self, draw: Draw) -> dict[str, torch.Tensor]:
+        batch = self.sizes["batch"]
+        pooled = self.config["projection_class_embeddings_input_dim"] - 6 * self.config["addition_time_embed_dim"]
+        sizes = torch.full((batch, 6), 1024, device=draw.device, dtype=draw.dtype)
+        return {**super().inputs(draw), "text_embeds": draw.normal(batch, pooled), "time_ids": sizes}
+
+    def call(self, model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        added = {name: inputs[name] for name in ("text_embeds", "time_ids")}
+        others = {name: value for name, value in inputs.items() if name not in added}
+        output: torch.Tensor = model(**others, added_cond_kwargs=added, return_dict=False)[0]
+        return output
 
 
 class Decoder(Model):
@@ -307,6 +356,19 @@ class WanVaeDecode(Decoder):
         return {"z": draw.normal(1, 16, self.sizes["frames"], self.sizes["height"], self.sizes["width"])}
 
 
+class QwenVaeDecode(VaeDecode):
+    """The decoder of Qwen-Image's autoencoder, which takes an image as a video of one frame."""
+
+    class_name = "AutoencoderKLQwenImage"
+    made_of = "AutoencoderKLQwenImage, {base_dim} channels"
+
+    def shown(self) -> dict[str, Any]:
+        return {**self.config, "pixels": 8 * self.sizes["size"]}
+
+    def inputs(self, draw: Draw) -> dict[str, torch.Tensor]:
+        return {"z": draw.normal(1, 16, 1, self.sizes["size"], self.sizes["size"])}
+
+
 # ------------------------------------------------------------------------------------------------ by name
 
 
@@ -327,6 +389,13 @@ def _large() -> Iterator[tuple[str, Model]]:
     unet = {"block_out_channels": (320, 640, 1280, 1280), "cross_attention_dim": 768, "sample_size": 64}
     unet |= {"attention_head_dim": 8}  # the number of heads, by diffusers' name for it
     yield "unet-sd15", UNet(name="unet-sd15", config=unet, sizes={"batch": 2})
+    unet = {"block_out_channels": (320, 640, 1280), "cross_attention_dim": 2048, "sample_size": 128}
+    unet |= {"attention_head_dim": (5, 10, 20), "transformer_layers_per_block": (1, 2, 10)}
+    unet |= {"down_block_types": ("DownBlock2D", *("CrossAttnDownBlock2D",) * 2)}
+    unet |= {"up_block_types": (*("CrossAttnUpBlock2D",) * 2, "UpBlock2D"), "use_linear_projection": True}
+    unet |= {"addition_embed_type": "text_time", "addition_time_embed_dim": 256}
+    unet |= {"projection_class_embeddings_input_dim": 2816}
+    yield "unet-sdxl", UNetXl(name="unet-sdxl", config=unet, sizes={"batch": 2})
     vae: dict[str, Any] = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 4}
     vae |= {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
     vae |= {"use_quant_conv": True, "use_post_quant_conv": True, "scaling_factor": 0.3611, "shift_factor": 0.1159}
@@ -339,6 +408,15 @@ def _large() -> Iterator[tuple[str, Model]]:
     clip = {"num_hidden_layers": 12, "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
     clip |= _clip_tokens(vocabulary=49408, tokens=77)
     yield "clip-l", ClipText(name="clip-l", config=clip, sizes={"tokens": 77})
+    clip |= {"num_hidden_layers": 32, "hidden_size": 1280, "intermediate_size": 5120, "num_attention_heads": 20}
+    clip |= {"hidden_act": "gelu", "projection_dim": 1280}
+    yield "clip-g", ClipTextProjected(name="clip-g", config=clip, sizes={"tokens": 77})
+    vl: dict[str, Any] = {"num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18944}
+    vl |= {"num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "rms_norm_eps": 1e-6}
+    vl |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}}
+    vl |= {"vision": {"depth": 32, "hidden_size": 1280, "out_hidden_size": 3584}, "use_cache": False}
+    yield "qwen-vl", QwenVl(name="qwen-vl", config=vl, sizes={"tokens": 64})
+    yield "qwen-vae-decode", QwenVaeDecode(name="qwen-vae-decode", config={"base_dim": 96}, sizes={"size": 128})
 
 
 def _clip_tokens(vocabulary: int, tokens: int) -> dict[str, int]:
@@ -352,6 +430,7 @@ def _small(large: Mapping[str, Model]) -> Iterator[tuple[str, Model]]:
     t5 = {"num_layers": 3, "d_model": 64, "d_ff": 128, "num_heads": 4, "d_kv": 16, "vocab_size": 100, "tokens": 16}
     clip = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 128, "num_attention_heads": 2}
     channels = {"block_out_channels": (32, 32, 64, 64)}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "fullatt_block_indexes": [0]}
     flux: dict[str, Any] = {"num_layers": 3, "num_single_layers": 6, "axes_dims_rope": (8, 12, 12)}
     flux |= {"tokens": 64, "text_tokens": 16}
     flux |= {**width, "joint_attention_dim": 64, "pooled_projection_dim": 32}
@@ -368,11 +447,34 @@ def _small(large: Mapping[str, Model]) -> Iterator[tuple[str, Model]]:
             "text_tokens": 8,
         },
         "unet-sd15": {**channels, "cross_attention_dim": 32, "attention_head_dim": 2, "sample_size": 16},
+        "unet-sdxl": {
+            "block_out_channels": (32, 32, 64),
+            "cross_attention_dim": 64,
+            "attention_head_dim": (1, 2, 2),
+            "transformer_layers_per_block": (1, 1, 2),
+            "sample_size": 8,
+            "addition_time_embed_dim": 16,
+            "projection_class_embeddings_input_dim": 6 * 16 + 32,
+        },
         "vae-decode": {**channels, "size": 8},
         "t5-xxl": t5,
         "umt5-xxl": t5,
         "wan-vae-decode": {**few, "base_dim": 8},
         "clip-l": {**clip, **_clip_tokens(vocabulary=100, tokens=16), "tokens": 16},
+        "clip-g": {**clip, **_clip_tokens(vocabulary=100, tokens=16), "projection_dim": 32, "tokens": 16},
+        "qwen-vl": {
+            "num_hidden_layers": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_attention_heads": 4,
+            "vocab_size": 100,
+            "num_key_value_heads": 2,
+            "bos_token_id": 98,
+            "eos_token_id": 99,
+            "vision": {**vision, "out_hidden_size": 64},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+        },
+        "qwen-vae-decode": {"base_dim": 8, "size": 8},
     }
     for name, sizes in changes.items():
         yield name, large[name].resized(**{"name": f"small-{name}", **sizes})

@@ -39,7 +39,7 @@ _SHARED: dict[str, dict[str, Any]] = {
         "default": 1800,
         "help": "seconds for all arms, after which none begins (default {default})",
     },
-    "output": {"type": Path, "default": RESULTS, "help": "folder of results, in which each benchmark has its own"},
+    "output": {"type": Path, "default": RESULTS, "help": "a file .json, or the folder of all results"},
     "label": {"default": "", "help": "goes into the name of the file, to tell two runs apart"},
     "table": {"type": Path, "metavar": "FILE.json", "help": "print a result as Markdown; run nothing"},
     "child": {"action": "store_true", "help": argparse.SUPPRESS},

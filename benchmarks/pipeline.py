@@ -143,7 +143,8 @@ def run_pipeline(
     begin()
     with PeakWatch(device) as setting_up:
         start = time.perf_counter()
-        handles = _place(pipe, arm, {**arm.options, **budgets}, device)
+        engine = "model" if arm.name == MODEL_CPU_OFFLOAD else arm.engine
+        handles = place(pipe, engine, {**arm.options, **budgets}, device)
         synchronize(device)
         setup = time.perf_counter() - start
     say(f"set up in {setup:.1f} s")
@@ -274,13 +275,15 @@ def run_alone(model: Model, *, device: torch.device, begin: Callable[[], None]) 
     }
 
 
-def _place(pipe: Any, arm: Arm, options: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def place(pipe: Any, engine: str, options: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Returns this package's handles, by the names of models."""
-    if arm.engine == "resident":
+    if engine == "resident":
         pipe.to(device)
-    elif arm.name == MODEL_CPU_OFFLOAD:
+    elif engine == "model":
         pipe.enable_model_cpu_offload(device=device)
-    elif arm.engine == "diffusers":
+    elif engine == "sequential":
+        pipe.enable_sequential_cpu_offload(device=device)
+    elif engine == "diffusers":
         pipe.enable_group_offload(onload_device=device, **options)
     else:
         from group_offload import enable_group_offload

@@ -45,15 +45,53 @@ class Pipeline(ABC):
     @abstractmethod
     def assemble(self, modules: Mapping[str, Any]) -> Any: ...
 
+    def ask_for(self, size: int) -> None:
+        """Let the next images be `size` pixels wide and high."""
+        self.models = {**self.models, "vae": self.models["vae"].resized(size=size // 8)}
+
+    def thin_out(self, fraction: float) -> None:
+        """Leave so much of the blocks of each model that has blocks which are all alike."""
+
+        def thinned(model: Model) -> Model:
+            counts: dict[str, Any] = {
+                field: max(1, round(fraction * model.config[field])) for field in model.block_fields
+            }
+            return model.resized(**counts)
+
+        self.models = {name: thinned(model) for name, model in self.models.items()}
+
     @abstractmethod
     def call(self, pipe: Any, num_steps: int, on_step_end: Callable[..., Any]) -> torch.Tensor:
         """One image or video."""
 
 
-class FluxImage(Pipeline):
-    """diffusers' `FluxPipeline`: CLIP-L, T5-XXL with half of its blocks, 4 + 8 of the transformer's 19 + 38, and the VAE."""
+class Image(Pipeline):
+    """One that is called with a prompt and gives an image."""
 
     product = "image"
+
+    def call(self, pipe: Any, num_steps: int, on_step_end: Callable[..., Any]) -> torch.Tensor:
+        size = 8 * self.models["vae"].sizes["size"]
+        images: torch.Tensor = pipe(
+            prompt=PROMPT,
+            height=size,
+            width=size,
+            num_inference_steps=num_steps,
+            generator=torch.Generator().manual_seed(0),
+            callback_on_step_end=on_step_end,
+            output_type="pt",
+            **self.arguments(size),
+        ).images
+        return images
+
+    def arguments(self, size: int) -> dict[str, Any]:
+        """What the pipeline is told beside."""
+        return {}
+
+
+class FluxImage(Image):
+    """diffusers' `FluxPipeline`: CLIP-L, T5-XXL with half of its blocks, 4 + 8 of the transformer's 19 + 38, and the VAE."""
+
     denoisers = ("transformer",)
     is_measured_alone = True
 
@@ -84,24 +122,8 @@ class FluxImage(Pipeline):
             **modules,
         )
 
-    def call(self, pipe: Any, num_steps: int, on_step_end: Callable[..., Any]) -> torch.Tensor:
-        size = 8 * self.models["vae"].sizes["size"]
-        images: torch.Tensor = pipe(
-            prompt=PROMPT,
-            height=size,
-            width=size,
-            num_inference_steps=num_steps,
-            max_sequence_length=pipe.tokenizer_2.model_max_length,
-            generator=torch.Generator().manual_seed(0),
-            callback_on_step_end=on_step_end,
-            output_type="pt",
-            **self.arguments(size),
-        ).images
-        return images
-
     def arguments(self, size: int) -> dict[str, Any]:
-        """What the pipeline is told beside."""
-        return {}
+        return {"max_sequence_length": self.models["text_encoder_2"].num_tokens}
 
 
 class WholeFluxImage(FluxImage):
@@ -138,7 +160,8 @@ class ControlledFluxImage(WholeFluxImage):
         )
 
     def arguments(self, size: int) -> dict[str, Any]:
-        return {"control_image": torch.rand(1, 3, size, size, generator=torch.Generator().manual_seed(1))}
+        image = torch.rand(1, 3, size, size, generator=torch.Generator().manual_seed(1))
+        return {**super().arguments(size), "control_image": image}
 
 
 class WanVideo(Pipeline):
@@ -201,6 +224,54 @@ class GuidedWanVideo(WanVideo):
     guidance = 4.0
 
 
+class WholeWanVideo(GuidedWanVideo):
+    """The same with all of UMT5-XXL's blocks, and 9 frames. A size is that of the shorter side."""
+
+    frames = 3
+
+    def __init__(self, *, small: bool) -> None:
+        super().__init__(small=small)
+        if not small:
+            self.models = {**self.models, "text_encoder": MODELS["umt5-xxl"]}
+
+    def ask_for(self, size: int) -> None:
+        high, wide = 2 * (size // 16), 2 * (size * 26 // 15 // 16)
+        self.models = {**self.models, "vae": self.models["vae"].resized(height=high, width=wide)}
+
+
+class SdxlImage(Image):
+    """diffusers' `StableDiffusionXLPipeline` with guidance: CLIP-L, CLIP-G, the UNet and the VAE."""
+
+    denoisers = ("unet",)
+    is_measured_alone = False
+
+    def __init__(self, *, small: bool) -> None:
+        found = SMALL if small else MODELS
+        self.models = {
+            "text_encoder": found["clip-l"],
+            "text_encoder_2": found["clip-g"],
+            "unet": found["unet-sdxl"],
+            "vae": found["vae-decode"].resized(scaling_factor=0.13025, shift_factor=None),
+        }
+
+    def assemble(self, modules: Mapping[str, Any]) -> Any:
+        from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
+
+        return StableDiffusionXLPipeline(
+            scheduler=EulerDiscreteScheduler(
+                beta_start=0.00085,
+                beta_end=0.012,
+                beta_schedule="scaled_linear",
+                timestep_spacing="leading",
+                steps_offset=1,
+            ),
+            tokenizer=_tokenizer(self.models["text_encoder"]),
+            tokenizer_2=_tokenizer(self.models["text_encoder_2"]),
+            add_watermarker=False,
+            **modules,
+        )
+
+
 class GuidedQwenImage(Pipeline):
     """diffusers' `QwenImagePipeline` with true guidance: its transformer, from embeddings of two prompts to latents."""
 
@@ -236,6 +307,30 @@ class GuidedQwenImage(Pipeline):
         return latents
 
 
+class WholeQwenImage(Image):
+    """The same from the prompts to the image: Qwen2.5-VL, the transformer and the VAE."""
+
+    denoisers = ("transformer",)
+    is_measured_alone = False
+
+    def __init__(self, *, small: bool) -> None:
+        found = SMALL if small else MODELS
+        self.models = {
+            "text_encoder": found["qwen-vl"],
+            "transformer": found["qwen-image"],
+            "vae": found["qwen-vae-decode"],
+        }
+
+    def assemble(self, modules: Mapping[str, Any]) -> Any:
+        from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline
+
+        scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+        return QwenImagePipeline(scheduler=scheduler, tokenizer=_tokenizer(self.models["text_encoder"]), **modules)
+
+    def arguments(self, size: int) -> dict[str, Any]:
+        return {"negative_prompt": PROMPT.split()[-1], "true_cfg_scale": 4.0}
+
+
 PIPELINES: dict[str, type[FluxImage] | type[WanVideo]] = {
     "flux": FluxImage,
     "flux-control": ControlledFluxImage,
@@ -244,6 +339,13 @@ PIPELINES: dict[str, type[FluxImage] | type[WanVideo]] = {
 }
 GUIDED: dict[str, type[GuidedWanVideo] | type[GuidedQwenImage]] = {"wan": GuidedWanVideo, "qwen": GuidedQwenImage}
 """Those that call a denoiser two times in each step."""
+WHOLE: dict[str, Callable[..., Pipeline]] = {
+    "flux": WholeFluxImage,
+    "sdxl": SdxlImage,
+    "wan": WholeWanVideo,
+    "qwen": WholeQwenImage,
+}
+"""Those with all of their models and all blocks."""
 
 
 def _tokenizer(model: Model) -> Any:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,17 @@ def tell_measured() -> None:
     _tell({"state": "measured"})
 
 
+def tell(state: str, facts: Any) -> None:
+    """Say that this process has come to a state that the parent waits for."""
+    _tell({"state": state, "facts": facts})
+
+
+def ask(question: Any) -> Any:
+    """What the function `answer` of the parent's `Child` returns for it."""
+    tell("asks", question)
+    return json.loads(sys.stdin.readline())
+
+
 def anonymous_bytes(pid: int | str = "self") -> int:
     """Memory of a process that is in no file: RssAnon, and RssShmem, in which page-locked memory of torch is counted."""
     with open(f"/proc/{pid}/status", "rb", buffering=0) as file:
@@ -157,12 +168,17 @@ class Watch:
 class Child:
     """A process that does one job: `python -m benchmarks NAME --child`, which calls `serve`."""
 
-    def __init__(self, name: str, group: MemoryGroup | None = None) -> None:
+    def __init__(
+        self, name: str, group: MemoryGroup | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
         """
         Args:
             group: what limits its RAM, from its beginning.
+            environment: variables beside those of this process.
         """
         self.group = group
+        self.answer: Callable[[Any], Any] = lambda question: None
+        """What it gets for an `ask`."""
         self.so_far: dict[str, Any] = {}
         arguments = ["-m", "benchmarks", name, "--child"]
         self._process = subprocess.Popen(
@@ -170,7 +186,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**QUIET, **os.environ},
+            env={**QUIET, **os.environ, **(environment or {})},
         )
 
     def wait_for(self, state: str) -> dict[str, Any]:
@@ -185,6 +201,8 @@ class Child:
                 message: dict[str, Any] = json.loads(line)
                 if message["state"] == "so far":
                     self.so_far |= message["result"]
+                if message["state"] == "asks":
+                    self.send(json.dumps(self.answer(message["facts"])))
                 if message["state"] in (state, "done"):
                     return message
         raise EOFError(f"the process ended with status {self._process.wait()} and no result")
@@ -270,18 +288,28 @@ class Relay:
     """Runs jobs, each in a process that was started while the one before it made its weights, and writes the report."""
 
     def __init__(
-        self, report: dict[str, Any], options: argparse.Namespace, num_jobs: int, group: MemoryGroup | None = None
+        self,
+        report: dict[str, Any],
+        options: argparse.Namespace,
+        num_jobs: int,
+        group: MemoryGroup | None = None,
+        *,
+        environments: Sequence[Mapping[str, str]] = (),
+        answer: Callable[[Any], Any] | None = None,
     ) -> None:
         """
         Args:
             group: what limits the RAM of the first process.
+            environments: the variables of each job's process beside those of this one.
+            answer: what processes get that `ask`.
         """
         self.path: Path | None = None
         """The file with the report, once there is a result."""
         self._report, self._options = report, options
         self._num_jobs, self._number = num_jobs, 0
+        self._environments, self._answer = environments, answer
         self._budget = Budget(options.budget)
-        self._waiting: Child | None = Child(report["benchmark"], group) if num_jobs else None
+        self._waiting: Child | None = self._start(group) if num_jobs else None
 
     def run(
         self,
@@ -307,7 +335,7 @@ class Relay:
         if result is None:
             assert self._waiting is not None
             child, is_last = self._waiting, self._number == self._num_jobs
-            self._waiting = None if is_last else Child(self._report["benchmark"], next_group)
+            self._waiting = None if is_last else self._start(next_group)
             left = self._budget.seconds - self._budget.elapsed
             result = child.run(job, min(self._options.timeout, left), self._waiting, before)
             child.end()
@@ -319,6 +347,14 @@ class Relay:
             say(result["error"])
         self.write()
         return result
+
+    def _start(self, group: MemoryGroup | None) -> Child:
+        """The process of the job after this one."""
+        environment = self._environments[self._number] if self._environments else None
+        child = Child(self._report["benchmark"], group, environment)
+        if self._answer is not None:
+            child.answer = self._answer
+        return child
 
     def write(self) -> None:
         """Write the report. It is done after each job, so that an interrupted run keeps what it has."""

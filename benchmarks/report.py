@@ -28,10 +28,15 @@ def new(benchmark: str, options: argparse.Namespace, /, **facts: Any) -> dict[st
 
 
 def write(report: Mapping[str, Any], folder: Path) -> Path:
-    """Write the report as `folder`/BENCHMARK/MODEL-LABEL-DEVICE.json, in the place of the one before it."""
+    """Write the report as `folder`/BENCHMARK/MODEL-LABEL-DEVICE.json, in the place of the one before it.
+
+    A `folder` whose name ends in ".json" is the file itself.
+    """
     device = report["machine"]["device"].lower().replace("nvidia ", "").replace(" ", "-")
     parts = (report["model"]["name"], report["label"], device)
-    path = folder / report["benchmark"] / f"{'-'.join(part for part in parts if part)}.json"
+    path = folder
+    if folder.suffix != ".json":
+        path = folder / report["benchmark"] / f"{'-'.join(part for part in parts if part)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     # At once: who is interrupted keeps the file from before.
     partial = path.with_name(path.name + ".partial")

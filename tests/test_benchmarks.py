@@ -21,6 +21,7 @@ import torch
 
 from benchmarks import (
     activations,
+    card,
     first_image,
     machine,
     models,
@@ -65,7 +66,7 @@ def benchmark_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     class Here:
         """In the place of `processes.Child`."""
 
-        def __init__(self, name: str, group: object = None) -> None:
+        def __init__(self, name: str, group: object = None, environment: object = None) -> None:
             self.group = group
             self.so_far: dict[str, Any] = {}
             self.work = importlib.import_module(f"benchmarks.{name}").work
@@ -350,6 +351,41 @@ def test_first_image_runs(tmp_path: Path, benchmark_here: Run) -> None:
     assert "| 3.000 s | 1.33 " in first_image.render(report)
     resident["images"][1]["s"] = 4.0
     assert "| 4.000 s | 1.00 " in first_image.render(report)
+
+
+def test_a_full_card_runs(tmp_path: Path, benchmark_here: Run) -> None:
+    """The ballast needs a GPU. The arms, what they are asked for, and whether bits are equal do not."""
+    file, options = tmp_path / "card.json", ("--small", "--device", "cpu", "--steps", "2", "--images", "2")
+    arms, asked = ("--arms", "resident", "ours", "ours+auto"), ("--sizes", "64,128", "--lora-after", "1")
+    for pipelines, more in (("flux,sdxl", ("--root", tmp_path)), ("wan,qwen", ("--in-ram", "--layers", "0.5"))):
+        lines = benchmark_here("card", "--pipeline", pipelines, *options, *asked, *more, "--out", file, *arms)
+        done = json.loads(file.read_text())["arms"]
+        assert set(done) == {f"{name} {arm}" for name in pipelines.split(",") for arm in ("resident", "ours")}
+        assert lines.count("| yes") == 2 * len(done), lines  # as each arm ends, and in the table
+        for arm in done.values():
+            first, second = arm["images"]
+            assert first["is_image_equal"] and second["is_latents_equal"] and second["lora_s"] > 0
+            assert first["latents_sha256"] != second["latents_sha256"] and first["shape"] != second["shape"]
+            assert len(first["steps"]) == 2 and (sum(first["sent_bytes"]) > 0) == (arm["arm"] == "ours")
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "environment"),
+    [
+        ("ours+auto+pack+noexpand", {"vram_budget": "auto", "pack": True}, ["expandable_segments:False"]),
+        ("ours+budget=7GiB+leaf", {"vram_budget": "7GiB", "offload_type": "leaf_level"}, []),
+        ("model", {}, []),
+    ],
+)
+def test_arms_of_a_full_card_are_read(spec: str, options: dict[str, Any], environment: list[str]) -> None:
+    arm = card.arm_of(spec)
+    assert arm.options == options and [*arm.environment.values()] == environment
+
+
+@pytest.mark.parametrize("spec", ["theirs", "ours+budget", "diffusers+pack"])
+def test_arms_of_a_full_card_are_refused(spec: str) -> None:
+    with pytest.raises(ValueError, match=spec.partition("+")[0]):
+        card.arm_of(spec)
 
 
 @pytest.mark.parametrize("name", ["ours", "theirs, 4 steps", "ours, 4 steps, lukewarm", "ours, 4 steps, 5 steps"])
