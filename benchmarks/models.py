@@ -390,7 +390,7 @@ def _large() -> Iterator[tuple[str, Model]]:
     unet |= {"attention_head_dim": 8}  # the number of heads, by diffusers' name for it
     yield "unet-sd15", UNet(name="unet-sd15", config=unet, sizes={"batch": 2})
     unet = {"block_out_channels": (320, 640, 1280), "cross_attention_dim": 2048, "sample_size": 128}
-    unet |= {"attention_head_dim": (5, 10, 20), "transformer_layers_per_block": (1, 2, 10)}
+    unet = unet | {"attention_head_dim": (5, 10, 20), "transformer_layers_per_block": (1, 2, 10)}
     unet |= {"down_block_types": ("DownBlock2D", *("CrossAttnDownBlock2D",) * 2)}
     unet |= {"up_block_types": (*("CrossAttnUpBlock2D",) * 2, "UpBlock2D"), "use_linear_projection": True}
     unet |= {"addition_embed_type": "text_time", "addition_time_embed_dim": 256}
@@ -408,7 +408,7 @@ def _large() -> Iterator[tuple[str, Model]]:
     clip = {"num_hidden_layers": 12, "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
     clip |= _clip_tokens(vocabulary=49408, tokens=77)
     yield "clip-l", ClipText(name="clip-l", config=clip, sizes={"tokens": 77})
-    clip |= {"num_hidden_layers": 32, "hidden_size": 1280, "intermediate_size": 5120, "num_attention_heads": 20}
+    clip = clip | {"num_hidden_layers": 32, "hidden_size": 1280, "intermediate_size": 5120, "num_attention_heads": 20}
     clip |= {"hidden_act": "gelu", "projection_dim": 1280}
     yield "clip-g", ClipTextProjected(name="clip-g", config=clip, sizes={"tokens": 77})
     vl: dict[str, Any] = {"num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18944}
