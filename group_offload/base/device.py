@@ -18,7 +18,7 @@ import torch
 
 from ..errors import DeviceError
 from .system import ram_of_machine
-from .torch_internals import set_allocator, watch_refusals
+from .torch_internals import allocator_settings, set_allocator, watch_refusals
 
 logger = logging.getLogger("group_offload")
 
@@ -50,6 +50,8 @@ class Backend(Protocol):
     """
 
     device: torch.device
+    joins_fragments: bool
+    """Whether pieces of memory that were freed serve allocations of other sizes, wherever they lie."""
     has_streams: bool
     """Whether work is asynchronous. Without streams every call is done when it returns, and events are no-ops."""
 
@@ -194,6 +196,7 @@ class HostBackend:
     """The CPU as onload device: everything is done when the call returns."""
 
     has_streams = False
+    joins_fragments = True
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -298,6 +301,7 @@ class AcceleratorBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.joins_fragments = False
         if device.type == "cuda":
             _watch_refusals()
 
@@ -369,6 +373,7 @@ class AcceleratorBackend:
     def avoid_fragments(self, *, is_shared: bool) -> None:
         if self.device.type == "cuda":
             set_allocator(f"expandable_segments:{not is_shared}")
+            self.joins_fragments = "expandable_segments:True" in allocator_settings()
 
     def refusals(self) -> tuple[int, int]:
         return _refused.get(self.device, (0, 0))

@@ -25,6 +25,7 @@ __all__ = [
     "DeviceContext",
     "TensorGuards",
     "TorchDispatchMode",
+    "allocator_settings",
     "are_saved_tensors_hooks_enabled",
     "current_autograd_node",
     "current_dispatch_mode",
@@ -180,6 +181,16 @@ _set_allocator: list[str] = []
 """The settings of the device's allocator that this package made last. Torch tells what is set, not by whom."""
 
 
+def allocator_settings() -> str:
+    """How torch's allocator of device memory works, as the user or `set_allocator` has said it."""
+    by_user = next(filter(None, map(os.environ.get, _ALLOCATOR_VARIABLES)), "")
+    get: Any = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # not in torch 2.11
+    if get is not None:
+        return get() or by_user
+    now = torch.cuda.memory._snapshot().get("allocator_settings", {})
+    return next((value for name, value in now.items() if name.endswith("ALLOC_CONF")), "") or by_user
+
+
 def set_allocator(settings: str) -> bool:
     """Set how torch's allocator of device memory works (`"expandable_segments:True"`), unless the user has decided on it.
 
@@ -191,12 +202,7 @@ def set_allocator(settings: str) -> bool:
     native = torch.cuda.is_available() and torch.cuda.get_allocator_backend() == "native"
     if not native or sys.platform != "linux" or any(map(os.environ.get, _ALLOCATOR_VARIABLES)):
         return False
-    get: Any = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # not in torch 2.11
-    if get is None:
-        now = torch.cuda.memory._snapshot().get("allocator_settings", {})
-        given = next((value for name, value in now.items() if name.endswith("ALLOC_CONF")), "")
-    else:
-        given = get()
+    given = allocator_settings()
     if given not in ("", *_set_allocator[-1:]):
         return False
     if settings != given:

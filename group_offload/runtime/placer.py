@@ -256,6 +256,9 @@ class Placer:
         )
         self._budgeter.promised_bytes = promised
         self._check_vram(is_first=is_first)
+        if not self._backend.has_streams and isinstance(self._vram, int):
+            # Activations in RAM cannot be measured. A share of the budget is theirs.
+            plan = self._budgeter.before_pass((), self._vram - self._memory.outer_bytes) or plan
         if plan is not None and self._backend.has_streams:
             self._share_out_files()
 
@@ -399,18 +402,35 @@ class Placer:
             memory.displace(max(0, room - max(slots, plan.device_bytes)), spares=True)
         memory.displace(max(0, room - slots), spares=False)
         memory.limit_residents(max(0, room - slots - memory.others_resident_bytes))
-        if begins_stint and isinstance(self._vram, int):
-            in_use, reserved = self._backend.bytes_in_use(), self._backend.reserved_bytes()
-            more = need + max(0, memory.slot_bytes + memory.resident_room - memory.held_bytes)
-            # The device would not refuse what goes beyond the budget, so fragments would add to it.
-            if reserved - in_use > tuning().device_margin_bytes and reserved + more > self._vram:
-                self._backend.release_unused()
+        if begins_stint:
+            self._clear_fragments(need)
+
+    def _clear_fragments(self, need: int) -> None:
+        """Give cached memory back where fragments may stand in the way of `need`, or would add to a budget."""
+        memory, backend = self._memory, self._backend
+        cached = backend.reserved_bytes() - backend.bytes_in_use()
+        more = need + max(0, memory.slot_bytes - memory.held_bytes)
+        if isinstance(self._vram, int):  # the device does not refuse what goes beyond it
+            grown = backend.reserved_bytes() + more + memory.resident_room
+            if cached > tuning().device_margin_bytes and grown > self._vram:
+                backend.release_unused()
+        if backend.joins_fragments:
+            return
+        # What is freed in a segment of memory that a resident is cut from is not the device's again. An operator that finds
+        # no memory may take another way without a word, so the device has to have what is needed before.
+        while backend.free_bytes() < more:
+            cached = backend.reserved_bytes() - backend.bytes_in_use()
+            backend.release_unused()
+            missing = more - backend.free_bytes()
+            if missing <= 0 or not memory.give_way(missing):
+                return
 
     def _room(self, need: int) -> int:
         """Device memory for the weights of all models, in a pass that needs `need` besides."""
         memory = self._memory
         others = max(0, self._backend.bytes_in_use() - memory.held_bytes - memory.others_bytes)
-        return self._available() - others - need - tuning().device_margin_bytes
+        margin = tuning().device_margin_bytes if self._backend.has_streams else 0
+        return self._available() - others - need - margin
 
     def begin_pass(self, kind: Kind, top: Hashable) -> None:
         """The slots are there, and compute begins: decide how many bytes may be on their way just in time.

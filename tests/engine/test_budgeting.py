@@ -105,8 +105,8 @@ def all_resident(device: SimulatedDevice, **options: Any) -> tuple[RoutedModel, 
 
 def nothing_is_foreseen(handle: OffloadHandle) -> None:
     """Else groups are given up before device memory runs out."""
-    for name in ("replan", "keep_within_budgets"):
-        setattr(engine_of(handle)._placer, name, lambda kind: None)
+    for name in ("replan", "make_room"):
+        setattr(engine_of(handle)._placer, name, lambda kind, **_: None)
 
 
 @every_mode
@@ -291,7 +291,7 @@ class Attending(RoutedModel):
 def test_more_tokens_beside_a_long_text(
     kind: type[Captioned | Attending], device: SimulatedDevice, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of all elements that go in those of the image are few. What grows faster than they do nobody foresees."""
+    """Of all elements that go in those of the image are few. Whatever grows with them: larger inputs find nothing in their way."""
     torch.manual_seed(0)
     resident = kind(WIDTHS).eval()
     text = torch.randn(500, DIM)
@@ -314,34 +314,33 @@ def test_more_tokens_beside_a_long_text(
     model = copy.deepcopy(resident)
     handle = offload(model, vram_budget=budget)
     for batch, passes in ((8, 4), (96, 2), (8, 8)):
-        peaks = [peak_of(model, batch) for _ in range(passes)]
-        assert all(peak <= budget for peak in (peaks[1:] if kind is Attending and batch == 96 else peaks))
+        assert all(peak_of(model, batch) <= budget for _ in range(passes))
         assert (handle.stats().resident_bytes > 0) == (batch == 8)
-    if kind is Attending:
-        assert "more than vram_budget" in caplog.text and "from the next pass on they have that room" in caplog.text
-    else:
-        assert "more than vram_budget" not in caplog.text
+    assert "more than vram_budget" not in caplog.text
     handle.remove()
 
 
 @every_mode
 def test_memory_runs_out(options: dict[str, Any], device: SimulatedDevice) -> None:
-    """Somebody else takes device memory. The error says what was given up, and the next forward has that room."""
+    """Somebody else takes device memory, and nobody foresees it: residents give way, and refused calls are repeated."""
     resident, model, handle = all_resident(device, **options)
+    before = handle.stats().resident_bytes
     taken = device.empty(weight_bytes(handle))
     device.capacity = device.total.now + 2 * DIM * 4  # room for the input, and no more
     nothing_is_foreseen(handle)
-    with pytest.raises(torch.OutOfMemoryError, match=r"Groups of RoutedModel.*given up: call it again.*vram_budget='"):
-        check(device, model, resident)
-    assert handle.stats().resident_bytes == 0
+    check(device, model, resident)
+    assert device.card.num_refused and handle.stats().resident_bytes < before
+    for name in ("replan", "make_room"):
+        delattr(engine_of(handle)._placer, name)
     model.alive.clear()
     resident.alive.clear()
-    for name in ("replan", "keep_within_budgets"):
-        delattr(engine_of(handle)._placer, name)
     for _ in range(3):
         check(device, model, resident)
     device.free(taken)
     device.capacity = 1 << 40
+    for _ in range(4):
+        check(device, model, resident)
+    assert handle.stats().resident_bytes == before
     handle.remove()
     check_at_rest(model, resident)
 
@@ -353,7 +352,7 @@ def test_memory_runs_out_where_nothing_can_be_given_up(device: SimulatedDevice) 
     for _ in range(2):
         check(device, model, resident)
     device.capacity = device.total.now + 1
-    with pytest.raises(torch.OutOfMemoryError, match="No group of RoutedModel stays on the device"):
+    with pytest.raises(torch.OutOfMemoryError, match="No resident weights of RoutedModel left to evict"):
         check(device, model, resident)
     device.capacity = 1 << 40
     model.alive.clear()
@@ -396,7 +395,10 @@ def test_real_models_where_memory_runs_out(name: str, options: dict[str, Any], d
         else:
             assert torch.equal(output, expected)
         assert torch.equal(run_it(), expected)
-    assert all(re.search("No group of .* stays on the device|were given up: call it again", error) for error in errors)
+    assert all(
+        re.search("No resident weights of .* left to evict|Evicted .* of resident weights: call", error)
+        for error in errors
+    )
     handle.remove()
     assert torch.equal(tiny.call(model, inputs()), expected)
 
@@ -434,7 +436,9 @@ def test_a_forward_that_ran_out_of_memory_does_not_run_again(device: SimulatedDe
     for _ in range(4):
         run(None)
     assert handle.stats().resident_bytes
-    with pytest.raises(torch.OutOfMemoryError, match=r"there is no more.*given up: call it again"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"there is no more Evicted .* of resident weights: call Remembering again"
+    ):
         run(fail)
     assert len(calls) == 1 and not handle.stats().resident_bytes
     run(fail)
@@ -757,49 +761,18 @@ def test_weights_that_nothing_tells_edits_of_do_not_keep_others_from_staying(
     check_at_rest(model, resident)
 
 
-def test_memory_that_others_have_taken_is_learnt(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One forward fails, not all; and what stayed on the device comes back once there is room again."""
-    tune(monkeypatch, passes_until_look=4)
+def test_memory_that_others_have_taken_is_learnt(device: SimulatedDevice) -> None:
+    """What stays is asked anew in each pass: less of it while another process has memory, and all of it again afterwards."""
     resident, model, handle = all_resident(device)
     before = handle.stats().resident_bytes
     device.capacity = device.total.now + 2 * DIM * 4
-    with pytest.raises(torch.OutOfMemoryError):
-        check(device, model, resident)
-    model.alive.clear()
-    resident.alive.clear()
-    for _ in range(20):
+    for _ in range(6):
         check(device, model, resident)
     assert handle.stats().resident_bytes < before
     device.capacity = 1 << 40
-    for _ in range(10):
-        check(device, model, resident)
-    assert handle.stats().resident_bytes == before
-    handle.remove()
-
-
-def test_the_budget_that_an_error_names_works(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device has less than the budget: what the budget was says nothing about how much there is."""
-    tune(monkeypatch, device_margin_bytes=4096)
-    monkeypatch.setattr(SimulatedDevice, "total_bytes", lambda self: 1 << 30)
-    resident = RoutedModel(WIDTHS).eval()
-    model = RoutedModel(WIDTHS).eval()
-    model.load_state_dict(resident.state_dict())
-    handle = offload(model, vram_budget="90%")
-    for _ in range(4):
-        check(device, model, resident)
-    device.capacity = device.total.now + 2 * DIM * 4
-    with pytest.raises(torch.OutOfMemoryError, match="given up: call it again") as error:
-        check(device, model, resident)
-    found = re.search(r"vram_budget='([^']+)'", str(error.value))
-    assert found is not None
-    del error
-    model.alive.clear()
-    handle.remove()
-    device.synchronize()
-    gc.collect()
-    handle = offload(model, vram_budget=found[1])
     for _ in range(6):
         check(device, model, resident)
+    assert handle.stats().resident_bytes == before
     handle.remove()
 
 

@@ -365,6 +365,10 @@ class SimulatedDevice:
     def refusals(self) -> tuple[int, int]:
         return self.card.num_refused, self.card.last_refused_bytes
 
+    @property
+    def joins_fragments(self) -> bool:
+        return not isinstance(self.card, CachingAllocator) or self.card.expandable
+
     def avoid_fragments(self, *, is_shared: bool) -> None:
         """Whether the card's memory can be joined is for a test to say."""
 
