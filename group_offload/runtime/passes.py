@@ -475,7 +475,7 @@ class Passes:
         if self._state is State.UNKNOWN:
             return False
         state, self._state = self._state, State.UNKNOWN
-        gave = self._placer.give_way(max(tuning().give_way_bytes, self._backend.refusals()[1]))
+        gave = self._placer.give_way(self._backend.refusals()[1])
         self._memory.answer()
         self._state = state
         return gave

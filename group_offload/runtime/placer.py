@@ -144,7 +144,7 @@ class Placer:
         self._files.begin(in_files)
         if self._config.has_budgets:
             self._plan_first(is_first=is_first)
-            self._memory.reside(frozenset(), groups, self._config)  # berths are for what was packed
+            self.reside()  # berths are for what was packed
         if not self._config.has_budgets or not self._backend.has_streams:
             self._files.choose_ways()
         self._files.lock_what_is_there(was_read=False)
@@ -329,7 +329,7 @@ class Placer:
         if sharing is not None and sharing.has_news:
             self._share_out_files()
             self.reside()
-        need = self._needs.of(kind) if self.has_budget else None
+        need = self._need_of(kind)
         if need is None:
             return  # the first pass measures
         memory = self._memory
@@ -389,7 +389,7 @@ class Placer:
         memory, plan = self._memory, self._budgeter.plan
         if begins_stint:
             self._needs.begin_stint()
-        need = self._needs.of(kind) if self.has_budget else None
+        need = self._need_of(kind)
         if need is None:
             memory.displace(0, spares=False)
             memory.limit_residents(0)
@@ -424,6 +424,12 @@ class Placer:
             missing = more - backend.free_bytes()
             if missing <= 0 or not memory.give_way(missing):
                 return
+
+    def _need_of(self, kind: Kind) -> int | None:
+        """What a pass needs besides weights; None without a budget, and where that has yet to be measured."""
+        if not self.has_budget:
+            return None
+        return self._needs.of(kind) if self._backend.has_streams else 0
 
     def _room(self, need: int) -> int:
         """Device memory for the weights of all models, in a pass that needs `need` besides."""
@@ -554,7 +560,7 @@ class Placer:
 
     def give_way(self, num_bytes: int) -> bool:
         """Memory of `num_bytes` was refused in the middle of a pass: evict residents. False if there are none."""
-        gave = self._memory.give_way(num_bytes)
+        gave = self._memory.give_way(max(num_bytes, tuning().give_way_bytes))
         if gave and self.has_budget:
             self._needs.add(num_bytes)
         return gave

@@ -66,7 +66,7 @@ def test_a_model_whose_turn_comes_keeps_what_stays(free: float, budget: float | 
     images = run(free, budget, expandable=expandable)
     assert_no_errors(images)
     for image in images[1:]:
-        assert image.step_sent[0] <= ALL_WEIGHTS + 2
+        assert image.step_sent[0] <= ALL_WEIGHTS + 2.5
         assert max(image.step_sent[1:]) <= 1.1 * images[-1].step_sent[-2]
 
 
@@ -92,7 +92,7 @@ def test_a_convolution_that_got_no_workspace_is_repeated(expandable: bool) -> No
         nonlocal refused
         if (image, name) == (1, "vae 5") and not refused:
             card.release_cached()
-            card.other_takes(card.free_bytes - 1500 * MIB)
+            card.other_takes(card.free_bytes - 900 * MIB)
             refused += 1
 
     images = run(

@@ -31,6 +31,7 @@ from ...plan.placement import (
     PlannedGroup,
     Problem,
     Speeds,
+    ram_bytes_of,
     smallest_device_bytes,
     smallest_ram_bytes,
 )
@@ -192,14 +193,24 @@ class Budgeter:
         Returns:
             Whether groups are to rest elsewhere now.
         """
-        before = self._rests
-        if before is None or self.ram_bytes is None:
+        before, plan = self._rests, self.plan
+        if before is None or plan is None or self.ram_bytes is None:
             return False
-        self._rests = None
         self.ram_bytes = max(self.ram_bytes - missing, smallest_ram_bytes(self._problem(None)))
-        self.plan = make_plan(self._problem(None))
-        self._rests, self._for = self.plan.problem.rests, None
-        return self._rests != before
+        now = self._problem(plan.problem.budgets.device_bytes)
+        rests = list(before)
+        # What could not be packed leaves RAM first. Other groups in its place would have to be packed anew.
+        for index in sorted(range(len(rests)), key=lambda index: self.groups[index].packed_bytes > 0):
+            if ram_bytes_of(now, rests) <= self.ram_bytes:
+                break
+            if self.groups[index].is_in_file:
+                rests[index] = Placement.FILE
+        self._rests = tuple(rests)
+        if self._rests == before:
+            self.plan = kept_plan(now, plan) or make_plan(now)
+            return False
+        self.plan, self._for = make_plan(replace(now, rests=self._rests)), None
+        return True
 
     @property
     def _step(self) -> int:

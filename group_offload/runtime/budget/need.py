@@ -16,6 +16,8 @@ _NUM_KINDS = 64
 """The number of kinds whose need is remembered. The one that came up least lately is forgotten first."""
 _NUM_RECENT = 7
 """The number of passes before one whose need is kept free with its own: two sizes of inputs may take turns."""
+_TRIED_AGAIN = 8
+"""After so many passes half of what was refused is taken to be there again."""
 _SLACK = 1.1
 """Inputs that are larger than known ones by no more than this share get so much more in proportion, and are not measured."""
 
@@ -53,7 +55,7 @@ class Needs:
     another algorithm if it finds no memory for the first one, takes the one that it takes on an empty card.
 
     Inputs that are smaller than measured ones in every dimension count as those. A pass that was refused memory all the same
-    (fragments, another process) needs more from then on, by what gave way; half of that is tried again after each stint.
+    (fragments, another process) needs more from then on, by what was refused; half of that is tried again after some passes.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -62,6 +64,8 @@ class Needs:
         self._recent: deque[Kind] = deque(maxlen=_NUM_RECENT)
         self._more = 0
         """What passes were refused, beyond what was measured."""
+        self._num_good = 0
+        """The passes since, or since half of it was tried again."""
         self._measuring: tuple[Kind, int] | None = None
         """The kind that is being measured, and the bytes in use that are not its need."""
 
@@ -103,6 +107,9 @@ class Needs:
 
     def end(self, *, completed: bool) -> tuple[int, int] | None:
         """The pass is over. Returns the need and the peak of all memory, if the pass was the first of its kind."""
+        self._num_good += completed
+        if self._num_good == _TRIED_AGAIN:
+            self._try_again()
         if self._measuring is None:
             return None
         (kind, beside), self._measuring = self._measuring, None
@@ -115,13 +122,18 @@ class Needs:
         return self._known[kind], peak
 
     def add(self, num_bytes: int) -> None:
-        """A pass was refused memory, and so much gave way."""
+        """A pass was refused so much memory."""
         self._more += num_bytes
+        self._num_good = 0
 
     def begin_stint(self) -> None:
         """Another model ran since: what was refused may be there again."""
-        self._more //= 2
+        self._try_again()
         self._recent.clear()
+
+    def _try_again(self) -> None:
+        self._more //= 2
+        self._num_good = 0
 
     def clear(self) -> None:
         """Forget what was measured: the module has changed."""
