@@ -58,10 +58,11 @@ def apply_group_offloading(module: nn.Module, options: ModelOptions) -> OffloadH
             class's `_skip_keys`.
         verify_files: Whether each read from a file is compared, by hash, with the bytes that were written, or with those of
             the first read. Hashing takes a core's time, and files are not page-locked in the page cache. By name only.
-        vram_budget: Device memory for the whole process: bytes, `"8GiB"`, `"80%"` of the device's memory, or `"auto"` for
-            the memory that is free. Groups stay on the device as far as slots and activations leave room, which the first
-            forward measures. If memory runs out all the same, these groups are given up and the error asks for another
-            call. By name only.
+        vram_budget: Device memory for the whole process: bytes, `"8GiB"`, `"80%"` of the device's memory, or `"auto"`
+            for what the device has free and this process has reserved, asked in each forward. Keeps as many groups
+            resident as fit beside what forwards need, which the first one measures. If the device is full all the same,
+            residents are evicted, and the call that found no memory is repeated, or the error asks for another call. By
+            name only.
         ram_budget: RAM for the whole process, in the same forms. Weights that rest in files are page-locked in the page
             cache up to the budget; the others are read from the drive each time they are needed. Weights that are in no
             file stay in RAM, unless `offload_to_disk_path` is given. On the CPU the budget covers all RAM that offloading
