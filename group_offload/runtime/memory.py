@@ -65,7 +65,9 @@ class DeviceMemory:
         self.staying: Residents[Any] = Residents(WeakMethod(self._evict_last_needed))
         """The slots of groups that stay on the device between passes, unless they give way: see `Arena`."""
         self.spared: Collection[Residents[Any]] = ()
-        """Residents of other modules that are worth more than this module's."""
+        """Residents of other modules that are worth as much as this module's, or more."""
+        self.claims: Collection[Residents[Any]] = ()
+        """Those of them that are worth more: what they want, and do not have yet, is theirs too."""
         self.schedule = Schedule(())
         """Tells which groups are needed last."""
         self._residents: frozenset[Group | PackedGroup] = frozenset()
@@ -196,8 +198,9 @@ class DeviceMemory:
 
     @property
     def spared_bytes(self) -> int:
-        """What the residents of models that are worth more take, or would take."""
-        return sum(max(each.num_bytes, each.wanted_bytes) for each in self.spared)
+        """What the residents of models that are worth as much take, and those worth more will take."""
+        wanted = sum(max(0, each.wanted_bytes - each.num_bytes) for each in self.claims)
+        return wanted + sum(each.num_bytes for each in self.spared)
 
     def displace(self, room: int, *, spares: bool) -> None:
         """Evict other modules' residents until they take no more than `room`.
@@ -273,7 +276,7 @@ class DeviceMemory:
 
     def disclaim(self) -> None:
         """Undo `claim`: there was no pass after all."""
-        self.spared = ()
+        self.spared = self.claims = ()
         self._arena.disclaim(self._lease, self.staying)
 
     def take(self) -> None:
@@ -283,7 +286,6 @@ class DeviceMemory:
             torch.OutOfMemoryError: the device has too little memory for the slots, with no resident left.
         """
         before, counters = self._lease, self._counters
-        counters.device_bytes -= 0 if before is None or before.memory is None else before.num_bytes
         sizes = {height: size for height, size in self.ring_sizes.items() if height or not self.is_just_in_time}
         num_bytes = sum(sizes.values()) + self._berth_bytes
         lease = self._lease = self._arena.lease(before, num_bytes, self._transfer.writers, self._take)
@@ -300,6 +302,7 @@ class DeviceMemory:
                 lease.berths = Berths(lease.memory[start:], self._backend, self._reading_bytes)
         counters.pooled_bytes = sum(slot.memory.numel() for slot in lease.pooled)
         self._bytes_ahead = sum(slot.num_bytes_ahead for slot in lease.pooled)
+        counters.device_bytes = counters.resident_bytes
         self._count(lease.num_bytes)
         for slot in self.slots:
             for group in [*slot.groups]:
@@ -309,7 +312,7 @@ class DeviceMemory:
     def give_back(self) -> None:
         """The pass is over."""
         assert self._lease is not None
-        self.spared = ()  # else the memory of models that are gone would stay
+        self.spared = self.claims = ()  # else the memory of models that are gone would stay
         self.outlast_copies()
         self._arena.give_back(self._lease, self.staying, self._backend.current_stream())
 
@@ -318,7 +321,7 @@ class DeviceMemory:
         if self._lease is not None and self._lease.memory is not None:
             self.give_back()
         else:
-            self._lease, self.spared = None, ()
+            self._lease, self.spared, self.claims = None, (), ()
 
     def outlast_copies(self) -> None:
         """Let the memory of slots that no call has used outlast their copies: another module's pass may drop it."""
@@ -331,7 +334,7 @@ class DeviceMemory:
         """Give all memory up, in any state: a pass failed, or was interrupted. No copy is on its way."""
         lease = self._lease
         self.bound.clear()
-        self.spared = ()
+        self.spared = self.claims = ()
         self._bytes_ahead, self.next_bytes = 0, 0
         counters = self._counters
         counters.pooled_bytes = counters.resident_bytes = counters.device_bytes = 0

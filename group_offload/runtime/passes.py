@@ -299,7 +299,7 @@ class Passes:
         if self.succession is not None:
             if not kind.with_grad:  # a backward would come next
                 self._heir = self.succession.begin(self, entry)
-            self._memory.spared = self._spared
+            self._spare_others()
             self._stint = scope if self.succession.is_first_of_stint else self._stint | scope
             if self.succession.is_repeated and not self._placer.has_budget:
                 self._memory.hold(self._stint, self.succession.most_slot_bytes)
@@ -397,13 +397,15 @@ class Passes:
     def staying(self) -> Residents[Group]:
         return self._memory.staying
 
-    @property
-    def _spared(self) -> list[Residents[Group]]:
-        """What other models of the pipeline keep on the device because this one would gain less by the room."""
-        return [] if self.succession is None else [other.staying for other in self.succession.spared_by(self)]
+    def _spare_others(self) -> None:
+        """Find out what other models of the pipeline keep on the device because this one would gain less by the room."""
+        if self.succession is not None:
+            spared, worth_more = self.succession.spared_by(self)
+            self._memory.spared = [other.staying for other in spared]
+            self._memory.claims = [other.staying for other in worth_more]
 
     def _start_first(self) -> None:
-        self._memory.spared = self._spared
+        self._spare_others()
         if self.kind is not None:
             self._placer.make_room(self.kind, begins_stint=True)
         with suppress(torch.OutOfMemoryError):  # its own pass may find more memory, or says that there is too little

@@ -24,7 +24,7 @@ from ..base.tuning import tuning
 from ..config import OffloadConfig
 from ..errors import ConfigError
 from ..plan.budgets import Budget, describe_bytes
-from ..plan.placement import ASSUMED_UNPACK, Placement, Speeds
+from ..plan.placement import ASSUMED_UNPACK, Placement, Speeds, smallest_device_bytes
 from ..plan.planner import Plan
 from ..plan.speeds import ASSUMED_DRIVE, known_speeds
 from ..stores.base import Tier
@@ -108,8 +108,6 @@ class Placer:
         self._ram: int | None = None
         """RAM for weights in bytes, as found when the module was offloaded; None for no limit."""
         self._total_bytes = 0
-        self._is_planned = False
-        """Whether it is known what the device has room for."""
         self._num_modules = 0
         """The number of modules whose calls need groups."""
         self._activations: dict[Hashable, Weighing] = {}
@@ -133,7 +131,6 @@ class Placer:
             self._packer.pack(self._packer.lacking())
         self._memory.reside(frozenset(), groups, self._config)
         self._total_bytes = sum(group.num_bytes for group in groups)
-        self._is_planned = False
         self._memory.staying.wanted_bytes = self._total_bytes if self._config.vram_budget is not None else 0
         self._num_modules = len({module for group in groups for module in group.modules})
         self._activations = {}
@@ -333,9 +330,11 @@ class Placer:
         if need is None:
             return  # the first pass measures
         memory = self._memory
-        room, self._is_planned = self._room(need) - memory.outer_bytes - memory.spared_bytes, True
+        room = self._room(need) - memory.outer_bytes - memory.spared_bytes
         if self._budgeter.before_pass(self._lookahead.schedule.order_of(kind.top), max(0, room)) is not None:
             self.reside()
+        plan = self._budgeter.plan
+        memory.staying.wanted_bytes = 0 if plan is None else plan.device_bytes - plan.slot_bytes
 
     def check_files(self) -> None:
         """Look at the files that are page-locked, before a backward: no edits are looked for then.
@@ -398,9 +397,12 @@ class Placer:
             return
         room = self._room(need) - memory.outer_bytes
         slots = memory.slot_bytes - memory.outer_bytes
+        least = slots
         if plan is not None:
             memory.displace(max(0, room - max(slots, plan.device_bytes)), spares=True)
-        memory.displace(max(0, room - slots), spares=False)
+            # A plan without slots needs room for its groups, or for slots.
+            least = max(slots, min(plan.device_bytes, smallest_device_bytes(plan.problem)))
+        memory.displace(max(0, room - least), spares=False)
         memory.limit_residents(max(0, room - slots - memory.others_resident_bytes))
         if begins_stint:
             self._clear_fragments(need)
@@ -501,8 +503,6 @@ class Placer:
         staying = self._agreed("device", self._budgeter.at(Placement.DEVICE))
         packed = {group.packed for group in self._agreed("packed", self._budgeter.at(Placement.PACKED)) - staying}
         self._memory.reside(staying | packed, self._groups, self._config)
-        if self._is_planned:
-            self._memory.staying.wanted_bytes = sum(group.num_bytes for group in staying | packed)
 
     def _agreed(self, what: str, groups: frozenset[Group]) -> frozenset[Group]:
         """The groups that all ranks put there: those of the first one. Without other ranks, `groups`."""

@@ -693,7 +693,7 @@ ERRORS: dict[str, tuple[list[str], str]] = {
     "vram": (["--vram", "8G"], "8GiB"),
     "vram of nothing": (["--vram", "0"], "more than 0"),
     "a share": (["--vram", "80%"], "--vram='80%'"),
-    "too little vram": (["--vram", "512MiB"], "the smallest that works is 1.08 GiB"),
+    "too little vram": (["--vram", "512MiB"], "the smallest that works is 1.19 GiB"),
     "too little for activations": (["--vram", "4GiB", "--activations", "3GiB"], "3 GiB of activations"),
     "too little ram": (["--ram", "1GiB"], "--process-ram"),
     "ram": (["--ram", "much"], "--ram='much'"),

@@ -322,7 +322,7 @@ def test_memory_that_runs_out_while_slots_are_exchanged(monkeypatch: pytest.Monk
                 real()
 
             patch.setattr(memory, "take", take)
-            raises_once(arena.Arena, "_new_lease", patch, torch.OutOfMemoryError("no room"))
+            raises_once(arena.Arena, "take", patch, torch.OutOfMemoryError("no room"))
             with pytest.raises(torch.OutOfMemoryError):
                 forward()
         assert kept and not handle.stats().resident_bytes and not device.allocated_bytes

@@ -27,6 +27,7 @@ from ..support.on_device import forward, from_file, offload, packing
 from ..support.packed_files import DAMAGES, packed_names
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.tuning import tune
 
 SOURCES = ["checkpoint", "folder"]
 
@@ -184,10 +185,13 @@ def placements(handle: OffloadHandle) -> tuple[Placement, ...]:
     return handle.plan.details.placements
 
 
-def test_a_plan_after_a_backward_has_raised(device: SimulatedDevice, tmp_path: Path) -> None:
+def test_a_plan_after_a_backward_has_raised(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Groups that were to stay on the device packed are plain now: the plan tells, and the next forward makes another."""
-    resident = routed().requires_grad_(requires_grad=False)
-    model, handle = offloaded("checkpoint", resident, tmp_path, vram_budget=400_000)
+    tune(monkeypatch, device_margin_bytes=0)
+    resident = routed(8).requires_grad_(requires_grad=False)
+    model, handle = offloaded("checkpoint", resident, tmp_path, vram_budget=560_000)
     model.requires_grad_(requires_grad=False)
     check(device, model, resident, 4)
     lost = [index for index, each in enumerate(placements(handle)) if each is Placement.PACKED]

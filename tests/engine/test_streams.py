@@ -59,7 +59,6 @@ from ..support.on_device import (
     packing,
     raise_interrupt,
 )
-from ..support.pretend import need_blocks_again
 from ..support.reads import held_reads, hold_what_the_next_pass_needs, many_frames, watch_file_reads
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
@@ -1141,7 +1140,6 @@ def scenarios() -> Iterator[partial[Any]]:
     yield partial(test_an_edit_waits_for_copies_on_all_streams)
     yield partial(test_at_rest_nothing_moves)
     yield partial(test_a_lease_goes_from_stream_to_stream)
-    yield partial(need_blocks_again)
     yield partial(test_memory_of_the_allocator_is_freed_after_another_stream_used_it)
     yield partial(test_removed_after_an_interrupt_at_the_end_of_a_pass)
     yield partial(test_weights_come_from_the_device, {})

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -16,8 +15,7 @@ from group_offload import OffloadHandle, enable_group_offload
 from .models import WIDTH, Model, make
 from .on_device import forward, from_file
 from .rigs import run
-from .simulated import SimulatedDevice, use_simulated_device
-from .tuning import tune
+from .simulated import SimulatedDevice
 
 IMAGE = ("encoder", *["transformer"] * 3, "vae")
 """The models that an image takes, in order."""
@@ -111,46 +109,3 @@ def peak_without_budget(device: SimulatedDevice) -> int:
     pipe.remove()
     device.reset_peak()
     return peak
-
-
-class Repeats(Model):
-    """Calls its first blocks again at the end, when it is told to."""
-
-    again = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = super().forward(x)
-        for block in self.blocks[: self.again]:
-            x = block(x)
-        return x
-
-
-def need_blocks_again() -> None:
-    """A scenario: a pass needs blocks that it gave up for the model that runs next."""
-    device = SimulatedDevice(0, "lazy")
-    with pytest.MonkeyPatch.context() as patch, use_simulated_device(device):
-        tune(patch, device_margin_bytes=0)
-        _run_blocks_again(device)
-
-
-def _run_blocks_again(device: SimulatedDevice) -> None:
-    pipe = PretendPipeline(device, transformer_2=5)
-    for models in (pipe.components, pipe.resident):
-        models["transformer"].__class__ = Repeats
-    one = sum(tensor.nbytes for tensor in pipe.resident["transformer"].parameters())
-    budget = peak_without_budget(device) + one
-    pipe.offload(vram_budget=budget)
-    settled(pipe, WITH_EXPERTS)
-    device.reset_peak()
-    for name in ("encoder", *["transformer"] * 3):
-        pipe.call(name)
-    for models in (pipe.components, pipe.resident):
-        models["transformer"].again = 2  # type: ignore[assignment]
-    x, waits = torch.randn(3, WIDTH), device.num_host_waits
-    output = forward(device, pipe.components["transformer"], x)
-    assert device.num_host_waits > waits
-    assert torch.equal(device.get(output), run(pipe.resident["transformer"], x))
-    for name in ("transformer_2", "transformer_2", "vae"):
-        pipe.call(name)
-        assert device.peak_bytes_in_use() <= budget
-    pipe.remove()

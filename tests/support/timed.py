@@ -39,15 +39,17 @@ class TimedEvent:
     def __init__(self, device: TimedDevice) -> None:
         self.device = device
         self.at = 0.0
+        self.was_waited_for = False
 
     def record(self, stream: TimedStream, /) -> None:
-        self.at = stream.now
+        self.at, self.was_waited_for = stream.now, False
 
     def query(self) -> bool:
-        return self.at <= self.device.host
+        return self.was_waited_for or self.at <= self.device.host
 
     def synchronize(self) -> None:
         self.device.wait_until(self.at)
+        self.was_waited_for = True
 
 
 class TimedDevice:
