@@ -5,6 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ..support.tuning import tune
+
+
+@pytest.fixture(autouse=True)
+def _little_is_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of tests are small beside what is left free for others."""
+    tune(monkeypatch, device_margin_bytes=16 << 20)
+
 
 @pytest.fixture
 def device() -> torch.device:
