@@ -85,7 +85,7 @@ class Gate(Around):
         self.tables: tuple[Group, ...] = ()
         """The table of an embedding that stays where it rests."""
         self._gates = gates
-        self._repeater = Repeater(module, gates.passes, _is_ours)
+        self._repeater = Repeater(module, gates.passes, gates.placer, gates.backend, _is_ours)
         self.compiled = module.__dict__.get(COMPILED_CALL)
         self.bypassing: BypassingCall | None = None
         """A call in progress that bypassed the gate. A forward hook will end it."""

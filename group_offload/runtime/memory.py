@@ -59,7 +59,7 @@ class DeviceMemory:
         self._counters = counters
         self.is_just_in_time = just_in_time
         self._is_tight = tight
-        self._arena = arena_for(backend)
+        self.arena = arena_for(backend)
         self._lease: Lease[Group] | None = None
         """The lease is kept between passes, unless another module's pass takes the memory."""
         self.staying: Residents[Any] = Residents(WeakMethod(self._evict_last_needed))
@@ -189,12 +189,12 @@ class DeviceMemory:
     @property
     def others_bytes(self) -> int:
         """The bytes of other modules' slots and residents, which give way."""
-        return self._arena.others_bytes(self._lease) + self.others_resident_bytes
+        return self.arena.others_bytes(self._lease) + self.others_resident_bytes
 
     @property
     def others_resident_bytes(self) -> int:
         """The bytes of other modules' residents."""
-        return self._arena.others_resident_bytes(self.staying)
+        return self.arena.others_resident_bytes(self.staying)
 
     @property
     def spared_bytes(self) -> int:
@@ -208,25 +208,11 @@ class DeviceMemory:
         Args:
             spares: Whether `spared` stay all the same.
         """
-        self._arena.displace(self.staying, room, self.spared if spares else ())
+        self.arena.displace(self.staying, room, self.spared if spares else ())
 
     def give_way(self, num_bytes: int) -> bool:
         """Evict residents, of whichever module, until so many bytes more are free. False if there are none."""
-        return self._arena.give_way(num_bytes, self.staying, self.spared)
-
-    @property
-    def has_residents(self) -> bool:
-        """Whether a resident of some module could give way."""
-        return self._arena.has_residents
-
-    @property
-    def has_refused(self) -> bool:
-        """See `Arena.has_refused`."""
-        return self._arena.has_refused
-
-    def answer(self) -> None:
-        """See `Arena.answer`."""
-        self._arena.answer()
+        return self.arena.give_way(num_bytes, self.staying, self.spared)
 
     def _evict_last_needed(self, num_bytes: int) -> None:
         """Evict residents of this module until `num_bytes` are free. The one that is needed last goes first."""
@@ -258,14 +244,14 @@ class DeviceMemory:
     def release_rings(self) -> None:
         """Give up all memory but that of groups that stay on the device."""
         if self._lease is not None:
-            self._arena.release(self._lease)
+            self.arena.release(self._lease)
             self._lease = None
 
     # ---------------------------------------------------------------- a pass
 
     def claim(self) -> None:
         """Keep the lease from other modules' passes until `give_back` or `disclaim`."""
-        self._arena.claim(self._lease, self.staying)
+        self.arena.claim(self._lease, self.staying)
         for slot in [slot for slot in self.staying.slots if not slot.groups]:
             self.staying.slots.remove(slot)  # another module's pass was interrupted as it took the slot's memory
         counters, lease = self._counters, self._lease
@@ -277,7 +263,7 @@ class DeviceMemory:
     def disclaim(self) -> None:
         """Undo `claim`: there was no pass after all."""
         self.spared = self.claims = ()
-        self._arena.disclaim(self._lease, self.staying)
+        self.arena.disclaim(self._lease, self.staying)
 
     def take(self) -> None:
         """A pass begins: the slots exist from here on. Groups in them that are out of date are given up.
@@ -288,7 +274,7 @@ class DeviceMemory:
         before, counters = self._lease, self._counters
         sizes = {height: size for height, size in self.ring_sizes.items() if height or not self.is_just_in_time}
         num_bytes = sum(sizes.values()) + self._berth_bytes
-        lease = self._lease = self._arena.lease(before, num_bytes, self._transfer.writers, self._take)
+        lease = self._lease = self.arena.lease(before, num_bytes, self._transfer.writers, self._take)
         assert lease.memory is not None
         if lease is not before:
             start = 0
@@ -314,7 +300,7 @@ class DeviceMemory:
         assert self._lease is not None
         self.spared = self.claims = ()  # else the memory of models that are gone would stay
         self.outlast_copies()
-        self._arena.give_back(self._lease, self.staying, self._backend.current_stream())
+        self.arena.give_back(self._lease, self.staying, self._backend.current_stream())
 
     def end_taking(self) -> None:
         """Like `give_back`, where `take` may have failed."""
@@ -343,7 +329,7 @@ class DeviceMemory:
             slot.evict()
         if lease is not None:
             lease.pooled = []
-            self._arena.release(lease)
+            self.arena.release(lease)
             self._lease = None
         self.staying.slots = []
         self.staying.is_busy = False
@@ -380,7 +366,7 @@ class DeviceMemory:
         if not self.may_reside(group):
             return None
         num_bytes = group.num_bytes
-        memory = self._arena.take_spare(num_bytes, self._backend.current_stream())
+        memory = self.arena.take_spare(num_bytes, self._backend.current_stream())
         if memory is None:
             self.resident_room = self._counters.resident_bytes  # and no other one is tried in this pass
             return None
@@ -430,7 +416,7 @@ class DeviceMemory:
         return not self._is_tight or num_pooled <= self.window_bytes * 3 // 2
 
     def _take(self, num_bytes: int) -> torch.Tensor:
-        return self._arena.take(num_bytes, self.staying, self.spared, self._backend.current_stream())
+        return self.arena.take(num_bytes, self.staying, self.spared, self._backend.current_stream())
 
     def _new_slot(self, memory: torch.Tensor, among: list[Slot[Group]]) -> Slot[Group]:
         stream = self._backend.current_stream()

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from enum import Enum
 from types import FrameType
 from typing import Any
@@ -325,7 +325,7 @@ class Passes:
             self.recover()
         self._state = State.UNKNOWN
         self._memory.claim()
-        self._memory.answer()  # what was refused before is nothing that a call could be repeated for
+        self._memory.arena.answer()  # what was refused before is nothing that a call could be repeated for
 
     def stay_clean(self) -> None:
         """Return to the clean state after work that `begin_clean` began and that was no pass."""
@@ -441,44 +441,21 @@ class Passes:
     # ---------------------------------------------------------------- too little device memory
 
     @property
-    def has_budget(self) -> bool:
-        """Whether groups may stay on the device."""
-        return self._placer.has_budget
-
-    @property
-    def has_residents(self) -> bool:
-        """Whether there are residents, of any model, that could give way."""
-        return self._memory.has_residents
-
-    @property
-    def was_refused_silently(self) -> bool:
-        """Whether device memory was refused to somebody who went on without, as far as nobody knows of it yet."""
-        return self._memory.has_refused
-
-    @property
     def has_changed_weights(self) -> bool:
         """Whether the forward has changed a weight, or a buffer, since it was onloaded."""
         return any(group.has_changed for group in self._memory.bound)
 
-    def answer_refusals(self) -> None:
-        """Something is done about all refusals so far."""
-        self._memory.answer()
+    def give_way(self, factor: int) -> bool:
+        """Device memory was refused in a call: evict residents, so that the call can be repeated. False if there are none.
 
-    def generator_state(self) -> object:
-        """The state of the device's random generator."""
-        return self._backend.generator_state()
-
-    def other_algorithms(self) -> AbstractContextManager[object]:
-        """See `Backend.other_algorithms`."""
-        return self._backend.other_algorithms()
-
-    def give_way(self) -> bool:
-        """Device memory was refused in a call: evict residents, so that the call can be repeated. False if there are none."""
+        Args:
+            factor: How many times as much gives way as was refused.
+        """
         if self._state is State.UNKNOWN:
             return False
         state, self._state = self._state, State.UNKNOWN
-        gave = self._placer.give_way(self._backend.refusals()[1])
-        self._memory.answer()
+        gave = self._placer.give_way(factor, self._backend.refusals()[1])
+        self._memory.arena.answer()
         self._state = state
         return gave
 

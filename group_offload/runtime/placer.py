@@ -558,9 +558,9 @@ class Placer:
 
     # ---------------------------------------------------------------- too little memory
 
-    def give_way(self, num_bytes: int) -> bool:
+    def give_way(self, factor: int, num_bytes: int) -> bool:
         """Memory of `num_bytes` was refused in the middle of a pass: evict residents. False if there are none."""
-        gave = self._memory.give_way(max(num_bytes, tuning().give_way_bytes))
+        gave = self._memory.give_way(factor * max(num_bytes, tuning().give_way_bytes))
         if gave and self.has_budget:
             self._needs.add(num_bytes)
         return gave
@@ -571,7 +571,7 @@ class Placer:
         Returns:
             The error with advice added.
         """
-        self._memory.answer()
+        self._memory.arena.answer()
         name, given = type(self._root).__name__, self._memory.staying.num_bytes + self._memory.others_resident_bytes
         if not self.has_budget or not given:
             return torch.OutOfMemoryError(

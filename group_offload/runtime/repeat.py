@@ -30,25 +30,33 @@ import torch
 from torch import nn
 
 from ..base import selective
+from ..base.device import Backend
 from ..base.torch_internals import TorchDispatchMode, set_eval_frame
 from .convoy.watch import Survey, survey
 from .passes import Passes
+from .placer import Placer
+from .slots.arena import arena_for
 
 logger = logging.getLogger("group_offload")
 
+_MOST_REPEATS = 16
+"""Each time twice as much gives way, so this is more than any device has. Models that are called inside may bring theirs back."""
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
 class Repeater:
     """Calls one gate's module. The gate owns it."""
 
-    def __init__(self, module: nn.Module, passes: Passes, is_ours: Callable[[Any], bool]) -> None:
+    def __init__(
+        self, module: nn.Module, passes: Passes, placer: Placer, backend: Backend, is_ours: Callable[[Any], bool]
+    ) -> None:
         """
         Args:
             is_ours: Whether a hook of the module belongs to the engine.
         """
         self._module = module
-        self._passes = passes
+        self._passes, self._placer, self._backend = passes, placer, backend
+        self._arena = arena_for(backend)
         self._is_ours = is_ours
         self._before: Survey | None = None
         """The module's state as an earlier call returned."""
@@ -69,42 +77,43 @@ class Repeater:
             torch.OutOfMemoryError: No resident was left, or the call cannot be repeated.
         """
         passes = self._passes
-        if torch.is_grad_enabled() or not passes.has_budget:
+        if torch.is_grad_enabled() or not self._placer.has_budget:
             return _seen(call, args, kwargs, compiler, modes)
-        given = _Given(args, kwargs, passes)
+        given, num_repeats = _Given(args, kwargs, self._backend), 0
         while True:
             refused: torch.OutOfMemoryError | None = None
             output = None
             try:
-                with passes.other_algorithms() if self._was_refused_silently else nullcontext():
+                with self._backend.other_algorithms() if self._was_refused_silently else nullcontext():
                     output = _seen(call, args, kwargs, compiler, modes)
             except torch.OutOfMemoryError as error:
-                if not (passes.has_residents and self._may_repeat(given)):
+                if not (self._arena.has_residents and self._may_repeat(given)) or num_repeats == _MOST_REPEATS:
                     raise
                 # The frames of the call hold what it has computed so far.
                 refused = error.with_traceback(None)
                 refused.__context__ = refused.__cause__ = None
             if refused is None:
-                if not passes.was_refused_silently:
+                if not self._arena.has_refused:
                     self._look()
                     return output
                 if not self._repeats_silent(given):
                     return output
                 output = None
-            elif not passes.give_way():
+            elif not passes.give_way(1 << num_repeats):
                 raise refused
+            num_repeats += 1
             passes.begin_again()
 
     def _repeats_silent(self, given: _Given) -> bool:
         """Whether the call is to be repeated, because an operator in it was refused memory, and went on without."""
         passes, was_before = self._passes, self._was_refused_silently
-        may_repeat = passes.has_residents and not was_before and self._may_repeat(given)
-        if may_repeat and passes.give_way():
+        may_repeat = self._arena.has_residents and not was_before and self._may_repeat(given)
+        if may_repeat and passes.give_way(1):
             self._was_refused_silently = True
             return True
         if passes.is_inside_a_call:  # the gate around it may
             return False
-        passes.answer_refusals()
+        self._arena.answer()
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -149,10 +158,10 @@ def _seen(call: Callable[..., Any], args: Any, kwargs: Any, compiler: Any, modes
 class _Given:
     """What a call is given, and the random states, as it begins."""
 
-    __slots__ = ("_args", "_kwargs", "_passes", "_random", "_versions")
+    __slots__ = ("_args", "_backend", "_kwargs", "_random", "_versions")
 
-    def __init__(self, args: Any, kwargs: Any, passes: Passes) -> None:
-        self._args, self._kwargs, self._passes = args, kwargs, passes
+    def __init__(self, args: Any, kwargs: Any, backend: Backend) -> None:
+        self._args, self._kwargs, self._backend = args, kwargs, backend
         self._versions = [*_versions(args), *_versions(kwargs)]
         self._random = self._random_now()
 
@@ -164,7 +173,7 @@ class _Given:
         return is_same and device == self._random[1] and torch.equal(host, self._random[0])
 
     def _random_now(self) -> tuple[torch.Tensor, object]:
-        return torch.default_generator.get_state(), self._passes.generator_state()
+        return torch.default_generator.get_state(), self._backend.generator_state()
 
 
 def _versions(value: Any) -> Iterator[Any]:
