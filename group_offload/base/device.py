@@ -298,6 +298,8 @@ class AcceleratorBackend:
     """Any accelerator that torch's device-agnostic streams and events serve: CUDA, ROCm, XPU."""
 
     has_streams = True
+    _is_memory_shared = False
+    """Whether other processes may open memory of this one, whichever device's: torch has one setting for all devices."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -372,7 +374,10 @@ class AcceleratorBackend:
 
     def avoid_fragments(self, *, is_shared: bool) -> None:
         if self.device.type == "cuda":
-            set_allocator(f"expandable_segments:{not is_shared}")
+            if is_shared and not AcceleratorBackend._is_memory_shared:
+                AcceleratorBackend._is_memory_shared = True
+                self.release_unused()  # else memory that can be joined would be used again
+            set_allocator(f"expandable_segments:{not AcceleratorBackend._is_memory_shared}")
             self.joins_fragments = "expandable_segments:True" in allocator_settings()
 
     def refusals(self) -> tuple[int, int]:

@@ -40,7 +40,7 @@ from .slots.arena import arena_for
 logger = logging.getLogger("group_offload")
 
 _MOST_REPEATS = 16
-"""Each time twice as much gives way, so this is more than any device has. Models that are called inside may bring theirs back."""
+"""Each time twice as much gives way, so this is more than any device has. Models called inside may bring theirs back."""
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
