@@ -347,21 +347,25 @@ class Passes:
         stream = self._backend.current_stream()
         self._probe.end_pass(stream)
         self._placer.end_pass()
-        for slot in self._memory.slots:
-            if slot.last_stream is not None and slot.last_stream != stream:
-                stream.wait_event(slot.last_use())  # the pass ends after the work of other streams in it
-        if not self._detect_edits:
-            # Users may edit the sources of copies from now on, and the engine would not detect that.
-            self._transfer.wait_for_copies()
-            for slot in self._memory.slots:
-                if not all(group.detects_edits for group in slot.groups):
-                    self._memory.free(slot)
+        self._end_slots(stream)
         self._memory.give_back()
         self._thread = 0
         heir, self._heir = self._heir, None
         self._state = State.CLEAN
         if heir is not None:
             heir.take_over()
+
+    def _end_slots(self, stream: Stream) -> None:
+        """Let the pass end after the work of all streams in it. No name of the caller keeps a slot: its memory may go next."""
+        for slot in self._memory.slots:
+            if slot.last_stream is not None and slot.last_stream != stream:
+                stream.wait_event(slot.last_use())
+        if not self._detect_edits:
+            # Users may edit the sources of copies from now on, and the engine would not detect that.
+            self._transfer.wait_for_copies()
+            for slot in self._memory.slots:
+                if not all(group.detects_edits for group in slot.groups):
+                    self._memory.free(slot)
 
     # ---------------------------------------------------------------- another model's turn comes
 

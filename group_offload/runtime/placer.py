@@ -421,7 +421,6 @@ class Placer:
         # What is freed in a segment of memory that a resident is cut from is not the device's again. An operator that finds
         # no memory may take another way without a word, so the device has to have what is needed before.
         while backend.free_bytes() < more:
-            cached = backend.reserved_bytes() - backend.bytes_in_use()
             backend.release_unused()
             missing = more - backend.free_bytes()
             if missing <= 0 or not memory.give_way(missing):

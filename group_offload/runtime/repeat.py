@@ -100,7 +100,10 @@ class Repeater:
                     return output
                 output = None
             elif not passes.give_way(1 << num_repeats):
-                raise refused
+                try:
+                    raise refused
+                finally:
+                    del refused  # the error holds this frame
             num_repeats += 1
             passes.begin_again()
 

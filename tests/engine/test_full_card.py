@@ -5,6 +5,7 @@ Each test is about one way in which that failed on a GPU.
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,17 @@ def assert_whole(images: list[Image]) -> None:
 @pytest.mark.parametrize(("free", "budget"), FULL)
 def test_no_image_runs_out_of_memory(free: float, budget: float | str, pack: bool, expandable: bool) -> None:
     assert_no_errors(run(free, budget, steps=4, pack=pack, expandable=expandable))
+
+
+@pytest.mark.parametrize("free", [3.1, 3.3, 3.6])
+def test_the_last_model_holds_nothing_that_the_next_one_needs(free: float) -> None:
+    """Not until Python's collector runs either: the slots of packed weights are exchanged for those of another model."""
+    gc.collect()
+    gc.disable()
+    try:
+        assert_no_errors(run(free, "auto", steps=4, pack=True, expandable=True))
+    finally:
+        gc.enable()
 
 
 @any_segments

@@ -199,7 +199,10 @@ class Arena:
             if isinstance(memory, torch.Tensor):
                 return memory
             if not self.give_way(num_bytes, mine, spared):
-                raise memory
+                try:
+                    raise memory
+                finally:
+                    del memory  # the error holds this frame, and through it the memory of all callers
 
     def take_spare(self, num_bytes: int, stream: Stream) -> torch.Tensor | None:
         """Device memory for a resident, if there is some."""
