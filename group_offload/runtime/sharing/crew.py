@@ -93,12 +93,15 @@ def _leave(courier: weakref.ref[Courier]) -> None:
 
 
 _crews: dict[tuple[object, ...], tuple[Any, Roll, Crew | None]] = {}
+_of_parent: list[Any] = []
+"""In a fork, what its parent had in `_crews`: to end a process group whose threads are not there crashes."""
 
 
 def _forget_all() -> None:
     for _, _, crew in _crews.values():
         if crew is not None:
             crew.is_forked = True
+    _of_parent.extend(_crews.values())
     _crews.clear()
 
 
