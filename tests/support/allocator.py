@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
@@ -362,3 +363,46 @@ def _expandable_bytes(block: Block) -> int:
     assert block.segment is not None
     after = block.segment.neighbour(block, 1)
     return block.num_bytes + (after.num_bytes if after is not None and after.state is State.UNMAPPED else 0)
+
+
+class OnCard:
+    """What a `Backend` tells of its memory, for devices of tests that have a card."""
+
+    card: Memory
+
+    def bytes_in_use(self) -> int:
+        return self.card.allocated.now
+
+    def peak_bytes_in_use(self) -> int:
+        return self.card.allocated.peak
+
+    def reserved_bytes(self) -> int:
+        return self.card.reserved.now
+
+    def peak_reserved_bytes(self) -> int:
+        return self.card.reserved.peak
+
+    def reset_peak(self) -> None:
+        self.card.reset_peak()
+
+    def refusals(self) -> tuple[int, int]:
+        return self.card.num_refused, self.card.last_refused_bytes
+
+    @property
+    def joins_fragments(self) -> bool:
+        return not isinstance(self.card, CachingAllocator) or self.card.expandable
+
+    def avoid_fragments(self, *, is_shared: bool) -> None:
+        """Whether the card's memory can be joined is for a test to say."""
+
+    def other_algorithms(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def generator_state(self) -> object:
+        return None
+
+    def total_bytes(self) -> int:
+        return self.card.capacity
+
+    def free_bytes(self) -> int:
+        return self.card.free_bytes

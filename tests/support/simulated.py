@@ -42,7 +42,7 @@ import group_offload.base.device as backends
 from group_offload.stores.moves import Unpack
 
 from . import allocator
-from .allocator import CachingAllocator, Memory, Meter
+from .allocator import CachingAllocator, Memory, Meter, OnCard
 
 Laziness = Literal["random", "lazy", "eager"]
 Clock = dict["_Timeline", int]
@@ -290,7 +290,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-class SimulatedDevice:
+class SimulatedDevice(OnCard):
     """A `Backend` for tests. `laziness`: work runs at random moments, only when somebody waits, or as soon as it may.
 
     When 'lazy', an event that nobody waits for is never reached: code that polls `query` needs another mode.
@@ -346,43 +346,6 @@ class SimulatedDevice:
     @capacity.setter
     def capacity(self, num_bytes: int) -> None:
         self.card.capacity = num_bytes
-
-    def bytes_in_use(self) -> int:
-        return self.card.allocated.now
-
-    def peak_bytes_in_use(self) -> int:
-        return self.card.allocated.peak
-
-    def reserved_bytes(self) -> int:
-        return self.card.reserved.now
-
-    def peak_reserved_bytes(self) -> int:
-        return self.card.reserved.peak
-
-    def reset_peak(self) -> None:
-        self.card.reset_peak()
-
-    def refusals(self) -> tuple[int, int]:
-        return self.card.num_refused, self.card.last_refused_bytes
-
-    @property
-    def joins_fragments(self) -> bool:
-        return not isinstance(self.card, CachingAllocator) or self.card.expandable
-
-    def avoid_fragments(self, *, is_shared: bool) -> None:
-        """Whether the card's memory can be joined is for a test to say."""
-
-    def other_algorithms(self) -> Any:
-        return contextlib.nullcontext()
-
-    def generator_state(self) -> object:
-        return None
-
-    def total_bytes(self) -> int:
-        return self.card.capacity
-
-    def free_bytes(self) -> int:
-        return self.card.free_bytes
 
     def release_unused(self) -> None:
         with self._host_call():

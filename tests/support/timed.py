@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .allocator import Block, CachingAllocator, Memory
+from .allocator import Block, CachingAllocator, Memory, OnCard
 
 MALLOC_SECONDS, FREE_SECONDS, PAGE_SECONDS = 0.4e-3, 0.3e-3, 0.05e-3
 """What cudaMalloc and cudaFree take the host, and mapping or unmapping a page."""
@@ -52,7 +52,7 @@ class TimedEvent:
         self.was_waited_for = True
 
 
-class TimedDevice:
+class TimedDevice(OnCard):
     """Order of use: `use_simulated_device(device)`, offload a model that calls `compute` in its forward, run, look at `now`."""
 
     has_streams = True
@@ -174,43 +174,6 @@ class TimedDevice:
         if memory.numel():
             _, owner, users = self._blocks[memory.untyped_storage().data_ptr()]
             users |= {stream} - {owner}
-
-    def bytes_in_use(self) -> int:
-        return self.card.allocated.now
-
-    def peak_bytes_in_use(self) -> int:
-        return self.card.allocated.peak
-
-    def reserved_bytes(self) -> int:
-        return self.card.reserved.now
-
-    def peak_reserved_bytes(self) -> int:
-        return self.card.reserved.peak
-
-    def reset_peak(self) -> None:
-        self.card.reset_peak()
-
-    def refusals(self) -> tuple[int, int]:
-        return self.card.num_refused, self.card.last_refused_bytes
-
-    @property
-    def joins_fragments(self) -> bool:
-        return not isinstance(self.card, CachingAllocator) or self.card.expandable
-
-    def avoid_fragments(self, *, is_shared: bool) -> None:
-        """Whether the card's memory can be joined is for a test to say."""
-
-    def other_algorithms(self) -> Any:
-        return nullcontext()
-
-    def generator_state(self) -> object:
-        return None
-
-    def total_bytes(self) -> int:
-        return self.card.capacity
-
-    def free_bytes(self) -> int:
-        return self.card.free_bytes
 
     def release_unused(self) -> None:
         with self._driver_takes_time():

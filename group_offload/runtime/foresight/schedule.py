@@ -108,10 +108,6 @@ class Schedule:
         """Whether `group` should be the very next one."""
         return self._next < len(self._order) and self._order[self._next] is group
 
-    def comes_again(self, group: Group) -> bool:
-        """Whether `group` may be needed again in this pass."""
-        return self.is_learning or any(at >= self._next for at in self._index.get(group, (self._next,)))
-
     def end(self, *, completed: bool) -> None:
         """End the pass. One that broke off teaches nothing."""
         if completed:

@@ -155,7 +155,7 @@ class Residents(Generic[T]):
 
 
 class Arena:
-    """All device memory that weights take, on one device, shared by all offloaded modules of the process. Thread-safe.
+    """All device memory that groups take, on one device, shared by all offloaded modules of the process. Thread-safe.
 
     [Note: Memory that gives way]
     Everything is taken here, in one of two ways. Rings, and slots that a call waits for, are *needed*: if the device refuses
