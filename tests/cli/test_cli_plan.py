@@ -27,7 +27,7 @@ import diffusers
 import pytest
 import safetensors
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -646,6 +646,8 @@ def command(*arguments: object) -> tuple[int, str]:
 
 
 @settings(max_examples=24, deadline=None)
+@example(vram=(2 << 30) + (192 << 20) - 1, ram=2 << 30, activations=0)
+@example(vram=(2 << 30) + (192 << 20), ram=2 << 30, activations=0)
 @given(vram=st.integers(1 << 30, 14 << 30), ram=st.integers(2 << 30, 14 << 30), activations=st.integers(0, 1 << 30))
 def test_budgets_are_kept(vram: int, ram: int, activations: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Or the error says the smallest that works, and that works."""
@@ -655,7 +657,7 @@ def test_budgets_are_kept(vram: int, ram: int, activations: int, tmp_path_factor
     others = "--ram", ram, "--activations", activations, "--json"
     status, said = command("plan", path, "--vram", vram, *others)
     if status:
-        assert vram < 2 * GIB + activations + 100 * MIB
+        assert vram < 2 * GIB + activations + (64 + 128) * MIB  # what is needed around them, and to spare
         least = said.partition("smallest that works is ")[2].partition(":")[0]
         status, said = command("plan", path, "--vram", least, *others)
         assert status == 0
