@@ -30,7 +30,7 @@ if IS_PORTABLE:
 from group_offload import ConfigError
 
 from .support.fixtures import place  # noqa: F401
-from .support.slow import commit, run_by_ci, slow_tests
+from .support.slow import slow_tests
 from .support.speeds import KNOWN_SPEEDS
 from .support.tuning import tune
 
@@ -54,10 +54,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         runs_first = slow_tests()[test]
         for item in cases[1:] if runs_first else cases:
             item.add_marker("slow")
-        for number in {*range(len(cases))} - {*run_by_ci(len(cases), commit())} if "CI" in os.environ else ():
-            if cases[number].get_closest_marker("slow") is not None:
-                skip = pytest.mark.skip(reason="CI runs every second case of slow tests, and these with other commits")
-                cases[number].add_marker(skip)
     for item in items if IS_PORTABLE else ():
         what = about_linux(str(item.path.relative_to(TESTS)), getattr(item, "originalname", item.name))
         if what is not None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 from .support.portable import ABOUT_LINUX
-from .support.slow import run_by_ci, slow_tests
+from .support.slow import slow_tests
 
 TESTS = Path(__file__).parent
 FILES = sorted(TESTS.rglob("*.py"))
@@ -48,22 +49,13 @@ def test_files_have_names_of_their_own() -> None:
 def test_slow_tests_exist() -> None:
     for name in slow_tests():
         file, test = name.split("::")
-        assert test in (TESTS / file).read_text(), f"tests/slow.txt names {name}"
-
-
-def test_ci_runs_half_of_the_cases_of_slow_tests() -> None:
-    """And with another commit the other half."""
-    for num_cases in range(3, 9):
-        one, other = run_by_ci(num_cases, "ab4"), run_by_ci(num_cases, "ab5")
-        assert sorted([*one, *other]) == [*range(num_cases)] and abs(len(one) - len(other)) <= 1
-    assert run_by_ci(2, "ab4") == run_by_ci(2, "ab5") == range(2)
-    assert run_by_ci(3, "") == run_by_ci(3, "ab4")
+        assert re.search(rf"\b{test}\b", (TESTS / file).read_text()), f"tests/slow.txt names {name}"
 
 
 def test_tests_about_linux_exist() -> None:
     for name in ABOUT_LINUX:
         file, _, test = name.partition("::")
-        assert test in (TESTS / file).read_text(), f"tests/support/portable.py names {name}"
+        assert re.search(rf"\b{test}\b", (TESTS / file).read_text()), f"tests/support/portable.py names {name}"
 
 
 def test_running_engines_are_looked_into_at_one_place() -> None:

@@ -1,4 +1,4 @@
-"""The tests that take long, in `tests/slow.txt`: `make quick` leaves them out, and CI runs every second case of them.
+"""The tests that take long, in `tests/slow.txt`: `make quick` leaves them out.
 
 The list is written by how long they took:
 
@@ -10,7 +10,6 @@ Each line names a test function. A `*` behind it says that its first case is run
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
@@ -46,23 +45,6 @@ def slow_tests() -> dict[str, bool]:
     """The slow tests, and whether the first case of each is run nevertheless."""
     lines = [line.split() for line in SLOW.read_text().splitlines()]
     return {test: bool(star) for test, *star in lines}
-
-
-def run_by_ci(num_cases: int, commit: str) -> range:
-    """The cases of a slow test that CI runs for a commit: those with even numbers, or the others."""
-    return range(num_cases) if num_cases < NUM_CASES else range(int(commit or "0", 16) % 2, num_cases, 2)
-
-
-@cache
-def commit() -> str:
-    """The commit of the tree, in hexadecimal; empty if there is none."""
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=SLOW.parent, capture_output=True, text=True, check=False
-        )
-    except FileNotFoundError:
-        return ""
-    return done.stdout.strip()
 
 
 def _cases_of(report: Path) -> Iterable[tuple[str, float]]:
