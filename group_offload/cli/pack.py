@@ -92,8 +92,8 @@ def _pack(arguments: argparse.Namespace) -> int:
     if num_changed:
         say(
             console,
-            f"The checkpoint changed since {num_changed} groups of it were packed: these were packed again. `group-offload "
-            f"prune {arguments.folder}` removes the old files.",
+            f"The checkpoint changed since {num_changed} groups of it were packed: these were packed again. The old "
+            f"files stay: `rm -r` {arguments.folder} when no program uses it, and pack again, to be rid of them.",
         )
     return 0
 
