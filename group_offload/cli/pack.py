@@ -93,7 +93,8 @@ def _pack(arguments: argparse.Namespace) -> int:
         say(
             console,
             f"The checkpoint changed since {num_changed} groups of it were packed: these were packed again. The old "
-            f"files stay: `rm -r` {arguments.folder} when no program uses it, and pack again, to be rid of them.",
+            f"files are still in {arguments.folder}: to free them, delete its group files while no program uses them, and pack "
+            f"again.",
         )
     return 0
 

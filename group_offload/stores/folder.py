@@ -149,8 +149,8 @@ class Folder:
         if num_bytes > free + present:  # files that are present may turn out to be ours
             raise GroupFileError(
                 f"{self.path} has {free:,} bytes free, and the group files take {num_bytes:,}. Free some room "
-                f"(`rm -r {self.path}` if no program uses it: what is needed is written again), or pass another folder "
-                f"as offload_to_disk_path. The weights were left where they are."
+                f"(group files in it that no program uses can be deleted), or pass another folder as offload_to_disk_path. The weights "
+                f"were left where they are."
             )
 
     def find_or_write(
