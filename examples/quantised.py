@@ -1,7 +1,7 @@
 """FLUX.1 with a transformer of int8 weights: half the bytes on the card, on the link and on the drive.
 
-torchao quantises one weight after another, so the original weights are never all in RAM. The result is kept in the folder,
-and the next start opens it from there.
+torchao quantises one weight after another, so the original weights are never all in RAM. Each start quantizes again: to do it
+once, save the transformer with `save_pretrained`, and pass what you open from there to the pipeline.
 
     pip install torchao
     python examples/quantised.py "a lighthouse in the fog" --folder /nvme/offload

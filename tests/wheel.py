@@ -211,8 +211,8 @@ def use(python: Path, environment: Path, extra: str) -> list[str]:
     said = [f"{len(chosen)} of the README's {len(blocks)} blocks"]
     if is_bare:
         assert "group_offload" in call(environment / "bin" / "group-offload", "doctor", ".", folder=folder, **_CLEAN)
-        assert "group_" in call(python, "-m", "group_offload", "inspect", "offload", folder=folder, **_CLEAN)
-        said += ["group-offload doctor", "python -m group_offload inspect"]
+        assert "group_offload" in call(python, "-m", "group_offload", "doctor", "offload", folder=folder, **_CLEAN)
+        said += ["group-offload doctor", "python -m group_offload doctor"]
     return said
 
 

@@ -13,7 +13,7 @@ process is dead.
 All locks are flock(2), which the kernel releases when a process ends, however it ends. They save work. Where a file system has
 no locks, nothing goes wrong. Whoever may read a file can lock it, and a process that is stopped keeps its locks. So every wait
 has an end, and is logged.
-- The folder, exclusively: a process sets a model up there, or prunes. A second set-up waits and finds the files of the first.
+- The folder, exclusively: a process sets a model up there. A second set-up waits and finds the files of the first.
   This lock needs no file and no right to write. On network file systems it holds between the processes of one machine.
 - A file under its temporary name, exclusively: a process is writing it.
 - A group file, shared: it is in use. A mapping keeps the lock of the descriptor that it was made with, so the lock lasts
@@ -36,9 +36,9 @@ from typing import Any
 
 import torch
 
-from ..errors import GroupFileError
 from . import system
 from .layout import memory_of
+from .ownership import Owners
 from .tuning import tuning
 
 logger = logging.getLogger("group_offload")
@@ -111,9 +111,9 @@ def publish_anew(path: Path, content: bytes) -> int:
 
 
 @contextmanager
-def opened_to_read(name: str | Path, folder: int | Path | None = None) -> Iterator[int]:
+def opened_to_read(path: Path) -> Iterator[int]:
     """The descriptor that `open_to_read` gives, closed at the end."""
-    fd = system.open_to_read(name, folder)
+    fd = system.open_to_read(path)
     try:
         yield fd
     finally:
@@ -121,13 +121,9 @@ def opened_to_read(name: str | Path, folder: int | Path | None = None) -> Iterat
 
 
 def remove_unused(
-    name: str | Path,
-    folder: int | Path | None = None,
-    *,
-    needs_locks: bool = False,
-    is_right: Callable[[int], bool] = lambda fd: True,
+    path: Path, owners: Owners, *, needs_locks: bool = False, is_right: Callable[[int], bool] = lambda fd: True
 ) -> bool:
-    """Delete a file, unless a process of this machine uses or writes it.
+    """Delete a file that this package wrote, unless a process of this machine uses or writes it.
 
     Args:
         needs_locks: whether to leave the file where the file system has no locks.
@@ -138,22 +134,22 @@ def remove_unused(
 
     Raises:
         FileNotFoundError: it is not there any more.
-        OSError: the system refused.
+        OSError: the system refused, or the file is another user's.
     """
-    with opened_to_read(name, folder) as fd:
+    with owners.opened(path) as fd:
         if not is_right(fd) or not claim(fd, needs_locks=needs_locks):
             return False
         if not os.fstat(fd).st_nlink:  # the name may be another file's by now
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         if not system.IS_WINDOWS:
-            system.unlink(name, folder)
+            os.unlink(path)
             return True
-    system.unlink(name, folder)  # which Windows does not do while the file is open
+    os.unlink(path)  # which Windows does not do while the file is open
     return True
 
 
 def mark_in_use(fd: int) -> None:
-    """Keep `prune` from the file for as long as the descriptor, or a mapping that is made with it, exists.
+    """Keep other processes from deleting the file for as long as the descriptor, or a mapping that is made with it, exists.
 
     A process that is giving the file its name is waited for: until then the file's time of change is not final.
 
@@ -202,17 +198,11 @@ def boot() -> str:
 
 
 @contextmanager
-def folder_lock(folder: Path, *, or_raise: bool = False) -> Iterator[None]:
-    """Keep other processes, and threads, from setting up or pruning in `folder` meanwhile. Not reentrant.
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Keep other processes, and threads, from setting up in `folder` meanwhile. Not reentrant.
 
     Where there are no locks, where the folder cannot be opened, or if another process keeps the lock for too long, the block
     runs without the lock: see [Note: Locks].
-
-    Args:
-        or_raise: whether to raise rather than to go on if another process keeps the lock.
-
-    Raises:
-        GroupFileError: another process keeps the lock.
     """
     try:
         opened = _Opened(system.open_folder, folder)
@@ -220,18 +210,18 @@ def folder_lock(folder: Path, *, or_raise: bool = False) -> Iterator[None]:
         yield
         return
     try:
-        _wait_for_turn(opened.fd, folder, or_raise=or_raise)
+        _wait_for_turn(opened.fd, folder)
         yield
     finally:
         opened.close()
 
 
-def _wait_for_turn(fd: int, folder: Path, *, or_raise: bool) -> None:
-    patience = tuning().prune_patience_seconds if or_raise else tuning().setup_patience_seconds
+def _wait_for_turn(fd: int, folder: Path) -> None:
+    patience = tuning().setup_patience_seconds
 
     def tell() -> None:
         logger.warning(
-            "Waiting for %s, which is setting a model up in %s (or prunes it). Its files are used then, if they hold the "
+            "Waiting for %s, which is setting a model up in %s. Its files are used then, if they hold the "
             "same weights. This ends after %.0f seconds.",
             _holder(fd),
             folder,
@@ -245,8 +235,6 @@ def _wait_for_turn(fd: int, folder: Path, *, or_raise: bool) -> None:
         logger.info("%s cannot be locked (%s): two processes may write the same files.", folder, error.strerror)
         return
     held = f"{_holder(fd)} has held the lock on {folder} for {patience:.0f} seconds."
-    if or_raise:
-        raise GroupFileError(f"{held} Try again when it has set its model up, or end it.")
     logger.warning("%s Going on without: both may write the same files, and those of one are thrown away.", held)
 
 
@@ -297,7 +285,7 @@ def _temporary(path: Path) -> Iterator[tuple[Path, _Opened]]:
     """A new file beside `path`, locked. Its name is removed at the end. Its descriptor stays open, unless there is an error."""
     while True:
         temporary = path.with_name(temporary_name(path.name))
-        opened = _Opened(os.open, temporary, system.NEW_FILE, 0o666)
+        opened = _Opened(os.open, temporary, system.NEW_FILE, 0o644)
         try:
             try:
                 with suppress(OSError):  # a file system without locks

@@ -169,23 +169,19 @@ def open_past_cache(fd: int) -> int:
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT)
 
 
-def open_to_read(name: str | Path, folder: int | Path | None = None, *, follows_links: bool = False) -> int:
+def open_to_read(path: Path, *, follows_links: bool = False) -> int:
     """Open a regular file and nothing else: links are followed only if that is asked for, and a FIFO is not waited for.
-
-    Args:
-        folder: What `open_folder` gave for the folder that `name` is in.
 
     Raises:
         OSError: it cannot be opened, or is not a regular file.
     """
     expected = None
     if not hasattr(os, "O_NOFOLLOW"):
-        expected = status_of(name, folder, follows_links=follows_links)
+        expected = os.stat(path, follow_symlinks=follows_links)
         if not stat.S_ISREG(expected.st_mode):
             raise OSError("not a regular file")
     links = 0 if follows_links else getattr(os, "O_NOFOLLOW", 0)
-    path, dir_fd = _place(name, folder)
-    fd = os.open(path, TO_READ | links, dir_fd=dir_fd)
+    fd = os.open(path, TO_READ | links)
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
@@ -208,18 +204,6 @@ def open_folder(path: Path) -> int:
     if not hasattr(os, "O_DIRECTORY"):
         raise NotImplementedError
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def status_of(name: str | Path, folder: int | Path | None = None, *, follows_links: bool = False) -> os.stat_result:
-    """What `os.stat` says of a name in a folder."""
-    path, dir_fd = _place(name, folder)
-    return os.stat(path, dir_fd=dir_fd, follow_symlinks=follows_links)
-
-
-def unlink(name: str | Path, folder: int | Path | None = None) -> None:
-    """Take a name in a folder away."""
-    path, dir_fd = _place(name, folder)
-    os.unlink(path, dir_fd=dir_fd)
 
 
 def lock(fd: int, *, is_shared: bool = False) -> None:
@@ -296,10 +280,6 @@ def started_at(pid: int) -> str | None:
     except OSError:
         return None
     return None if fields[0] in (b"Z", b"X") else fields[19].decode()
-
-
-def _place(name: str | Path, folder: int | Path | None) -> tuple[str | Path, int | None]:
-    return (folder / name, None) if isinstance(folder, Path) else (name, folder)
 
 
 def _turn(fd: int) -> threading.Lock:

@@ -112,12 +112,8 @@ class Tuning:
     """How long to wait for the lock on a group file. Its holder may be giving it its name."""
     setup_patience_seconds: float = 600.0
     """How long a set-up waits for the lock on the folder. Writing a large model takes minutes."""
-    prune_patience_seconds: float = 60.0
-    """How long `prune` waits for the lock on the folder."""
     seconds_until_said: float = 1.0
     """After this time of waiting for a lock the log says so."""
-    seconds_between_looks: float = 0.1
-    """The time between two looks at a folder that changes while it is listed."""
 
     # The command `doctor`
     tried_file_bytes: int = 64 << 20

@@ -81,8 +81,7 @@ def _backend(name: str | None) -> tuple[Backend, str]:
 def _file_to_try(folder: Path) -> Iterator[Path]:
     """A file of random bytes that are on the drive and not in the page cache.
 
-    It has the name of a temporary file of the engine: if this process is killed, the next set-up in the folder, or `prune`,
-    removes the file.
+    It has the name of a temporary file of the engine: if this process is killed, the next set-up in the folder removes it.
 
     Raises:
         GroupFileError: the folder is none, or cannot be written to.

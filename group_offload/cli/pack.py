@@ -92,8 +92,9 @@ def _pack(arguments: argparse.Namespace) -> int:
     if num_changed:
         say(
             console,
-            f"The checkpoint changed since {num_changed} groups of it were packed: these were packed again. `group-offload "
-            f"prune {arguments.folder}` removes the old files.",
+            f"The checkpoint changed since {num_changed} groups of it were packed: these were packed again. The old "
+            f"files are still in {arguments.folder}: to free them, delete its group files while no program uses them, and pack "
+            f"again.",
         )
     return 0
 

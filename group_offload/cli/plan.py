@@ -19,7 +19,6 @@ from ..errors import ConfigError
 from ..integrations.sharing import DENOISERS, NUM_STEPS
 from ..packing.codec import MIN_SAVING
 from ..plan.budgets import describe_bytes, parse_bytes
-from ..plan.chart import draw_chart
 from ..plan.placement import (
     ASSUMED_UNPACK,
     Budgets,
@@ -49,7 +48,7 @@ from ..report.facts import (
     plan_as_dict,
     predicted_pass,
 )
-from ..report.page import check_path, write_page, write_text
+from ..report.page import check_path, write_page
 from . import bench
 from .arguments import find_checkpoint, named_dtype, path_of
 from .outline import Outline, OutlinedGroup, absent_parts, outline
@@ -108,12 +107,6 @@ def add_commands(commands: Any) -> None:
     )
     plan.add_argument(
         "--drive", metavar="SPEED", help="drive to RAM, such as 3.5GB (a second; default: what bench measured)"
-    )
-    plan.add_argument(
-        "--chart",
-        metavar="FILE.svg",
-        type=path_of,
-        help="draw the time of a pass against VRAM, for several sizes of RAM",
     )
     plan.add_argument(
         "--html",
@@ -196,15 +189,12 @@ class _Component:
 
 def _plan(arguments: argparse.Namespace) -> int:
     asked = _Asked.of(arguments)
-    for asked_for in (arguments.chart, arguments.html):
-        if asked_for is not None:
-            check_path(asked_for)
+    if arguments.html is not None:
+        check_path(arguments.html)
     path = find_checkpoint(arguments.model)
     source = _source(arguments, path)
     models = outline(path, named_dtype(arguments.dtype))
     components = _components(models, asked, source.speeds)
-    if arguments.chart is not None:
-        _write_chart(arguments.chart, components, asked)
     if arguments.html is not None:
         write_page(_facts(arguments, asked, source, components), arguments.html)
     if arguments.json:
@@ -572,34 +562,3 @@ def _memories(asked: _Asked, components: Sequence[_Component]) -> Iterator[Memor
         budget_bytes=asked.ram,
         total_bytes=None,
     )
-
-
-# ------------------------------------------------------------------------------------------------ the chart
-
-_NUM_POINTS = 16
-_SHARES = (0.0, 0.25, 0.5, 1.0)
-"""The share of the weights that RAM has room for, for each line of a chart."""
-
-
-def _write_chart(path: Path, components: Sequence[_Component], asked: _Asked) -> None:
-    """Draw the chart of the model whose passes move the most bytes."""
-    component = max(components, key=lambda each: each.uses * each.outline.num_bytes)
-    model, base = component.outline, component.plan.problem
-    others = asked.activations + component.outer_bytes + tuning().device_margin_bytes
-    least = smallest_device_bytes(base) + others
-    most = sum(group.num_bytes for group in base.groups) + others
-    sizes = [int(least + (most - least) * number / (_NUM_POINTS - 1)) for number in range(_NUM_POINTS)]
-    shares = {int(share * model.num_bytes) for share in _SHARES} | (
-        set() if component.ram_share is None else {min(component.ram_share, model.num_bytes)}
-    )
-    lines = {}
-    for ram in sorted(shares):
-        budgets = [Budgets(device_bytes=vram - others, ram_bytes=ram) for vram in sizes]
-        lines[ram] = [make_plan(replace(base, budgets=each, rests=None)).prediction.step_seconds for each in budgets]
-    chosen = None if asked.vram is None else (min(asked.vram, most), component.plan.prediction.step_seconds)
-    name = " ".join(part for part in (component.name, model.model_class) if part) or "model"
-    title = f"{name}, {describe_bytes(model.num_bytes)}"
-    facts = f"RAM to device {base.speeds.h2d / 1e9:.3g} GB/s, drive {base.speeds.drive / 1e9:.3g} GB/s"
-    if component.is_timed:
-        facts += f", compute {asked.step_seconds:.3g} s"
-    write_text(path, draw_chart(title, facts, sizes, lines, chosen))

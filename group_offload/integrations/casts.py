@@ -247,13 +247,6 @@ class PostponedCasts(TorchFunctionMode):
             return type(value)(self.made(item) for item in value)
         return value
 
-    def undone(self, tensor: Any) -> Any:
-        """`tensor`, without the cast that was postponed."""
-        if isinstance(tensor, torch.Tensor) and self._seems(tensor) is not None:
-            self._handed_out.pop(id(tensor), None)
-            del self._asked[tensor.data_ptr()]
-        return tensor
-
     def _is_in_file(self, tensor: torch.Tensor) -> bool:
         if self._files.find(tensor.detach()) is None:
             self._files = FileMap()  # it may have been mapped since

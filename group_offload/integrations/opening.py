@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -34,8 +33,7 @@ from .diffusers import (
     refuse_unsupported,
     undone_on_error,
 )
-from .keeping import Keeper
-from .quantising import Quantising
+from .quantising import Quantising, take_off_meta
 from .sharing import put_in_order
 
 logger = logging.getLogger("group_offload")
@@ -84,8 +82,8 @@ def from_pretrained(model_class: Any, pretrained_model_name_or_path: str | os.Pa
     the next time; weights that need no cast stay in the checkpoint. So at most one group is in RAM. (Without a folder, cast
     weights rest in RAM, and at most 256 MiB are there in addition.)
 
-    With a `quantization_config` the library's own quantiser makes one weight after another. With `offload_to_disk_path` the
-    result is kept in that folder, and opened from there the next time: nothing is quantised again.
+    With a `quantization_config` the library's own quantiser makes one weight after another, each time: save the result with
+    `save_pretrained` to open it without quantizing.
 
     Args:
         model_class: A model class of diffusers or transformers, or a pipeline class of diffusers (`DiffusionPipeline` and
@@ -123,7 +121,7 @@ def from_pretrained(model_class: Any, pretrained_model_name_or_path: str | os.Pa
     as_options_by_model(for_pipelines.get("model_options"))
     if issubclass(model_class, nn.Module):
         _refuse(for_pipelines, model_class, _IS_A_MODEL)
-    loaded, casts = _open(model_class, pretrained_model_name_or_path, options, model_options, for_pipelines)
+    loaded, casts = _open(model_class, pretrained_model_name_or_path, options, model_options)
     # With output_loading_info=True there is a dict beside the model.
     found = loaded[0] if isinstance(loaded, tuple) else loaded
     if isinstance(found, nn.Module):
@@ -219,25 +217,16 @@ def _open(
     name: str | os.PathLike[str],
     options: dict[str, Any],
     model_options: ModelOptions,
-    for_pipelines: Mapping[str, Any],
 ) -> tuple[Any, PostponedCasts]:
     """The result of the library's loader, and the casts that were postponed in it."""
     device = OffloadConfig.from_options(model_options).onload_device
-    folders = {
-        part: given["offload_to_disk_path"]
-        for part, given in (for_pipelines.get("model_options") or {}).items()
-        if given.get("offload_to_disk_path") is not None
-    }
-
-    def folder_of(path: str) -> Path | None:
-        folder = folders.get(os.path.basename(path), model_options.offload_to_disk_path)
-        return None if folder is None else Path(folder)
 
     def load(casts: PostponedCasts, mode: AbstractContextManager[object]) -> Any:
-        quantising = Quantising(casts, device)
-        keeper = Keeper(casts, quantising, folder_of, device, is_verified=model_options.verify_files)
-        with _loading, _one_thread(), quantising.watch(), keeper.watch(), mode:
-            return model_class.from_pretrained(name, **options)
+        with _loading, _one_thread(), Quantising(casts, device).watch(), mode:
+            loaded = model_class.from_pretrained(name, **options)
+        for model in _models_in(loaded):
+            take_off_meta(model)
+        return loaded
 
     casts = PostponedCasts()
     loaded = load(casts, casts)
@@ -278,14 +267,17 @@ def _one_thread() -> Iterator[None]:
                 os.environ[_ASYNC] = _before or ""
 
 
+def _models_in(loaded: Any) -> list[nn.Module]:
+    """The models in the result of a loader that are not offloaded yet."""
+    found = loaded[0] if isinstance(loaded, tuple) else loaded
+    parts = {"": found} if isinstance(found, nn.Module) else getattr(found, "components", {})
+    return [part for part in parts.values() if isinstance(part, nn.Module) and handle_of(part) is None]
+
+
 def _report(loaded: Any) -> None:
     """Log the weights that are not views of files: those converted while they were loaded, or loaded from pickles."""
     file_map = FileMap()
-    found = loaded[0] if isinstance(loaded, tuple) else loaded
-    parts = {"": found} if isinstance(found, nn.Module) else getattr(found, "components", {})
-    for part in parts.values():
-        if not isinstance(part, nn.Module) or handle_of(part) is not None:
-            continue
+    for part in _models_in(loaded):
         sizes = [
             plain.nbytes
             for name, weight in part.named_parameters()

@@ -111,11 +111,11 @@ def pack_model(
                     entries.append(one.entry)
             files.publish_manifest(entries)
             files.keep_manifest()
-            num_outdated = give_up_outdated(folder, entries)
+            num_outdated = give_up_outdated(files, entries)
         finally:
             found_or_packed.close()
             for one in found:
                 if one is not None:
-                    os.close(one.fd)  # until now: another process could prune the files before the manifest names them
+                    os.close(one.fd)  # until now: another process could delete the files before the manifest names them
     files.report()
     return PackedModel(tuple(groups), packed_files.num_changed, num_outdated)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -23,6 +23,8 @@ import torch
 from torch import nn
 
 from ..base.mapping import trim_heap
+from ..base.torch_internals import is_traceable_wrapper_subclass
+from ..weights import rewrap
 from .casts import PostponedCasts
 
 _SEAMS = (("diffusers.quantizers.auto", "DiffusersAutoQuantizer"), ("transformers.quantizers.auto", "AutoHfQuantizer"))
@@ -45,22 +47,15 @@ class Quantising:
         self._device = torch.device("cpu")
         """Where the quantiser of the model that is being loaded wants its weights."""
         self._num_bytes = 0
-        self._is_exact = False
-
-    @contextmanager
-    def exact(self) -> Iterator[None]:
-        """Let quantisers get values of a checkpoint as they are. diffusers casts scales too, before it opens them."""
-        self._is_exact = True
-        try:
-            yield
-        finally:
-            self._is_exact = False
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         with ExitStack() as undo:
-            for maker in classes_of(_SEAMS):
-                self._patch(undo, maker, "from_config", lambda call: self._made(undo, call), kind=classmethod)
+            for module_name, class_name in _SEAMS:
+                if module_name.partition(".")[0] in sys.modules:
+                    with suppress(ImportError):
+                        maker = getattr(importlib.import_module(module_name), class_name)
+                        self._patch(undo, maker, "from_config", lambda call: self._made(undo, call), kind=classmethod)
             yield
 
     def _made(self, undo: ExitStack, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,7 +87,7 @@ class Quantising:
             quantiser: Any, model: nn.Module, value: Any, name: str, device: Any, *args: Any, **kwargs: Any
         ) -> Any:
             with self._casts.paused(), torch.no_grad():
-                value = self._casts.undone(value) if self._is_exact else self._casts.made(value)
+                value = self._casts.made(value)
                 if not quantiser.pre_quantized:
                     device = self._device
                 result = call(quantiser, model, value, name, device, *args, **kwargs)
@@ -158,45 +153,35 @@ class Quantising:
         kind: Callable[[Any], Any] = lambda method: method,
     ) -> None:
         """Replace a method until the end of the block. Other threads are not concerned."""
-        patch(undo, owner, name, make, self._thread, kind=kind)
+        before = owner.__dict__.get(name)
+        found = getattr(owner, name, None)
+        if found is None or getattr(found, "is_watched_by", None) is undo:
+            return
+        call = getattr(found, "__func__", found)
+        mine = make(call)
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return (mine if threading.get_ident() == self._thread else call)(*args, **kwargs)
+
+        method.is_watched_by = undo  # type: ignore[attr-defined]
+        setattr(owner, name, kind(method))
+        undo.callback(setattr, owner, name, before) if before is not None else undo.callback(delattr, owner, name)
 
 
-def classes_of(names: Iterable[tuple[str, str]]) -> Iterator[type]:
-    """Classes by module and name, of those libraries that are in use."""
-    for module_name, class_name in names:
-        if module_name.partition(".")[0] in sys.modules:
-            with suppress(ImportError):
-                yield getattr(importlib.import_module(module_name), class_name)
+def take_off_meta(model: nn.Module) -> None:
+    """Rebuild wrappers that name the meta device although the tensors inside have data: diffusers opens those of quanto so.
 
-
-def patch(
-    undo: ExitStack,
-    owner: type,
-    name: str,
-    make: Callable[[Callable[..., Any]], Callable[..., Any]],
-    thread: int,
-    *,
-    kind: Callable[[Any], Any] = lambda method: method,
-) -> None:
-    """Replace a method of a class until `undo` ends, for one thread. Contexts of several threads must not overlap.
-
-    Args:
-        make: A function that returns the method to call, given the method as it was.
-        kind: `classmethod` or `staticmethod`, if the method is one.
+    A LoRA is put on the device that its layer's weight names.
     """
-    before = owner.__dict__.get(name)
-    found = getattr(owner, name, None)
-    if found is None or getattr(found, "is_watched_by", None) is undo:
-        return
-    call = getattr(found, "__func__", found)
-    mine = make(call)
-
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return (mine if threading.get_ident() == thread else call)(*args, **kwargs)
-
-    method.is_watched_by = undo  # type: ignore[attr-defined]
-    setattr(owner, name, kind(method))
-    undo.callback(setattr, owner, name, before) if before is not None else undo.callback(delattr, owner, name)
+    made: dict[torch.Tensor, nn.Parameter] = {}
+    for module in model.modules():
+        for name, holder in module._parameters.items():
+            if holder is None or not holder.is_meta or not is_traceable_wrapper_subclass(holder):
+                continue
+            if holder not in made:  # a tied weight stays one
+                with torch.no_grad():
+                    made[holder] = nn.Parameter(rewrap(holder, {}), requires_grad=holder.requires_grad)
+            module._parameters[name] = made[holder]
 
 
 def _owner_of(model: nn.Module, name: str) -> nn.Module:

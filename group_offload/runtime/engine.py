@@ -72,7 +72,7 @@ class Engine:
         backend = config.backend
         backend.avoid_fragments(is_shared=config.process_group is not None and config.share is not False)
         path = config.offload_to_disk_path
-        self._folder = None if path is None else Folder(path, type(root).__name__, is_verified=config.verify_files)
+        self._folder = None if path is None else Folder(path, type(root).__name__)
         self._trained = Trained(backend)
         self._left: PlacesOfFsdp = {}
         """The places of parameters that are left to FSDP2."""
@@ -96,6 +96,7 @@ class Engine:
             spares_ram=config.rests_in_files and not config.has_budgets,
             has_ram_budget=(config.ram_budget, config.ram_share) != (None, None),
             may_lock=may_lock_files,
+            is_verified=config.verify_files,
         )
         self._probe = Probe(backend, self.recorder)
         # Leaf level is for least memory, and torch's allocator finds room for its small layers anywhere.

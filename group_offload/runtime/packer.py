@@ -49,6 +49,7 @@ class Packer:
         spares_ram: bool,
         has_ram_budget: bool,
         may_lock: bool,
+        is_verified: bool,
     ) -> None:
         """
         Args:
@@ -56,6 +57,7 @@ class Packer:
             spares_ram: Whether weights that rest in files are packed only if RAM has plenty of room for that.
             has_ram_budget: Whether a plan keeps RAM free for others, so that what it puts there is packed without a reserve.
             may_lock: Whether packed files may be page-locked in the page cache.
+            is_verified: Whether each read of a packed file is compared with what was packed.
         """
         self._backend = backend
         self._transfer = transfer
@@ -63,6 +65,7 @@ class Packer:
         self._spares_ram = spares_ram
         self._has_ram_budget = has_ram_budget
         self._may_lock = may_lock and backend.has_streams
+        self._is_verified = is_verified
         self.is_on = is_on
         """Whether blobs are packed."""
         self.is_set_up = False
@@ -374,7 +377,7 @@ class Packer:
         if found is None:
             return None
         if part in self._to_read:
-            return open_image(found, blob.generation, is_verified=self._folder is not None and self._folder.is_verified)
+            return open_image(found, blob.generation, is_verified=self._is_verified)
         locked = lock_image(found, blob.generation, self._backend, wait) if self._may_lock else None
         self._may_lock = locked is not None  # the device is asked no more
         if locked is not None:

@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 
 from ..base.layout import BlobLayout
+from ..base.ownership import ForeignFileError, Owners
 from ..base.publish import boot, folder_lock, mark_in_use, publish, temporary_name
-from ..base.system import NEW_FILE, on_fork, open_to_read, user
+from ..base.system import NEW_FILE, on_fork
 from ..errors import GroupFileError
 from .manifest import Manifest, ManifestEntry, publish_manifest, tidy_manifests, tidy_temporary_files
 from .safetensors_file import content_of, data_pieces, encode_header, file_holds, printable_id
@@ -30,8 +31,8 @@ logger = logging.getLogger("group_offload")
 _lock = threading.RLock()
 _users: dict[Path, weakref.WeakSet[object]] = {}
 """The blobs of this process that rest in each group file, and the folders whose model has each manifest."""
-_written_here: set[Path] = set()
-"""The files that this process wrote. It may delete them once their content is out of date."""
+_written_here: dict[Path, tuple[int, int]] = {}
+"""The files that this process wrote, with device and inode. It may delete them once their content is out of date."""
 
 
 def file_name(group_id: str) -> str:
@@ -60,17 +61,15 @@ class Folder:
     to another model or to other weights. It is left alone, and the next name is tried.
     """
 
-    def __init__(self, path: Path, model_class: str = "", *, is_verified: bool = False) -> None:
+    def __init__(self, path: Path, model_class: str = "") -> None:
         """
         Args:
             model_class: the class of the model whose groups these are. Models of other classes do not use its files.
-            is_verified: whether all that is read from the files is hashed each time, so that they may be anybody's.
         """
         self.path = path
         self.model_class = model_class
-        self.is_verified = is_verified
-        self._trusted = {0, user()}
-        """The users whose files are used: others could change theirs later. Network file systems may map users."""
+        self.owners = Owners()
+        """Whose files are used. See [Note: Files of others]."""
         self._num_of_others = 0
         self._num_in_the_way = 0
         self._mine: set[Path] = set()
@@ -95,8 +94,8 @@ class Folder:
             )
         if self._num_of_others:
             logger.warning(
-                "%d files in %s belong to other users, who may change them at any time. They were left alone, and other names "
-                "were used. With verify_files=True they are used, and what is read from them is checked.",
+                "Didn't use %d files in %s: other users own them or can write to them. They were left alone, and other names "
+                "were used.",
                 self._num_of_others,
                 self.path,
             )
@@ -110,7 +109,7 @@ class Folder:
         write the same files then, which is a waste and no harm.
         """
         with suppress(OSError):  # `prepare` raises an error that says what is wrong
-            self.path.mkdir(parents=True, exist_ok=True)
+            self._make()
         with folder_lock(self.path):
             yield
 
@@ -124,8 +123,7 @@ class Folder:
             GroupFileError: the folder cannot be made or written to, or has too little room.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            tidy_temporary_files(self.path)
+            self._make()
             present = sum(_size_of(file) for file in self.path.glob("group_*.safetensors"))
             try:
                 self._write_probe()
@@ -133,8 +131,16 @@ class Folder:
                 if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or present < max(num_bytes, 1):
                     raise
                 logger.info("%s cannot be written to: its files have to be those that are needed.", self.path)
+                self.owners.check_folder(self.path)
                 return
+            self.owners.check_folder(self.path)
+            tidy_temporary_files(self.path, self.owners)
             free = shutil.disk_usage(self.path).free
+        except ForeignFileError as error:
+            raise GroupFileError(
+                f"Cannot keep group files in {self.path}: {error}. Pass a folder of your own as offload_to_disk_path, such as "
+                f"{self.path / 'mine'}, or take that right away: chmod o-w {self.path}. The weights were left where they are."
+            ) from error
         except OSError as error:
             raise GroupFileError(
                 f"Cannot write group files to {self.path}: {_why_not(self.path, error)}. Pass a folder that this user can "
@@ -142,9 +148,9 @@ class Folder:
             ) from error
         if num_bytes > free + present:  # files that are present may turn out to be ours
             raise GroupFileError(
-                f"{self.path} has {free:,} bytes free, and the group files take {num_bytes:,}. Free some room "
-                f"(`group-offload prune {self.path}` removes what no model needs), or pass another folder as "
-                f"offload_to_disk_path. The weights were left where they are."
+                f"{self.path} has {free:,} bytes free, and the group files take {num_bytes:,}. Free some room (group files in it "
+                f"that no program uses can be deleted), or pass another folder as offload_to_disk_path. The weights were left "
+                f"where they are."
             )
 
     def find_or_write(
@@ -222,9 +228,9 @@ class Folder:
         """
         self._is_edited |= self._is_set_up and is_edit
         manifest = Manifest(self.model_class, tuple(sorted(entries)), boot() if self._is_edited else "")
-        published = publish_manifest(self.path, manifest) if entries else None
+        published = publish_manifest(self.path, manifest, self.owners) if entries else None
         if not self._is_set_up:
-            tidy_manifests(self.path, self.model_class)
+            tidy_manifests(self.path, self.model_class, self.owners)
             self._is_set_up = True
         if entries and published is None:
             return self._manifest
@@ -232,9 +238,8 @@ class Folder:
         if published is not None:
             path, lock = published.path, published.lock
             add_user(path, self)
-            if published.is_new:
-                with _lock:
-                    _written_here.add(path)
+            if published.stamp is not None:
+                _note_written(path, published.stamp)
         self._manifest, self._manifest_lock = path, lock
         if before is not None and before != path:
             self._give_up(before)
@@ -245,8 +250,8 @@ class Folder:
 
         It does not wait for the new manifest, which comes when all groups are written: else an edit of all groups would need
         room for the model twice. A manifest of a set-up that names the file is deleted first. A process that is killed before
-        the new manifest is there then leaves files that no manifest names, which the next set-up uses or `prune` removes, and
-        no manifest of a file that is gone, which `verify` would call damaged.
+        the new manifest is there then leaves files that no manifest names, which the next set-up uses, and no
+        manifest of a file that is gone.
         """
         if self._manifest is not None and self._manifest_lock is None and _may_delete(path):
             self._give_up(self._manifest)
@@ -262,10 +267,13 @@ class Folder:
         remove_user(manifest, self)
         delete_if_unused(manifest)
 
+    def _make(self) -> None:
+        self.path.mkdir(0o755, parents=True, exist_ok=True)  # whatever the umask, not for everybody to write to
+
     def _write_probe(self) -> None:
         probe = self.path / temporary_name("probe")
-        fd = os.open(probe, NEW_FILE, 0o666)
-        self._trusted.add(os.fstat(fd).st_uid)
+        fd = os.open(probe, NEW_FILE, 0o600)
+        self.owners.learn(os.fstat(fd))
         os.close(fd)
         probe.unlink(missing_ok=True)
 
@@ -278,15 +286,14 @@ class Folder:
                 same: a byte of it may not be.
         """
         try:
-            fd = open_to_read(path)
-        except OSError:
+            fd = self.owners.open(path)
+        except OSError as error:
+            self._num_of_others += isinstance(error, ForeignFileError)
             return None
         try:
             mark_in_use(fd)
             stamp = os.fstat(fd)
-            is_trusted = self.is_verified or stamp.st_uid in self._trusted
-            self._num_of_others += not is_trusted
-            if is_trusted and is_right(fd):
+            if is_right(fd):
                 return fd, stamp
         except OSError:  # a drive that fails: the file is not one to rely on
             pass
@@ -311,19 +318,22 @@ class Folder:
             GroupFileError: it cannot be written.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)  # it may have been deleted: files in use stay open
+            self._make()  # it may have been deleted: files in use stay open
             written = publish(path, header, data, on_written)
         except OSError as error:
-            prune = f"Free some room (`group-offload prune {self.path}` removes what no model needs) or pass"
-            remedy = prune if error.errno in _NO_ROOM else "Pass"
+            remedy = "Free some room, or pass" if error.errno in _NO_ROOM else "Pass"
             raise GroupFileError(
                 f"Cannot write group {group_id!r} ({num_bytes:,} bytes) to {path}: {error.strerror}. "
                 f"{remedy} another folder as offload_to_disk_path. The weights are still in RAM."
             ) from error
         if written is not None:
-            with _lock:
-                _written_here.add(path)
+            _note_written(path, written[1])
         return written
+
+
+def _note_written(path: Path, stamp: os.stat_result) -> None:
+    with _lock:
+        _written_here[path] = stamp.st_dev, stamp.st_ino
 
 
 def add_user(path: Path, user: object) -> None:
@@ -343,15 +353,17 @@ def delete_if_unused(path: Path) -> None:
     with _lock:
         if not _may_delete(path):
             return
-        _written_here.discard(path)
+        mine = _written_here.pop(path)
     with suppress(OSError):
-        path.unlink()
+        found = path.lstat()
+        if (found.st_dev, found.st_ino) == mine:  # another program may have put a file of its own there
+            path.unlink()
 
 
 def never_delete(path: Path) -> None:
     """Leave the file for whoever comes next, whatever happens."""
     with _lock:
-        _written_here.discard(path)
+        _written_here.pop(path, None)
 
 
 def _may_delete(path: Path) -> bool:

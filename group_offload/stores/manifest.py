@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from ..base.mapping import map_file
-from ..base.publish import boot, claim, mark_in_use, opened_to_read, publish_anew, remove_unused
+from ..base.ownership import ForeignFileError, Owners
+from ..base.publish import boot, claim, mark_in_use, publish_anew, remove_unused
 from ..base.reading import read_part
 from ..base.strict_json import as_size, as_text, parse
 from ..errors import GroupFileError
@@ -160,13 +161,13 @@ class PublishedManifest:
     """A manifest that is in the folder."""
 
     path: Path
-    is_new: bool
-    """Whether no file had its name before."""
+    stamp: os.stat_result | None = None
+    """What `fstat` says of the file, if it was written now and no file had its name before."""
     lock: object = None
     """Holds the lock on a manifest of edited weights for as long as this object lives."""
 
 
-def publish_manifest(folder: Path, manifest: Manifest) -> PublishedManifest | None:
+def publish_manifest(folder: Path, manifest: Manifest, owners: Owners) -> PublishedManifest | None:
     """Make sure that the folder has the manifest.
 
     Returns:
@@ -175,16 +176,16 @@ def publish_manifest(folder: Path, manifest: Manifest) -> PublishedManifest | No
     path = folder / manifest.file_name
     is_new = True
     try:
-        with opened_to_read(path) as fd:
+        with owners.opened(path) as fd:
             found = Manifest.read(fd)
             is_new = False
             is_same = found == manifest and _facts(found) == _facts(manifest)
             if is_same and not found.edited_in:
-                return PublishedManifest(path, is_new)
+                return PublishedManifest(path)
             if is_same and found.edited_in == manifest.edited_in:
                 with suppress(OSError):  # another process removes it
                     mark_in_use(fd)
-                    return PublishedManifest(path, is_new, _lock_of(fd))
+                    return PublishedManifest(path, lock=_lock_of(fd))
     except FileNotFoundError:
         pass
     except OSError as error:
@@ -194,13 +195,17 @@ def publish_manifest(folder: Path, manifest: Manifest) -> PublishedManifest | No
         fd = publish_anew(path, manifest.encode())
     except OSError as error:
         logger.warning(
-            "Cannot write %s: %s. The model works all the same; `group-offload prune` would take its files for unneeded.",
+            "Cannot write %s: %s. The model works all the same, and packs its weights again next time.",
             path,
             error.strerror,
         )
         return None
     try:
-        return PublishedManifest(path, is_new, _lock_of(fd) if manifest.edited_in else None)
+        stamp = None
+        if is_new:
+            with suppress(OSError):  # without it, the manifest is never deleted
+                stamp = os.fstat(fd)
+        return PublishedManifest(path, stamp, _lock_of(fd) if manifest.edited_in else None)
     finally:
         os.close(fd)
 
@@ -216,17 +221,17 @@ def _lock_of(fd: int) -> object:
     return None
 
 
-def manifests_in(folder: Path) -> dict[str, Manifest]:
-    """The manifests of a folder that can be read, by their names."""
+def manifests_in(folder: Path, owners: Owners) -> dict[str, Manifest]:
+    """The manifests of a folder that can be read and believed, by their names."""
     found = {}
     with suppress(OSError):
         for name in _files_in(folder, MANIFEST_FILE):
-            with suppress(OSError), opened_to_read(folder / name) as fd:
+            with suppress(OSError), owners.opened(folder / name) as fd:
                 found[name] = Manifest.read(fd)
     return found
 
 
-def tidy_manifests(folder: Path, model_class: str) -> None:
+def tidy_manifests(folder: Path, model_class: str, owners: Owners) -> None:
     """Remove the abandoned manifests of a class, and the group files that only they name and that are not in use.
 
     Call this when a model of that class has all its files: those that it shares with an abandoned manifest are in use by now.
@@ -235,7 +240,7 @@ def tidy_manifests(folder: Path, model_class: str) -> None:
     abandoned: dict[str, Manifest] = {}
     with suppress(OSError):  # GroupFileError too: the files that such a manifest needs are not known
         for name in _files_in(folder, MANIFEST_FILE):
-            with suppress(FileNotFoundError), opened_to_read(folder / name) as fd:
+            with suppress(FileNotFoundError, ForeignFileError), owners.opened(folder / name) as fd:
                 manifest = Manifest.read(fd)
                 is_ours = (manifest.edited_in, manifest.model_class) == (boot(), model_class)
                 if is_ours and manifest.is_abandoned(fd):
@@ -245,20 +250,20 @@ def tidy_manifests(folder: Path, model_class: str) -> None:
         for name, manifest in abandoned.items():
             for entry in manifest.entries:
                 if entry.file not in needed:
-                    _remove_group_file(folder, entry)
+                    _remove_group_file(folder, entry, owners)
             # Last: if this process dies before, the next set-up finds the rest. A process that has come to the same weights
             # meanwhile has locked its files before it locked the manifest, so it keeps both.
             with suppress(FileNotFoundError):
-                remove_unused(folder / name, needs_locks=True)
+                remove_unused(folder / name, owners, needs_locks=True)
 
 
-def tidy_temporary_files(folder: Path) -> None:
+def tidy_temporary_files(folder: Path, owners: Owners) -> None:
     """Remove the files that processes were writing, on this boot of the machine, when they died."""
     with suppress(OSError):
         for name, found in _files_in(folder, TEMPORARY_FILE).items():
             if found[1] and found[1] == boot():
                 with suppress(OSError):
-                    remove_unused(folder / name, needs_locks=True)
+                    remove_unused(folder / name, owners, needs_locks=True)
 
 
 def _files_in(folder: Path, pattern: re.Pattern[str]) -> dict[str, re.Match[str]]:
@@ -267,10 +272,10 @@ def _files_in(folder: Path, pattern: re.Pattern[str]) -> dict[str, re.Match[str]
     return {name: found for name in names if (found := pattern.fullmatch(name)) is not None}
 
 
-def _remove_group_file(folder: Path, entry: ManifestEntry) -> None:
+def _remove_group_file(folder: Path, entry: ManifestEntry, owners: Owners) -> None:
     with suppress(OSError):
         remove_unused(
-            folder / entry.file, needs_locks=True, is_right=lambda fd: read_header(fd).content == entry.content
+            folder / entry.file, owners, needs_locks=True, is_right=lambda fd: read_header(fd).content == entry.content
         )
 
 

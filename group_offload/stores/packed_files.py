@@ -1,7 +1,8 @@
 """Packed group files: which file of a folder holds a blob packed, and how one is made.
 
 [Note: Whose a packed file is]
-A packed file is used for a blob if it is proven to hold the weights, in one of two ways.
+A packed file is used for a blob if it is proven to hold the weights, in one of two ways. Both take the word of a header or of a
+manifest, so both are for files that no other user can have written: see [Note: Files of others] in `ownership`.
 
 - *By hashes.* Its header has the hash of the image that was packed, which has to be that of the weights now, and the hash of
   its data, which has to be that of its bytes now. (That the data unpacks to the image was proven when it was packed.) All
@@ -158,7 +159,7 @@ class PackedFiles:
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
-        known = [entry for each in manifests_in(folder.path).values() for entry in each.entries]
+        known = [entry for each in manifests_in(folder.path, folder.owners).values() for entry in each.entries]
         self._known = {
             (entry.group_id, source.source, source.place): entry
             for entry in known
@@ -336,20 +337,18 @@ def _packed_from(origin: Origin | None, stamp: os.stat_result) -> PackedFrom | N
     return PackedFrom(str(origin.path), origin.facts, origin.place, facts_of(stamp))
 
 
-def give_up_outdated(folder: Path, entries: Sequence[ManifestEntry]) -> int:
+def give_up_outdated(folder: Folder, entries: Sequence[ManifestEntry]) -> int:
     """Delete the manifests of packed files whose checkpoint was packed again as `entries`, because it has changed.
-
-    `prune` then removes the files.
 
     Returns:
         How many there were.
     """
     num, mine = 0, {entry.packed_from.path for entry in entries if entry.packed_from is not None}
-    for name, manifest in manifests_in(folder).items():
+    for name, manifest in manifests_in(folder.path, folder.owners).items():
         sources = [entry.packed_from for entry in manifest.entries if entry.packed_from is not None]
         if any(source.path in mine and source.is_outdated for source in sources):
             try:
-                num += remove_unused(folder / name)
+                num += remove_unused(folder.path / name, folder.owners)
             except OSError as error:
-                logger.info("%s is out of date, and cannot be removed: %s.", folder / name, error)
+                logger.info("%s is out of date, and cannot be removed: %s.", folder.path / name, error)
     return num

@@ -7,7 +7,7 @@ The writer is our own because the safetensors package cannot write these files. 
 as it lies in memory: from a page on, with gaps between tensors. The package neither aligns the data to a page nor allows a gap.
 The format allows both: the header is padded with spaces so that the data begins on a page, and `__padding_N` entries cover the
 gaps. A tensor whose name the format cannot have, or has for something else, is the entry `__tensor_N`, and the metadata has its
-name. The checks of a header are our own because `verify` names the tensor that is wrong, and because the metadata of a group
+name. The checks of a header are our own because an error names the tensor that is wrong, and because the metadata of a group
 file has to agree with its tensors.
 """
 

@@ -20,6 +20,7 @@ import group_offload
 from group_offload.base import pagemap
 from group_offload.base.device import HostBackend
 from group_offload.cli import doctor, probes
+from group_offload.stores.folder import Folder
 from group_offload.stores.source import SourceFile
 
 from ..support.control_groups import GIB, Cgroups
@@ -173,11 +174,13 @@ def test_an_interrupt_leaves_nothing_behind(
     assert not list(folder.iterdir())
 
 
-def test_what_a_kill_leaves_is_pruned(run: Terminal, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_kill_leaves_is_removed_by_the_next_set_up(
+    run: Terminal, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doctor, "_remove", lambda path: None)
     run("doctor", folder, "--device", "cpu")
     assert len(list(folder.iterdir())) == 1
-    run("prune", folder, "--yes")
+    Folder(folder).prepare(0)
     assert not list(folder.iterdir())
 
 

@@ -18,10 +18,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import diffusers
 import pytest
@@ -381,7 +379,7 @@ def test_a_step_that_takes_for_ever(model: Path, run: Terminal) -> None:
     for seconds in ("1e300", "inf", "nan", "0", "-1"):
         assert "expected a number of seconds" in run("plan", model, "--step-seconds", seconds, status=2)
     for seconds in ("1e6", "1e-320"):
-        run("plan", model, "--step-seconds", seconds, "--chart", model / "chart.svg", "--vram", "4GiB")
+        run("plan", model, "--step-seconds", seconds, "--html", model / "plan.html", "--vram", "4GiB")
 
 
 SIZES_OF_DTYPES = {
@@ -709,7 +707,6 @@ ERRORS: dict[str, tuple[list[str], str]] = {
     "steps": (["--steps", "0"], "--steps"),
     "speed": (["--h2d", "fast"], "--h2d"),
     "no speed": (["--drive", "0GB"], "--drive"),
-    "a chart": (["--chart", "/nowhere/x.svg"], "/nowhere/x.svg"),
     "a page": (["--html", "/nowhere/x.html"], "/nowhere/x.html: /nowhere is not a folder"),
     "a page that is a folder": (["--html", "/"], "it is a folder"),
 }
@@ -743,28 +740,6 @@ def test_names_cannot_speak_to_the_terminal(tmp_path: Path, run: Terminal) -> No
     assert not any(c in said for c in "\x1b\u202e") and "[red]" in said
 
 
-def test_chart(model: Path, tmp_path: Path, run: Terminal) -> None:
-    path = tmp_path / "chart.svg"
-    run("plan", model, "--vram", "4GiB", "--ram", "8GiB", "--step-seconds", "0.2", "--chart", path)
-    root = ElementTree.parse(path).getroot()
-    tags = Counter(element.tag.rpartition("}")[2] for element in root)
-    words = " ".join(element.text or "" for element in root)
-    assert tags["circle"] == 1 and "Model" in words and "10.1 GiB" in words and "compute 0.2 s" in words
-    lines = [
-        [tuple(map(float, point.split(","))) for point in element.attrib["points"].split()]
-        for element in root
-        if element.attrib.get("stroke-width") == "2" and element.tag.endswith("polyline")
-    ]
-    drawn = [line for line in lines if len(line) == 16]
-    assert len(drawn) == 5
-    for line in drawn:
-        assert all(0 <= x <= 760 and 0 <= y <= 420 for x, y in line)
-        heights = [y for _, y in line]
-        assert all(later >= earlier - 0.5 for earlier, later in pairwise(heights))  # down: faster
-    run("plan", model, "--chart", path)  # without budgets
-    ElementTree.parse(path)
-
-
 def test_page(pipeline: Path, tmp_path: Path, run: Terminal) -> None:
     """The page has the numbers of the JSON, needs nothing else, and draws a pass of each model as it is predicted."""
     path = tmp_path / "plan.html"
@@ -793,27 +768,26 @@ def test_page(pipeline: Path, tmp_path: Path, run: Terminal) -> None:
     assert found["gains"]["VRAM"] > 0 and found["gains"]["RAM"] == 0
 
 
-@pytest.mark.parametrize("option", ["--chart", "--html"])
-def test_what_is_written_to_may_be_no_file(option: str, tmp_path: Path, run: Terminal) -> None:
+def test_what_is_written_to_may_be_no_file(tmp_path: Path, run: Terminal) -> None:
     """A link goes on to lead to a file, a pipe and a device stay what they are."""
     model = write_model(tmp_path / "model", blocks("blocks", 2, MIB))
     file, link, pipe = tmp_path / "file", tmp_path / "link", tmp_path / "pipe"
     file.write_text("old")
     link.symlink_to(file)
     os.mkfifo(pipe)
-    run("plan", model, option, link)
-    assert link.is_symlink() and file.read_text().startswith(("<svg", "<!DOCTYPE html>"))
+    run("plan", model, "--html", link)
+    assert link.is_symlink() and file.read_text().startswith("<!DOCTYPE html>")
     read: list[str] = []
     thread = threading.Thread(target=lambda: read.append(pipe.read_text()))
     thread.start()
-    run("plan", model, option, pipe)
+    run("plan", model, "--html", pipe)
     thread.join(10)
     assert read == [file.read_text()] and pipe.is_fifo()
     full, loop = tmp_path / "full", tmp_path / "loop"
     full.symlink_to("/dev/full")
     loop.symlink_to(loop)
-    assert "No space left" in run("plan", model, option, full, status=2)
-    assert str(loop) in run("plan", model, option, loop, status=2)
+    assert "No space left" in run("plan", model, "--html", full, status=2)
+    assert str(loop) in run("plan", model, "--html", loop, status=2)
 
 
 def test_speeds_that_were_measured(model: Path, run: Terminal) -> None:

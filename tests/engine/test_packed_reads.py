@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from group_offload import GroupFileError, OffloadHandle, OffloadStats, api
+from group_offload.base.ownership import Owners
 from group_offload.base.release import wait_for_releases
-from group_offload.cli.main import main
 from group_offload.config import ModelOptions
 from group_offload.plan.placement import Placement
 from group_offload.runtime import packer
@@ -28,13 +28,15 @@ from group_offload.runtime.groups.group import Group
 from group_offload.stores import packed_files
 from group_offload.stores.descriptors import KeptDescriptors
 from group_offload.stores.folder import Folder
-from group_offload.stores.manifest import manifests_in
+from group_offload.stores.manifest import Manifest, facts_of, manifests_in
 from group_offload.stores.packed import FileImage, RamImage
 
 from ..support.asserts import assert_at_rest
+from ..support.folders import assert_whole
 from ..support.inside import engine_of
 from ..support.models import DIM, RoutedModel
 from ..support.on_device import forward, from_file, offload, packing
+from ..support.others import HOW, give_away
 from ..support.packed_files import DAMAGES, flip, packed_names
 from ..support.reads import many_frames, watch_file_reads
 from ..support.rigs import run
@@ -423,17 +425,17 @@ def test_a_checkpoint_that_lost_its_name_is_packed(
 def test_what_is_packed_later_is_in_the_manifest(
     source: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As that of a set-up: the next one finds it, and neither `prune` nor a set-up that does not pack removes it."""
+    """As that of a set-up: the next one finds it, and a set-up that does not pack does not remove it."""
     resident = routed([2400] * 3)
     _pack_now(monkeypatch)
     model: Any = copy.deepcopy(resident) if source == "folder" else from_file(resident, tmp_path / "model.safetensors")
     handle = offload(model, pack="auto", offload_to_disk_path=tmp_path / "groups")
     check(device, model, resident, 2)
     end(device, model, resident, handle)
-    named = [entry for each in manifests_in(tmp_path / "groups").values() for entry in each.entries]
+    named = [entry for each in manifests_in(tmp_path / "groups", Owners()).values() for entry in each.entries]
     assert sorted(tmp_path / "groups" / entry.file for entry in named if entry.packed_from) == packed_names(tmp_path)
     assert len(packed_names(tmp_path)) == 3
-    assert not any(each.edited_in for each in manifests_in(tmp_path / "groups").values())
+    assert not any(each.edited_in for each in manifests_in(tmp_path / "groups", Owners()).values())
 
 
 def _scale(factor: float, *models: Any) -> None:
@@ -464,7 +466,7 @@ def test_edits_leave_no_packed_files(
         check(device, model, resident, 3)
         assert len(packed_names(tmp_path)) <= counts[0] and {*first} <= {*packed_names(tmp_path)}
     end(device, model, resident, handle)
-    assert main(["verify", str(tmp_path / "groups")]) == 0
+    assert_whole(tmp_path / "groups")
 
 
 @pytest.mark.parametrize("are_together", [True, False])
@@ -503,16 +505,37 @@ def test_no_descriptor_stays_open(device: SimulatedDevice, tmp_path: Path) -> No
     assert counts[0] == counts[1]
 
 
-def test_prune_leaves_files_that_are_read(device: SimulatedDevice, tmp_path: Path) -> None:
-    resident = routed([2400] * 4)
-    model, handle = offloaded("checkpoint", resident, tmp_path)
-    for file in (tmp_path / "groups").glob("manifest_*"):
-        file.unlink()
-    files = packed_names(tmp_path)
-    main(["prune", str(tmp_path / "groups"), "--yes"])
-    assert packed_names(tmp_path) == files and len(files) == 4
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("verifies", [False, True], ids=["", "verify_files"])
+def test_another_users_manifest_leads_to_other_weights(
+    verifies: bool, how: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says that the files that were packed from one checkpoint are those of another one."""
+    other = routed([2400] * 4)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(2)
+    (tmp_path / "other").mkdir()
+    model, handle = offloaded("checkpoint", other, tmp_path / "other")
+    end(device, model, other, handle)
+    groups = tmp_path / "other" / "groups"
+    resident, path = routed([2400] * 4), tmp_path / "model.safetensors"
+    model = from_file(resident, path)
+    theirs = [*groups.iterdir()]
+    for file in groups.glob("manifest_*"):
+        manifest = Manifest.decode(file.read_bytes())
+        entries = tuple(
+            replace(entry, packed_from=replace(entry.packed_from, path=str(path), source=facts_of(path.stat())))
+            for entry in manifest.entries
+            if entry.packed_from is not None
+        )
+        assert len(entries) == 4
+        file.write_bytes(replace(manifest, entries=entries).encode())
+        give_away(how, monkeypatch, file)
+    handle = offload(model, pack=True, offload_to_disk_path=groups, verify_files=verifies)
     check(device, model, resident, 2)
     end(device, model, resident, handle)
+    assert all(file.exists() for file in theirs)
 
 
 @pytest.mark.parametrize("source", ["checkpoint", "folder"])

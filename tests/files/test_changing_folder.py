@@ -22,13 +22,11 @@ from torch import nn
 from group_offload import GroupFileError
 from group_offload.base import publish as publish_module
 from group_offload.base import tuning as tuning_module
+from group_offload.base.ownership import Owners
 from group_offload.base.publish import boot
 from group_offload.base.system import open_to_read
-from group_offload.cli.main import main
-from group_offload.stores import survey as survey_module
 from group_offload.stores.folder import Folder, ProvenFile, file_name
 from group_offload.stores.manifest import Manifest, publish_manifest
-from group_offload.stores.survey import Kind
 
 from ..support.asserts import assert_at_rest
 from ..support.folders import (
@@ -36,11 +34,9 @@ from ..support.folders import (
     assert_holds,
     assert_whole,
     edit,
-    look,
     manifest_in,
     manifests,
     names,
-    prune,
     put,
     set_up,
     weights,
@@ -60,8 +56,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
         seconds_until_said=0.05,
         file_patience_seconds=0.2,
         setup_patience_seconds=0.3,
-        prune_patience_seconds=0.3,
-        seconds_between_looks=0.01,
     )
 
 
@@ -102,19 +96,12 @@ def test_a_group_file_that_somebody_keeps_locked(tmp_path: Path, caplog: pytest.
     assert put(Folder(tmp_path), weights()).path == first.path
 
 
-def test_a_folder_that_somebody_keeps_locked(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A set-up goes on without the lock, and prune says who has it."""
+def test_a_folder_that_somebody_keeps_locked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A set-up goes on without the lock."""
     with held_by_another(tmp_path) as pid:
         assert_holds(set_up(tmp_path))
         waiting, going_on = (record.getMessage() for record in caplog.records)
         assert waiting.startswith(f"Waiting for Process {pid} (") and "Going on without" in going_on
-        manifests(tmp_path)[0].unlink()
-        assert main(["prune", str(tmp_path), "--yes"]) == 2
-        assert f"Process {pid}" in capsys.readouterr().err and len(names(tmp_path)) == 2
-    assert main(["prune", str(tmp_path), "--yes"]) == 0
-    assert not names(tmp_path)
 
 
 def stopped_writer(path: str) -> None:
@@ -179,65 +166,22 @@ def vanishing(monkeypatch: pytest.MonkeyPatch, step: int, victims: list[Path]) -
     return lambda: bool(was_reached)
 
 
-@pytest.mark.parametrize("goes", ["all", "manifest", "group", "temporary", "foreign"])
-@pytest.mark.parametrize("command", ["inspect", "verify", "prune", "set-up"])
-def test_files_that_go_meanwhile(
-    command: str, goes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """At any step: they are not there, and neither damaged nor an error."""
+@pytest.mark.parametrize("goes", ["all", "manifest", "temporary", "foreign"])
+def test_files_that_go_meanwhile(goes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any step of a set-up: they are not there, which is no error."""
     patterns = {"all": "*", "manifest": "manifest_*", "temporary": ".probe*", "foreign": "for*"}
     for step in itertools.count(1):
         folder = tmp_path / str(step)
         set_up(folder)
-        put(Folder(folder, "Other"), weights(3), "unneeded")
         (folder / "foreign").write_bytes(b"")
         (folder / f".probe.1.{boot()}00000000.tmp").write_bytes(b"")
-        # A group file alone goes only if no model needs it: else it is missed, and rightly.
-        going = [folder / file_name("unneeded")] if goes == "group" else list(folder.glob(patterns[goes]))
         with monkeypatch.context() as patch:
-            was_reached = vanishing(patch, step, going)
-            if command == "set-up":
-                assert_folder = set_up(folder, seed=2)
-            else:
-                assert main([command, str(folder), *(["--yes"] if command == "prune" else [])]) == 0
-        said = capsys.readouterr()
-        assert "damaged file" not in said.out and not said.err, said
-        if command == "set-up":
-            assert_holds(assert_folder, seed=2)
+            was_reached = vanishing(patch, step, list(folder.glob(patterns[goes])))
+            files = set_up(folder, seed=2)
+        assert_holds(files, seed=2)
         if not was_reached():
             break
     assert step > 8
-
-
-def test_a_half_done_change_is_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An edit replaces a file, and then the manifest: who looks in between sees no damage."""
-    view = Folder(tmp_path, "Model")
-    files = [put(view, weights(0, group), group) for group in GROUPS]
-    view.publish_manifest([file.entry for file in files])
-    new = put(view, weights(1, GROUPS[1]), GROUPS[1], outdated=files[1].path)
-    files[1].path.unlink()
-
-    def finish(seconds: float) -> None:
-        view.publish_manifest([files[0].entry, new.entry])
-
-    assert look(tmp_path).damaged
-    monkeypatch.setattr(survey_module.time, "sleep", finish)
-    assert_whole(tmp_path)
-
-
-def test_another_file_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It came while others were verified: it is held against its own header."""
-    file = put(Folder(tmp_path), weights())
-    survey_once = survey_module.survey
-
-    def then_replaced(fd: int) -> Any:
-        found = survey_once(fd)
-        file.path.unlink()
-        assert put(Folder(tmp_path), weights(1)).path == file.path
-        return found
-
-    monkeypatch.setattr("tests.support.folders.survey", then_replaced)
-    assert_whole(tmp_path)
 
 
 # ---------------------------------------------------------------- what the dead leave
@@ -293,12 +237,10 @@ def test_an_edited_model_that_lives_keeps_its_manifest(tmp_path: Path) -> None:
     view, files, manifest = edited(tmp_path)
     assert manifest_in(manifest).edited_in == boot()
     set_up(tmp_path)
-    prune(tmp_path)
     assert manifest.exists() and files[1].path.exists()
     del view
     set_up(tmp_path, model_class="Other")
     assert manifest.exists()
-    assert {finding.name: finding.kind for finding in look(tmp_path).findings}[manifest.name] is Kind.ABANDONED
     before = files[0].path.stat().st_ino
     assert_holds(set_up(tmp_path))
     assert not manifest.exists() and not files[1].path.exists()
@@ -318,13 +260,6 @@ def test_weights_that_rested_elsewhere_until_they_were_edited(tmp_path: Path) ->
     files = set_up(tmp_path, seed=1)
     assert names(tmp_path) == {*(file.path.name for file in files), manifests(tmp_path)[0].name}
     assert_whole(tmp_path)
-
-
-def test_prune_removes_abandoned_manifests(tmp_path: Path) -> None:
-    view, *_ = edited(tmp_path)
-    del view
-    prune(tmp_path)
-    assert not names(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -370,7 +305,7 @@ def test_a_set_up_of_edited_weights_keeps_them(tmp_path: Path) -> None:
     """Whoever sets up what another one came to by an edit: its manifest stays for whoever comes next."""
     view, _, manifest = edited(tmp_path)
     found = manifest_in(manifest)
-    assert publish_manifest(tmp_path, Manifest(found.model_class, found.entries)) is not None
+    assert publish_manifest(tmp_path, Manifest(found.model_class, found.entries), Owners()) is not None
     assert not manifest_in(manifest).edited_in
     del view
     set_up(tmp_path)
@@ -379,14 +314,14 @@ def test_a_set_up_of_edited_weights_keeps_them(tmp_path: Path) -> None:
 
 def test_a_full_drive_says_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Folder(tmp_path)
-    with pytest.raises(GroupFileError, match="group-offload prune"):
+    with pytest.raises(GroupFileError, match="Free some room"):
         folder.prepare(1 << 60)
 
     def full(*args: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "write", full)
-    with pytest.raises(GroupFileError, match="group-offload prune"):
+    with pytest.raises(GroupFileError, match="Free some room"):
         put(folder, weights())
 
 

@@ -393,31 +393,6 @@ def test_a_file_that_changes_as_soon_as_it_has_its_name(
 # ---------------------------------------------------------------- other users, limits
 
 
-@as_root
-@pytest.mark.parametrize("verifies", [False, True], ids=["", "verify_files"])
-def test_files_of_another_user(verifies: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Could be changed by that user at any time, and are equal now."""
-    offload_to(tmp_path, make(Model)).remove()
-    theirs = sorted(tmp_path.glob("*.safetensors"))
-    for path in theirs:
-        os.chown(path, 12345, 12345)
-    model, reference = pair()
-    handle = offload_to(tmp_path, model, verify_files=verifies)
-    names = {group.where for group in handle.groups}
-    assert names == {path.name for path in theirs} if verifies else not names & {path.name for path in theirs}
-    said = [record.getMessage() for record in caplog.records if "belong to other users" in record.getMessage()]
-    assert len(said) == (not verifies)
-    check(model, reference, inputs())
-    assert all(path.exists() for path in theirs)
-    for path in theirs:
-        change_and_put_the_time_back(path)
-    if verifies:
-        with pytest.raises(GroupFileError):
-            run(model, inputs())
-    else:
-        check(model, reference, inputs())
-
-
 @pytest.mark.parametrize("tier", ["groups", "disk"])
 def test_an_error_at_every_look(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a drive that fails. Right or told; the module stays what it is."""

@@ -33,20 +33,19 @@ from group_offload.base.mapping import map_file
 from group_offload.base.publish import boot
 from group_offload.base.tuning import tune
 from group_offload.stores.folder import Folder, add_user, delete_if_unused, file_name, never_delete, remove_user
-from group_offload.stores.survey import Kind
 
 from ..support.asserts import assert_at_rest
 from ..support.folders import (
     GROUPS,
     assert_holds,
     assert_whole,
+    delete_unused,
     edit,
+    headers_in,
     layout_of,
-    look,
     manifest_in,
     manifests,
     names,
-    prune,
     put,
     set_up,
     weights,
@@ -60,11 +59,10 @@ from ..support.rigs import offload_to
 
 def test_metadata(tmp_path: Path) -> None:
     file = put(Folder(tmp_path, "Model"), weights())
-    (finding,) = look(tmp_path).findings
-    assert finding.kind is Kind.GROUP and finding.version == "2" and finding.name == file_name("blocks_0")
-    assert finding.group is not None and finding.group.layout == layout_of(weights())
-    assert (finding.group.model_class, finding.group.group_id) == ("Model", "blocks_0")
-    assert finding.group.content == file.entry.content and finding.num_bytes == file.entry.num_bytes
+    ((name, header),) = headers_in(tmp_path).items()
+    assert name == file_name("blocks_0") and header.layout == layout_of(weights())
+    assert (header.model_class, header.group_id) == ("Model", "blocks_0")
+    assert header.content == file.entry.content and file.path.stat().st_size == file.entry.num_bytes
 
 
 def test_a_folder_that_is_deleted_under_a_running_model(tmp_path: Path) -> None:
@@ -189,9 +187,6 @@ def test_manifest_of_a_file_that_was_damaged(tmp_path: Path) -> None:
     assert again[0].path != files[0].path and len(manifests(tmp_path)) == 1
     assert_holds(again)
     assert manifest_in(manifests(tmp_path)[0]).entries[0].file == again[0].path.name
-    prune(tmp_path)
-    assert not files[0].path.exists()
-    assert_whole(tmp_path)
 
 
 # ---------------------------------------------------------------- names that somebody planted
@@ -252,11 +247,11 @@ def test_group_ids_do_not_lead_out_of_the_folder(group: str, tmp_path: Path) -> 
     folder.mkdir()
     file = put(Folder(folder), weights(), group)
     assert file.path.parent == folder and names(tmp_path) == {"groups"} and names(folder) == {file.path.name}
-    (finding,) = look(folder).findings
-    assert finding.group is not None and finding.group.group_id == group
+    (header,) = headers_in(folder).values()
+    assert header.group_id == group
 
 
-@pytest.mark.parametrize("mask", [0o077, 0o022, 0o002])
+@pytest.mark.parametrize("mask", [0o077, 0o022, 0o002, 0])
 def test_mode_follows_the_umask(mask: int, tmp_path: Path) -> None:
     before = os.umask(mask)
     try:
@@ -264,7 +259,9 @@ def test_mode_follows_the_umask(mask: int, tmp_path: Path) -> None:
     finally:
         os.umask(before)
     modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "groups").iterdir()}
-    assert modes == {0o666 & ~mask}
+    assert modes == {0o644 & ~mask}  # others cannot write, whatever the umask
+    assert stat.S_IMODE((tmp_path / "groups").stat().st_mode) == 0o755 & ~mask
+    assert_holds(set_up(tmp_path / "groups"))
 
 
 def test_name_is_given_to_durable_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,10 +401,6 @@ def kill_at_every_step(path: str) -> None:
         assert_holds(set_up(folder))
         assert whole <= names(folder)
         assert not [name for name in names(folder) if name.startswith(".")]
-        prune(folder)
-        assert_whole(folder)
-        assert not [name for name in names(folder) if name.startswith(".")]
-        assert_holds(set_up(folder))
         if status == 0:
             print(f"{step - 1} steps")
             return
@@ -494,20 +487,20 @@ def test_a_killed_process_holds_no_lock(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- in use
 
 
-def test_file_in_use_is_not_pruned(tmp_path: Path) -> None:
+def test_file_in_use_is_not_deleted(tmp_path: Path) -> None:
     """For as long as a mapping is there, without a descriptor."""
     folder, named = Folder(tmp_path), weights()
     for _ in ("written", "found"):
         file = folder.find_or_write("blocks_0", layout_of(named), list(named.values()), lambda num_bytes: None)
-        prune(tmp_path)
+        delete_unused(tmp_path)
         assert file.path.exists()
         mapping = map_file(file.fd, os.fstat(file.fd).st_size)
         os.close(file.fd)
-        prune(tmp_path)
+        delete_unused(tmp_path)
         assert file.path.exists()
         del mapping
         gc.collect()
-    prune(tmp_path)
+    delete_unused(tmp_path)
     assert not file.path.exists()
 
 
@@ -543,9 +536,9 @@ def test_file_is_used_once_its_writer_is_done_with_it(tmp_path: Path, monkeypatc
     assert len(names(tmp_path)) == 1
 
 
-def test_file_that_is_being_written_is_not_pruned(tmp_path: Path) -> None:
+def test_file_that_is_being_written_is_not_deleted(tmp_path: Path) -> None:
     def look_on(num_bytes: int) -> None:
-        prune(tmp_path)
+        delete_unused(tmp_path)
         assert len(names(tmp_path)) == 1
 
     named = weights()
@@ -554,19 +547,19 @@ def test_file_that_is_being_written_is_not_pruned(tmp_path: Path) -> None:
     assert names(tmp_path) == {file.path.name}
 
 
-def test_running_model_is_not_pruned(tmp_path: Path) -> None:
+def test_files_of_a_running_model_are_not_deleted(tmp_path: Path) -> None:
     """Whatever became of its manifest."""
     model = make(Model)
     handle = offload_to(tmp_path, model)
     for path in manifests(tmp_path):
         path.unlink()
     before = names(tmp_path)
-    prune(tmp_path)
+    delete_unused(tmp_path)
     assert names(tmp_path) == before
     assert_at_rest(model, make(Model))
     handle.remove()
     gc.collect()
-    prune(tmp_path)
+    delete_unused(tmp_path)
     assert not names(tmp_path)
 
 

@@ -38,9 +38,8 @@ from group_offload.stores.packed_files import (
 )
 from group_offload.stores.safetensors_file import read_header
 from group_offload.stores.source import Piece, SourceFile
-from group_offload.stores.survey import Kind, removable
 
-from ..support.folders import look
+from ..support.folders import assert_whole, headers_in, manifests
 from ..support.packing import image_of, packable, weights
 
 TENSORS = [packable(), torch.randn(33), weights("wide", 30_000)]
@@ -110,10 +109,9 @@ def test_it_is_found_again_and_verified(tmp_path: Path) -> None:
     first = packed(tmp_path)
     before = stamps(tmp_path)
     assert packed(tmp_path).path == first.path and stamps(tmp_path) == before
-    found = look(tmp_path)
-    assert found.is_whole
-    (finding,) = [each for each in found.findings if each.kind is Kind.GROUP]
-    assert finding.group is not None and finding.group.packed == first.packed and finding.manifests
+    assert_whole(tmp_path)
+    (header,) = headers_in(tmp_path).values()
+    assert header.packed == first.packed
 
 
 def test_it_stands_beside_the_plain_file_of_its_group(tmp_path: Path) -> None:
@@ -265,7 +263,7 @@ def test_tensors_of_a_checkpoint_in_another_order(tmp_path: Path) -> None:
     assert found is not None
     os.close(found.fd)
     assert all(torch.equal(view, tensor) for view, tensor in zip(layout.views(image_in(found)), tensors, strict=True))
-    assert look(tmp_path).is_whole
+    assert_whole(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------ by facts
@@ -302,12 +300,13 @@ def test_a_checkpoint_that_changed_since(tmp_path: Path, checkpoint: Path) -> No
     changed = [weights("normal", len(TENSORS[0]), seed=9)]
     second = packed(tmp_path / "groups", changed, now)
     assert torch.equal(image_in(second), image_of(changed)[0])
-    assert give_up_outdated(tmp_path / "groups", [packed(tmp_path / "groups").entry]) == 0  # another model
-    assert give_up_outdated(tmp_path / "groups", [second.entry]) == 1
-    found = look(tmp_path / "groups")
-    assert found.is_whole and len(found.manifests) == 2 and len(removable(found)) == 1
+    folder = Folder(tmp_path / "groups")
+    assert give_up_outdated(folder, [packed(tmp_path / "groups").entry]) == 0  # another model
+    assert give_up_outdated(folder, [second.entry]) == 1
+    assert_whole(folder.path)
+    assert len(manifests(folder.path)) == 2
     checkpoint.unlink()  # or its drive is not there
-    assert give_up_outdated(tmp_path / "groups", [second.entry]) == 0
+    assert give_up_outdated(folder, [second.entry]) == 0
 
 
 def test_a_checkpoint_that_is_the_same_under_new_facts(tmp_path: Path, checkpoint: Path) -> None:
@@ -377,8 +376,8 @@ def test_a_damaged_file(tmp_path: Path, what: str) -> None:
     else:
         data[found.start + (10 if what == "table" else 70_000)] ^= 1
     found.path.write_bytes(data)
-    (finding,) = look(tmp_path).damaged
-    assert ("cut off" if what == "cut" else "not what was written") in finding.problem and "Delete" in finding.remedy
+    with pytest.raises(GroupFileError, match="cut off" if what == "cut" else "not what was written"):
+        headers_in(tmp_path)
     with pytest.raises(GroupFileError, match="Delete it: it is packed again"):
         image_in(found)
     again = packed(tmp_path)
@@ -388,8 +387,6 @@ def test_a_damaged_file(tmp_path: Path, what: str) -> None:
 def test_a_later_version_is_left_alone(tmp_path: Path) -> None:
     found = packed(tmp_path)
     with_metadata(found.path, version="4")
-    (finding,) = [each for each in look(tmp_path).findings if each.name == found.path.name]
-    assert finding.kind is Kind.LATER
     assert packed(tmp_path).path != found.path
 
 
@@ -407,5 +404,5 @@ def test_a_later_version_is_left_alone(tmp_path: Path) -> None:
 def test_wrong_headers(tmp_path: Path, values: dict[str, str], problem: str) -> None:
     found = packed(tmp_path)
     with_metadata(found.path, **values)
-    finding = next(each for each in look(tmp_path).damaged if each.name == found.path.name)
-    assert problem in finding.problem or "other weights" in finding.problem
+    with pytest.raises(GroupFileError, match=problem):
+        headers_in(tmp_path)

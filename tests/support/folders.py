@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from group_offload import GroupFileError
 from group_offload.base.layout import BlobLayout, lay_out
+from group_offload.base.ownership import Owners
 from group_offload.base.publish import remove_unused
 from group_offload.stores.folder import Folder, ProvenFile
 from group_offload.stores.manifest import Manifest
-from group_offload.stores.survey import Survey, open_folder, removable, survey, verify
+from group_offload.stores.safetensors_file import GroupHeader, check_group_header, content_of_file, read_header
 
 GROUPS = ("blocks_0", "blocks_1")
 
@@ -52,20 +54,44 @@ def assert_holds(files: Sequence[ProvenFile], seed: int = 0) -> None:
             assert torch.equal(loaded[name], value)
 
 
-def look(path: Path) -> Survey:
-    with open_folder(path) as fd:
-        return verify(fd, survey(fd), lambda num_bytes: None)
+def headers_in(path: Path) -> dict[str, GroupHeader]:
+    """The headers of the group files of a folder. All of them are whole.
+
+    Raises:
+        GroupFileError: one is damaged.
+    """
+    found = {}
+    for file in sorted(path.glob("group_*.safetensors")):
+        with open(file, "rb") as opened:
+            raw = read_header(opened.fileno())
+            header = check_group_header(raw, file.stat().st_size)
+            if content_of_file(opened.fileno(), len(raw.raw), lambda num_bytes: None) != header.content:
+                raise GroupFileError(f"the data of {file.name} is not what was written")
+            found[file.name] = header
+    return found
 
 
 def assert_whole(path: Path) -> None:
-    found = look(path)
-    assert not found.damaged and not found.broken_manifests
+    """All group files are whole, and so are those that manifests name, but for abandoned ones."""
+    found = headers_in(path)
+    for file in manifests(path):
+        with open(file, "rb") as opened:
+            manifest = Manifest.read(opened.fileno())
+            for entry in () if manifest.is_abandoned(opened.fileno()) else manifest.entries:
+                header = found[entry.file]
+                assert (header.group_id, header.content) == (entry.group_id, entry.content)
 
 
-def prune(path: Path) -> None:
-    with open_folder(path) as fd:
-        for finding in removable(survey(fd)):
-            remove_unused(finding.name, fd)
+def delete_unused(path: Path) -> None:
+    """Delete the files that no manifest needs and that are in no use."""
+    needed: set[str] = set()
+    for file in manifests(path):
+        with open(file, "rb") as opened:
+            manifest = Manifest.read(opened.fileno())
+            if not manifest.is_abandoned(opened.fileno()):
+                needed |= {file.name, *(entry.file for entry in manifest.entries)}
+    for name in names(path) - needed:
+        remove_unused(path / name, Owners())
 
 
 def names(path: Path) -> set[str]:

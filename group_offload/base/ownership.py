@@ -1,0 +1,93 @@
+"""Which files in a folder of ours may be believed.
+
+[Note: Files of others]
+What a group file, a packed file or a manifest says decides what is computed. So each of them is opened by `Owners.open`, and
+believed only if no other user can have written it, and none can write to it:
+
+- It is a regular file, under its own name: links are not followed.
+- It belongs to root or to the user of this process, and nobody else may write to it.
+- Others may not write to its folder, or may not replace files there (the sticky bit).
+
+A network file system may give new files another owner, and a file system without modes lets everybody write. `learn` finds that
+out from a file that this process has just made.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .system import IS_WINDOWS, open_to_read, user
+
+
+class ForeignFileError(OSError):
+    """A file that another user could have written."""
+
+
+class Owners:
+    """The users whose files in a folder are believed. See [Note: Files of others]."""
+
+    def __init__(self) -> None:
+        self._users = {0, user()}
+        self._others = 0 if IS_WINDOWS else stat.S_IWGRP | stat.S_IWOTH
+        """The bits of a mode that let others write."""
+
+    def learn(self, made: os.stat_result) -> None:
+        """
+        Args:
+            made: what `fstat` says of a file that this process has just made, for itself alone.
+        """
+        self._users.add(made.st_uid)
+        self._others &= ~made.st_mode
+
+    def check_folder(self, path: Path) -> None:
+        """
+        Raises:
+            ForeignFileError: others can replace files in the folder, or lead its name elsewhere.
+        """
+        found, name = os.stat(path), os.lstat(path)
+        if found.st_mode & self._others & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+            raise ForeignFileError(f"every user can replace files in it (its mode is {stat.S_IMODE(found.st_mode):o})")
+        if stat.S_ISLNK(name.st_mode) and name.st_uid not in self._users:
+            raise ForeignFileError(f"it is a link of another user (uid {name.st_uid})")
+
+    def check(self, found: os.stat_result) -> None:
+        """
+        Args:
+            found: what `fstat` says of a file.
+
+        Raises:
+            ForeignFileError: another user could have written it.
+        """
+        if found.st_uid not in self._users:
+            raise ForeignFileError(f"it belongs to another user (uid {found.st_uid})")
+        if found.st_mode & self._others:
+            raise ForeignFileError(f"others can write to it (its mode is {stat.S_IMODE(found.st_mode):o})")
+
+    def open(self, path: Path) -> int:
+        """A descriptor of a file that may be believed. The caller closes it.
+
+        Raises:
+            ForeignFileError: another user could have written it.
+            OSError: it cannot be opened, or is not a regular file.
+        """
+        fd = open_to_read(path)
+        try:
+            self.check_folder(path.parent)
+            self.check(os.fstat(fd))
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    @contextmanager
+    def opened(self, path: Path) -> Iterator[int]:
+        """The descriptor that `open` gives, closed at the end."""
+        fd = self.open(path)
+        try:
+            yield fd
+        finally:
+            os.close(fd)

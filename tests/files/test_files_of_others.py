@@ -1,0 +1,221 @@
+"""Files that other users wrote do not decide what is computed, and what this package did not write is not deleted."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from group_offload import GroupFileError
+from group_offload.base.publish import boot
+from group_offload.packing.codec import hash_of, unpack
+from group_offload.stores.folder import Folder, file_name
+from group_offload.stores.manifest import Manifest
+from group_offload.stores.packed_files import Origin, PackedFile, PackedFiles, Wanted, origin_of
+from group_offload.stores.safetensors_file import read_header
+from group_offload.stores.source import Piece, SourceFile
+
+from ..support.asserts import assert_at_rest
+from ..support.folders import GROUPS, assert_holds, manifest_in, manifests, names, put, set_up, weights
+from ..support.models import Model, make
+from ..support.others import HOW, give_away
+from ..support.packing import image_of, packable
+from ..support.rigs import offload_to
+
+A, B = packable(), packable() * 2
+LAYOUT = image_of([A])[1]
+
+
+def checkpoint(path: Path, tensor: torch.Tensor) -> Origin:
+    save_file({"a": tensor}, path)
+    with open(path, "rb") as file:
+        source = SourceFile(path, file.fileno(), 0, path.stat().st_size)
+    origin = origin_of(source, [Piece(0, 64, tensor.nbytes)], LAYOUT)
+    assert origin is not None
+    return origin
+
+
+def packed(path: Path, tensor: torch.Tensor, origin: Origin) -> PackedFile:
+    folder = Folder(path, "Model")
+    folder.prepare(0)
+    (found,) = PackedFiles(folder).find_or_pack([Wanted("blocks_0", LAYOUT, [tensor], origin)])
+    assert found is not None
+    folder.publish_manifest([found.entry])
+    folder.keep_manifest()
+    return found
+
+
+def image_in(found: PackedFile) -> torch.Tensor:
+    memory = torch.empty(found.packed.packed_bytes, dtype=torch.uint8)
+    found.read(memory)
+    os.close(found.fd)
+    image = torch.empty(found.packed.plain_bytes, dtype=torch.uint8)
+    unpack(memory, found.packed, image)
+    return image
+
+
+# ------------------------------------------------------------------------------------------------ what is believed
+
+
+def claim_that_it_is(file: Path, found: PackedFile, tensor: torch.Tensor) -> None:
+    """Another header of a packed file: it says to hold other weights."""
+    raw = read_header(found.fd).raw
+    entries = json.loads(raw[8:])
+    entries["__metadata__"]["group_offload.packed"] = replace(
+        found.packed, hash=hash_of(image_of([tensor])[0])
+    ).to_json()
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    file.write_bytes(struct.pack("<Q", len(raw) - 8) + text.ljust(len(raw) - 8) + file.read_bytes()[len(raw) :])
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("what", ["manifest", "packed file", "both"])
+def test_packed_files_of_other_weights(what: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's manifest or header says that what was packed from B is A."""
+    groups, origin = tmp_path / "groups", checkpoint(tmp_path / "a.safetensors", A)
+    found = packed(groups, B, checkpoint(tmp_path / "b.safetensors", B))
+    (path,) = manifests(groups)
+    if what != "manifest":
+        claim_that_it_is(found.path, found, A)
+    manifest = manifest_in(path)
+    (entry,) = manifest.entries
+    assert entry.packed_from is not None
+    facts = found.path.stat()
+    file = f"{facts.st_dev}:{facts.st_ino}:{facts.st_size}:{facts.st_mtime_ns}:{facts.st_ctime_ns}"
+    os.close(found.fd)
+    source = replace(entry.packed_from, path=str(origin.path), source=origin.facts, file=file)
+    path.write_bytes(Manifest("Model", (replace(entry, packed_from=source),)).encode())
+    give_away(how, monkeypatch, *{"manifest": [path], "packed file": [found.path], "both": [path, found.path]}[what])
+    before = names(groups)
+    files = PackedFiles(Folder(groups, "Model"))
+    assert files.find("blocks_0", LAYOUT, origin) is None
+    assert torch.equal(image_in(packed(groups, A, origin)), image_of([A])[0])
+    assert before <= names(groups)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("verifies", [False, True], ids=["", "verify_files"])
+def test_group_files(verifies: bool, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are equal now, and could be changed at any time."""
+    offload_to(tmp_path, make(Model)).remove()
+    theirs = sorted(tmp_path.glob("*.safetensors"))
+    give_away(how, monkeypatch, *theirs)
+    model = make(Model)
+    handle = offload_to(tmp_path, model, verify_files=verifies)
+    assert not {group.where for group in handle.groups} & {path.name for path in theirs}
+    for path in theirs:
+        path.write_bytes(b"changed")
+    assert_at_rest(model, make(Model))
+    handle.remove()
+
+
+def test_files_that_others_can_write_to(tmp_path: Path) -> None:
+    files = set_up(tmp_path)
+    files[0].path.chmod(0o666)
+    again = set_up(tmp_path)
+    assert again[0].path != files[0].path and again[1].path == files[1].path
+
+
+def test_a_folder_that_others_can_write_to(tmp_path: Path) -> None:
+    """They can replace files there, unless it is sticky. Nothing is written."""
+    groups = tmp_path / "groups"
+    groups.mkdir()
+    groups.chmod(0o777)
+    with pytest.raises(
+        GroupFileError, match=r"every user can replace files in it .*777.*Pass a folder of your own.*chmod o-w"
+    ):
+        set_up(groups)
+    assert not names(groups)
+    assert_holds(set_up(groups / "mine"))
+    groups.chmod(0o1777)
+    files = set_up(groups)
+    groups.chmod(0o777)
+    assert Folder(groups, "Model").open_if(files[0].path, lambda fd: True) is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_link_of_another_user(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    (tmp_path / "groups").mkdir()
+    link.symlink_to(tmp_path / "groups")
+    assert_holds(set_up(link))
+    os.chown(link, 12345, 12345, follow_symlinks=False)
+    with pytest.raises(GroupFileError, match="it is a link of another user"):
+        set_up(link)
+
+
+# ------------------------------------------------------------------------------------------------ what is deleted
+
+
+def foreign(path: Path) -> set[str]:
+    """What is not ours and must be there afterwards: all kinds of files, some with names like ours."""
+    before, ours = names(path), file_name(GROUPS[0])
+    for name in ("photo.jpg", "config.json", "model.safetensors", ".group_x.tmp", f"{ours}.bak", f".{ours}.1.tmp"):
+        (path / name).write_text("precious")
+    (path / f"manifest_Model_{'1' * 16}.json").write_text("{}")
+    save_file({"weight": torch.ones(5)}, path / file_name("diffusers"))  # of diffusers, which has the same names
+    outside = path.parent / "outside"
+    outside.mkdir(exist_ok=True)
+    (outside / "thesis.txt").write_text("precious")
+    for name in (file_name("link"), f".{ours}.1.{boot()}12345678.tmp", f"manifest_Model_{'0' * 16}.json"):
+        (path / name).symlink_to(outside / "thesis.txt")
+    (path / "linked").symlink_to(outside)
+    os.mkfifo(path / f".{ours}.2.{boot()}12345678.tmp")
+    os.mknod(path / file_name("socket"), 0o600 | stat.S_IFSOCK)
+    return names(path) - before
+
+
+@pytest.mark.parametrize("is_link", [False, True], ids=["a folder", "a link"])
+def test_nothing_foreign_is_deleted(is_link: bool, tmp_path: Path) -> None:
+    """By set-ups, edits, packing, removal, and by tidying up what the dead left."""
+    real, groups = tmp_path / "real", tmp_path / "groups"
+    real.mkdir()
+    there = foreign(real)
+    groups.symlink_to(real) if is_link else real.rename(groups)
+    (groups / f".probe.1.{boot()}00000000.tmp").write_bytes(b"")  # a dead process's
+    model = make(Model)
+    handle = offload_to(groups, model)
+    for _ in range(2):
+        model.blocks[0].up.weight.data.add_(1)
+        handle.refresh()
+    handle.remove()
+    found = packed(groups, A, checkpoint(tmp_path / "a.safetensors", A))
+    os.close(found.fd)
+    assert there <= names(groups) and not list(groups.glob(".probe*"))
+    assert (groups / "photo.jpg").read_text() == (tmp_path / "outside" / "thesis.txt").read_text() == "precious"
+
+
+def test_a_file_that_took_the_name_of_ours(tmp_path: Path) -> None:
+    """What an edit gives up may be another program's by now: the manifest, or the file of a group."""
+    view = Folder(tmp_path, "Model")
+    files = [put(view, weights(0, group), group) for group in GROUPS]
+    path = view.publish_manifest([file.entry for file in files])
+    assert path is not None
+    for each in (path, files[1].path):
+        (tmp_path / "new").write_text("precious")
+        os.replace(tmp_path / "new", each)
+    new = put(view, weights(1, GROUPS[1]), GROUPS[1], outdated=files[1].path)
+    view.discard(files[1].path)
+    view.publish_manifest([files[0].entry, new.entry])
+    assert path.read_text() == files[1].path.read_text() == "precious"
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_what_another_user_left(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temporary files, and manifests of edited weights."""
+    temporary = tmp_path / f".probe.1.{boot()}00000000.tmp"
+    temporary.write_bytes(b"")
+    files = set_up(tmp_path, seed=1)
+    (path,) = manifests(tmp_path)
+    path.write_bytes(Manifest("Model", manifest_in(path).entries, boot()).encode())
+    temporary.write_bytes(b"")
+    give_away(how, monkeypatch, temporary, path)
+    assert_holds(set_up(tmp_path))
+    assert temporary.exists() and path.exists() and all(file.path.exists() for file in files)
