@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -283,28 +283,38 @@ class Arm:
         return report
 
     def _moved(self, before: ActivationStats, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """What the engine did in a timed step, and in one more, which is traced: what each group moves."""
+        """What the engine did in a timed step."""
         assert self.handle is not None
         after, steps = self.handle.stats(), self.options.steps
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            with self.handle.trace(path):
-                self.step(inputs)
-            events = json.loads(path.read_text())["traceEvents"]
-        lanes = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
-        groups: dict[str, int] = {}
-        for event in events:
-            if event["ph"] == "X" and lanes[event["tid"]] == "D2H":
-                groups[event["name"]] = groups.get(event["name"], 0) + event["args"]["bytes"]
         return {
             "out_bytes": (after.offloaded_bytes - before.offloaded_bytes) // steps,
             "back_bytes": (after.reloaded_bytes - before.reloaded_bytes) // steps,
             "kept_bytes": (after.kept_bytes - before.kept_bytes) // steps,
             "stalls": (after.stalls - before.stalls) / steps,
-            "group_bytes": groups,
+            "group_bytes": self._bytes_by_group(inputs),
             "pinned_bytes": after.pinned_bytes,
-            "stats": {name: getattr(after, name) for name in after.__dataclass_fields__},
+            "stats": asdict(after),
         }
+
+    def _bytes_by_group(self, inputs: dict[str, torch.Tensor]) -> dict[str, int]:
+        """What each group moves, counted in one more forward."""
+        handle = self.handle
+        assert handle is not None
+        reached = [("", handle.stats().offloaded_bytes)]
+
+        def reach(name: str) -> Callable[..., None]:
+            return lambda *_: reached.append((name, handle.stats().offloaded_bytes))
+
+        hooks = [self.module.get_submodule(name).register_forward_pre_hook(reach(name)) for name in handle.groups]
+        self.model.call(self.module, inputs)
+        reach("")()
+        for hook in hooks:
+            hook.remove()
+        found: dict[str, int] = {}
+        for (name, before), (_, after) in pairwise(reached):
+            if after > before:
+                found[name] = found.get(name, 0) + after - before
+        return found
 
 
 def measure(arm: Callable[[], Arm], inputs: dict[str, torch.Tensor], reference: Reference) -> dict[str, Any]:

@@ -609,7 +609,7 @@ def sweep_life(scenario: Scenario, operation: str, places: Places) -> Result:
 
 
 class TrainingRig:
-    """A resident model whose activations are offloaded, into a little RAM and a file, beside its copy."""
+    """A resident model whose activations are offloaded, beside its copy."""
 
     def __init__(self, device: SimulatedDevice | None, stack: ExitStack) -> None:
         self._device = device
@@ -623,9 +623,7 @@ class TrainingRig:
             self._put, self._get = device.put, device.get
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 tensor.data = self._put(tensor.data)
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        options: dict[str, Any] = {"device": "cpu", "min_bytes": 0, "host_budget_bytes": 20_000, "disk_path": folder}
-        self._handle = apply_activation_offloading(self.model, **options)
+        self._handle = apply_activation_offloading(self.model, device="cpu", min_bytes=0)
 
     def forward(self, model: nn.Module, number: int) -> torch.Tensor:
         x = torch.randn(2, TOKENS, DIM, generator=torch.Generator().manual_seed(number))
@@ -655,7 +653,7 @@ class TrainingRig:
         """No graph is there any more: nothing is held."""
         gc.collect()
         stats = self._handle.stats()
-        if stats.used_host_bytes or stats.file_bytes or stats.inflight_bytes:
+        if stats.used_host_bytes or stats.inflight_bytes:
             raise AssertionError(f"{what}: {stats}")
 
     def _look(self, what: str, number: int, loss: torch.Tensor) -> None:
@@ -676,7 +674,7 @@ def sweep_activations(name: str, places: Places) -> Result:
     result = Result()
     with ExitStack() as tuned, ExitStack() as stack:
         patch = tuned.enter_context(pytest.MonkeyPatch.context())
-        tune(patch, activation_segment_bytes=16 << 10, spill_step_bytes=16 << 10, spill_piece_bytes=1 << 10)
+        tune(patch, activation_segment_bytes=16 << 10)
 
         def begin() -> TrainingRig:
             stack.close()

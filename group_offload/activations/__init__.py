@@ -1,7 +1,8 @@
-"""Training: tensors that are saved for backward rest in RAM, or in a file, between forward and backward."""
+"""Activation offloading in training: what forward saves for backward moves to host memory and back."""
 
-from .api import ActivationOffloadHandle, ActivationStats, activation_offloading, apply_activation_offloading
+from .api import ActivationOffloadHandle, activation_offloading, apply_activation_offloading
 from .session import no_activation_offloading
+from .stats import ActivationStats
 
 __all__ = [
     "ActivationOffloadHandle",

@@ -2,69 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..base import timeline
 from ..errors import ModuleError, StateError
 from .config import ActivationConfig, Group, Skip, as_device, as_groups
-from .gates import GROUP, RootGate
+from .gates import GROUP, NotCopied, RootGate
 from .groups import find_groups
 from .session import Session
+from .stats import ActivationStats
+
+HANDLE = "_group_offload_activation_handle"
+"""The attribute of a root module that leads to its handle."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActivationStats:
-    """Counts and bytes since activation offloading was applied."""
-
-    passes: int
-    """Forwards with gradients."""
-    saved_tensors: int
-    """Tensors that autograd saved in groups and that were large enough."""
-    shared_tensors: int
-    """Those of `saved_tensors` whose bytes the same forward had saved before: they move once."""
-    offloads: int
-    """Copies to RAM that were started."""
-    offloaded_bytes: int
-    """Bytes that these copies moved."""
-    kept_bytes: int
-    """Bytes that stayed on the device because one of the last groups of a forward saved them."""
-    refused_bytes: int
-    """Bytes that stayed on the device because there was no room in RAM."""
-    reloads: int
-    """Copies back to the device that were started."""
-    reloaded_bytes: int
-    """Bytes that these copies moved."""
-    stalls: int
-    """Tensors whose copy back was started only when backward had come to their group, not ahead of it."""
-    written_bytes: int
-    """Bytes written to the file."""
-    read_bytes: int
-    """Bytes read from the file."""
-    inflight_bytes: int
-    """Device memory that copies to RAM hold now."""
-    peak_inflight_bytes: int
-    """The most that `inflight_bytes` has been."""
-    host_bytes: int
-    """RAM that was taken."""
-    pinned_bytes: int
-    """The part of `host_bytes` that is page-locked."""
-    used_host_bytes: int
-    """The part of `host_bytes` that holds activations now."""
-    peak_used_host_bytes: int
-    """The most that `used_host_bytes` has been."""
-    file_bytes: int
-    """Bytes that the file holds now."""
-
-
-class ActivationOffloadHandle:
+class ActivationOffloadHandle(NotCopied):
     """A module whose activations are offloaded: its groups, its statistics, and `remove()`."""
 
     def __init__(self, module: nn.Module, config: ActivationConfig, groups: dict[str, nn.Module]) -> None:
@@ -72,9 +28,8 @@ class ActivationOffloadHandle:
         self.config = config
         self.groups = tuple(groups)
         """The FQNs of the groups, in registration order."""
-        session = Session(config, len(groups))
-        self._gate: RootGate | None = RootGate(module, groups, session)
-        self._last_stats = _stats_of(session)
+        self._gate: RootGate | None = RootGate(module, groups, Session(config, type(module).__name__, len(groups)))
+        self._last_stats = ActivationStats()
         module.__dict__[HANDLE] = self
 
     @property
@@ -85,39 +40,14 @@ class ActivationOffloadHandle:
     def stats(self) -> ActivationStats:
         """Counts and bytes since activation offloading was applied; after `remove()` as they were then."""
         if self._gate is not None:
-            self._last_stats = _stats_of(self._gate.session)
+            self._last_stats = self._gate.session.stats()
         return self._last_stats
-
-    @contextmanager
-    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
-        """Write a timeline of the work inside the `with` block, for https://ui.perfetto.dev or chrome://tracing.
-
-        Each device has rows for the file, copies out and back, compute (groups, forward and backward), and stalls (compute
-        waiting for a copy). Recording makes the work a little slower.
-
-        Raises:
-            StateError: a trace is being recorded already, or offloading was removed.
-            OSError: the file cannot be written.
-
-        Example:
-            >>> with handle.trace("step.json"):
-            ...     transformer(x).mean().backward()
-        """
-        if self._gate is None:
-            raise StateError(f"Activation offloading of {type(self.module).__name__} was removed.")
-        session = self._gate.session
-        session.begin_trace(type(self.module).__name__)
-        try:
-            yield
-        finally:
-            traces = session.end_trace()
-        timeline.write(Path(path), *traces)
 
     def remove(self) -> None:
         """Take the hooks off the module. Calling it again does nothing.
 
-        Graphs that exist can still be run backward; RAM and file are given back with the last of them. A forward that is in
-        progress goes on without offloading.
+        You can still run backward through graphs that exist; the last of them frees the host memory. A forward that is in
+        progress continues without offloading.
         """
         if self._gate is None:
             return
@@ -131,17 +61,6 @@ class ActivationOffloadHandle:
         state = f"{len(self.groups)} groups" if self.is_active else "removed"
         return f"<ActivationOffloadHandle of {type(self.module).__name__}: {state}>"
 
-    # A copy of the module, or the module read back from a pickle, is not offloaded.
-    def __deepcopy__(self, memo: object) -> None:
-        return None
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return type(None), ()
-
-
-HANDLE = "_group_offload_activation_handle"
-"""The attribute of a root module that leads to its handle."""
-
 
 def apply_activation_offloading(
     model: nn.Module,
@@ -151,37 +70,34 @@ def apply_activation_offloading(
     prefetch: int = 1,
     min_bytes: int = 1 << 20,
     max_inflight_bytes: int | None = None,
-    host_budget_bytes: int | None = None,
     skip: Skip | None = None,
-    disk_path: str | os.PathLike[str] | None = None,
     device: str | int | torch.device | None = None,
 ) -> ActivationOffloadHandle:
-    """Move the tensors that groups of `model` save for backward to RAM during forward, and back, in time, during backward.
+    """Move the tensors that groups of `model` save for backward to pinned host memory, and back before backward needs them.
 
-    Losses and gradients keep every bit. Parameters are never moved, `forward` is not replaced, and `state_dict()` does not
+    Losses and gradients are bitwise identical. Parameters never move, `forward` isn't replaced, and `state_dict()` doesn't
     change. It works with gradient checkpointing (then the checkpoints' inputs move), autocast, DDP, FSDP and FSDP2.
 
     Args:
-        model: the module whose forward is followed by backward; with DDP or FSDP the wrapped one.
+        model: The module whose forward is followed by backward; with DDP or FSDP the wrapped one.
         groups: FQNs of modules, or classes, whose activations move together. Default: the elements of the ModuleLists.
-        keep_last: groups at the end of forward whose activations stay on the device: backward needs them first.
-        prefetch: groups that are brought back ahead of backward.
-        min_bytes: smaller tensors stay on the device.
-        max_inflight_bytes: device memory that copies to RAM may hold before compute waits for them. Default: as much as two
-            groups save.
-        host_budget_bytes: page-locked RAM for each device. Activations beyond it go to `disk_path`, or stay on the device
-            with one warning. Default: no limit.
-        skip: a function of a tensor and the FQN of its group. The tensor stays on the device if it returns True.
-        disk_path: a folder for one temporary file.
-        device: the only device to offload from, which may be "cpu" to try it out. Default: every accelerator.
+        keep_last: Groups at the end of forward whose activations stay on the device: backward needs them first.
+        prefetch: Groups to fetch ahead of backward.
+        min_bytes: Smaller tensors stay on the device.
+        max_inflight_bytes: Device memory that copies to host memory may hold before compute waits for them. Default: as much
+            as two groups save.
+        skip: A function of a tensor and the FQN of its group. The tensor stays on the device if it returns True.
+        device: The device to offload from; tensors on others stay. "cpu" is for trying it out. Default: the accelerator that
+            the model runs on.
 
     Returns:
         The handle. A second call with the same options returns the same handle.
 
     Raises:
-        ConfigError: an option is not understood, or contradicts another one.
-        DeviceError: there is no accelerator, or not the one that was asked for.
-        ModuleError: the model's groups are not known, or belong to another model that is offloaded.
+        ConfigError: an option isn't understood.
+        DeviceError: there is no accelerator, or not the one that you asked for.
+        ModuleError: the model's groups aren't known, or belong to another model that is offloaded. The forward raises it if
+            the model runs on several accelerators and `device` doesn't choose one.
         StateError: activation offloading was applied with other options before.
 
     Example:
@@ -196,9 +112,7 @@ def apply_activation_offloading(
         prefetch=prefetch,
         min_bytes=min_bytes,
         max_inflight_bytes=max_inflight_bytes,
-        host_budget_bytes=host_budget_bytes,
         skip=skip,
-        disk_path=None if disk_path is None else Path(disk_path),
         device=as_device(device),
     )
     handle: ActivationOffloadHandle | None = model.__dict__.get(HANDLE)
@@ -237,17 +151,3 @@ def activation_offloading(model: nn.Module, **options: Any) -> Iterator[Activati
     finally:
         if not was_applied:
             handle.remove()
-
-
-def _stats_of(session: Session) -> ActivationStats:
-    offloaders = session.settle()
-    pools = [offloader.host.pool for offloader in offloaders]
-    return ActivationStats(
-        **asdict(session.counters),
-        inflight_bytes=sum(offloader.inflight_bytes for offloader in offloaders),
-        host_bytes=sum(pool.num_bytes for pool in pools),
-        pinned_bytes=sum(pool.pinned_bytes for pool in pools),
-        used_host_bytes=sum(pool.used_bytes for pool in pools),
-        peak_used_host_bytes=sum(pool.peak_used_bytes for pool in pools),
-        file_bytes=sum(offloader.host.file_bytes for offloader in offloaders),
-    )

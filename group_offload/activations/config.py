@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -19,10 +18,10 @@ Group = str | type[nn.Module]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationConfig:
-    """What `apply_activation_offloading` was asked for, which documents the options.
+    """The options of `apply_activation_offloading`, which documents them.
 
     Raises:
-        ConfigError: a value that is not understood, or two options that contradict each other.
+        ConfigError: an option has a value that isn't understood.
     """
 
     groups: tuple[Group, ...] | None
@@ -32,24 +31,19 @@ class ActivationConfig:
     min_bytes: int
     max_inflight_bytes: int | None
     """None: what two groups save."""
-    host_budget_bytes: int | None
     skip: Skip | None
-    disk_path: Path | None
     device: torch.device | None
-    """The only device whose tensors are offloaded; None: every accelerator."""
+    """None: the accelerator that the model runs on."""
 
     def __post_init__(self) -> None:
-        counts = {"keep_last": self.keep_last, "prefetch": self.prefetch, "min_bytes": self.min_bytes}
-        limits = {"max_inflight_bytes": self.max_inflight_bytes, "host_budget_bytes": self.host_budget_bytes}
-        for name, value in (counts | {name: value for name, value in limits.items() if value is not None}).items():
+        for name in ("keep_last", "prefetch", "min_bytes", "max_inflight_bytes"):
+            value = getattr(self, name)
+            if value is None and name == "max_inflight_bytes":
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ConfigError(f"{name}={value!r}: expected a whole number that is not negative.")
-        if self.disk_path is not None and self.host_budget_bytes is None:
-            raise ConfigError(
-                "disk_path is for activations past host_budget_bytes, and there is no such budget. Pass one, or drop disk_path."
-            )
+                raise ConfigError(f"{name}={value!r}: expected an integer of at least 0.")
         if self.skip is not None and not callable(self.skip):
-            raise ConfigError(f"skip={self.skip!r}: expected a function of a tensor and the group's FQN.")
+            raise ConfigError(f"skip={self.skip!r}: expected a function of a tensor and its group's FQN.")
 
     def offloads(self, device: torch.device) -> bool:
         """Whether tensors on `device` are offloaded."""
@@ -75,7 +69,7 @@ def as_groups(groups: Group | Sequence[Group] | None) -> tuple[Group, ...] | Non
 def as_device(device: str | int | torch.device | None) -> torch.device | None:
     """
     Raises:
-        DeviceError: it does not exist here; or it is None, and there is no accelerator.
+        DeviceError: it doesn't exist here; or it is None, and there is no accelerator.
     """
     if device is not None:
         try:
@@ -84,8 +78,7 @@ def as_device(device: str | int | torch.device | None) -> torch.device | None:
             raise DeviceError(f"device={device!r} is not a device: {error}") from error
     if default_device().type == "cpu":
         raise DeviceError(
-            f"Activation offloading moves activations from an accelerator to RAM, and torch {torch.__version__} sees no "
-            f"accelerator here. Train without it, install a torch build that supports the device, or pass device='cpu' to try "
-            f"it out (which saves no memory)."
+            f"Activation offloading needs an accelerator, and torch {torch.__version__} sees no accelerator here. Install a "
+            f"torch build that supports yours, or pass device='cpu' to try it out (which saves no memory)."
         )
     return None

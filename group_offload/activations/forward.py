@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..base.device import Backend, Stream
+from ..base.device import Stream
 from ..base.saved import Pack, Unpack, hooks_in_force, unwatched
 from .stash import Stash
 from .tape import Tape
@@ -24,23 +24,23 @@ class Forward:
         self,
         tape: Tape,
         weights: Sequence[torch.Tensor],
-        pack: Pack,
-        unpack: Unpack,
+        hooks: tuple[Pack, Unpack],
         outer: tuple[Pack, Unpack] | None,
+        home: Stream | None,
     ) -> None:
         self.tape = tape
         self.outer = outer
         """The hooks of others that ours are pushed over."""
+        self.home = home
+        """The stream that the forward began on; None if its device isn't known yet."""
         self.unfilled: list[Stash] = []
-        """What the operation that saved it may still be about to fill."""
+        """Stashes that the operation that saved them may be about to fill."""
         self.unfilled_by = -1
         """The number of autograd nodes that this thread had made then."""
-        self._homes: dict[Backend, Stream] = {}
         self._weights = {weight.untyped_storage()._cdata for weight in weights}
-        self._hooks = saved_tensors_hooks(unwatched(pack), unwatched(unpack))
+        self._hooks = saved_tensors_hooks(*map(unwatched, hooks))
 
-    def open(self, backends: Sequence[Backend]) -> None:
-        self._homes = {backend: backend.current_stream() for backend in backends}
+    def open(self) -> None:
         self._hooks.__enter__()
 
     def close(self) -> None:
@@ -49,9 +49,9 @@ class Forward:
             self._hooks.__exit__()
         self.tape.end()
 
-    def home(self, backend: Backend, stream: Stream) -> Stream:
-        """The stream that the forward began on, on the backend's device. `stream` is the current one."""
-        return self._homes.setdefault(backend, stream)
+    def take_unfilled(self) -> list[Stash]:
+        found, self.unfilled = self.unfilled, []
+        return found
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a parameter or buffer, a view of one, or autocast's copy of one: these stay anyway.

@@ -29,8 +29,8 @@ GROUP = "_group_offload_activation_group"
 """The attribute of a group's module that leads to its `GroupGate`."""
 
 
-class _NotCopied:
-    """An object that belongs to one module: a copy of the module gets None instead."""
+class NotCopied:
+    """An object that belongs to one module: a copy of the module, or one read back from a pickle, gets None instead."""
 
     def __deepcopy__(self, memo: object) -> None:
         return None
@@ -39,7 +39,7 @@ class _NotCopied:
         return type(None), ()
 
 
-class GroupGate(_NotCopied):
+class GroupGate(NotCopied):
     """Tells the session that the call of a group begins."""
 
     def __init__(self, session: Session, name: str, module: nn.Module) -> None:
@@ -81,7 +81,7 @@ class GroupGate(_NotCopied):
             self._hook = None
 
 
-class _CompiledCallGate(_NotCopied, Around):
+class _CompiledCallGate(NotCopied, Around):
     """Stands where a module keeps its compiled call."""
 
     compiled: Callable[..., Any]
@@ -104,7 +104,7 @@ def _put(module: nn.Module, around: Around | None, call: Callable[..., Any] | No
         around.compiled = call
 
 
-class RootGate(_NotCopied):
+class RootGate(NotCopied):
     """Tells the session that the root's forward begins and ends. It owns the hooks of the root and of all its groups."""
 
     def __init__(self, root: nn.Module, groups: Mapping[str, nn.Module], session: Session) -> None:

@@ -1,4 +1,4 @@
-"""The object that autograd holds instead of a tensor that is offloaded."""
+"""The object that autograd holds in place of an offloaded tensor, and which bytes of its storage the tensor needs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from ..base.saved import check_version, describe, maker, view_of
 from .stash import Stash
 from .tape import Tape
 
+_ALIGNMENT = 256
+"""A part of a storage begins at a multiple of this, like the memory that it comes back to: some kernels round by alignment."""
+
 _nothing: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-"""A tensor without memory, of each dtype and device."""
+"""A tensor without memory, for each dtype and device."""
 
 
 class PackedView:
@@ -20,8 +23,8 @@ class PackedView:
     def __init__(self, tensor: torch.Tensor, stash: Stash, start: int, tape: Tape) -> None:
         """
         Args:
-            start: the first byte of the tensor's storage that the stash has.
-            tape: the tape of the pass. The tensor was saved at its current position.
+            start: The first byte of the tensor's storage that the stash has.
+            tape: The tape of the forward. The tensor was saved at its current position.
         """
         self.stash = stash
         self.tape = tape
@@ -55,3 +58,34 @@ class PackedView:
         view = self._probe.detach()
         view.data = view_of(memory, self._offset, self._dtype, self._size, self._stride)
         return view
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first and last (exclusive) byte of its storage that a tensor reaches, the first one rounded down."""
+    if not tensor.numel():
+        return 0, 0
+    first = int(tensor.storage_offset()) * tensor.itemsize
+    if tensor.is_contiguous():
+        return first - first % _ALIGNMENT, first + tensor.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return first - first % _ALIGNMENT, first + (int(last) + 1) * tensor.itemsize
+
+
+def needed_part(tensor: torch.Tensor, min_bytes: int) -> tuple[int, int]:
+    """The first and last (exclusive) byte of its storage that move for a tensor. None if it reaches less than `min_bytes`."""
+    start, end = extent(tensor)
+    if end - start < min_bytes:
+        return 0, 0
+    # A version counts the changes of the tensor that this one is a view of, not those of the whole storage: the parts that
+    # `unsafe_chunk` returns (a GRU's gates) share a storage and are changed one by one, each with a counter of its own.
+    if tensor._base is not None:
+        counted = extent(tensor._base)
+        if counted[1] - counted[0] <= 2 * (end - start):
+            return counted
+    return start, end
+
+
+def bytes_of(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """Bytes `start` to `end` of the tensor's storage, without its graph."""
+    alias = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return alias.set_(tensor.untyped_storage(), start, (end - start,), (1,))

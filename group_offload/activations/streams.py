@@ -1,12 +1,13 @@
-"""The two streams that activations move on, and every wait that their copies need.
+"""The two streams that activations are copied on, and every wait that these copies need.
 
 [Note: The life of an activation]
-A storage that is saved for backward leaves the device once and may come back several times. Compute writes it, and the copy
-to RAM reads it: that copy starts behind *packed*, recorded on compute's stream. Its device memory goes back to the
-allocator only after compute waited for *left*, recorded behind the copy: the host is ahead of the device, so that the host
-let go of the memory says nothing. In backward its new memory is allocated for compute's stream. The copy back starts behind
-*born*, recorded there (what had the memory before may still be running), and behind *left* (the RAM has to be written).
-Compute waits for *arrived* before it reads. The RAM is used again behind *left* and the last *arrived*.
+A storage that is saved for backward leaves the device once and may come back several times. Compute writes it and the copy to
+host memory (D2H) reads it, so that copy waits for *packed*, recorded on compute's stream. Its device memory goes back to the
+allocator only after compute has waited for *left*, recorded behind the copy: the host runs ahead of the device, so letting go
+of the memory on the host isn't enough. In backward, new memory is allocated for compute's stream. The copy back (H2D) waits
+for *born*, recorded there (the memory's last user may still be running), and for *left* (the host memory has to be written).
+Compute waits for *arrived*, recorded behind the copy back, before it reads. Host memory is used again behind all copies back
+that were enqueued until then; copies to it are on one stream, so they need no wait for each other.
 
 Events and waits cost the host more than a small copy does. So storages that are saved one after another share them: they
 are copied in batches of `Tuning.activation_batch_bytes`, which take the link about half a millisecond. A large activation
@@ -16,26 +17,18 @@ is a batch by itself.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
 from ..base.device import Backend, Event, Stream
 from ..base.tuning import tuning
-from .trace import BACK, OUT, ActivationTrace
 
-
-class Copy(NamedTuple):
-    """One storage's copy."""
-
-    target: torch.Tensor
-    source: torch.Tensor
-    name: str
-    """The FQN of the group that saved it, for a trace."""
+Copy = tuple[torch.Tensor, torch.Tensor]
+"""Target and source."""
 
 
 class CopyStreams:
-    """Copies of activations of one device. See [Note: The life of an activation]. Thread-safe as the backend is."""
+    """Copies of activations of one device. See [Note: The life of an activation]."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -43,10 +36,11 @@ class CopyStreams:
         """D2H, beside forward; and beside backward's H2D, which takes the other direction of the link."""
         self._back = backend.new_stream()
         """H2D, beside backward."""
-        self.trace: ActivationTrace | None = None
+        self._last_arrived: Event | None = None
+        """Recorded behind the last copy back; None once `_out` has waited for it."""
 
-    def copy_out(self, batch: Sequence[Copy], after: Iterable[Event], stream: Stream) -> Event:
-        """Copy storages that were written on `stream` to RAM, behind the last uses of that RAM.
+    def copy_out(self, batch: Sequence[Copy], stream: Stream) -> Event:
+        """Copy storages that were written on `stream` to host memory.
 
         Returns:
             *left*: recorded behind the copies.
@@ -54,20 +48,21 @@ class CopyStreams:
         packed = self._backend.new_event()
         packed.record(stream)
         self._out.wait_event(packed)
-        for event in dict.fromkeys(after):
-            self._out.wait_event(event)
-        return self._copy(batch, self._out, OUT)
+        if self._last_arrived is not None:
+            self._out.wait_event(self._last_arrived)
+            self._last_arrived = None
+        return self._copy(batch, self._out)
 
     def allocate(self, sizes: Iterable[int], stream: Stream) -> tuple[list[torch.Tensor], Event]:
         """Device memory for activations that come back, owned by `stream`, and *born*, recorded behind it."""
-        owner = None if stream == self._backend.current_stream() else stream  # None is quicker
+        owner = None if stream == self._backend.current_stream() else stream  # None is faster
         memories = [self._backend.empty(num_bytes, owner) for num_bytes in sizes]
         born = self._backend.new_event()
         born.record(stream)
         return memories, born
 
     def copy_back(self, copies: Sequence[Copy], after: Iterable[Event]) -> list[Event]:
-        """Copy RAM to the device, behind `after`: *born*, and each *left*.
+        """Copy host memory to the device, behind `after`: *born*, and each *left*.
 
         Returns:
             *arrived* of each, recorded behind its copy.
@@ -76,18 +71,13 @@ class CopyStreams:
             self._back.wait_event(event)
         found: list[Event] = []
         for batch in _batches(copies):
-            found += [self._copy(batch, self._back, BACK)] * len(batch)
+            self._last_arrived = self._copy(batch, self._back)
+            found += [self._last_arrived] * len(batch)
         return found
 
-    def _copy(self, batch: Sequence[Copy], stream: Stream, row: str) -> Event:
+    def _copy(self, batch: Sequence[Copy], stream: Stream) -> Event:
         """Start the copies of a batch. Returns the event behind them."""
-        if self.trace is None:
-            self._backend.copy_all([(copy.target, copy.source) for copy in batch], stream)
-        else:
-            for target, source, name in batch:
-                begun = self.trace.now(stream)
-                self._backend.copy(target, source, stream)
-                self.trace.add(row, name, begun, self.trace.now(stream), source.numel())
+        self._backend.copy_all(batch, stream)
         behind = self._backend.new_event()
         behind.record(stream)
         return behind
@@ -102,8 +92,8 @@ class CopyStreams:
 
 def _batches(copies: Sequence[Copy]) -> Iterator[Sequence[Copy]]:
     first = num_bytes = 0
-    for index, copy in enumerate(copies, 1):
-        num_bytes += copy.target.numel()
+    for index, (target, _) in enumerate(copies, 1):
+        num_bytes += target.numel()
         if num_bytes >= tuning().activation_batch_bytes or index == len(copies):
             yield copies[first:index]
             first, num_bytes = index, 0

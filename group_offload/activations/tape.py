@@ -1,4 +1,4 @@
-"""What one pass saved for backward, in the order of its groups."""
+"""What one forward saved for backward, in the order of its groups."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from dataclasses import dataclass, field
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .stash import Referable, Stash, StashState
+from .stash import Stash, StashState
 
 Key = tuple[int, int, int, int]
 """A storage, the version of its content, and which part of it: first byte and number of bytes."""
 
 
-@dataclass(slots=True, eq=False)
-class Tape(Referable):
-    """A pass, from its forward to its last backward.
+@dataclass(eq=False)
+class Tape:
+    """One forward, until its last backward.
 
-    Positions count the calls of groups, so a group that is called two times has two. Autograd holds the stashes and, with
-    them, the tape; the tape holds no stash.
+    Positions count the calls of groups: a group that is called twice has two. Autograd holds the stashes and, with them, the
+    tape. The tape holds no stash.
     """
 
     expected: int
-    """Calls of groups that the pass is expected to have: as many as the last pass had."""
+    """Calls of groups to expect in the forward: as many as in the last one."""
     names: list[str] = field(default_factory=list)
-    """The group of each position."""
+    """The group at each position."""
     stashes: list[list[weakref.ref[Stash]]] = field(default_factory=list)
     """The stashes that each position saved."""
     num_decided: int = 0
-    """Positions before this one keep nothing on the device that may be offloaded."""
+    """Positions before this one keep nothing on the device that could be offloaded."""
     known: dict[Key, tuple[StorageWeakRef, weakref.ref[Stash]]] = field(default_factory=dict)
-    """The storages that this pass has saved. An address is not used again as long as there is a weak reference to it."""
+    """The storages that this forward has saved. An address isn't used again as long as there is a weak reference to it."""
     reached: int | None = None
-    """The position that backward has come to."""
+    """The position that backward has reached."""
     fetched: set[int] = field(default_factory=set)
-    """The positions that were brought back in backward."""
+    """The positions that backward has brought back."""
 
     @property
     def position(self) -> int:
@@ -47,7 +47,7 @@ class Tape(Referable):
         self.stashes.append([])
 
     def find(self, key: Key) -> Stash | None:
-        """The stash of the same bytes, if this pass saved them before."""
+        """The stash of the same bytes, if this forward saved them before."""
         found = self.known.get(key)
         stash = None if found is None else found[1]()
         return None if stash is None or stash.state is StashState.LOST else stash
@@ -62,7 +62,7 @@ class Tape(Referable):
             self.stashes[-1].append(weakref.ref(stash))
 
     def at(self, position: int) -> Iterator[Stash]:
-        """The stashes of a position that are alive and not lost, those that backward needs first first."""
+        """The stashes of a position that are alive and not lost, in the order in which backward needs them."""
         if 0 <= position < len(self.stashes):
             for reference in reversed(self.stashes[position]):
                 stash = reference()

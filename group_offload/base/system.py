@@ -123,31 +123,6 @@ def read_at(fd: int, target: memoryview, position: int) -> int:
     return len(found)
 
 
-def write_at(fd: int, source: memoryview, position: int) -> int:
-    """Write once from `position` on, and return the number of bytes. Several threads may write at once.
-
-    Raises:
-        OSError: the system refused.
-    """
-    if hasattr(os, "pwrite"):
-        return os.pwrite(fd, source, position)
-    with _turn(fd):
-        os.lseek(fd, position, os.SEEK_SET)
-        return os.write(fd, source)
-
-
-def take_room(fd: int, start: int, num_bytes: int) -> None:
-    """Make a file longer.
-
-    Raises:
-        OSError: the drive has no room. A system that cannot keep room free says so at a later write instead.
-    """
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(fd, start, num_bytes)
-    else:
-        os.ftruncate(fd, max(os.fstat(fd).st_size, start + num_bytes))
-
-
 def advise(fd: int, start: int, num_bytes: int, advice: str) -> None:
     """Tell the system how a part of a file will be read: "WILLNEED", "DONTNEED" or "RANDOM".
 

@@ -76,14 +76,9 @@ class Tuning:
 
     # Activations
     activation_segment_bytes: int = 256 << 20
-    """The least size of a segment, unless less is left of the budget. Later ones are a quarter of all before, if that is
-    more."""
+    """The least size of a segment. Later ones are a quarter of all before, if that is more."""
     activation_batch_bytes: int = 32 << 20
     """Small activations are copied in batches of this size."""
-    spill_step_bytes: int = 1 << 30
-    """The file is allocated in steps of this size, so that a full disk shows before anything is written."""
-    spill_piece_bytes: int = 8 << 20
-    """The bytes of activations that one thread writes or reads at a time."""
 
     # Several GPUs
     min_shared_bytes: int = 2 << 20

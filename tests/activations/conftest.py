@@ -10,4 +10,4 @@ from ..support.tuning import tune
 @pytest.fixture(autouse=True)
 def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the slab and the file grow, and nothing clears RAM that no test needs."""
-    tune(monkeypatch, activation_segment_bytes=16 << 10, spill_step_bytes=16 << 10, spill_piece_bytes=1 << 10)
+    tune(monkeypatch, activation_segment_bytes=16 << 10)

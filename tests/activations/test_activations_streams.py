@@ -9,7 +9,6 @@ import ast
 import gc
 import inspect
 import random
-import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,62 +21,13 @@ import torch
 from torch import nn
 
 from group_offload import StateError
-from group_offload.activations import host_memory, host_pool, offloader, spill, streams
+from group_offload.activations import host_pool, offloader, streams
 
-from ..support.activations import Call, Calls, check, offload
+from ..support.activations import Call, Calls, check, offload, random_training
 from ..support.asserts import same_bits
 from ..support.simulated import SimulatedDevice, use_simulated_device
-from ..support.training import DIM, STEPS, make, plain, retained, stopped_backward, two_by_two
+from ..support.training import DIM, plain, retained, stopped_backward, two_by_two
 from ..support.tuning import tune
-
-
-@contextmanager
-def watch_the_file(device: SimulatedDevice | None = None) -> Iterator[None]:
-    """Tell the device of what threads read and write in RAM behind torch's back."""
-    from group_offload.base.device import backend_for
-
-    read, write = spill.read_part, spill.write_part
-
-    def tell(area: memoryview, *, write: bool) -> None:
-        found: Any = device or backend_for(torch.device("cpu"))
-        if isinstance(found, SimulatedDevice):
-            found.host_access(torch.frombuffer(area, dtype=torch.uint8), write=write)
-
-    def watched_read(fd: int, area: memoryview, position: int) -> int:
-        tell(area, write=True)
-        return read(fd, area, position)
-
-    def watched_write(fd: int, area: memoryview, position: int) -> None:
-        tell(area, write=False)
-        write(fd, area, position)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spill, "read_part", watched_read)
-        patch.setattr(spill, "write_part", watched_write)
-        yield
-
-
-def exercise(seed: int, laziness: str) -> None:
-    """Random options, a random step: the bits of the resident model."""
-    rng = random.Random(seed)
-    options: dict[str, Any] = {
-        "keep_last": rng.choice([0, 1, 1, 2]),
-        "prefetch": rng.choice([0, 1, 1, 2, 3]),
-        "min_bytes": rng.choice([0, 0, 600]),
-        "max_inflight_bytes": rng.choice([None, None, 0, 5000]),
-    }
-    with tempfile.TemporaryDirectory() as folder, watch_the_file():
-        if rng.random() < 0.5:
-            options |= {"host_budget_bytes": rng.choice([5_000, 20_000]), "disk_path": folder}
-        order = [rng.randrange(3) for _ in range(rng.randint(3, 5))] if rng.random() < 0.5 else [0, 1, 2]
-        step = rng.choice([STEPS[name] for name in ("plain", "retained", "two_by_two", "both_at_once", "evaluated")])
-        check(step, laziness, seed, lambda: make(3, order=order), **options)
-
-
-@pytest.mark.parametrize("laziness", ["random", "lazy", "eager"])
-@pytest.mark.parametrize("seed", range(6))
-def test_random_training(seed: int, laziness: str) -> None:
-    exercise(seed, laziness)
 
 
 def simple(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -108,11 +58,10 @@ def simulated(
         for parameter in model.parameters():
             parameter.data = device.put(parameter.data)
         on_device = device.put(x)
-        with watch_the_file(device):
-            handle = offload(model, **{"keep_last": 0, **options})
-            yield device, model, on_device, expected
-            device.synchronize()
-            handle.remove()
+        handle = offload(model, **{"keep_last": 0, **options})
+        yield device, model, on_device, expected
+        device.synchronize()
+        handle.remove()
         assert device.pinned_bytes == 0
 
 
@@ -259,11 +208,10 @@ def test_a_group_saves_on_two_streams() -> None:
     step_aside(sine_of_product, torch.sin)
 
 
-@pytest.mark.parametrize("laziness", ["random", "lazy", "eager"])
-def test_large_activations_travel_in_several_batches(laziness: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_activations_travel_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     tune(monkeypatch, activation_batch_bytes=1500)
-    for seed in range(6, 8):
-        exercise(seed, laziness)
+    for laziness in ("random", "lazy", "eager"):
+        random_training(random.Random(6), laziness)
 
 
 def test_removed_at_once() -> None:
@@ -286,11 +234,10 @@ def test_removed_at_once() -> None:
 
 
 def test_what_an_interrupt_lost_takes_no_ram(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph whose saved bytes are lost is still held, and the next forward may take the whole budget."""
-    budget = 10_000
-    with simulated(host_budget_bytes=budget) as (device, model, x, expected):
+    """The pool goes, though graphs whose saved bytes are lost are still held."""
+    with simulated() as (device, model, x, expected):
         held = [model(x).sum() for _ in range(2)]
-        assert 0 < device.pinned_bytes <= budget
+        assert device.pinned_bytes > 0
 
         def interrupt(*args: Any) -> None:
             raise KeyboardInterrupt
@@ -306,43 +253,15 @@ def test_what_an_interrupt_lost_takes_no_ram(monkeypatch: pytest.MonkeyPatch) ->
                 loss.backward()
         take_gradients(model)
         model(x).sum().backward()
-        assert 0 < device.pinned_bytes <= budget
         actual = take_gradients(model)
         assert_gradients(device, actual, expected)
         del actual, loss
         held.clear()
 
 
-def test_the_file_is_written_and_read_in_time() -> None:
-    for budget in (3_000, 8_000):
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            simulated(8, host_budget_bytes=budget, disk_path=folder) as (device, model, x, expected),
-        ):
-            for _ in range(3):
-                model(x).sum().backward()
-                actual = take_gradients(model)
-                assert_gradients(device, actual, expected)
-                del actual
-
-
-def test_a_retained_graph_comes_from_the_file_twice() -> None:
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        simulated(8, host_budget_bytes=6_000, disk_path=folder, prefetch=2) as (device, model, x, expected),
-    ):
-        loss = model(x).sum()
-        for _ in range(2):
-            loss.backward(retain_graph=True)
-            actual = take_gradients(model)
-            assert_gradients(device, actual, expected)
-            del actual
-        del loss
-
-
 # ---------------------------------------------------------------- mutations
 
-MODULES: tuple[ModuleType, ...] = (offloader, host_memory, host_pool, spill, streams)
+MODULES: tuple[ModuleType, ...] = (offloader, host_pool, streams)
 CALLS = {"wait_event", "synchronize", "record", "record_stream", "_wait"}
 
 
@@ -388,7 +307,7 @@ WAITS = find_waits()
 
 
 def test_there_are_waits_to_remove() -> None:
-    assert len(WAITS) >= 15
+    assert len(WAITS) >= 13
 
 
 def everything() -> None:
@@ -399,12 +318,10 @@ def everything() -> None:
     test_blocks_of_ram_go_to_a_pass_on_another_stream()
     test_blocks_that_compute_on_streams_of_their_own()
     test_a_group_saves_on_two_streams()
-    test_the_file_is_written_and_read_in_time()
-    test_a_retained_graph_comes_from_the_file_twice()
     for step in (plain, retained, two_by_two, stopped_backward):
         check(step, "lazy")
     for seed in range(4):
-        exercise(seed, "random")
+        random_training(random.Random(seed), "random")
 
 
 def test_with_all_waits_everything_is_right() -> None:

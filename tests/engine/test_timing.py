@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from group_offload import OffloadHandle, StateError, apply_activation_offloading, apply_group_offloading
+from group_offload import OffloadHandle, apply_activation_offloading, apply_group_offloading
 from group_offload.base.tuning import tuning
 from group_offload.plan.placement import Placement
 
@@ -422,40 +422,6 @@ def test_activations_take_what_the_link_or_compute_takes(copy_seconds: float, mo
     assert stats.peak_inflight_bytes <= 3 * saved_bytes
     phases = max(num_blocks * seconds, moved), max(2 * num_blocks * seconds, moved)
     assert max(times) <= 1.03 * sum(phases)
-
-
-def test_a_trace_of_activations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Two steps: what leaves and comes back, compute by group and direction, and where it waited."""
-    tune(monkeypatch, activation_segment_bytes=1 << 20)
-    device = TimedDevice(LINK)
-    copy_seconds, seconds = 0.008, 0.002
-    saved_bytes = int(copy_seconds * LINK) // 4096 * 4096
-    model = Savers(*(Saving(device, seconds, saved_bytes) for _ in range(5)))
-    with use_simulated_device(device):  # type: ignore[arg-type]
-        handle = apply_activation_offloading(model, device="cpu", min_bytes=0)
-        x = torch.zeros(1, requires_grad=True)
-        model(x).sum().backward()
-        begun = device.now
-        with handle.trace(tmp_path / "trace.json"):
-            for _ in range(2):
-                model(x).sum().backward()
-            with pytest.raises(StateError, match="already"), handle.trace(tmp_path / "other.json"):
-                pass
-        took = device.now - begun
-        model(x).sum().backward()  # which nobody traces
-        handle.remove()
-    with pytest.raises(StateError, match="removed"), handle.trace(tmp_path / "other.json"):
-        pass
-    slices = slices_of(tmp_path / "trace.json")
-    assert set(slices) == {"D2H", "H2D", "compute", "stalls"}
-    assert sum(duration for _, duration in slices["D2H"]) == pytest.approx(2 * 4 * saved_bytes / LINK)
-    assert sum(duration for _, duration in slices["H2D"]) <= 2 * 4 * saved_bytes / LINK
-    names = [f"blocks.{index}" for index in range(5)]
-    assert {name for name, _ in slices["compute"]} == {*names, *(f"{name} (backward)" for name in names)}
-    assert {name for name, _ in slices["D2H"]} == set(names[:-1])
-    # What compute did not take, it waited for copies: in backward that is told as a stall, within the group's slice.
-    assert sum(duration for _, duration in slices["compute"]) == pytest.approx(took)
-    assert 0 < sum(duration for _, duration in slices["stalls"]) <= took - 2 * 5 * 3 * seconds
 
 
 def slices_of(path: Path) -> dict[str, list[tuple[str, float]]]:

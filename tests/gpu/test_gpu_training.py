@@ -171,6 +171,15 @@ class Hostile:
     """Late copies in one direction, NaN in memory that is free on the device, and in blocks of RAM that are given back."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, late: str) -> None:
+        arrived: dict[int, torch.Event] = {}
+        copy_back = CopyStreams.copy_back
+
+        def copy_back_and_note(streams: CopyStreams, copies: Any, after: Any) -> Any:
+            events = copy_back(streams, copies, after)
+            arrived.update((source.data_ptr(), event) for (_, source), event in zip(copies, events, strict=True))
+            return events
+
+        monkeypatch.setattr(CopyStreams, "copy_back", copy_back_and_note)
         name, stream = {"out": ("copy_out", "_out"), "back": ("copy_back", "_back")}[late]
         copy, give = getattr(CopyStreams, name), HostPool.give
 
@@ -179,12 +188,11 @@ class Hostile:
                 torch.cuda._sleep(2_000_000)  # about 1 ms
             return copy(streams, *args)
 
-        def give_poisoned(pool: HostPool, free: Any, *last_uses: Any) -> None:
-            for use in last_uses:
-                if use is not None:
-                    use.synchronize()
-            free.memory.fill_(0xFF)
-            give(pool, free, *last_uses)
+        def give_poisoned(pool: HostPool, buffer: torch.Tensor) -> None:
+            if buffer.data_ptr() in arrived:
+                arrived.pop(buffer.data_ptr()).synchronize()
+            buffer.fill_(0xFF)
+            give(pool, buffer)
 
         monkeypatch.setattr(CopyStreams, name, copy_late)
         monkeypatch.setattr(HostPool, "give", give_poisoned)
@@ -204,28 +212,22 @@ class Hostile:
 
 
 @pytest.mark.parametrize("late", ["out", "back"])
-@pytest.mark.parametrize("options", [{}, {"keep_last": 0, "prefetch": 3}, {"in_files": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"keep_last": 0, "prefetch": 3}], ids=str)
 @pytest.mark.parametrize("run_block", [None, CHECKPOINTS[1]])
 def test_late_activations_in_poisoned_memory(
     run_block: Any,
     options: dict[str, Any],
     late: str,
     device: torch.device,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected = train(make(run_block).to(device), device, 20)
     hostile = Hostile(monkeypatch, late)
-    options = dict(options)
-    if options.pop("in_files", False):
-        options |= {"host_budget_bytes": 8 * MIB, "disk_path": tmp_path}
     model = make(run_block).to(device)
     hostile.poison(model)
     handle = apply_activation_offloading(model, min_bytes=1 << 16, **options)
     assert_same(train(model, device, 20), expected)
-    stats = handle.stats()
-    assert stats.offloads > 0
-    assert run_block is not None or ("disk_path" in options) == (stats.written_bytes > 0)
+    assert handle.stats().offloads > 0
     handle.remove()
 
 

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 
-from group_offload.activations.spill import SpillFile
 from group_offload.base import pool
 from group_offload.base.layout import memory_of
 from group_offload.base.mapping import TwiceMapped
@@ -116,28 +115,12 @@ def fill(path: Path) -> None:
     assert bytes(memory.private) == content
 
 
-class Reached:
-    def synchronize(self) -> None:
-        pass
-
-
-def spill(path: Path) -> None:
-    """Activations, to a file and back."""
-    file = SpillFile(path.parent)
-    source = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
-    target = torch.zeros_like(source)
-    spot = file.take(source.numel())
-    file.write(source, spot, Reached(), "").wait()  # type: ignore[arg-type]
-    file.read(target, spot, [], "").wait()
-    assert torch.equal(source, target)
-
-
-every_use = pytest.mark.parametrize("use", [read, fill, spill])
+every_use = pytest.mark.parametrize("use", [read, fill])
 
 
 @pytest.fixture
 def content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    tune(monkeypatch, min_mapped_piece_bytes=MIB, spill_piece_bytes=MIB)
+    tune(monkeypatch, min_mapped_piece_bytes=MIB)
     path = tmp_path / "content"
     path.write_bytes(os.urandom(8 * MIB + 77))
     return path
@@ -181,8 +164,7 @@ def test_an_interrupt_at_any_line(use: Callable[[Path], None], can_start: bool, 
                         contained(partial(use, content))
                 except KeyboardInterrupt:
                     num_interrupts += 1
-                # Whoever begins a spill and is interrupted before it has the job has nothing to wait for.
-                assert not running or use is spill
+                assert not running
             assert io_threads() <= num_threads() + 1
             if not strike.where:
                 break
