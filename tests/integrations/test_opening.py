@@ -356,7 +356,7 @@ def test_handles_of_what_was_opened(pipelines: dict[str, Path], flux: Path) -> N
     assert handles_of(pipe) == {}
     with pytest.raises(ConfigError, match=r"got FluxPipeline\. For a pipeline: handles_of"):
         handle_of(pipe)
-    with pytest.raises(ConfigError, match=r"has no components. For a single model call .* or handle_of"):
+    with pytest.raises(ConfigError, match=r"diffusers pipeline, got .* For a single model, use apply_group_offloading"):
         handles_of(pipe.vae)
 
 

@@ -518,7 +518,7 @@ def is_missing(rank: int, what: str) -> None:
         return
     fault = ConfigError if rank == 1 else StateError
     with pytest.raises(fault, match=r"budget|Rank 1 did not offload|Rank 1 could not offload"):
-        share(model(), ram_budget=1 if rank == 1 else None)
+        share(model(), ram_budget="1B" if rank == 1 else None)
 
 
 def is_dropped(rank: int) -> None:
