@@ -553,7 +553,7 @@ def test_what_has_no_weights(pipelines: dict[str, Path]) -> None:
 
 def test_a_class_that_does_not_support_it(flux: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FluxTransformer2DModel, "_supports_group_offloading", False)
-    with pytest.raises(ModuleError, match="doesn.t support group offloading"):
+    with pytest.raises(ModuleError, match=r"doesn.t support group offloading"):
         open_(FluxTransformer2DModel, flux, dtype=FP32)
 
 
