@@ -63,7 +63,7 @@ def run(
     """
     listed = [[case.__name__] if callable(case) else [case[0].__name__, *map(str, case[1:])] for case in cases]
     code = f"import sys; from {__name__} import _ranks; _ranks(*sys.argv[1:])"
-    done = run_code(code, (json.dumps(listed), num_ranks, device), timeout=100)
+    done = run_code(code, (json.dumps(listed), num_ranks, device), timeout=280)
     statuses = tuple(map(int, done.stdout.splitlines()[-1].split())) if done.stdout else ()
     assert statuses == (expected or (0,) * num_ranks), done.stdout + done.stderr[-6000:]
 
@@ -89,7 +89,7 @@ def _ranks(cases: str, num_ranks: str, device: str) -> None:
 def _rank(cases: list[list[str]], num_ranks: int, device: str, meeting: Path, rank: int) -> None:
     global DEVICE
     warnings.simplefilter("error" if device == "cpu" else "ignore")
-    signal.alarm(80)
+    signal.alarm(260)
     torch.set_num_threads(1)
     share_little()
     if device != "cpu":
