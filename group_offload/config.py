@@ -14,11 +14,12 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 
 import torch
 
-from .base.device import Backend, backend_for, default_device
+from .base.device import Backend, backend_for, default_device, is_cpu_build
 from .base.pagemap import can_detect_writes
+from .base.text import did_you_mean
 from .errors import ConfigError, DeviceError
 from .packing.codec import can_unpack
-from .plan.budgets import Budget, parse_budget, total_ram
+from .plan.budgets import Budget, is_budget, parse_budget, total_ram
 
 
 class OffloadType(str, Enum):
@@ -97,7 +98,9 @@ def takes_options(
             try:
                 bound = signature.bind(*args, **kwargs)
             except TypeError as error:
-                raise TypeError(f"{function.__name__}() {error}") from None
+                unknown = next((name for name in kwargs if name not in signature.parameters), None)
+                hint = "" if unknown is None else did_you_mean(unknown, signature.parameters)
+                raise TypeError(f"{function.__name__}() {error}{hint and '.'}{hint}") from None
             make = cast(Callable[..., _Options], kind)
             return function(bound.args[0], make(*bound.args[1:], **bound.kwargs))
 
@@ -184,10 +187,10 @@ class OffloadConfig:
         device = default_device() if given is None else _as_device(given, "onload_device")
         backend = backend_for(device)
         is_disk = options.offload_device == "disk"
-        if not is_disk and _as_device(options.offload_device, "offload_device").type != "cpu":
+        if not is_disk and not _is_cpu(options.offload_device):
             raise ConfigError(
-                f"offload_device={str(options.offload_device)!r}: weights rest in RAM or in files. Pass 'cpu' or 'disk', with "
-                f"offload_to_disk_path for files that have to be written."
+                f"offload_device must be 'cpu' or 'disk', got {str(options.offload_device)!r}. To choose the directory, pass "
+                f"offload_to_disk_path."
             )
         flags = {
             "non_blocking": options.non_blocking,
@@ -211,13 +214,13 @@ class OffloadConfig:
             )
         if options.vram_budget is not None and not backend.has_streams:
             raise ConfigError(
-                f"vram_budget={options.vram_budget!r}: {str(device)!r} has no memory of its own. Pass ram_budget, or another "
-                f"onload_device."
+                f"vram_budget needs a GPU, but onload_device is {str(device)!r}. Pass ram_budget instead."
+                f"{' (torch sees no GPU here: this is a CPU build.)' if is_cpu_build() else ''}"
             )
         if options.vram_budget is not None and options.low_cpu_mem_usage:
             raise ConfigError(
-                f"vram_budget={options.vram_budget!r} contradicts low_cpu_mem_usage=True: edits of weights in RAM that is not "
-                f"page-locked cannot be noticed, so no weight could stay on the device. Drop one of the two."
+                "vram_budget can't be combined with low_cpu_mem_usage=True: edits to unpinned weights can't be detected, so "
+                "none can stay on the GPU. Drop one."
             )
         pack = _as_pack(options.pack)
         if pack is True:
@@ -228,8 +231,8 @@ class OffloadConfig:
         if options.process_group is not None and share is not False:
             if options.share_passes:
                 raise ConfigError(
-                    "share_passes=True contradicts process_group: forwards that travel together need groups at other moments "
-                    "in each process. Drop one of the two, or pass share=False, with which each process offloads alone."
+                    "share_passes=True can't be combined with process_group. Drop one, or pass share=False so that each "
+                    "process loads its own weights."
                 )
             share = _check_share(share, verify_files=options.verify_files, backend=backend)
         kind = _as_offload_type(options.offload_type)
@@ -265,7 +268,16 @@ class OffloadConfig:
         )
 
 
+def _is_cpu(value: Any) -> bool:
+    try:
+        return torch.device(value).type == "cpu"
+    except (TypeError, RuntimeError):
+        return False
+
+
 def _as_device(value: Any, name: str) -> torch.device:
+    if isinstance(value, str) and is_budget(value):  # the first argument by position
+        raise DeviceError(f"{name}={value!r} isn't a device. Did you mean vram_budget={value!r}?")
     try:
         return torch.device(value)
     except TypeError as error:  # torch's own message is a table of its overloads
@@ -273,7 +285,7 @@ def _as_device(value: Any, name: str) -> torch.device:
             f"{name}={value!r} is not a device: expected its name ('cuda', 'cuda:1', 'cpu') or a torch.device."
         ) from error
     except RuntimeError as error:
-        raise DeviceError(f"{name}={value!r} is not a device: {str(error).splitlines()[0]}") from error
+        raise DeviceError(f"{name}={value!r} isn't a device. Use 'cuda', 'cuda:1', 'xpu' or 'cpu'.") from error
 
 
 def _as_offload_type(value: Any) -> OffloadType:
@@ -300,8 +312,8 @@ def _check_pack(backend: Backend, *, low_cpu_mem_usage: bool) -> None:
         )
     if not can_unpack(backend.device):
         raise DeviceError(
-            f"pack=True needs Triton to unpack weights on {str(backend.device)!r}, and it is not installed here. Install it "
-            f"(pip install triton; torch's own wheels for Linux bring it along). {otherwise}"
+            f"pack=True needs Triton on {str(backend.device)!r}. Run `pip install triton`, or pass pack='auto' to compress "
+            f"only where possible."
         )
     if low_cpu_mem_usage:
         raise ConfigError(
@@ -357,7 +369,7 @@ def _as_group(value: Any) -> Any:
             "process_group was destroyed. Pass one that is in use: dist.group.WORLD, once set up."
         ) from None
     if rank not in ranks:
-        raise ConfigError(f"process_group: this process, rank {rank}, is none of its ranks.")
+        raise ConfigError(f"rank {rank} (this process) isn't in process_group.")
     return value
 
 

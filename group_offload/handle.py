@@ -6,19 +6,20 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from .base import timeline
-from .base.text import table
+from .base.text import html_table, printable, table
 from .config import OffloadConfig
 from .errors import StateError
 from .plan.budgets import describe_bytes
 from .plan.report import OffloadPlan, SharedForwards
 from .report.facts import ReportFacts
-from .report.page import check_path, write_page
+from .report.page import check_path, value_text, write_page
 from .run_report import Run, facts_of, memory_of, wait_for_work
 from .runtime.engine import Engine, follow_one_another
 from .runtime.gates import HANDLE, Gate
@@ -29,7 +30,7 @@ from .stores.files import FileBlob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadStats:
-    """Counts, bytes and seconds since a module was offloaded."""
+    """Counts, bytes and seconds since a module was offloaded. `print` and notebooks show them as a table."""
 
     passes: int
     """Forwards of the module, or of a part of it that was called by itself."""
@@ -84,6 +85,15 @@ class OffloadStats:
     """RAM for buffers between the device and files or pageable RAM."""
     file_bytes: int
     """Bytes of weights that rest in files."""
+
+    def __str__(self) -> str:
+        return "\n".join(table(self._rows()))
+
+    def _repr_html_(self) -> str:
+        return html_table(self._rows())
+
+    def _rows(self) -> list[tuple[str, str]]:
+        return [("statistic", "value"), *((name, value_text(name, value)) for name, value in asdict(self).items())]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +218,7 @@ class OffloadHandle:
                 device_has_memory=has_memory,
                 shared=shared if engine.config.share_passes else None,
                 gpus="" if engine.sharing is None else engine.sharing.describe(),
+                memory=engine.device_memory,
             )
 
     @contextmanager
@@ -293,14 +304,24 @@ class OffloadHandle:
     def __str__(self) -> str:
         if self._engine is None:
             return repr(self)
+        rows, summary = self._table()
+        return "\n".join([*table(rows), summary])
+
+    def _repr_html_(self) -> str:
+        if self._engine is None:
+            return escape(repr(self))
+        rows, summary = self._table()
+        return f"{html_table(rows)}<p>{escape(printable(summary))}</p>"
+
+    def _table(self) -> tuple[list[tuple[str, str, str, str]], str]:
         rows = [("group", "tensors", "size", "rests in")]
         rows += [(g.group_id, str(g.num_tensors), describe_bytes(g.num_bytes), g.where) for g in self.groups]
         total = describe_bytes(sum(group.num_bytes for group in self.groups))
         summary = (
             f"{type(self.module).__name__}: {total} in {len(rows) - 1} groups, onloaded to {self.config.onload_device} "
-            f"through slots of {describe_bytes(self._engine.slot_bytes)} in all."
+            f"through slots of {describe_bytes(self._live.slot_bytes)} in all."
         )
-        return "\n".join([*table(rows), summary])
+        return rows, summary
 
     # A copy of the module, or the module read back from a pickle, is not offloaded, and so has no handle.
     def __deepcopy__(self, memo: object) -> None:

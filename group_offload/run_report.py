@@ -83,6 +83,7 @@ def facts_of(run: Run) -> ModelFacts:
         gains=gains,
         plan=None if plan is None else plan_as_dict(plan),
         stats=run.stats,
+        memory=engine.device_memory,
     )
 
 

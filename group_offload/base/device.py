@@ -566,25 +566,35 @@ def backend_for(device: torch.device) -> Backend:
     return _backends[device]
 
 
+def is_cpu_build() -> bool:
+    """Whether torch was built for no accelerator."""
+    return torch.version.cuda is None and torch.version.hip is None and getattr(torch.version, "xpu", None) is None
+
+
+def _why_none(kind: str) -> str:
+    """What to do where torch sees no device of this kind."""
+    if kind == "cuda" and torch.version.cuda is None and torch.version.hip is None:
+        return "This build has no CUDA support: install one that has (https://pytorch.org/get-started)"
+    return "Check that the driver works (nvidia-smi)" if kind == "cuda" else "Check the driver and the torch build"
+
+
 def _with_index(device: torch.device) -> torch.device:
     if device.type == "cpu":
         if device.index:
-            raise DeviceError(f"Cannot onload to {str(device)!r}: there is one CPU device, 'cpu'.")
+            raise DeviceError(f"onload_device={str(device)!r} doesn't exist: there is one CPU device, 'cpu'.")
         return torch.device("cpu")
     runtime = getattr(torch, device.type, None)
     if device.type in ("meta", "mps") or runtime is None or not hasattr(runtime, "is_available"):
-        raise DeviceError(
-            f"Cannot onload to {str(device)!r}: not a device that can compute. Use 'cuda', 'xpu' or 'cpu'."
-        )
+        raise DeviceError(f"onload_device={str(device)!r} isn't supported. Use 'cuda', 'xpu' or 'cpu'.")
     if not runtime.is_available():
         raise DeviceError(
-            f"Cannot onload to {str(device)!r}: torch {torch.__version__} sees no {device.type} device here. "
-            f"Pass onload_device='cpu', or install a torch build that supports the device."
+            f"No {str(device)!r} device is available to torch {torch.__version__}. {_why_none(device.type)}, or pass "
+            f"onload_device='cpu'."
         )
     if device.index is None:
         return torch.device(device.type, runtime.current_device())
     if device.index >= runtime.device_count():
         raise DeviceError(
-            f"Cannot onload to {str(device)!r}: this machine has {runtime.device_count()} such device(s)."
+            f"onload_device={str(device)!r} doesn't exist: torch sees {runtime.device_count()} {device.type} device(s)."
         )
     return device

@@ -35,7 +35,8 @@ def find_checkpoint(name: str) -> Path:
     found = _downloaded(name)
     if found is None:
         raise GroupFileError(
-            f"There is no {name}: neither a file or folder, nor a model in the local cache of the hub."
+            f"There is no {name}: no such file or folder, and no downloaded model. A model of the hub: hf download "
+            f"{'/'.join(name.split('/')[:2]) if _is_hub_name(name) else 'OWNER/MODEL'}"
         )
     return found
 
@@ -66,10 +67,15 @@ def named_dtype(name: str | None) -> torch.dtype | None:
     return found
 
 
+def _is_hub_name(name: str) -> bool:
+    parts = name.split("/")
+    return len(parts) > 1 and all(re.fullmatch(r"\w[\w.-]*", part) for part in parts)
+
+
 def _downloaded(name: str) -> Path | None:
     """The place of a model, or of a folder in it, in the hub's cache."""
     parts = name.split("/")
-    if len(parts) < 2 or not all(re.fullmatch(r"\w[\w.-]*", part) for part in parts):
+    if not _is_hub_name(name):
         return None
     try:
         from huggingface_hub import snapshot_download

@@ -13,7 +13,6 @@ config to the engine it belongs to and everything else where it went before.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import logging
 import sys
@@ -29,6 +28,7 @@ from torch import nn
 
 from ..api import apply_group_offloading, handle_of, offload, remove_group_offloading
 from ..base.compiled import is_compiled
+from ..base.text import did_you_mean
 from ..config import ModelOptions, OffloadConfig, OffloadOptions, OffloadType, takes_options
 from ..errors import ConfigError, GroupOffloadError, ModuleError, StateError
 from ..handle import Listener, OffloadHandle, add_listener
@@ -231,8 +231,8 @@ def models_of(pipeline: Any) -> dict[str, nn.Module]:
     components = getattr(pipeline, "components", None)
     if not isinstance(components, Mapping):
         raise ConfigError(
-            f"Expected a diffusers pipeline, got {type(pipeline).__name__}, which has no components. For a single model "
-            f"call apply_group_offloading, remove_group_offloading or handle_of."
+            f"Expected a diffusers pipeline, got {type(pipeline).__name__}. For a single model, use apply_group_offloading(), "
+            f"remove_group_offloading() or handle_of()."
         )
     return {name: part for name, part in components.items() if isinstance(part, nn.Module)}
 
@@ -266,28 +266,26 @@ def as_options_by_model(value: Any) -> dict[str, dict[str, Any]]:
     return {name: dict(options) for name, options in given.items()}
 
 
-def _did_you_mean(name: Any, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(str(name), known, n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
-
-
 def _check_names(
     pipeline: Any, models: Mapping[str, nn.Module], excluded: Sequence[str], special: Mapping[str, Any]
 ) -> None:
     for name in excluded:
         if name not in pipeline.components:  # diffusers lets it pass: one list may serve several pipelines
-            hint = _did_you_mean(name, models)
-            logger.warning("exclude_modules names %r, which this pipeline does not have.%s", name, hint)
+            hint = did_you_mean(name, models)
+            logger.warning("Ignoring %r in exclude_modules: the pipeline has no such component.%s", name, hint)
     known = {field.name for field in fields(ModelOptions)}
     for name, options in special.items():
         if name not in models:
             raise ConfigError(
-                f"model_options names {name!r}, which is no model of this pipeline.{_did_you_mean(name, models)} Its models: "
-                f"{sorted(models)}."
+                f"model_options: the pipeline has no model {name!r}.{did_you_mean(name, models)} Models: "
+                f"{', '.join(sorted(models))}."
             )
         unknown = sorted(set(options) - known, key=str)
         if unknown:
-            raise ConfigError(f"model_options[{name!r}] has {unknown}. The options of a model are {sorted(known)}.")
+            raise ConfigError(
+                f"model_options[{name!r}]: no such option: {unknown[0]!r}.{did_you_mean(unknown[0], known)} Options: "
+                f"{', '.join(sorted(known))}."
+            )
     both = sorted(set(excluded) & set(special))
     if both:
         raise ConfigError(f"{both} are in exclude_modules and in model_options. Leave them in one of the two.")
@@ -322,8 +320,8 @@ def refuse_unsupported(model: nn.Module) -> None:
     name = type(model).__name__
     if getattr(model, "_supports_group_offloading", True) is False and name not in _RUN_HERE:
         raise ModuleError(
-            f"{name} does not support group offloading: its class says so (_supports_group_offloading is False). Leave it "
-            f"out with exclude_modules."
+            f"{name} doesn't support group offloading (_supports_group_offloading is False). Pass its component name in "
+            f"exclude_modules."
         )
 
 

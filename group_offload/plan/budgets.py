@@ -7,6 +7,7 @@ import math
 import re
 from enum import Enum
 from fractions import Fraction
+from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any
 
@@ -26,6 +27,7 @@ _UNITS = {
 _AMBIGUOUS = frozenset("kmgt")
 _NUMBER = re.compile(r"([0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})\s*(%|[a-z]*)", re.IGNORECASE)
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
+_LEAST_PLAIN_BYTES = 1024
 _MIN_RESERVE_BYTES = 1 << 30
 _RESERVED_SHARE = 0.1
 
@@ -65,11 +67,21 @@ def parse_budget(value: Any, name: str, total: int) -> Budget | None:
     if num_bytes <= 0:
         raise _refusal(value, name, "a budget is more than 0 bytes")
     if num_bytes > total:
-        logger.warning(
-            "%s=%r is more than there is: it is taken as %s, all of it.", name, value, describe_bytes(total, digits=4)
-        )
+        _warn_of_less(name, f"{value!r:.80}", total)
         return total
     return num_bytes
+
+
+@lru_cache(maxsize=64)  # so once, and not for each model of a pipeline
+def _warn_of_less(name: str, value: str, total: int) -> None:
+    what, there = "host" if name == "ram_budget" else "device", describe_bytes(total, digits=4)
+    logger.warning("%s=%s exceeds the %s's %s; using %s.", name, value, what, there, there)
+
+
+def is_budget(text: str) -> bool:
+    """Whether `text` is a budget with a unit, or "auto"."""
+    found = _NUMBER.fullmatch(text.strip())
+    return text.strip().lower() == "auto" or (found is not None and bool(found[2]))
 
 
 def parse_bytes(value: str, name: str) -> int:
@@ -128,18 +140,30 @@ def _amount(found: re.Match[str], value: str, name: str, *, shares: bool) -> int
     unit = found[2].lower()
     if unit in _AMBIGUOUS:
         binary, decimal = f"{found[1]}{unit.upper()}iB", f"{found[1]}{unit.upper()}B"
-        raise _refusal(value, name, f"say {binary!r} (powers of 1024) or {decimal!r} (powers of 1000)", shares=shares)
+        raise _refusal(value, name, f"it is ambiguous. Did you mean {binary!r} or {decimal!r}?", shares=shares)
     if unit not in _UNITS:
         raise _refusal(value, name, f"{found[2]!r} is no unit of memory", shares=shares)
-    return int(_fraction(found[1]) * _UNITS[unit])
+    num_bytes = int(_fraction(found[1]) * _UNITS[unit])
+    if not unit:
+        _check_unit(num_bytes, value, name, shares=shares)
+    return num_bytes
+
+
+def _check_unit(num_bytes: int, value: Any, name: str, *, shares: bool = True) -> None:
+    """Refuse a few bytes that are meant to be GiB."""
+    if 0 < num_bytes < _LEAST_PLAIN_BYTES:
+        why = f"that is {num_bytes} {'byte' if num_bytes == 1 else 'bytes'}. Did you mean '{num_bytes}GiB'?"
+        raise _refusal(value, name, why, shares=shares)
 
 
 def _from_number(value: Any, name: str) -> int:
     if isinstance(value, Integral) and not isinstance(value, bool):
+        _check_unit(int(value), value, name)
         return int(value)
     if isinstance(value, Real) and not isinstance(value, bool):
         value = float(value)
         if value.is_integer():
+            _check_unit(int(value), value, name)
             return int(value)
         if 0 < value < 1:
             raise _refusal(value, name, f"a share is written {f'{100 * value:g}%'!r}")
@@ -154,5 +178,5 @@ def _fraction(text: str) -> Fraction:
 
 
 def _refusal(value: Any, name: str, why: str, *, shares: bool = True) -> ConfigError:
-    more = ", '80%' of what there is, or 'auto'" if shares else ""
-    return ConfigError(f"{name}={value!r:.80}: {why}. Valid are bytes (8589934592), '8GiB', '8GB', '512MiB'{more}.")
+    forms = "bytes, '8GiB', '8GB', '80%' or 'auto'" if shares else "bytes, '8GiB' or '8GB'"
+    return ConfigError(f"{name}={value!r:.80}: {why if why.endswith('?') else f'{why}.'} Use {forms}.")

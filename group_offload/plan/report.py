@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from itertools import groupby
 
-from ..base.text import printable, table
+from ..base.text import html_table, printable, table
 from .budgets import describe_bytes
 from .placement import Placement, PlannedGroup
 from .planner import Plan
@@ -40,6 +41,9 @@ class OffloadPlan:
     gpus: str = ""
     """What other GPUs of the host bring, with the speeds that were measured; empty without `process_group`."""
 
+    memory: Sequence[tuple[str, int]] = ()
+    """Who holds device memory now, or has it kept free: labels and bytes. Empty for the CPU."""
+
     @property
     def step_seconds(self) -> float | None:
         """The time of a forward, as measured in the last ones; as predicted if none was measured with this plan."""
@@ -54,7 +58,7 @@ class OffloadPlan:
             return " ".join([self.details.verdict(), *_gains(self.details)])
         p = self.details.prediction
         if not p.drive_bytes:
-            return "All weights are in RAM: a forward waits for none."
+            return "All weights are in RAM; nothing to load."
         gain = self.details.gain_from(device_bytes=_GIB)
         return (
             f"{p.bound.capitalize()} bounds a forward: reading takes {p.drive_seconds:.4g} s. One GiB more of RAM would save "
@@ -62,7 +66,22 @@ class OffloadPlan:
         )
 
     def __str__(self) -> str:
-        return "\n".join(map(printable, [*self._lines(), *filter(None, [self.gpus]), *self._sharing()]))
+        tables = [line for rows in self._tables() for line in (*table(rows), "")]
+        return "\n".join([*tables, *map(printable, self._sentences())])
+
+    def _repr_html_(self) -> str:
+        sentences = (f"<p>{escape(printable(sentence))}</p>" for sentence in self._sentences())
+        return "".join([*map(html_table, self._tables()), *sentences])
+
+    def _sentences(self) -> list[str]:
+        return [*self._summary(), *filter(None, [self.gpus]), *self._sharing()]
+
+    def _tables(self) -> Iterator[Sequence[Sequence[str]]]:
+        if self.details is not None:
+            words = _WHERE if self.device_has_memory else _WHERE_ON_CPU
+            yield [("groups", "number", "size", "rests on"), *_rows(self.details, words)]
+        if self.memory:
+            yield memory_rows(self.memory)
 
     def _sharing(self) -> Iterator[str]:
         if self.shared is None:
@@ -79,27 +98,29 @@ class OffloadPlan:
             if spared:
                 yield f"Each further forward in a pass spares {' and '.join(spared)}."
 
-    def _lines(self) -> list[str]:
+    def _summary(self) -> list[str]:
         plan = self.details
         if plan is None:
             return [f"{self.model}: {self.verdict}"]
-        rows = _rows(plan, _WHERE if self.device_has_memory else _WHERE_ON_CPU)
-        lines = table([("groups", "number", "size", "rests on"), *rows])
         resident = plan.device_bytes - plan.slot_bytes
         p = plan.prediction
         if not self.device_has_memory:
             in_ram = sum(g.num_bytes for g, placement in _placed(plan) if placement is not Placement.FILE)
             turns = f"what is read takes turns in {describe_bytes(plan.slot_bytes)} of it; " if p.drive_bytes else ""
             what = f"{self.model}: {describe_bytes(in_ram)} stay in RAM; {turns}each forward reads"
-            return [*lines, f"{what} {describe_bytes(p.drive_bytes)} from the drive.", self.verdict]
+            return [f"{what} {describe_bytes(p.drive_bytes)} from the drive.", self.verdict]
         unpacked = f", and unpacks {describe_bytes(p.unpack_bytes)}" if p.unpack_bytes else ""
-        lines += [
+        return [
             f"{self.model}: on the device {describe_bytes(resident)} stay and {describe_bytes(plan.slot_bytes)} are slots; "
             f"{describe_bytes(plan.ram_bytes)} of RAM; each forward sends {describe_bytes(p.h2d_bytes)} and reads "
             f"{describe_bytes(p.drive_bytes)} from the drive{unpacked}.",
             self.verdict,
         ]
-        return lines
+
+
+def memory_rows(memory: Sequence[tuple[str, int]]) -> list[tuple[str, str]]:
+    """Rows of the table of device memory."""
+    return [("device memory now", "size"), *((label, describe_bytes(num_bytes)) for label, num_bytes in memory)]
 
 
 def _placed(plan: Plan) -> list[tuple[PlannedGroup, Placement]]:

@@ -132,6 +132,8 @@ class ModelFacts:
     plan: Mapping[str, Any] | None
     stats: Mapping[str, Any] | None
     """`OffloadStats` as a dict. None before a run."""
+    memory: Sequence[tuple[str, int]] = ()
+    """Who holds device memory now."""
 
     @property
     def title(self) -> str:

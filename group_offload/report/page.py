@@ -20,10 +20,11 @@ from typing import Any
 import torch
 
 from ..base.publish import publish_anew
-from ..base.text import printable
+from ..base.text import html_table, printable
 from ..base.timeline import COMPUTE, Slice, side_by_side
 from ..errors import GroupFileError
 from ..plan.budgets import describe_bytes
+from ..plan.report import memory_rows
 from .facts import LANES, GroupFacts, MemoryFacts, ModelFacts, PassFacts, Place, ReportFacts
 
 _MAX_SLICES = 36_000
@@ -191,6 +192,8 @@ def _model_section(index: int, model: ModelFacts, memories: Sequence[MemoryFacts
     tiles = "".join(_tiles(model))
     yield f'<div class="tiles">{tiles}</div></div>' if tiles else "</div>"
     yield from _memory_cards(memories)
+    if model.memory:
+        yield f'<div class="card scroll"><h3>Device memory now</h3>{html_table(memory_rows(model.memory))}</div>'
     yield '<div class="card"><h3>Where each group rests</h3>'
     yield '<canvas class="map" role="img" aria-label="Each group, as wide as its bytes, in the colour of its place"></canvas>'
     used = {group.place for group in model.groups}
@@ -208,7 +211,7 @@ def _model_section(index: int, model: ModelFacts, memories: Sequence[MemoryFacts
         if numbers is not None:
             yield f'<details class="card"><summary>{title}</summary><div class="scroll"><table>'
             for name, value in numbers.items():
-                yield f'<tr><td class="name">{_safe(name)}</td><td class="number">{_safe(_value(name, value))}</td></tr>'
+                yield f'<tr><td class="name">{_safe(name)}</td><td class="number">{_safe(value_text(name, value))}</td></tr>'
             yield "</table></div></details>"
     yield "</section>"
 
@@ -230,11 +233,12 @@ def _key(colour: str, label: str) -> str:
     return f'<li><i style="background:var(--{colour})"></i>{_safe(label)}</li>'
 
 
-def _value(name: str, value: Any) -> str:
+def value_text(name: str, value: Any) -> str:
+    """A statistic or a figure of a plan for people: its unit follows from its name."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{key}: {_value(name, each)}" for key, each in value.items()) or "none"
+        return ", ".join(f"{key}: {value_text(name, each)}" for key, each in value.items()) or "none"
     if isinstance(value, (tuple, list)):
-        return ", ".join(_value("_seconds" if isinstance(each, float) else "", each) for each in value)
+        return ", ".join(value_text("_seconds" if isinstance(each, float) else "", each) for each in value)
     if value is None:
         return "none"
     if name.endswith("per_s"):

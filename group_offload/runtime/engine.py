@@ -295,6 +295,21 @@ class Engine:
         """Device memory for the whole process, as far as the device has it for this process; None for no budget."""
         return self._placer.vram_budget
 
+    @property
+    def device_memory(self) -> tuple[tuple[str, int], ...]:
+        """Who holds device memory now, or has it kept free, and the bytes. Empty for a device without memory of its own."""
+        if not self.config.backend.has_streams:
+            return ()
+        memory, (need, margin) = self._memory, self._placer.kept_free
+        return (
+            ("slots to take turns in", memory.held_bytes - memory.staying.num_bytes),
+            ("residents", memory.staying.num_bytes),
+            ("trained parameters", self._trained.num_bytes),
+            ("kept free for activations", need),
+            ("reserve", margin),
+            ("weights of other models", memory.others_bytes),
+        )
+
     def tell_before_forward(self, listener: Callable[[nn.Module, Any], None]) -> None:
         """Call `listener` with the module and its inputs by name before each forward takes device memory."""
         self._passes.before_forward = listener

@@ -51,6 +51,8 @@ _DEEP_WINDOW = 4
 """Largest window at leaf level, in sizes of the largest layer. It helps models whose time compute sets, not copies."""
 HOST_ACTIVATIONS_SHARE = 0.2
 """Share of a RAM budget that is reserved for activations when the CPU computes; they cannot be measured there."""
+_SAME_PLAN = 0.05
+"""A plan is not logged again if what stays, and what is sent, change by no more than this share of the weights."""
 _MIN_PACKING_GAIN = 0.05
 """With pack="auto" weights are packed if a pass is to be faster by this share: that takes time once, and RAM."""
 _MOST_TOGETHER = 16
@@ -108,6 +110,8 @@ class Placer:
         self._ram: int | None = None
         """RAM for weights in bytes, as found when the module was offloaded; None for no limit."""
         self._total_bytes = 0
+        self._told: tuple[int, int] | None = None
+        """What stayed on the device, and what was sent, by the plan that was logged last."""
         self._num_modules = 0
         """The number of modules whose calls need groups."""
         self._activations: dict[Hashable, Weighing] = {}
@@ -142,6 +146,7 @@ class Placer:
         if self._config.has_budgets:
             self._plan_first(is_first=is_first)
             self.reside()  # berths are for what was packed
+            self._tell_plan()
         if not self._config.has_budgets or not self._backend.has_streams:
             self._files.choose_ways()
         self._files.lock_what_is_there(was_read=False)
@@ -181,6 +186,11 @@ class Placer:
     def vram_budget(self) -> int | None:
         """The budget of device memory, for the whole process, as far as the device has it now."""
         return self._available() if self.has_budget and self._backend.has_streams else None
+
+    @property
+    def kept_free(self) -> tuple[int, int]:
+        """The device memory that is kept free beside weights: for activations, and as a reserve."""
+        return (self._needs.kept_bytes, tuning().device_margin_bytes) if self.has_budget else (0, 0)
 
     @property
     def has_budget(self) -> bool:
@@ -291,11 +301,11 @@ class Placer:
 
     def _too_small(self, least: int, *, vram: int, is_first: bool) -> ConfigError | None:
         """The error for weights that need `least` bytes to take turns in. None if they take those bytes anyway."""
-        smaller = "" if self._config.is_leaf_level else ", or make the groups smaller: offload_type='leaf_level'"
+        smaller = "" if self._config.is_leaf_level else ", or pass offload_type='leaf_level'"
         if self._backend.has_streams:
             return ConfigError(
-                f"vram_budget is {describe_bytes(vram)}, and the weights of {type(self._root).__name__} alone take turns "
-                f"in {describe_bytes(least, round_up=True)}. Give it that and what activations need{smaller}."
+                f"vram_budget={describe_bytes(vram)} is too small for {type(self._root).__name__}: its device buffers alone "
+                f"need {describe_bytes(least, round_up=True)}, plus activations. Raise it{smaller}."
             )
         if not is_first or not isinstance(self._config.ram_budget, int):
             return None
@@ -333,8 +343,29 @@ class Placer:
         room = self._room(need) - memory.outer_bytes - memory.spared_bytes
         if self._budgeter.before_pass(self._lookahead.schedule.order_of(kind.top), max(0, room)) is not None:
             self.reside()
+            self._tell_plan()
         plan = self._budgeter.plan
         memory.staying.wanted_bytes = 0 if plan is None else plan.device_bytes - plan.slot_bytes
+
+    def _tell_plan(self) -> None:
+        """Log the plan, if it is another one than what was logged last: a little more or less room is none."""
+        plan = self._budgeter.plan
+        if plan is None or not self._backend.has_streams:
+            return
+        stays, sent = plan.device_bytes - plan.slot_bytes, plan.prediction.h2d_bytes
+        told, self._told = self._told, (stays, sent)
+        if told is not None and max(abs(stays - told[0]), abs(sent - told[1])) <= _SAME_PLAN * self._total_bytes:
+            self._told = told
+            return
+        logger.info(
+            "Plan for %s: %s stay on %s, each step sends %s, which takes %.3g s%s.",
+            type(self._root).__name__,
+            describe_bytes(stays),
+            self._backend.device,
+            describe_bytes(sent),
+            plan.prediction.step_seconds,
+            "" if plan.prediction.compute_seconds else " (compute isn't measured yet)",
+        )
 
     def check_files(self) -> None:
         """Look at the files that are page-locked, before a backward: no edits are looked for then.
@@ -480,13 +511,12 @@ class Placer:
         measured = self._needs.end(completed=True)
         if measured is not None and isinstance(self._vram, int) and measured[1] > self._vram:
             logger.warning(
-                "A pass of %s took %s of device memory, which is more than vram_budget (%s): it needs %s of them besides "
-                "weights.%s",
+                "%s: peak VRAM was %s, over vram_budget=%s (activations: %s).%s",
                 type(self._root).__name__,
                 describe_bytes(measured[1], digits=4),
                 describe_bytes(self._vram, digits=4),
                 describe_bytes(measured[0], digits=4),
-                " From the next pass on it has that room."
+                " Evicting weights to fit inputs of this size from now on."
                 if self._room(measured[0]) >= self._budgeter.least_bytes + self._memory.outer_bytes
                 else "",
             )

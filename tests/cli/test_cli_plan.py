@@ -691,6 +691,7 @@ def test_a_part_that_is_not_there(pipeline: Path, run: Terminal) -> None:
 
 ERRORS: dict[str, tuple[list[str], str]] = {
     "vram": (["--vram", "8G"], "8GiB"),
+    "vram in GB": (["--vram", "8"], "--vram='8': that is 8 bytes. Did you mean '8GiB'?"),
     "vram of nothing": (["--vram", "0"], "more than 0"),
     "a share": (["--vram", "80%"], "--vram='80%'"),
     "too little vram": (["--vram", "512MiB"], "the smallest that works is 1.19 GiB"),
@@ -728,6 +729,10 @@ def test_too_little_vram_of_a_pipeline_is_told_for_all_of_it(pipeline: Path, run
 def test_no_model(tmp_path: Path, run: Terminal) -> None:
     for name in (tmp_path / "nothing", "x" * 300, "~no-such-user/model"):
         assert "There is no" in run("plan", name, status=2)
+    assert run("plan", "owner/model-1/transformer", status=2) == (
+        "group-offload: There is no owner/model-1/transformer: no such file or folder, and no downloaded model. A model of "
+        "the hub: hf download owner/model-1\n"
+    )
     with pytest.raises(SystemExit):
         cli.main(["plan"])
 

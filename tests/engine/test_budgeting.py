@@ -200,7 +200,7 @@ def test_a_plan_for_the_cpu_speaks_of_ram_and_reading_alone(tmp_path: Path, monk
     handle = apply_group_offloading(RoutedModel(WIDTHS).eval(), "cpu", offload_to_disk_path=tmp_path, ram_budget="1GiB")
     text = str(handle.plan)
     assert "stay in RAM; each forward reads 0 B from the drive." in text
-    assert text.endswith("All weights are in RAM: a forward waits for none.")
+    assert text.endswith("All weights are in RAM; nothing to load.")
     num_bytes = sum(group.num_bytes for group in handle.plan.details.problem.groups)
     handle.remove()
     ram = num_bytes
@@ -221,8 +221,8 @@ def test_weights_take_no_more_than_what_a_budget_is_refused_below(
 ) -> None:
     """Also if memory is taken just in time: then a large block in use leaves less room for what is on its way."""
     resident = RoutedModel(widths).eval()
-    with pytest.raises(ConfigError, match="alone take turns in"):
-        offloaded(resident, vram_budget=1, **options)
+    with pytest.raises(ConfigError, match="device buffers alone need"):
+        offloaded(resident, vram_budget="1B", **options)
     least = 1
     while True:
         try:
@@ -316,7 +316,7 @@ def test_more_tokens_beside_a_long_text(
     for batch, passes in ((8, 4), (96, 2), (8, 8)):
         assert all(peak_of(model, batch) <= budget for _ in range(passes))
         assert (handle.stats().resident_bytes > 0) == (batch == 8)
-    assert "more than vram_budget" not in caplog.text
+    assert "over vram_budget" not in caplog.text
     handle.remove()
 
 
@@ -467,14 +467,17 @@ def test_what_a_forward_replaces_is_freed(device: SimulatedDevice) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"vram_budget": 1000}, "vram_budget is 1000 B.*weights of RoutedModel alone take turns in"),
+        (
+            {"vram_budget": "1000B"},
+            "vram_budget=1000 B is too small for RoutedModel: its device buffers alone need",
+        ),
         ({"vram_budget": "-1GiB"}, "vram_budget='-1GiB'"),
         ({"vram_budget": 0}, "vram_budget=0"),
         ({"vram_budget": "lots"}, "vram_budget='lots'.*'8GiB'"),
         ({"ram_budget": "1KiB"}, "ram_budget is 1 KiB.*without any weights"),
         ({"ram_budget": "120%"}, "ram_budget='120%'"),
         ({"vram_budget": True}, "vram_budget=True"),
-        ({"vram_budget": "1GiB", "low_cpu_mem_usage": True}, "contradicts low_cpu_mem_usage=True"),
+        ({"vram_budget": "1GiB", "low_cpu_mem_usage": True}, "can.t be combined with low_cpu_mem_usage=True"),
     ],
     ids=str,
 )
@@ -495,12 +498,14 @@ def test_a_budget_larger_than_the_device(device: SimulatedDevice, caplog: pytest
     device.capacity = 1 << 30
     model = RoutedModel(WIDTHS).eval()
     handle = offload(model, vram_budget="4GiB")
-    assert handle.config.vram_budget == 1 << 30 and "more than there is" in caplog.text
+    assert handle.config.vram_budget == 1 << 30 and "exceeds the device" in caplog.text
     handle.remove()
 
 
 def test_the_cpu_has_no_memory_of_its_own() -> None:
-    with pytest.raises(ConfigError, match=r"has no memory of its own\. Pass ram_budget"):
+    with pytest.raises(
+        ConfigError, match=r"vram_budget needs a GPU, but onload_device is .cpu.\. Pass ram_budget instead\."
+    ):
         apply_group_offloading(RoutedModel(WIDTHS), "cpu", vram_budget="1GiB")
 
 
@@ -885,9 +890,9 @@ def test_too_small_a_budget_of_a_pipeline_names_what_is_enough_for_all(device: S
         name: RoutedModel([width] * 4).eval() for name, width in (("first", 100), ("largest", 400), ("last", 200))
     }
     pipeline = SimpleNamespace(components=models)
-    with pytest.raises(ConfigError, match="vram_budget is 1000 B") as caught:
-        enable_group_offload(pipeline, "cpu", vram_budget=1000)
-    found = re.search(r"take turns in ([0-9.]+ [A-Za-z]+)", str(caught.value))
+    with pytest.raises(ConfigError, match="vram_budget=1000 B is too small") as caught:
+        enable_group_offload(pipeline, "cpu", vram_budget="1000B")
+    found = re.search(r"alone need ([0-9.]+ [A-Za-z]+)", str(caught.value))
     assert found is not None and device.pinned_bytes == 0
     handles = enable_group_offload(pipeline, "cpu", vram_budget=found[1])
     assert list(handles) == ["first", "largest", "last"]

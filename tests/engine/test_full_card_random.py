@@ -155,8 +155,8 @@ def suffices(case: Case, models: list[Net], num_bytes: int) -> bool:
 def lowest_budget(case: Case, models: list[Net]) -> int:
     """The least budget that is accepted."""
     with use_simulated_device(SimulatedDevice()), pytest.raises(ConfigError) as error:
-        offload(case, copy.deepcopy(models), vram_budget=1)
-    found = re.search(r"take turns in ([0-9.]+ [A-Za-z]+)", str(error.value))
+        offload(case, copy.deepcopy(models), vram_budget="1B")
+    found = re.search(r"alone need ([0-9.]+ [A-Za-z]+)", str(error.value))
     assert found is not None
     return parse_bytes(found[1], "vram_budget")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from dataclasses import fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,24 @@ def blob_bytes(*modules: nn.Module | torch.Tensor) -> int:
         ({"record_stream": True}, ConfigError, "record_stream"),
         ({"record_stream": True, "use_stream": False}, ConfigError, "record_stream"),
         ({"offload_device": "cuda"}, ConfigError, "offload_device"),
+        (
+            {"offload_device": "nvme"},
+            ConfigError,
+            "must be 'cpu' or 'disk', got 'nvme'. To choose the directory, pass offload_to",
+        ),
+        (
+            {"vram_budget": 8},
+            ConfigError,
+            "vram_budget needs a GPU, but onload_device is 'cpu'. Pass ram_budget instead.",
+        ),
+        ({"ram_budget": 8}, ConfigError, "ram_budget=8: that is 8 bytes. Did you mean '8GiB'?"),
+        (
+            {"onload_device": "auto"},
+            DeviceError,
+            "onload_device='auto' isn't a device. Did you mean vram_budget='auto'?",
+        ),
+        ({"onload_device": "8GiB"}, DeviceError, "Did you mean vram_budget='8GiB'?"),
+        ({"onload_device": "mps"}, DeviceError, "onload_device='mps' isn't supported. Use 'cuda', 'xpu' or 'cpu'."),
         ({"offload_device": "meta"}, ConfigError, "offload_device"),
         ({"offload_device": "nonsense"}, ConfigError, "offload_device"),
         ({"offload_device": None}, ConfigError, "offload_device"),
@@ -115,11 +134,19 @@ def test_option_that_cannot_be_honoured(
 
 @needs_no_cuda
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda")])
-def test_device_that_is_not_there(device: Any) -> None:
+def test_device_that_is_not_there(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(Model)
     before = snapshot(model)
-    with pytest.raises(DeviceError, match="cuda"):
-        apply_group_offloading(model, device)
+    for version, remedy in (
+        (None, "This build has no CUDA support: install one that has"),
+        ("13.0", "Check that the driver"),
+    ):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        with pytest.raises(
+            DeviceError,
+            match=rf"No 'cuda(:0)?' device is available to torch .*\. {remedy}.*or pass onload_device='cpu'",
+        ):
+            apply_group_offloading(model, device)
     assert snapshot(model) == before
 
 
@@ -230,6 +257,8 @@ def test_unknown_options(call: Any) -> None:
     before = snapshot(model := make(Model))
     with pytest.raises(TypeError, match=rf"{call.__name__}\(\) got an unexpected keyword argument 'use_streams'"):
         call(model, use_streams=True)
+    with pytest.raises(TypeError, match=r"argument 'vram_budjet'\. Did you mean 'vram_budget'\?"):
+        call(model, vram_budjet="8GiB")
     with pytest.raises(TypeError, match=rf"{call.__name__}\(\) missing a required argument"):
         call()
     with pytest.raises(TypeError, match=rf"{call.__name__}\(\) multiple values for argument 'onload_device'"):
@@ -439,12 +468,13 @@ def test_table_names_every_group(tier: str, level: str, tmp_path: Path) -> None:
 
 
 def test_names_of_modules_do_not_reach_the_terminal_as_they_are() -> None:
-    evil = "\x1b[2J\u202e"
+    evil = "\x1b[2J<b>\u202e"
     model = nn.Module()
     model.add_module(evil, nn.ModuleList([nn.Linear(4, 4)]))
     handle = apply_group_offloading(model, "cpu")
-    said = str(handle)
-    assert "\N{REPLACEMENT CHARACTER}[2J" in said and not any(c in said for c in evil[:1] + evil[-1:])
+    for said in (str(handle), str(handle.plan), handle._repr_html_(), handle.plan._repr_html_()):
+        assert "\N{REPLACEMENT CHARACTER}[2J" in said and not any(c in said for c in evil[:1] + evil[-1:] + "\0")
+    assert "<b>" not in handle._repr_html_() and "&lt;b&gt;" in handle._repr_html_()
     handle.remove()
 
 
@@ -496,6 +526,11 @@ def test_statistics_of_leaves(tier: str, tmp_path: Path) -> None:
         max(map(blob_bytes, (block.up, block.down, model.proj_in))),
     )
     stats = handle.stats()
+    lines = str(stats).splitlines()
+    assert len(lines) == 2 + len(fields(stats)) and re.search(
+        r"^peak_device_bytes +\d.*iB \(\d+ B\)$", str(stats), re.MULTILINE
+    )
+    assert all(f"<td>{field.name}</td>" in stats._repr_html_() for field in fields(stats))
     assert stats.peak_device_bytes <= sum(heights) + blob_bytes(model.norm)
     assert stats.peak_device_bytes < blob_bytes(block) + blob_bytes(model.proj_in, model.norm, model.gain)
     assert stats.onloads == 1 + 1 + 4 * 3 + 1

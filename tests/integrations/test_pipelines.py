@@ -172,7 +172,7 @@ def test_excluding_a_component_without_weights_is_no_error(component: str, devic
         ({"model_options": {"vae": {"offload_typ": "leaf_level"}}}, "offload_typ"),
         ({"model_options": {"vae": {"identity": "x"}}}, "identity"),
         ({"model_options": {"transfomer": {}}}, "Did you mean 'transformer'"),
-        ({"model_options": {"vae": {1: 2}}}, r"has \[1\]"),
+        ({"model_options": {"vae": {1: 2}}}, "no such option: 1"),
         *(({"model_options": given}, "model_options=.*expected options") for given in (["vae"], "vae", {"vae": None})),
         *(
             ({"exclude_modules": given}, "exclude_modules=.*expected names")

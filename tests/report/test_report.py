@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from group_offload import (
     write_report,
 )
 from group_offload.base.timeline import COMPUTE, COPIES, DECODE, READS, STALLS, Slice
+from group_offload.plan.budgets import describe_bytes
 from group_offload.plan.pass_model import foresee, simulate
 from group_offload.plan.placement import Budgets, Placement, PlannedGroup, Problem, Speeds
 from group_offload.plan.planner import make_plan
@@ -92,13 +94,18 @@ def busy(page: Page, lane: str) -> int:
     return sum(sum(found["lengths"]) for found in lanes if found["kind"] == lane)
 
 
-def test_numbers_are_those_of_the_run(device: CountingDevice, tmp_path: Path) -> None:
+def test_numbers_are_those_of_the_run(device: CountingDevice, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = timed_model(device)
-    handle = offload(model, vram_budget=BYTES * 5)
-    for _ in range(8):
-        before = device.now
-        forward_of(model)
+    with caplog.at_level("INFO", "group_offload"):
+        handle = offload(model, vram_budget=BYTES * 5)
+        for _ in range(8):
+            before = device.now
+            forward_of(model)
     took = device.now - before
+    told = [line for line in caplog.messages if line.startswith("Plan for ")]
+    assert 1 <= len(told) <= 3  # when it is made, and when it is another one: never in each pass
+    stays, sent = (describe_bytes(num_blocks * BYTES) for num_blocks in (3, 5))
+    assert f": {stays} stay on cpu, each step sends {sent}, which takes " in told[-1]
     path = handle.report(tmp_path / "run.html")
     assert path == tmp_path / "run.html"
     page = Page(path)
@@ -116,6 +123,14 @@ def test_numbers_are_those_of_the_run(device: CountingDevice, tmp_path: Path) ->
         "RAM": plan.details.gain_from(ram_bytes=GIB),
     }
     assert plan.details.verdict() in page.words and plan.details.headline() in page.words
+    # Who holds device memory.
+    held = dict(plan.memory)
+    assert held["residents"] == stats.resident_bytes and held["weights of other models"] == 0
+    assert held["residents"] + held["slots to take turns in"] == device.bytes_in_use()
+    for label, num_bytes in plan.memory:
+        assert f"{label} {describe_bytes(num_bytes)}" in page.words
+        assert re.search(rf"{label} +{describe_bytes(num_bytes)}", str(plan))
+        assert f"<td>{label}</td><td class=number>{describe_bytes(num_bytes)}</td>" in plan._repr_html_()
     # Where groups rest.
     places = facts["bytes_by_place"]
     assert places["device"] == stats.resident_bytes == 3 * BYTES
@@ -350,7 +365,7 @@ def test_a_pipeline(tmp_path: Path) -> None:
     assert [model["model_class"] for model in one.facts["models"]] == ["FluxTransformer2DModel"]
     same = Page(write_report({"a": pipe.transformer, "b": handles["transformer"]}, tmp_path / "run.html"))
     assert [model["name"] for model in same.facts["models"]] == ["a, b"]
-    for wrong, message in (({"a": 1}, "'a' is int"), (1, "int, which has no components")):
+    for wrong, message in (({"a": 1}, "'a' is int"), (1, "diffusers pipeline, got int")):
         with pytest.raises(ConfigError, match=message):
             write_report(wrong, tmp_path / "run.html")
     with pytest.raises(GroupFileError, match="nowhere"):

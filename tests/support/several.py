@@ -37,6 +37,7 @@ from group_offload.config import OffloadConfig
 from group_offload.runtime.copies import transfer
 from group_offload.runtime.engine import Engine
 from group_offload.runtime.sharing import crew, sharing
+from group_offload.runtime.sharing.roll import Roll
 from group_offload.stores.source import SourceFile
 
 from .allocations import use_peer_links
@@ -62,7 +63,7 @@ def run(
     """
     listed = [[case.__name__] if callable(case) else [case[0].__name__, *map(str, case[1:])] for case in cases]
     code = f"import sys; from {__name__} import _ranks; _ranks(*sys.argv[1:])"
-    done = run_code(code, (json.dumps(listed), num_ranks, device), timeout=100)
+    done = run_code(code, (json.dumps(listed), num_ranks, device), timeout=280)
     statuses = tuple(map(int, done.stdout.splitlines()[-1].split())) if done.stdout else ()
     assert statuses == (expected or (0,) * num_ranks), done.stdout + done.stderr[-6000:]
 
@@ -88,7 +89,7 @@ def _ranks(cases: str, num_ranks: str, device: str) -> None:
 def _rank(cases: list[list[str]], num_ranks: int, device: str, meeting: Path, rank: int) -> None:
     global DEVICE
     warnings.simplefilter("error" if device == "cpu" else "ignore")
-    signal.alarm(80)
+    signal.alarm(260)
     torch.set_num_threads(1)
     share_little()
     if device != "cpu":
@@ -165,6 +166,17 @@ def assert_shared_again(handle: OffloadHandle, offloaded: nn.Module, reference: 
         check(offloaded, reference, times=1)
         is_done.fill_(handle.stats().bytes_gathered > gathered)
     raise AssertionError("this rank has gathered nothing, or another one")
+
+
+def fails_alike(fault: type[Exception], match: str, offloaded: nn.Module, **options: Any) -> None:
+    """All ranks raise the same, and the model keeps its weights."""
+    before = {name: value.clone() for name, value in offloaded.state_dict().items()}
+    with pytest.raises(fault, match=match) as caught:
+        share(offloaded, **options)
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, repr(caught.value))
+    assert said == [said[0]] * len(said)
+    assert all(same_bits(value, before[name]) for name, value in offloaded.state_dict().items())
 
 
 def sends_as_gpus_do(rank: int) -> None:
@@ -361,14 +373,10 @@ def edits_weights(rank: int) -> None:
 
 def has_another_model(rank: int, what: str) -> None:
     offloaded = model(3 if what == "blocks" and rank == 1 else 4)
-    before = {name: value.clone() for name, value in offloaded.state_dict().items()}
     if what == "weights" and rank == 1:
         with torch.no_grad():
             next(offloaded.blocks[2].parameters())[0] += 1
-            before = {name: value.clone() for name, value in offloaded.state_dict().items()}
-    with pytest.raises(ModuleError, match=r"rank 1 has another one than rank 0: .*blocks"):
-        share(offloaded)
-    assert all(same_bits(value, before[name]) for name, value in offloaded.state_dict().items())
+    fails_alike(ModuleError, r"rank 1 has another one than rank 0: .*blocks", offloaded)
 
 
 class Wide(nn.Module):
@@ -467,7 +475,18 @@ def is_killed_as_it_sets_up(rank: int) -> None:
 
 
 def has_other_options(rank: int) -> None:
-    """All ranks say so at once, and can share afterwards."""
+    """All ranks say so at once, and can share afterwards. Rank 1 hears what rank 0 has to say after that has failed."""
+    said = Roll._said
+
+    def says_late(self: Roll, other: int, topic: str) -> Any:
+        found, (number, _, what) = said(self, other, topic), topic.partition("/")
+        while what == "options" and found is None and said(self, other, f"{number}/failed") is None:
+            time.sleep(0.01)
+        return found
+
+    patch = pytest.MonkeyPatch()
+    if rank == 1:
+        patch.setattr(Roll, "_said", says_late)
     for name, value in {
         "offload_type": "leaf_level",
         "num_blocks_per_group": 2,
@@ -476,12 +495,16 @@ def has_other_options(rank: int) -> None:
         "share": False,
         "offload_device": "disk",
     }.items():
-        offloaded = model()
-        before = {key: tensor.clone() for key, tensor in offloaded.state_dict().items()}
         more = {"share": "auto"} if name == "verify_files" else {}
-        with pytest.raises(ConfigError, match=rf"same options, and {name}.* in rank 1, and .* in rank 0"):
-            share(offloaded, **({name: value, **more} if rank == 1 else {}))
-        assert all(same_bits(tensor, before[key]) for key, tensor in offloaded.state_dict().items())
+        options = {name: value, **more} if rank == 1 else {}
+        fails_alike(ConfigError, rf"same options, and {name}.* in rank 1, and .* in rank 0", model(), **options)
+    patch.undo()
+    with patch.context() as same:
+        crew._crews.clear()
+        same.setattr(crew, "_name_of", lambda backend: f"GPU {min(rank, num_ranks - 2)}")
+        num_ranks = dist.get_world_size()
+        ranks = f"Ranks {num_ranks - 2} and {num_ranks - 1} of process_group compute on the same device"
+        fails_alike(ConfigError, ranks, model())
     offloaded = model()
     handle = share(offloaded)
     check(offloaded, resident())
@@ -495,7 +518,7 @@ def is_missing(rank: int, what: str) -> None:
         return
     fault = ConfigError if rank == 1 else StateError
     with pytest.raises(fault, match=r"budget|Rank 1 did not offload|Rank 1 could not offload"):
-        share(model(), ram_budget=1 if rank == 1 else None)
+        share(model(), ram_budget="1B" if rank == 1 else None)
 
 
 def is_dropped(rank: int) -> None:
@@ -581,6 +604,20 @@ def is_on_two_hosts(rank: int) -> None:
         patch.setattr(sharing, "_sample_of", partial(_noted, sampled, sharing._sample_of))
         for module in (crew, sharing):
             patch.setattr(module, "place_of_process", lambda: f"host {rank // 2}" if rank < 4 else "")
+        why = "share=True, but rank 4 can't share: no other rank of process_group is on this host"
+        fails_alike(ConfigError, why, model())
+        for differs in (True, False):  # in a number that only the ranks of its host compare
+            offloaded = Wide().requires_grad_(requires_grad=False)
+            with torch.no_grad():
+                for value in offloaded.parameters():
+                    value.fill_(0.5)
+                offloaded.blocks[1].weight[2, 0] += differs and rank == 1
+            options = {"share": True if rank < 4 else "auto", "low_cpu_mem_usage": True}  # in RAM of each rank
+            if differs:
+                match = "rank 1 has another one than rank 0: group 'blocks_1_1' has other weights"
+                fails_alike(ModuleError, match, offloaded, **options)
+            else:
+                share(offloaded, **options).remove()
         offloaded, reference = model(), resident()
         handle = share(offloaded, share=True if rank < 4 else "auto")
     assert sampled  # what another host has is not known

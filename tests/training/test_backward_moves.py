@@ -271,7 +271,7 @@ def test_gradients_switched_on_in_the_middle_of_a_forward_without(tmp_path: Path
 def test_a_model_that_could_not_be_offloaded_can_be_trained() -> None:
     model, reference = make(), make()
     with use_simulated_device(SimulatedDevice(0, "lazy")), pytest.raises(ConfigError, match="vram_budget"):
-        apply_group_offloading(model, "cpu", vram_budget=100)
+        apply_group_offloading(model, "cpu", vram_budget="100B")
     assert_same_bits(train(model, plain), train(reference, plain))
 
 

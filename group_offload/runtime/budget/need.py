@@ -87,6 +87,11 @@ class Needs:
         return min((int(need * growth * (_SLACK if growth > 1 else 1)) for growth, need in fitting), default=None)
 
     @property
+    def kept_bytes(self) -> int:
+        """What is kept free for the passes that ran last."""
+        return max((self._of(kind) or 0 for kind in {*self._recent}), default=0) + self._more
+
+    @property
     def is_known(self) -> bool:
         """Whether any kind was measured."""
         return bool(self._known)

@@ -127,7 +127,7 @@ def crew_of(process_group: Any, backend: Backend, roll: Roll, model: str) -> tup
 
     Raises:
         StateError: another rank failed, or is missing.
-        ConfigError: two ranks compute on the same device.
+        ConfigError: two ranks compute on the same device. All ranks raise it.
     """
     key = (*roll.ranks, backend.device)
     world, _, crew = _crews[key]
@@ -139,18 +139,21 @@ def crew_of(process_group: Any, backend: Backend, roll: Roll, model: str) -> tup
         "pid": os.getpid(),
         "started": started_at(os.getpid()),
     }
-    found = dict(zip(roll.ranks, roll.exchange(f"{model}/who", mine, roll.ranks), strict=True))
+    # Once: a rank that has a crew by the next model does not ask again, and one that is alone on its host must not wait.
+    found = roll.members or dict(zip(roll.ranks, roll.exchange(f"{model}/who", mine, roll.ranks), strict=True))
     hosts: dict[str, list[int]] = {}
+    owners: dict[tuple[str, str], int] = {}
     for rank, each in found.items():
-        hosts.setdefault(each["place"] or f"rank {rank}", []).append(rank)
+        place = each["place"] or f"rank {rank}"
+        hosts.setdefault(place, []).append(rank)
+        owner = owners.setdefault((place, each["device"]), rank)
+        if each["device"] and owner != rank:
+            raise ConfigError(
+                f"Ranks {owner} and {rank} of process_group compute on the same device. Call "
+                f"torch.accelerator.set_device_index(local_rank) first, or pass onload_device=f'cuda:{{local_rank}}'."
+            )
+    roll.members = found
     here = next(ranks for ranks in hosts.values() if roll.rank in ranks)
-    if backend.has_streams:
-        for rank in here:
-            if rank != roll.rank and found[rank]["device"] == mine["device"]:
-                raise ConfigError(
-                    f"Ranks {min(rank, roll.rank)} and {max(rank, roll.rank)} of process_group compute on the same device. "
-                    f"Call torch.accelerator.set_device_index(local_rank) before, or pass onload_device=f'cuda:{{local_rank}}'."
-                )
     if len(here) == 1:
         return None, "no other rank of process_group is on this host"
     roll.processes = {rank: (found[rank]["pid"], found[rank]["started"]) for rank in here}
@@ -170,8 +173,9 @@ def crew_of(process_group: Any, backend: Backend, roll: Roll, model: str) -> tup
 
 
 def _name_of(backend: Backend) -> str:
+    """The name of a device that only one rank can have; empty for the CPU."""
     if not backend.has_streams:
-        return str(backend.device)
+        return ""
     properties = getattr(torch, backend.device.type).get_device_properties(backend.device)
     return str(getattr(properties, "uuid", backend.device))
 

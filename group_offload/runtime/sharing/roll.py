@@ -37,6 +37,8 @@ class Roll:
         self._store = store_of_processes()
         self.prefix = f"group_offload/{'-'.join(map(str, self.ranks))}"
         self._num_models = 0
+        self.members: dict[int, Any] = {}
+        """By rank, once it is known, what it is and where."""
         self.processes: dict[int, tuple[int, str | None]] = {}
         """By rank of this host, once they are known, its process, and when that was started."""
         # The store may have what ranks of an earlier process group said: `torchrun` keeps it.
@@ -104,17 +106,19 @@ class Roll:
         failed, limit = f"{topics[0].partition('/')[0]}/failed", time.monotonic() + tuning().share_setup_seconds
         while time.monotonic() < limit:
             pid, started = self.processes.get(rank, (0, None))
-            has_ended = pid and started_at(pid) != started  # it may have said something before
-            for topic in (*topics, failed):
+            # Both are asked first: it may have said something before. What ranks compare reaches all of them so, and then
+            # each raises the same error, whichever comes to it first.
+            has_ended, error = pid and started_at(pid) != started, self._said(rank, failed)
+            for topic in topics:
                 found = self._said(rank, topic)
-                if found is not None and topic == failed:
-                    raise (
-                        OtherModel(*found)
-                        if isinstance(found, list)
-                        else StateError(f"Rank {rank} could not offload its model: {found}")
-                    )
                 if found is not None:
                     return found
+            if error is not None:
+                raise (
+                    OtherModel(*error)
+                    if isinstance(error, list)
+                    else StateError(f"Rank {rank} could not offload its model: {error}")
+                )
             if has_ended:
                 raise StateError(f"Rank {rank} (process {pid}) has ended before its model was offloaded.")
             time.sleep(_POLL_SECONDS)

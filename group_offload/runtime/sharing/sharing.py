@@ -144,15 +144,20 @@ class Sharing:
             ConfigError: sharing was asked for, and is not possible; or ranks have other options than others.
         """
         self._roll, self._model = roll_of(self._config.process_group, self._backend)
-        self._compare_options(self._roll)
+        self._compare_options(self._roll.ranks)
         share = self._config.share
         if share is False:
             self.why_not = "share=False"
             return
         crew, self.why_not = crew_of(self._config.process_group, self._backend, self._roll, self._model)
         self.speeds, self._here = (None, []) if crew is None else (crew.speeds, crew.ranks)
-        if crew is None and share is True:
-            raise ConfigError(f"share=True, and {self.why_not}. Pass share='auto', which goes alone then.")
+        cannot = self.why_not if crew is None and share is True else ""
+        for rank, problem in zip(self._roll.ranks, self._exchange("cannot", cannot, self._roll.ranks), strict=True):
+            if problem:
+                raise ConfigError(
+                    f"share=True, but rank {rank} can't share: {problem}. Pass share='auto' to let such ranks load all weights "
+                    f"themselves."
+                )
         if crew is not None and (share is True or pays(crew.speeds)):
             self.crew = crew
             crew.courier.post("join", self._model)
@@ -166,20 +171,20 @@ class Sharing:
         if self.crew is None:
             logger.info("%s is not shared among GPUs: %s.", self._title, self.why_not)
 
-    def _compare_options(self, roll: Roll) -> None:
+    def _compare_options(self, ranks: list[int]) -> None:
         """Make sure that ranks which cannot meet say so at once, and why.
 
         Raises:
             ConfigError: two ranks have different options of which all have to have the same.
         """
         mine = [str(getattr(self._config, name)) for name in _ALIKE] + [str(self._config.share is False)]
-        found = roll.exchange(f"{self._model}/options", mine, roll.ranks)
-        for rank, values in zip(roll.ranks, found, strict=True):
+        found = self._exchange("options", mine, ranks)
+        for rank, values in zip(ranks, found, strict=True):
             for what, value, first in zip([*_ALIKE.values(), "share=False"], values, found[0], strict=True):
                 if value != first:
                     raise ConfigError(
                         f"All ranks of process_group have to have the same options, and {what} is {value} in rank {rank}, and "
-                        f"{first} in rank {roll.ranks[0]}."
+                        f"{first} in rank {ranks[0]}."
                     )
 
     def check(self, groups: Sequence[Shareable]) -> None:
@@ -196,7 +201,7 @@ class Sharing:
         names = [_same_as(group) for group in groups]
         mine = [(group.group_id, group.num_bytes, name) for group, name in zip(groups, names, strict=True)]
         ranks = self._roll.ranks
-        found = self._roll.exchange(f"{self._model}/groups", [self.crew is not None, self._title, mine], ranks)
+        found = self._exchange("groups", [self.crew is not None, self._title, mine], ranks)
         _, first_title, first = found[0]
         for rank, (_, title, theirs) in zip(ranks, found, strict=True):
             problem = _difference(first_title, first, title, theirs)
@@ -206,7 +211,7 @@ class Sharing:
         unsure = _unsure([[name for *_, name in theirs] for *_, theirs in found])
         if unsure:
             samples = [_sample_of(groups[at]) for at in unsure]
-            self._compare(groups, unsure, samples, "samples", ranks)
+            self._raise_first([self._compare(groups, unsure, samples, "samples", ranks)])
             for at, sample in zip(unsure, samples, strict=True):
                 names[at] = sample
         sharing = {
@@ -215,12 +220,14 @@ class Sharing:
             if shares and rank in self._here
         }
         unsure = [] if self.crew is None or len(sharing) < 2 else _unsure([*sharing.values()])
+        other = None
         if unsure:  # a sample may miss what differs
             logger.info(
                 "All bytes of %d groups are compared among ranks, which have them in places of their own.", len(unsure)
             )
             hashes = run_all(partial(_hash_of, groups[at].blobs_at(0)) for at in unsure)
-            self._compare(groups, unsure, hashes, "hashes", [*sharing])
+            other = self._compare(groups, unsure, hashes, "hashes", [*sharing])
+        self._raise_first(self._exchange("others", other or [], ranks))  # of other hosts, which compare other ones
         self._is_checked = True
         for group, name in zip(groups, names, strict=True):
             blobs = group.blobs_at(0)
@@ -228,18 +235,30 @@ class Sharing:
 
     def _compare(
         self, groups: Sequence[Shareable], indices: Sequence[int], digests: Sequence[str], topic: str, ranks: list[int]
-    ) -> None:
-        """
+    ) -> tuple[int, int, str] | None:
+        """What to say of the first rank that has other digests of these groups: see `OtherModel`.
+
         Raises:
-            ModuleError: another rank has other digests of these groups.
             StateError: a rank has failed, or is missing.
         """
-        assert self._roll is not None
-        found = self._roll.exchange(f"{self._model}/{topic}", [*digests], ranks)
+        found = self._exchange(topic, [*digests], ranks)
         for rank, theirs in zip(ranks, found, strict=True):
             for at, digest, first in zip(indices, theirs, found[0], strict=True):
                 if digest != first:
-                    raise OtherModel(rank, ranks[0], f"group {groups[at].group_id!r} has other weights")
+                    return rank, ranks[0], f"group {groups[at].group_id!r} has other weights"
+        return None
+
+    def _raise_first(self, others: Iterable[Sequence[Any] | None]) -> None:
+        """
+        Raises:
+            ModuleError: there is one.
+        """
+        for other in filter(None, others):
+            raise OtherModel(*other)
+
+    def _exchange(self, topic: str, content: object, ranks: list[int]) -> list[Any]:
+        assert self._roll is not None
+        return self._roll.exchange(f"{self._model}/{topic}", content, ranks)
 
     def fail(self, error: BaseException) -> None:
         """Offloading has failed here: let the other ranks know, if they are still at it."""
