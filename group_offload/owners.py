@@ -102,7 +102,7 @@ def shared_handle(
     what = f"{name} ({type(handle.module).__name__})" if name else type(handle.module).__name__
     now = ", ".join(f"{each}={_shown(config, each)}" for each in other if each != "exclude_modules")
     raise StateError(
-        f"{what} is already offloaded{_by(owners, owner, handle.module)}{now and f', with {now}'}. To keep it that way, leave "
+        f"{what} is already offloaded{now and f', with {now}'}. To keep it that way, leave "
         f"{'it' if is_excluded else ', '.join(other)} out{' of exclude_modules' if is_excluded else ''}. To change it, "
         f"call {how_to_undo(owners, owner, handle.module, name)} first."
     )
@@ -110,18 +110,12 @@ def shared_handle(
 
 def how_to_undo(owners: Collection[Any], owner: Any, module: nn.Module, name: str) -> str:
     """The calls that restore a module, for a message."""
-    calls = []
+    alone = f"remove_group_offloading({f'pipe.{name}' if name else 'model'})"
+    calls = {}
     for each in owners:
-        if each is module:
-            calls.append(f"remove_group_offloading({f'pipe.{name}' if name else 'model'})")
-        else:
-            calls.append("disable_group_offload(" + ("pipe)" if each is owner else f") on the {_title(each, owner)}"))
-    return " and ".join(dict.fromkeys(calls)) or f"remove_group_offloading({f'pipe.{name}' if name else 'model'})"
-
-
-def _by(owners: Collection[Any], owner: Any, module: nn.Module) -> str:
-    others = [f"by the {_title(each, owner)}" for each in owners if each is not owner and each is not module]
-    return f" {' and '.join(others)}" if others else ""
+        of_pipeline = "disable_group_offload(" + ("pipe)" if each is owner else f") on the {_title(each, owner)}")
+        calls[alone if each is module else of_pipeline] = None
+    return " and ".join(calls) or alone
 
 
 def _title(pipeline: Any, owner: Any) -> str:
@@ -133,7 +127,7 @@ def _shown(config: OffloadConfig, option: str) -> str:
     if option == "offload_device":
         return repr("disk" if config.rests_in_files else "cpu")
     value = getattr(config, option)
-    return repr(getattr(value, "value", str(value) if not isinstance(value, (bool, int, type(None))) else value))
+    return repr(value if value is None or isinstance(value, int) else str(value))
 
 
 def _has(pipeline: Any, module: nn.Module) -> bool:

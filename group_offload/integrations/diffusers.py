@@ -72,6 +72,13 @@ class _Asked:
     models: weakref.WeakSet[nn.Module]
     """The models that the pipeline had then, and those that were reported since."""
 
+    # A copy of the pipeline, or the pipeline read back from a pickle, is not offloaded.
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
+
 
 @takes_options(PipelineOptions)
 def enable_group_offload(pipeline: Any, options: PipelineOptions, given: frozenset[str]) -> dict[str, OffloadHandle]:
@@ -590,7 +597,7 @@ def _patch_modular(pipelines: type | None) -> Iterator[Callable[[], None]]:
         @wraps(load)
         def loads(pipeline: Any, *args: Any, **kwargs: Any) -> Any:
             result = load(pipeline, *args, **kwargs)
-            if _ASKED in pipeline.__dict__:
+            if pipeline.__dict__.get(_ASKED) is not None:
                 enable_group_offload(pipeline)
             return result
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -106,7 +108,7 @@ def test_other_options_raise_and_change_nothing(
     handles = enable(pipe, onload_device=device, **LEAVES)
     again, undo = pipe, r".*disable_group_offload\(pipe\) first"
     if by == "another pipeline":
-        again, undo = kind.other(pipe), rf".*by the other {type(pipe).__name__}.*disable_group_offload\(\) on the other"
+        again, undo = kind.other(pipe), rf".*disable_group_offload\(\) on the other {type(pipe).__name__} first"
     with pytest.raises(StateError, match=named) as error:
         enable(again, **given)
     error.match(undo)
@@ -135,6 +137,17 @@ def test_a_shared_model_stays_until_its_last_pipeline_is_disabled(
     assert torch.equal(kind.run(kept), kind.expected(device))
     disable_group_offload(kept)
     assert not handles_of(kept) and not any(handle.is_active for handle in handles.values())
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
+def test_a_copy_of_a_pipeline_is_not_offloaded(make_copy: Callable[[Any], Any], device: torch.device) -> None:
+    pipe = tiny.flux_pipeline()
+    handles = enable_group_offload(pipe, onload_device=device, **LEAVES)
+    copied = make_copy(pipe)
+    assert not handles_of(copied)
+    assert enable_group_offload(copied, onload_device=device, **BLOCKS).keys() == handles.keys()
+    disable_group_offload(copied)
+    assert handles_of(pipe) == handles
 
 
 def test_a_pipeline_that_did_not_ask_undoes_nothing(kind: Kind, device: torch.device) -> None:
