@@ -16,7 +16,7 @@ weakly, and one that has dropped the module, or is gone, is no owner any more.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -29,16 +29,12 @@ from .handle import OffloadHandle
 
 def add_owner(handle: OffloadHandle, owner: Any) -> None:
     """Note that a pipeline, or the module itself, asked for this handle. Repeated calls do nothing."""
-    if any(known is owner for known in owners_of(handle)):
+    if any(ref() is owner for ref in handle.owners):
         return
     try:
-        ref: Callable[[], Any] = weakref.ref(owner)
+        handle.owners.append(weakref.ref(owner))
     except TypeError:  # any object with `components` may be a pipeline
-
-        def ref() -> Any:
-            return owner
-
-    handle.owners.append(ref)
+        handle.owners.append(lambda: owner)
 
 
 def owners_of(handle: OffloadHandle) -> list[Any]:
@@ -111,7 +107,7 @@ def shared_handle(
 def how_to_undo(owners: Collection[Any], owner: Any, module: nn.Module, name: str) -> str:
     """The calls that restore a module, for a message."""
     alone = f"remove_group_offloading({f'pipe.{name}' if name else 'model'})"
-    calls = {}
+    calls: dict[str, None] = {}
     for each in owners:
         of_pipeline = "disable_group_offload(" + ("pipe)" if each is owner else f") on the {_title(each, owner)}")
         calls[alone if each is module else of_pipeline] = None

@@ -210,7 +210,8 @@ def plan_pipeline(pipeline: Any, options: PipelineOptions, given: Collection[str
     models = models_of(pipeline)
     excluded = as_excluded(options.exclude_modules)
     special = as_options_by_model(options.model_options)
-    _check_names(pipeline, models, excluded, special)
+    # Options of the last call may be for a model that is gone by now.
+    _check_names(pipeline, models, excluded, special if "model_options" in given else {})
     offloaded, whole = {}, []
     for name, model in models.items():
         if _is_given_up(model):
@@ -693,6 +694,8 @@ def _tells_of_casts(to: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype | None:
+    if getattr(model, "is_quantized", False):
+        return None  # it cannot be cast
     return next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), None)
 
 

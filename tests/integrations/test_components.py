@@ -238,6 +238,8 @@ def test_a_part_that_is_offloaded_is_named(kind: Kind, enable: Any, device: torc
     assert not handles_of(pipe) and handle.is_active
     remove_group_offloading(block)
     enable(pipe, onload_device=device)
+    with pytest.raises(StateError, match="as a part of another module"):
+        enable_group_offload(SimpleNamespace(components={"block": block}), onload_device=device)
 
 
 # ---------------------------------------------------------------- added, replaced, given up
@@ -289,7 +291,7 @@ def test_what_was_given_up_is_forgotten(
 
     pipe = kind.make()
     if when == "after":
-        enable(pipe, onload_device=device)
+        enable(pipe, onload_device=device, model_options={"text_encoder_2": LEAVES})
     give_up()
     assert enable(pipe, onload_device=device).keys() == {"text_encoder", "transformer", "vae"}
     disable_group_offload(pipe)
