@@ -13,13 +13,14 @@ from torch import nn
 from .config import ModelOptions, OffloadConfig, takes_options
 from .errors import ConfigError, ModuleError, StateError
 from .handle import OffloadHandle, listeners
+from .owners import add_owner, shared_handle
 from .runtime.engine import Engine
 from .runtime.gates import HANDLE, is_offloaded
 from .runtime.slots.arena import arenas
 
 
 @takes_options(ModelOptions)
-def apply_group_offloading(module: nn.Module, options: ModelOptions) -> OffloadHandle:
+def apply_group_offloading(module: nn.Module, options: ModelOptions, given: frozenset[str]) -> OffloadHandle:
     """Keep the weights of `module` in RAM or in files, and onload them group by group while it runs.
 
     Names, order and meaning of the arguments are those of `diffusers.hooks.apply_group_offloading` (0.42.1). Outputs are
@@ -86,7 +87,7 @@ def apply_group_offloading(module: nn.Module, options: ModelOptions) -> OffloadH
             measured while the module is set up. By name only.
 
     Returns:
-        The handle: groups, statistics, and `remove()`.
+        The handle: groups, statistics, and `remove()`. A module that is offloaded already keeps its handle.
 
     Raises:
         ConfigError: an option is not understood, or contradicts another one; or a parameter is in no file, with
@@ -94,8 +95,8 @@ def apply_group_offloading(module: nn.Module, options: ModelOptions) -> OffloadH
         DeviceError: the device does not exist, or has no streams.
         ModuleError: the module has no weights, has meta weights, or is offloaded by accelerate; or FSDP2 has shared out
             frozen weights of it; or another rank of `process_group` has another module.
-        StateError: the module, or a part of it, is group-offloaded already; or another rank of `process_group` is missing, or
-            has failed.
+        StateError: the module is offloaded with other options, or a part of it is offloaded already; or another rank of
+            `process_group` is missing, or has failed.
         GroupFileError: the folder cannot be written, or is too small. The module is left as it was.
         TypeError: an option has no such name.
 
@@ -104,7 +105,10 @@ def apply_group_offloading(module: nn.Module, options: ModelOptions) -> OffloadH
         >>> image = pipe("a beautiful sunset").images[0]
         >>> print(handle)
     """
-    return offload(module, options)
+    known = handle_of(module)
+    handle = shared_handle(known, options, given, owner=known and known.module) or offload(module, options)
+    add_owner(handle, handle.module)
+    return handle
 
 
 def offload(
@@ -122,10 +126,6 @@ def offload(
         ram_share: bytes of RAM for the module's weights that rest in files.
         casts: dtypes that parameters and buffers get while they are offloaded, one group after another, by name.
     """
-    if not isinstance(module, nn.Module):
-        raise ConfigError(
-            f"Expected a torch.nn.Module, got {type(module).__name__}. For a pipeline: enable_group_offload."
-        )
     module = getattr(module, "_orig_mod", module)
     if options.exclude_kwargs is None:
         options = replace(options, exclude_kwargs=getattr(module, "_skip_keys", None))
@@ -176,7 +176,9 @@ def handle_of(module: nn.Module) -> OffloadHandle | None:
         >>> print(handle_of(transformer))
     """
     if not isinstance(module, nn.Module):
-        raise ConfigError(f"Expected a torch.nn.Module, got {type(module).__name__}. For a pipeline: handles_of.")
+        raise ConfigError(
+            f"Expected a torch.nn.Module, got {type(module).__name__}. For a pipeline: enable_group_offload, handles_of."
+        )
     handle: OffloadHandle | None = getattr(module, "_orig_mod", module).__dict__.get(HANDLE)
     return handle
 
@@ -185,10 +187,11 @@ def _refuse_offloaded(module: nn.Module) -> None:
     hooks = sys.modules.get("accelerate.hooks")
     for name, part in module.named_modules():
         if is_offloaded(part):
+            part_of = "" if handle_of(part) is not None else " as a part of another module"
             where = f"its submodule {name!r}" if name else "it"
             raise StateError(
-                f"Cannot apply group offloading to {type(module).__name__}: {where} is group-offloaded already. Call "
-                f"remove_group_offloading() on the module that it was applied to first."
+                f"Cannot apply group offloading to {type(module).__name__}: {where} is already offloaded{part_of}. Call "
+                f"remove_group_offloading() on {'that module' if part_of else f'model.{name}'} first."
             )
         if getattr(part.__dict__.get("forward"), "__module__", "") == "torch.cuda.graphs":
             raise ModuleError(

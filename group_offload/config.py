@@ -79,8 +79,10 @@ _Result = TypeVar("_Result")
 
 def takes_options(
     kind: Callable[_P, _Options],
-) -> Callable[[Callable[[_Target, _Options], _Result]], Callable[Concatenate[_Target, _P], _Result]]:
-    """Let callers of `function(target, options)` give the options one by one, in their order or by name.
+) -> Callable[[Callable[[_Target, _Options, frozenset[str]], _Result]], Callable[Concatenate[_Target, _P], _Result]]:
+    """Let callers of `function(target, options, given)` give the options one by one, in their order or by name.
+
+    `given` has the names of the options that the caller gave.
 
     Type checkers, editors and `help()` see every option with its type and default.
 
@@ -88,9 +90,11 @@ def takes_options(
         kind: the dataclass of the options.
     """
 
-    def decorate(function: Callable[[_Target, _Options], _Result]) -> Callable[Concatenate[_Target, _P], _Result]:
+    def decorate(
+        function: Callable[[_Target, _Options, frozenset[str]], _Result],
+    ) -> Callable[Concatenate[_Target, _P], _Result]:
         own = inspect.signature(function)
-        target, _ = own.parameters.values()
+        target, *_ = own.parameters.values()
         signature = own.replace(parameters=[target, *inspect.signature(kind).parameters.values()])
 
         @wraps(function)
@@ -102,7 +106,8 @@ def takes_options(
                 hint = "" if unknown is None else did_you_mean(unknown, signature.parameters)
                 raise TypeError(f"{function.__name__}() {error}{hint and '.'}{hint}") from None
             make = cast(Callable[..., _Options], kind)
-            return function(bound.args[0], make(*bound.args[1:], **bound.kwargs))
+            given = frozenset(bound.arguments) - {target.name}
+            return function(bound.args[0], make(*bound.args[1:], **bound.kwargs), given)
 
         call.__signature__ = signature  # type: ignore[attr-defined]
         return call

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from html import escape
@@ -127,6 +127,8 @@ class OffloadHandle:
     def __init__(self, module: nn.Module, engine: Engine) -> None:
         self.module = module
         self._engine: Engine | None = engine
+        self.owners: list[Callable[[], Any]] = []
+        """Leads to those who asked for the handle. See [Note: Owners]."""
         engine.tell_before_forward(_before_forward)
 
     @property

@@ -153,7 +153,7 @@ def test_calls_that_replace_others(file: Path, tmp_path: Path, monkeypatch: pyte
             for code in re.findall(r"`([^`]+)`", theirs):
                 ast.parse(code)
             world.run("\n".join(re.findall(r"`([^`]+)`", ours)), str(file))
-            world.run("unpatch_diffusers(); disable_group_offload(pipe)", str(file))
+            world.run("unpatch_diffusers(); [handle.remove() for handle in handles_of(pipe).values()]", str(file))
 
 
 def test_figures_of_the_summary_are_those_of_the_results() -> None:

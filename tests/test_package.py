@@ -64,6 +64,7 @@ LAYERS = (
     {"runtime", "activations"},
     {"run_report"},
     {"handle"},
+    {"owners"},
     {"api"},
     {"integrations"},
     {"cli"},

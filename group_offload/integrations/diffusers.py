@@ -16,7 +16,8 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cache, wraps
@@ -32,10 +33,11 @@ from ..base.text import did_you_mean
 from ..config import ModelOptions, OffloadConfig, OffloadOptions, OffloadType, takes_options
 from ..errors import ConfigError, GroupOffloadError, ModuleError, StateError
 from ..handle import Listener, OffloadHandle, add_listener
+from ..owners import add_owner, how_to_undo, release, shared_handle
 from ..partition import tables_of
 from ..runtime.gates import is_offloaded
 from ..runtime.memory import bytes_in_turn
-from .modular import is_modular
+from .modular import LISTENERS
 from .sharing import put_in_order, shares_of
 
 logger = logging.getLogger("group_offload")
@@ -43,8 +45,12 @@ logger = logging.getLogger("group_offload")
 HOOK_NAME = "group_offloading"
 _TEXT_KV_CACHE = "text_kv_cache_transformer"
 _SEAM = "_apply_group_offloading"
+_PIPELINE_CLASSES = {
+    "diffusers.pipelines.pipeline_utils": "DiffusionPipeline",
+    "diffusers.modular_pipelines.modular_pipeline": "ModularPipeline",
+}
 _ASKED = "_group_offload_asked"
-"""The attribute of a modular pipeline that has the arguments with which it was offloaded."""
+"""The attribute of a pipeline that says how it was offloaded: an `_Asked`."""
 
 
 # ------------------------------------------------------------------------------------------------ pipelines
@@ -58,16 +64,33 @@ class PipelineOptions(OffloadOptions):
     model_options: Mapping[str, Mapping[str, Any]] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What was asked for a pipeline."""
+
+    options: PipelineOptions
+    models: weakref.WeakSet[nn.Module]
+    """The models that the pipeline had then, and those that were reported since."""
+
+    # A copy of the pipeline, or the pipeline read back from a pickle, is not offloaded.
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
+
+
 @takes_options(PipelineOptions)
-def enable_group_offload(pipeline: Any, options: PipelineOptions) -> dict[str, OffloadHandle]:
+def enable_group_offload(pipeline: Any, options: PipelineOptions, given: frozenset[str]) -> dict[str, OffloadHandle]:
     """Offload all models of a diffusers pipeline.
 
     Arguments are those of `pipe.enable_group_offload` (diffusers 0.42.1), with the defaults of `apply_group_offloading`,
     which explains the arguments that are not listed here.
 
     Args:
-        pipeline: Any object with `components`, a dict from names to models and other parts. Models of a modular pipeline
-            that are offloaded already stay as they are: call this again after more components were loaded.
+        pipeline: Any object with `components`, a dict from names to models and other parts. Models that are offloaded already
+            are shared: call this again after a component was added, or for another pipeline with the same components. An
+            option that is not given again stays as it was for this pipeline.
         exclude_modules: Names of models that are moved to the device as a whole instead.
         model_options: Options of single models that differ: `{"vae": {"offload_type": "leaf_level"}}`. All options of
             `apply_group_offloading` are possible.
@@ -80,27 +103,40 @@ def enable_group_offload(pipeline: Any, options: PipelineOptions) -> dict[str, O
     Raises:
         ConfigError: a name is no model of the pipeline, or an option is refused as by `apply_group_offloading`.
         ModuleError: a model says that it does not support group offloading, or is offloaded by accelerate.
-        StateError: a model is group-offloaded already. Models that were offloaded by this call are restored.
+        StateError: a model is offloaded with other options already, or a part of it is offloaded. Models that were
+            offloaded by this call are restored.
 
     Example:
         >>> handles = enable_group_offload(pipe, offload_to_disk_path="/nvme/offload", exclude_modules="vae")
     """
-    plan = plan_pipeline(pipeline, options)
-    by_model: dict[int, OffloadHandle] = {}
+    asked: _Asked | None = getattr(pipeline, "__dict__", {}).get(_ASKED)
+    if asked is not None:
+        options = replace(asked.options, **{name: getattr(options, name) for name in given})
+    options = replace(options, exclude_modules=as_excluded(options.exclude_modules))  # an iterator gives its names once
+    plan = plan_pipeline(pipeline, options, given)
     with undone_on_error() as undo:
         for planned in plan.offloaded:
-            known = handle_of(planned.model)
-            if known is not None and is_modular(pipeline):
-                by_model[id(planned.model)] = known
-                continue
-            if known is None:
+            if planned.shared is None:
                 undo.callback(remove_group_offloading, planned.model)
-            by_model[id(planned.model)] = planned.offload()
+                planned.offload()
         for model in plan.excluded:
             undo.callback(move_back, devices_of(model))
             model.to(plan.device)
-        put_in_order(pipeline, models_of(pipeline))
-        return {name: by_model[id(model)] for name, model in models_of(pipeline).items() if id(model) in by_model}
+        return own_models(pipeline, plan)
+
+
+def own_models(pipeline: Any, plan: PipelinePlan) -> dict[str, OffloadHandle]:
+    """Make a pipeline an owner of its offloaded models, once all of them are offloaded, and return their handles by name."""
+    models = models_of(pipeline)
+    put_in_order(pipeline, models)
+    for planned in plan.offloaded:
+        handle = handle_of(planned.model)
+        assert handle is not None
+        add_owner(handle, pipeline)
+    if hasattr(pipeline, "__dict__"):
+        vars(pipeline)[_ASKED] = _Asked(plan.options, weakref.WeakSet(models.values()))
+    planned_ids = {id(planned.model) for planned in plan.offloaded}
+    return {name: handle for name, handle in handles_of(pipeline).items() if id(models[name]) in planned_ids}
 
 
 @contextmanager
@@ -130,6 +166,8 @@ class PlannedModel:
     options: ModelOptions
     group_prefix: str
     ram_share: int | None = None
+    shared: OffloadHandle | None = None
+    """Its handle, if it is offloaded already."""
 
     def offload(self, casts: Mapping[str, torch.dtype] | None = None) -> OffloadHandle:
         return offload(self.model, self.options, group_prefix=self.group_prefix, ram_share=self.ram_share, casts=casts)
@@ -155,27 +193,45 @@ class PlannedModel:
 class PipelinePlan:
     """The decision for each model of a pipeline."""
 
+    options: PipelineOptions
     offloaded: tuple[PlannedModel, ...]
     """The models to offload, each once, in this order."""
     excluded: tuple[nn.Module, ...]
-    """The models that go to `device` as a whole."""
+    """The models that go to `device` as a whole, as nobody has offloaded them."""
     device: torch.device
 
 
-def plan_pipeline(pipeline: Any, options: PipelineOptions) -> PipelinePlan:
-    """Decide what `enable_group_offload` does. Nothing is touched."""
+def plan_pipeline(pipeline: Any, options: PipelineOptions, given: Collection[str]) -> PipelinePlan:
+    """Decide what `enable_group_offload` does. Nothing is touched.
+
+    Args:
+        given: The names of the options that the caller gave.
+    """
     models = models_of(pipeline)
     excluded = as_excluded(options.exclude_modules)
     special = as_options_by_model(options.model_options)
-    _check_names(pipeline, models, excluded, special)
-    offloaded = {}
+    # Options of the last call may be for a model that is gone by now.
+    _check_names(pipeline, models, excluded, special if "model_options" in given else {})
+    offloaded, whole = {}, []
     for name, model in models.items():
-        has_weights = next(model.parameters(), None) is not None or next(model.buffers(), None) is not None
-        if name not in excluded and has_weights:
-            model_options = _options_for(options, special.get(name, {}))
-            refuse_unsupported(model)
-            # The name is in the prefix, so two models of one class have different files in one folder.
-            offloaded[name] = PlannedModel(model=model, options=model_options, group_prefix=f"{name}.")
+        if _is_given_up(model):
+            continue
+        is_excluded, model_options = name in excluded, _options_for(options, special.get(name, {}))
+        shared = shared_handle(
+            handle_of(model),
+            model_options,
+            special.get(name, {}).keys(),
+            given_for_all=set(given) - {"exclude_modules", "model_options"},
+            owner=pipeline,
+            name=name,
+            is_excluded=is_excluded,
+        )
+        if is_excluded:
+            whole += [model] if shared is None else []
+            continue
+        refuse_unsupported(model)
+        # The name is in the prefix, so two models of one class have different files in one folder.
+        offloaded[name] = PlannedModel(model=model, options=model_options, group_prefix=f"{name}.", shared=shared)
     common = OffloadConfig.from_options(ModelOptions(onload_device=options.onload_device))
     if options.ram_budget is not None:
         shares = shares_of(
@@ -195,21 +251,34 @@ def plan_pipeline(pipeline: Any, options: PipelineOptions) -> PipelinePlan:
         # If the budget is too small, the error is about the model that needs most of it, and names enough for all models.
         order.sort(key=lambda planned: planned.bytes_in_turn, reverse=True)
     return PipelinePlan(
+        options=options,
         offloaded=tuple(order),
-        excluded=tuple(models[name] for name in excluded if name in models),  # a tokenizer has nothing to move
+        excluded=tuple(whole),
         device=common.onload_device,
     )
+
+
+def _is_given_up(model: nn.Module) -> bool:
+    """Whether a model has no weights any more (`to("meta")`), or never had any. accelerate keeps those that it takes."""
+    tensors = (*model.parameters(), *model.buffers())
+    is_meta = all(tensor.device.type == "meta" for tensor in tensors)
+    return is_meta and not any("_hf_hook" in vars(part) for part in model.modules())
 
 
 def disable_group_offload(pipeline: Any) -> None:
     """Undo `enable_group_offload` for every model of a pipeline: its weights get separate memory again, where they were.
 
-    Models that were put into another one since (a ControlNet into a `MultiControlNetModel`) are among them.
+    Models that were put into another one since (a ControlNet into a `MultiControlNetModel`) are among them. A model that
+    another pipeline offloads too, or that was offloaded by a call of its own, stays offloaded, and the log says so.
     """
-    for model in models_of(pipeline).values():
+    for name, model in models_of(pipeline).items():
         for part in [*model.modules()]:
-            if handle_of(part) is not None:
-                remove_group_offloading(part)
+            handle = handle_of(part)
+            left = [] if handle is None else release(handle, pipeline)
+            if left:
+                undo = how_to_undo(left, pipeline, part, name)
+                logger.warning("%s (%s) stays offloaded. To restore it, call %s.", name, type(part).__name__, undo)
+    getattr(pipeline, "__dict__", {}).pop(_ASKED, None)
 
 
 def handles_of(pipeline: Any) -> dict[str, OffloadHandle]:
@@ -347,6 +416,7 @@ class _Markers(Listener):
             _mark(handle)
 
     def before_forward(self, module: nn.Module, inputs: Mapping[str, Any]) -> None:
+        _warn_of_added(module)
         registry, prompt = module.__dict__.get("_diffusers_hook"), inputs.get("encoder_hidden_states")
         if registry is None or prompt is None or _TEXT_KV_CACHE not in registry.hooks:
             return
@@ -365,6 +435,30 @@ class _Markers(Listener):
             registry = module.__dict__.get("_diffusers_hook")
             if type(registry) is _marked_registry_class():
                 _unmark(registry)
+
+
+def _warn_of_added(module: nn.Module) -> None:
+    """Say once which models were added to the pipelines of an offloaded model, and are still on the CPU."""
+    handle = handle_of(module)
+    if handle is None or handle.config.onload_device.type == "cpu":
+        return
+    for ref in handle.owners:
+        pipeline = ref()
+        attributes = getattr(pipeline, "__dict__", {})
+        asked: _Asked | None = attributes.get(_ASKED)
+        if asked is None:
+            continue
+        for name, part in [*attributes.items()]:
+            if not isinstance(part, nn.Module) or part in asked.models:
+                continue
+            asked.models.add(part)
+            weight = next(part.parameters(), None)
+            if weight is not None and weight.device.type == "cpu" and not is_offloaded(part):
+                logger.warning(
+                    "%s (%s) was added to the %s after it was offloaded, and is on the CPU. To offload it too, call "
+                    "enable_group_offload(pipe) again.",
+                    *(name, type(part).__name__, type(pipeline).__name__),
+                )
 
 
 def _mark(handle: OffloadHandle) -> None:
@@ -498,32 +592,18 @@ def _patch_modular(pipelines: type | None) -> Iterator[Callable[[], None]]:
     if pipelines is None:
         return
 
-    @wraps(enable_group_offload)
-    def enable(pipeline: Any, *args: Any, **kwargs: Any) -> dict[str, OffloadHandle]:
-        if "exclude_modules" in kwargs:
-            kwargs["exclude_modules"] = as_excluded(kwargs["exclude_modules"])  # an iterator gives its names once
-        handles = enable_group_offload(pipeline, *args, **kwargs)
-        pipeline.__dict__[_ASKED] = args, kwargs
-        return handles
-
-    @wraps(disable_group_offload)
-    def disable(pipeline: Any) -> None:
-        pipeline.__dict__.pop(_ASKED, None)
-        disable_group_offload(pipeline)
-
     def also_offloads(load: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(load)
         def loads(pipeline: Any, *args: Any, **kwargs: Any) -> Any:
             result = load(pipeline, *args, **kwargs)
-            if _ASKED in pipeline.__dict__:
-                asked, named = pipeline.__dict__[_ASKED]
-                enable_group_offload(pipeline, *asked, **named)
+            if pipeline.__dict__.get(_ASKED) is not None:
+                enable_group_offload(pipeline)
             return result
 
         return loads
 
-    yield _swap_attribute(pipelines, "enable_group_offload", enable)
-    yield _swap_attribute(pipelines, "disable_group_offload", disable)
+    yield _swap_attribute(pipelines, "enable_group_offload", enable_group_offload)
+    yield _swap_attribute(pipelines, "disable_group_offload", disable_group_offload)
     for name in ("load_components", "update_components"):
         yield _swap_attribute(pipelines, name, also_offloads(getattr(pipelines, name)))
 
@@ -553,7 +633,14 @@ def _enable_on_model(model: nn.Module, *args: Any, **kwargs: Any) -> OffloadHand
 
 
 def _install_seam() -> None:
-    """Let `_apply_group_offloading` of a marker's config reach that marker's engine, and all other calls diffusers."""
+    """Let `_apply_group_offloading` of a marker's config reach that marker's engine, and all other calls diffusers.
+
+    `pipe.to(dtype)`, which leaves offloaded models as they are without a word, says so.
+    """
+    for module_name, class_name in _PIPELINE_CLASSES.items():
+        pipelines = getattr(sys.modules.get(module_name), class_name, None)
+        if pipelines is not None and not hasattr(pipelines.to, "group_offload_before"):
+            pipelines.to = _tells_of_casts(pipelines.to)
     offloading = _offloading_module()
     before = getattr(offloading, _SEAM)
     if hasattr(before, "group_offload_before"):
@@ -582,6 +669,32 @@ def _install_seam() -> None:
 
     apply.group_offload_before = before  # type: ignore[attr-defined]
     setattr(offloading, _SEAM, apply)
+
+
+def _tells_of_casts(to: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(to)
+    def tells(pipeline: Any, *args: Any, **kwargs: Any) -> Any:
+        result = to(pipeline, *args, **kwargs)
+        dtype = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)), None)
+        models = {name: handle.module for name, handle in handles_of(pipeline).items() if dtype is not None}
+        kept = [name for name, model in models.items() if _dtype_of(model) not in (None, dtype)]
+        if kept:
+            logger.warning(
+                "%s of the %s kept %s: to(), which from_pipe() calls with torch.float32 by default, casts no offloaded "
+                "model. To cast one, call pipe.%s.to(%s).",
+                *(", ".join(kept), type(pipeline).__name__, "their dtype" if len(kept) > 1 else "its dtype"),
+                *(kept[0], dtype),
+            )
+        return result
+
+    tells.group_offload_before = to  # type: ignore[attr-defined]
+    return tells
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype | None:
+    if getattr(model, "is_quantized", False):
+        return None  # it cannot be cast
+    return next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), None)
 
 
 def _options_of(config: Any) -> dict[str, Any]:
@@ -639,4 +752,5 @@ def _offloading_module() -> ModuleType:
     return importlib.import_module("diffusers.hooks.group_offloading")
 
 
-add_listener(_Markers())
+for each in (*LISTENERS, _Markers()):
+    add_listener(each)

@@ -22,18 +22,11 @@ from typing import Any
 from torch import nn
 
 from ..api import handle_of
-from ..handle import Listener, OffloadHandle, add_listener
+from ..handle import Listener, OffloadHandle
 from ..runtime.convoy.announced import announce, begin_step
 
 _MANAGER = "diffusers.modular_pipelines.components_manager"
-_PIPELINES = "diffusers.modular_pipelines.modular_pipeline"
 _GUIDERS = "diffusers.guiders.guider_utils"
-
-
-def is_modular(pipeline: Any) -> bool:
-    """Whether this is a modular pipeline of diffusers."""
-    module = sys.modules.get(_PIPELINES)
-    return module is not None and isinstance(pipeline, module.ModularPipeline)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,5 +132,4 @@ class _HearsGuiders(Listener):
                 self._undo.callback(setattr, guidance, name, before)
 
 
-add_listener(_MakesRoom())
-add_listener(_HearsGuiders())
+LISTENERS: tuple[Listener, ...] = (_MakesRoom(), _HearsGuiders())

@@ -18,23 +18,25 @@ from torch import nn
 from ..api import handle_of, offload, remove_group_offloading
 from ..config import ModelOptions, OffloadConfig, OffloadOptions
 from ..errors import ConfigError, GroupFileError
+from ..owners import add_owner
 from ..plan.budgets import describe_bytes
 from ..stores.checkpoint import FileMap
 from ..weights import plain_tensors
 from .casts import PostponedCasts, cast_now
 from .diffusers import (
     PipelineOptions,
+    PipelinePlan,
     as_excluded,
     as_options_by_model,
     devices_of,
     models_of,
     move_back,
+    own_models,
     plan_pipeline,
     refuse_unsupported,
     undone_on_error,
 )
 from .quantising import Quantising, take_off_meta
-from .sharing import put_in_order
 
 logger = logging.getLogger("group_offload")
 
@@ -128,12 +130,12 @@ def from_pretrained(model_class: Any, pretrained_model_name_or_path: str | os.Pa
         _refuse(for_pipelines, model_class, _IS_A_MODEL)
         refuse_unsupported(found)
         _refuse_missing(found, pretrained_model_name_or_path)
-        offload(found, model_options, casts=casts.casts_of(found))
+        add_owner(offload(found, model_options, casts=casts.casts_of(found)), found)
     elif isinstance(getattr(found, "components", None), Mapping):
         _refuse(for_models, model_class, "is a pipeline: give options of one model in model_options")
         passed = [value for value in options.values() if isinstance(value, nn.Module)]
-        pipeline_options = PipelineOptions(**common, **for_pipelines)
-        _offload_pipeline(found, pretrained_model_name_or_path, casts, pipeline_options, passed)
+        plan = plan_pipeline(found, PipelineOptions(**common, **for_pipelines), {*common, *for_pipelines})
+        _offload_pipeline(found, pretrained_model_name_or_path, casts, plan, passed)
     else:
         raise ConfigError(
             f"{model_class.__name__}.from_pretrained made a {type(found).__name__}, which has no weights to offload. Call "
@@ -175,7 +177,7 @@ def _offload_pipeline(
     pipeline: Any,
     name: str | os.PathLike[str],
     casts: PostponedCasts,
-    options: PipelineOptions,
+    plan: PipelinePlan,
     passed: Sequence[nn.Module],
 ) -> None:
     """Offload a pipeline that was just loaded.
@@ -185,28 +187,28 @@ def _offload_pipeline(
         passed: components that the caller gave. They are restored if this fails; all others are dropped with the pipeline,
             and are not brought to RAM before that.
     """
-    plan = plan_pipeline(pipeline, options)
     # Weights are known by their addresses, so ask for all casts before the first weight is placed.
     casts_of = {
         id(model): casts.casts_of(model) for model in (*(each.model for each in plan.offloaded), *plan.excluded)
     }
     kept = {id(model) for model in passed}
+    for model in models_of(pipeline).values():
+        if id(model) not in kept:
+            _refuse_missing(model, name)
     with undone_on_error() as undo:
         for planned in plan.offloaded:
             model = planned.model
-            if handle_of(model) is not None:  # it came offloaded; the pipeline may have cast it
+            if planned.shared is not None:  # it came offloaded; the pipeline may have cast it
                 cast_now(model, casts_of[id(model)])
                 continue
             if id(model) in kept:
                 undo.callback(remove_group_offloading, model)
-            else:
-                _refuse_missing(model, name)
             planned.offload(casts_of[id(model)])
         for model in plan.excluded:
             if id(model) in kept:
                 undo.callback(move_back, devices_of(model))
             cast_now(model, casts_of[id(model)], plan.device)
-        put_in_order(pipeline, models_of(pipeline))
+        own_models(pipeline, plan)
 
 
 # ------------------------------------------------------------------------------------------------ loading

@@ -205,6 +205,36 @@ def test_a_copy_is_compiled_as_one(level: str) -> None:
         assert_same(run(compiled, inputs()), run(same, inputs()))
 
 
+class Unbound(nn.Module):
+    """Calls forwards of classes, past `__call__` of its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = [linear.weight.data_ptr() for linear in (*self.blocks, self.last)]
+        for block in self.blocks:
+            x = nn.Linear.forward(block, x)
+        return nn.Linear.forward(self.last, x)
+
+
+@every_level
+def test_an_unbound_call_of_a_forward_has_its_weights_on_the_device(level: str) -> None:
+    model, reference = make(Unbound), make(Unbound)
+    x = torch.randn(2, WIDTH)
+    with use_simulated_device(SimulatedDevice()) as device:
+        apply_group_offloading(model, "cpu", offload_type=level)
+        at_rest = {linear.weight.data_ptr() for linear in (*model.blocks, model.last)}
+        for _ in range(2):
+            with torch.no_grad(), device.running():
+                output = model(device.put(x))
+            assert_same(device.get(output), run(reference, x))
+            assert len({*model.seen}) == 4 and at_rest.isdisjoint(model.seen)
+
+
 # ---------------------------------------------------------------- weights of two models
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from diffusers import ComponentsManager
 from diffusers.modular_pipelines.components_manager import AutoOffloadStrategy
-from diffusers.modular_pipelines.flux import FluxAutoBlocks
 from diffusers.utils import torch_utils
 from torch import nn
 
@@ -20,40 +19,18 @@ from group_offload import apply_group_offloading, disable_group_offload, enable_
 from group_offload.api import handle_of
 
 from ..support import tiny_models as tiny
-from ..support.pipelines import any_level, any_tier, models_of, tier_options, traces
+from ..support.pipelines import any_level, any_tier, models_of, modular_pipeline, run_modular, tier_options, traces
 
 MIB = 1 << 20
 TAKES_STRATEGIES = "offload_strategy" in inspect.signature(ComponentsManager.enable_auto_cpu_offload).parameters
 """diffusers 0.36 to 0.39 have one strategy."""
 
 
-def pipeline(manager: ComponentsManager | None = None, **components: Any) -> Any:
-    pipe = FluxAutoBlocks().init_pipeline(components_manager=manager)
-    found = {**tiny.flux_pipeline().components, **components}
-    pipe.update_components(**{name: part for name, part in found.items() if name in pipe._component_specs})
-    return pipe
-
-
-def run(pipe: Any) -> torch.Tensor:
-    images = pipe(
-        prompt=tiny.PROMPT,
-        num_inference_steps=2,
-        height=16,
-        width=16,
-        generator=torch.Generator().manual_seed(0),
-        output_type="pt",
-        max_sequence_length=16,
-        output="images",
-    )
-    assert isinstance(images, torch.Tensor)
-    return images.cpu()
-
-
 @pytest.fixture(scope="module")
 def expected() -> torch.Tensor:
-    pipe = pipeline()
+    pipe = modular_pipeline()
     pipe.to(tiny.device())
-    return run(pipe)
+    return run_modular(pipe)
 
 
 @any_tier
@@ -61,21 +38,21 @@ def expected() -> torch.Tensor:
 def test_a_modular_pipeline_is_bit_equal(
     tier: str, level: str, device: torch.device, tmp_path: Path, expected: torch.Tensor
 ) -> None:
-    pipe = pipeline()
+    pipe = modular_pipeline()
     handles = enable_group_offload(pipe, onload_device=device, offload_type=level, **tier_options(tier, tmp_path))
     assert handles.keys() == models_of(pipe).keys()
     for _ in range(2):
-        assert torch.equal(run(pipe), expected)
+        assert torch.equal(run_modular(pipe), expected)
     assert all(handle.stats().onloads for handle in handles.values())
     disable_group_offload(pipe)
     assert not any(handle_of(model) for model in models_of(pipe).values())
 
 
 def test_diffusers_own_calls(device: torch.device, expected: torch.Tensor, patched: None) -> None:
-    pipe = pipeline()
+    pipe = modular_pipeline()
     before = {name: traces(model) for name, model in models_of(pipe).items()}
     pipe.enable_group_offload(device)
-    assert torch.equal(run(pipe), expected)
+    assert torch.equal(run_modular(pipe), expected)
     pipe.disable_group_offload()
     assert {name: traces(model) for name, model in models_of(pipe).items()} == before
 
@@ -84,7 +61,7 @@ def test_diffusers_own_calls(device: torch.device, expected: torch.Tensor, patch
 def test_components_that_come_later(
     by: str, device: torch.device, tmp_path: Path, expected: torch.Tensor, patched: None
 ) -> None:
-    pipe = pipeline()
+    pipe = modular_pipeline()
     vae, pipe.vae = pipe.vae, None
     pipe.enable_group_offload(device, offload_type="leaf_level")
     first = handle_of(pipe.transformer)
@@ -96,34 +73,23 @@ def test_components_that_come_later(
         pipe.update_components(vae=vae)
     else:
         pipe.vae = vae
-        assert enable_group_offload(pipe, onload_device=device)["transformer"] is first
+        assert enable_group_offload(pipe)["transformer"] is first
     handle = handle_of(pipe.vae)
     assert handle is not None and handle_of(pipe.transformer) is first
-    assert handle.config.offload_type == ("block_level" if by == "another call" else "leaf_level")
-    assert torch.equal(run(pipe), expected)
+    assert handle.config.offload_type == "leaf_level"
+    assert torch.equal(run_modular(pipe), expected)
     pipe.disable_group_offload()
     pipe.update_components(vae=tiny.flux_pipeline().vae)
     assert handle_of(pipe.vae) is None
 
 
 def test_excluded_names_hold_for_components_that_come_later(device: torch.device, patched: None) -> None:
-    pipe = pipeline()
+    pipe = modular_pipeline()
     vae, pipe.vae = pipe.vae, None
     pipe.enable_group_offload(device, exclude_modules=iter(["vae", "text_encoder"]))
     pipe.update_components(vae=vae)
     assert handle_of(pipe.vae) is None and handle_of(pipe.text_encoder) is None
     assert handle_of(pipe.transformer) is not None
-
-
-def test_two_pipelines_share_components(device: torch.device, expected: torch.Tensor, patched: None) -> None:
-    manager = ComponentsManager()
-    first = pipeline(manager)
-    handles = first.enable_group_offload(device)
-    second = pipeline(manager, **first.components)
-    assert second.enable_group_offload(device) == handles
-    for pipe in (first, second, first):
-        assert torch.equal(run(pipe), expected)
-    first.disable_group_offload()
 
 
 # ---------------------------------------------------------------- a manager that moves components

@@ -354,7 +354,7 @@ def test_handles_of_what_was_opened(pipelines: dict[str, Path], flux: Path) -> N
     assert handle_of(pipe.vae) is None
     disable_group_offload(pipe)
     assert handles_of(pipe) == {}
-    with pytest.raises(ConfigError, match=r"got FluxPipeline\. For a pipeline: handles_of"):
+    with pytest.raises(ConfigError, match=r"got FluxPipeline\. For a pipeline: enable_group_offload, handles_of"):
         handle_of(pipe)
     with pytest.raises(ConfigError, match=r"diffusers pipeline, got .* For a single model, use apply_group_offloading"):
         handles_of(pipe.vae)

@@ -78,15 +78,6 @@ def test_moving_an_offloaded_pipeline(
     assert torch.equal(tiny.run(pipe), resident_outputs["flux"])
 
 
-def test_dtype_of_an_offloaded_pipeline(device: torch.device, resident_outputs: dict[str, torch.Tensor]) -> None:
-    """diffusers leaves the dtype of offloaded models alone when it is asked through the pipeline."""
-    pipe = tiny.flux_pipeline()
-    enable_group_offload(pipe, onload_device=device)
-    pipe.to(torch.bfloat16)
-    assert pipe.transformer.dtype == torch.float32
-    assert torch.equal(tiny.run(pipe), resident_outputs["flux"])
-
-
 @any_tier
 @pytest.mark.parametrize("call", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"])
 def test_other_offload_modes_are_refused(call: str, tier: str, device: torch.device, tmp_path: Path) -> None:
@@ -147,26 +138,6 @@ def test_a_tracing_hook_of_accelerate_is_no_offloading(device: torch.device) -> 
     expected = tiny.call(tiny.flux_transformer().to(device), tiny.flux_inputs())
     apply_group_offloading(model, device)
     assert torch.equal(tiny.call(model, tiny.flux_inputs()), expected)
-
-
-@pytest.mark.parametrize("first", ["function", "model", "pipeline"])
-@pytest.mark.parametrize("second", ["function", "model", "pipeline", "block"])
-def test_applying_twice_is_refused(first: str, second: str, device: torch.device, patched: None) -> None:
-    pipe = tiny.flux_pipeline()
-    model = pipe.transformer
-    ways = {
-        "function": lambda: apply_group_offloading(model, device),
-        "model": lambda: model.enable_group_offload(device),
-        "pipeline": lambda: pipe.enable_group_offload(device),
-        "block": lambda: apply_group_offloading(model.transformer_blocks[0], device),
-    }
-    ways[first]()
-    expected = tiny.run(pipe)
-    offloaded = {name for name, part in models_of(pipe).items() if stock._is_group_offload_enabled(part)}
-    with pytest.raises(StateError, match="already"):
-        ways[second]()
-    assert {name for name, part in models_of(pipe).items() if stock._is_group_offload_enabled(part)} == offloaded
-    assert torch.equal(tiny.run(pipe), expected)
 
 
 @pytest.mark.parametrize("part", ["whole", "block"])

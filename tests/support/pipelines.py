@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import ComponentsManager
+from diffusers.modular_pipelines.flux import FluxAutoBlocks
 from torch import nn
 
 from . import tiny_models as tiny
@@ -18,6 +20,28 @@ any_pipeline = pytest.mark.parametrize("kind", PIPELINES)
 any_model = pytest.mark.parametrize("name", tiny.MODELS)
 any_tier = pytest.mark.parametrize("tier", ["ram", "disk"])
 any_level = pytest.mark.parametrize("level", ["block_level", "leaf_level"])
+
+
+def modular_pipeline(manager: ComponentsManager | None = None, **components: Any) -> Any:
+    pipe = FluxAutoBlocks().init_pipeline(components_manager=manager)
+    found = {**tiny.flux_pipeline().components, **components}
+    pipe.update_components(**{name: part for name, part in found.items() if name in pipe._component_specs})
+    return pipe
+
+
+def run_modular(pipe: Any) -> torch.Tensor:
+    images = pipe(
+        prompt=tiny.PROMPT,
+        num_inference_steps=2,
+        height=16,
+        width=16,
+        generator=torch.Generator().manual_seed(0),
+        output_type="pt",
+        max_sequence_length=16,
+        output="images",
+    )
+    assert isinstance(images, torch.Tensor)
+    return images.cpu()
 
 
 def tier_options(tier: str, folder: Path) -> dict[str, Any]:

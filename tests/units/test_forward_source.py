@@ -172,6 +172,11 @@ class GivesItselfToItsFunction(Parent):
         return self.function(x, self)
 
 
+class CallsUnbound(Parent):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.Linear.forward(self.child, x)
+
+
 class ReadsInALoop(Parent):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.inner:
@@ -184,6 +189,7 @@ class ReadsInALoop(Parent):
     ("cls", "names"),
     [
         (CallsMethodOfChild, ["method"]),
+        (CallsUnbound, ["child"]),
         (GivesItself, ["child", "inner.0"]),
         (GivesItselfToAFunction, ["child"]),
         (GivesItselfToItsFunction, ["child"]),

@@ -152,11 +152,12 @@ def test_removed_model_trains(offload: Offload) -> None:
     assert_at_rest(model, reference)
 
 
-def test_applying_twice_is_refused(offload: Offload) -> None:
+def test_applying_twice(offload: Offload) -> None:
     model, reference = pair()
     handle = offload(model)
+    assert offload(model) is handle
     with pytest.raises(StateError, match="remove_group_offloading"):
-        offload(model)
+        offload(model, non_blocking=True)
     with pytest.raises(StateError, match="remove_group_offloading"):
         offload(nn.Sequential(model))
     check(model, reference, inputs())

@@ -1,0 +1,337 @@
+"""Components of pipelines over time: what each call does with one that is offloaded already, was added, or is gone."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+
+from group_offload import (
+    StateError,
+    apply_group_offloading,
+    disable_group_offload,
+    enable_group_offload,
+    handle_of,
+    handles_of,
+    patch_diffusers,
+    remove_group_offloading,
+    unpatch_diffusers,
+)
+from group_offload.integrations import diffusers as integration
+
+from ..support import tiny_models as tiny
+from ..support.pipelines import models_of, modular_pipeline, run_modular
+
+LEAVES = {"offload_type": "leaf_level"}
+BLOCKS = {"offload_type": "block_level"}
+
+
+class Kind:
+    """A pipeline, another one with the same components, and an image."""
+
+    def __init__(self, name: str) -> None:
+        self.is_modular = name == "modular"
+        self.make: Callable[[], Any] = modular_pipeline if self.is_modular else tiny.flux_pipeline
+        self.run: Callable[[Any], torch.Tensor] = run_modular if self.is_modular else tiny.run
+
+    def other(self, pipe: Any) -> Any:
+        if self.is_modular:
+            return modular_pipeline(**pipe.components)
+        other = diffusers.FluxPipeline.from_pipe(pipe)
+        other.set_progress_bar_config(disable=True)
+        return other
+
+    def expected(self, device: torch.device) -> torch.Tensor:
+        pipe = self.make()
+        pipe.to(device)
+        return self.run(pipe)
+
+
+@pytest.fixture(params=["classic", "modular"])
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return Kind(request.param)
+
+
+@pytest.fixture(params=["function", "patched"])
+def enable(request: pytest.FixtureRequest) -> Any:
+    if request.param == "function":
+        yield enable_group_offload
+        return
+    patch_diffusers()
+    yield lambda pipe, **options: pipe.enable_group_offload(**options)
+    unpatch_diffusers()
+
+
+by_whom = pytest.mark.parametrize("by", ["this pipeline", "another pipeline"])
+
+
+# ---------------------------------------------------------------- offloaded already
+
+
+@pytest.mark.parametrize("given", [{}, LEAVES, {"exclude_modules": ["tokenizer"], **LEAVES}], ids=str)
+@by_whom
+def test_no_option_or_the_same_ones_share(
+    given: dict[str, Any], by: str, kind: Kind, enable: Any, device: torch.device
+) -> None:
+    pipe = kind.make()
+    handles = enable(pipe, onload_device=device, **LEAVES)
+    again = pipe if by == "this pipeline" else kind.other(pipe)
+    assert handles and enable(again, onload_device=device, **given) == handles
+    for each in (again, pipe):
+        assert torch.equal(kind.run(each), kind.expected(device))
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (BLOCKS, r"offloaded.*with offload_type='leaf_level'\..* leave offload_type out"),
+        ({"model_options": {"vae": BLOCKS}}, r"^vae .*with offload_type='leaf_level'"),
+        ({"offload_device": "disk", "low_cpu_mem_usage": True}, r"low_cpu_mem_usage=False, offload_device='cpu'"),
+        ({"exclude_modules": "vae"}, r"^vae .* leave it out of exclude_modules"),
+    ],
+    ids=str,
+)
+@by_whom
+def test_other_options_raise_and_change_nothing(
+    given: dict[str, Any], named: str, by: str, kind: Kind, enable: Any, device: torch.device
+) -> None:
+    pipe = kind.make()
+    handles = enable(pipe, onload_device=device, **LEAVES)
+    again, undo = pipe, r".*disable_group_offload\(pipe\) first"
+    if by == "another pipeline":
+        again, undo = kind.other(pipe), rf".*disable_group_offload\(\) on the other {type(pipe).__name__} first"
+    with pytest.raises(StateError, match=named) as error:
+        enable(again, **given)
+    error.match(undo)
+    assert handles_of(pipe) == handles
+    if "model_options" in given:  # what the message says helps
+        disable_group_offload(pipe)
+        enable(again, onload_device=device, **given)
+        assert handles_of(again)["vae"].config.offload_type == "block_level"
+
+
+@pytest.mark.parametrize("last", ["the first", "the second"])
+def test_a_shared_model_stays_until_its_last_pipeline_is_disabled(
+    last: str, kind: Kind, enable: Any, device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = kind.make()
+    handles = enable(first, onload_device=device)
+    second = kind.other(first)
+    enable(second)
+    gone, kept = (second, first) if last == "the first" else (first, second)
+    disable_group_offload(gone)
+    assert (
+        f"vae (AutoencoderKL) stays offloaded. To restore it, call disable_group_offload() on the other {type(kept).__name__}"
+        in caplog.text
+    )
+    assert handles_of(kept) == handles
+    assert torch.equal(kind.run(kept), kind.expected(device))
+    disable_group_offload(kept)
+    assert not handles_of(kept) and not any(handle.is_active for handle in handles.values())
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
+def test_a_copy_of_a_pipeline_is_not_offloaded(make_copy: Callable[[Any], Any], device: torch.device) -> None:
+    pipe = tiny.flux_pipeline()
+    handles = enable_group_offload(pipe, onload_device=device, **LEAVES)
+    copied = make_copy(pipe)
+    assert not handles_of(copied)
+    assert enable_group_offload(copied, onload_device=device, **BLOCKS).keys() == handles.keys()
+    disable_group_offload(copied)
+    assert handles_of(pipe) == handles
+
+
+def test_a_pipeline_that_did_not_ask_undoes_nothing(kind: Kind, device: torch.device) -> None:
+    first = kind.make()
+    handles = enable_group_offload(first, onload_device=device)
+    second = kind.other(first)
+    disable_group_offload(second)
+    assert handles_of(first) == handles
+
+
+@pytest.mark.parametrize("how", ["dropped", "without the model"])
+def test_a_pipeline_that_is_gone_keeps_nothing_offloaded(how: str, kind: Kind, device: torch.device) -> None:
+    first = kind.make()
+    enable_group_offload(first, onload_device=device)
+    second = kind.other(first)
+    if how == "dropped":
+        ref = weakref.ref(first)
+        del first
+        gc.collect()
+        assert ref() is None
+    else:
+        first.vae = None
+    disable_group_offload(second)
+    assert handle_of(second.vae) is None
+
+
+@pytest.mark.parametrize("call", ["handle", "function"])
+def test_a_model_that_is_restored_alone_is_so_for_all(call: str, kind: Kind, enable: Any, device: torch.device) -> None:
+    first = kind.make()
+    handles = enable(first, onload_device=device, **LEAVES)
+    second = kind.other(first)
+    enable(second)
+    handles["vae"].remove() if call == "handle" else remove_group_offloading(first.vae)
+    assert "vae" not in handles_of(second)
+    again = enable(second)
+    assert again["vae"] is not handles["vae"] and again["transformer"] is handles["transformer"]
+    assert torch.equal(kind.run(first), kind.expected(device))
+
+
+# ---------------------------------------------------------------- offloaded by a call of its own
+
+
+def test_options_of_a_models_own_call_win(
+    kind: Kind, enable: Any, device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipe = kind.make()
+    handle = apply_group_offloading(pipe.transformer, device, **LEAVES)
+    assert enable(pipe, onload_device=device, **BLOCKS)["transformer"] is handle
+    with pytest.raises(StateError, match=r"^transformer .*remove_group_offloading\(pipe\.transformer\)"):
+        enable(pipe, model_options={"transformer": BLOCKS})
+    assert torch.equal(kind.run(pipe), kind.expected(device))
+    disable_group_offload(pipe)
+    assert handles_of(pipe) == {"transformer": handle}
+    assert "To restore it, call remove_group_offloading(pipe.transformer)" in caplog.text
+    assert enable(pipe, onload_device=device, exclude_modules="transformer").keys() == models_of(pipe).keys() - {
+        "transformer"
+    }
+    assert handle.is_active
+
+
+@pytest.mark.parametrize("first", ["function", "model", "pipeline"])
+@pytest.mark.parametrize("second", ["function", "model"])
+def test_applying_twice(first: str, second: str, device: torch.device, patched: None) -> None:
+    pipe = tiny.flux_pipeline()
+    ways: dict[str, Callable[..., Any]] = {
+        "function": lambda *args, **options: apply_group_offloading(pipe.transformer, *args, **options),
+        "model": lambda *args, **options: pipe.transformer.enable_group_offload(*args, **options),
+        "pipeline": pipe.enable_group_offload,
+    }
+    ways[first](device)
+    handle = handle_of(pipe.transformer)
+    assert ways[second]() is ways[second](device) is handle
+    undo = r"remove_group_offloading\(model\)" if first != "pipeline" else r"disable_group_offload\(\) on the FluxPipe"
+    with pytest.raises(StateError, match=rf"^FluxTransformer2DModel is already offloaded.*{undo}"):
+        ways[second](**LEAVES)
+    for part in (pipe.transformer.transformer_blocks[0], torch.nn.Sequential(pipe.transformer)):
+        with pytest.raises(StateError, match="already offloaded"):
+            apply_group_offloading(part, device)
+    assert torch.equal(tiny.run(pipe.to(device)), tiny.run(tiny.flux_pipeline().to(device)))
+
+
+def test_a_part_that_is_offloaded_is_named(kind: Kind, enable: Any, device: torch.device) -> None:
+    pipe = kind.make()
+    block = pipe.transformer.transformer_blocks[0]
+    handle = apply_group_offloading(block, device)
+    with pytest.raises(StateError, match=r"remove_group_offloading\(\) on model\.transformer_blocks\.0"):
+        enable(pipe, onload_device=device)
+    assert not handles_of(pipe) and handle.is_active
+    remove_group_offloading(block)
+    enable(pipe, onload_device=device)
+    with pytest.raises(StateError, match="as a part of another module"):
+        enable_group_offload(SimpleNamespace(components={"block": block}), onload_device=device)
+
+
+# ---------------------------------------------------------------- added, replaced, given up
+
+
+@pytest.mark.parametrize("change", ["added", "replaced"])
+def test_the_next_call_offloads_what_is_new(change: str, kind: Kind, enable: Any, device: torch.device) -> None:
+    """As the others were. Excluded models stay excluded, until the call says otherwise."""
+    pipe = kind.make()
+    vae = pipe.vae
+    if change == "added":
+        pipe.vae = None
+    first = enable(pipe, onload_device=device, exclude_modules="text_encoder", **LEAVES)
+    pipe.vae = vae if change == "added" else kind.make().vae
+    handles = enable(pipe)
+    assert handles.keys() == models_of(pipe).keys() - {"text_encoder"}
+    assert handles["transformer"] is first["transformer"] and handles["vae"].config.offload_type == "leaf_level"
+    assert torch.equal(kind.run(pipe), kind.expected(device))
+    assert enable(pipe, exclude_modules=None).keys() == models_of(pipe).keys()
+
+
+def test_a_model_that_was_added_and_left_on_the_cpu_is_named_once(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipe = kind.make()
+    vae, pipe.vae = pipe.vae, None
+    handles = enable_group_offload(pipe, onload_device="cpu")
+    pipe.vae = vae
+    # The device that the package is shown computes elsewhere.
+    cuda = replace(handles["transformer"].config, onload_device=torch.device("cuda"))
+    seen = SimpleNamespace(config=cuda, owners=handles["transformer"].owners)
+    with monkeypatch.context() as patch:
+        patch.setattr(integration, "handle_of", lambda _: seen)
+        for _ in range(2):
+            tiny.call(pipe.transformer, tiny.flux_inputs())
+    assert caplog.text.count("vae (AutoencoderKL) was added to the") == 1
+
+
+@pytest.mark.parametrize("how", ["None", "meta"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_was_given_up_is_forgotten(
+    how: str, when: str, kind: Kind, enable: Any, device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    def give_up() -> None:
+        if how == "meta":
+            pipe.text_encoder_2.to("meta")
+        else:
+            pipe.text_encoder_2 = None
+
+    pipe = kind.make()
+    if when == "after":
+        enable(pipe, onload_device=device, model_options={"text_encoder_2": LEAVES})
+    give_up()
+    assert enable(pipe, onload_device=device).keys() == {"text_encoder", "transformer", "vae"}
+    disable_group_offload(pipe)
+    assert not handles_of(pipe) and not caplog.text
+
+
+# ---------------------------------------------------------------- cast, moved
+
+
+@pytest.mark.filterwarnings("ignore:`torch_dtype` is deprecated:FutureWarning")
+@pytest.mark.parametrize("call", ["to", "from_pipe"])
+def test_a_cast_of_a_pipeline_says_what_it_left(
+    call: str, kind: Kind, device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    def said() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name == "group_offload"]
+
+    pipe = kind.make()
+    enable_group_offload(pipe, onload_device=device, exclude_modules="vae")
+    if call == "to" or kind.is_modular:  # modular pipelines have no from_pipe
+        pipe.to(torch.bfloat16)
+    else:
+        diffusers.FluxImg2ImgPipeline.from_pipe(pipe, torch_dtype=torch.bfloat16)
+    assert pipe.transformer.dtype == torch.float32 and pipe.vae.dtype == torch.bfloat16
+    (message,) = said()
+    assert "transformer" in message and "vae" not in message and ".to(torch.bfloat16)" in message
+    caplog.clear()
+    for model in models_of(pipe).values():
+        model.to(torch.bfloat16)  # what the message says
+    pipe.to(torch.bfloat16)
+    assert not said()
+    expected = kind.make()
+    expected.to(device, torch.bfloat16)
+    assert torch.equal(kind.run(pipe), kind.run(expected))
+
+
+def test_moving_a_pipeline_leaves_offloaded_models(kind: Kind, enable: Any, device: torch.device) -> None:
+    pipe = kind.make()
+    handles = enable(pipe, onload_device=device)
+    pipe.to(device)
+    assert {weight.device.type for model in models_of(pipe).values() for weight in model.parameters()} == {"cpu"}
+    assert enable(pipe) == handles
+    assert torch.equal(kind.run(pipe), kind.expected(device))
