@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from ..base.release import releases_held, wait_for_releases
 from ..base.saved import is_first_of_two_runs
+from ..base.weak import Weak, weakly
 from ..config import OffloadConfig
 from ..errors import StateError
 from ..partition import PlacesOfFsdp, left_to_fsdp
@@ -55,6 +56,8 @@ _MOST_REBUILDS = 3
 
 class Engine:
     """The runtime of one offloaded module. Thread-safe: passes of several threads take turns."""
+
+    root = Weak[nn.Module]()
 
     def __init__(self, root: nn.Module, config: OffloadConfig) -> None:
         """Assemble the parts. Only `start` touches the module itself.
@@ -110,7 +113,7 @@ class Engine:
             tight=is_tight,
         )
         self._files = CachedFiles(backend, self.transfer.last_copies.synchronize, may_lock=may_lock_files)
-        self._changes = Changes(self.transfer, self._publish_manifest)
+        self._changes = Changes(self.transfer, weakly(self._publish_manifest))
         self._lookahead = LookAhead(
             self._memory,
             self.transfer,
@@ -130,7 +133,7 @@ class Engine:
             self._probe.stopwatch,
             self.counters,
             self._packer,
-            partial(self._publish_manifest, is_edit=False),
+            partial(weakly(self._publish_manifest), is_edit=False),
             is_tight=is_tight,
         )
         self._passes = (SharedPasses if config.share_passes else Passes)(
@@ -144,12 +147,12 @@ class Engine:
             self._changes,
             self._probe,
             self.counters,
-            self._prepare,
+            weakly(self._prepare),
         )
         self._backward = Backward(self._passes, backend)
         self._gates = Gates(root, config, self._passes, self._backward, self._placer)
         if isinstance(self._passes, SharedPasses):
-            self._gates.share(self._passes, self.refresh)
+            self._gates.share(self._passes, weakly(self.refresh))
         self.lock = self._passes.lock
         """The lock that a pass holds for its length."""
 
@@ -228,7 +231,7 @@ class Engine:
             self.recorder.clear()
             # Mapped files are dropped now, and not by Python's collector later: until then they count as RAM in use.
             self.groups, self._refs, self._left = (), (), {}
-            self._passes.set_groups((), self._gates.needs)
+            self._passes.set_groups((), weakly(self._gates.needs))
             self._lookahead.reset((), wraps=False)
             self._placer.clear()
             self._backward.close()
@@ -340,7 +343,7 @@ class Engine:
             scope = self._changes.notice(top, all_edits=True)
             if scope is not None:
                 return scope
-        raise StateError(f"{type(self.root).__name__} was changed by another thread while a pass began.")
+        raise StateError(f"{self._passes.name} was changed by another thread while a pass began.")
 
     # ---------------------------------------------------------------- cutting
 
@@ -348,7 +351,7 @@ class Engine:
         for name, module in self.root.named_modules():
             if not self._gates.covers(module) and is_offloaded(module):
                 raise StateError(
-                    f"{name} of {type(self.root).__name__} is group-offloaded as a part of another module. Call "
+                    f"{name} of {self._passes.name} is group-offloaded as a part of another module. Call "
                     f"remove_group_offloading() on that one before its parts are used here, or put a copy there."
                 )
         turns.check(self._passes)
@@ -380,7 +383,7 @@ class Engine:
         self._replaced |= dict.fromkeys(part for group in before for part in group.parts)
         self.groups = groups
         moving = tuple(group for group in self.groups if not group.is_table)
-        self._passes.set_groups(moving, self._gates.needs)
+        self._passes.set_groups(moving, weakly(self._gates.needs))
         parts = [part for group in self.groups for part in group.parts]
         self._refs = tuple(ref for part in parts for ref in part.refs)
         with torch.no_grad():

@@ -46,6 +46,7 @@ from ..base.torch_internals import (
     num_autograd_nodes,
     set_eval_frame,
 )
+from ..base.weak import Weak, gone, weakly
 from ..config import OffloadConfig
 from ..partition import NEVER_CALLED, Method, holds_tensors
 from .backward import Backward
@@ -75,20 +76,34 @@ class BypassingCall:
 class Gate(Around):
     """Encloses one module's call: onloads the groups that the call needs before it, and releases them after it."""
 
+    module = Weak[nn.Module]()
+    method: Method | None = None
+    """The method that is called; None for the module itself."""
+
     def __init__(self, gates: Gates, module: nn.Module, *, is_root: bool) -> None:
         self.module = module
-        self.entry: nn.Module | Method = module
-        """What is called: the module, or one of its methods."""
         self.is_root = is_root
         self.groups: tuple[Group, ...] = ()
         """The groups that the call needs. The group that is needed longest comes first."""
         self.tables: tuple[Group, ...] = ()
         """The table of an embedding that stays where it rests."""
-        self._gates = gates
+        self._owner = weakref.ref(gates)
         self._repeater = Repeater(module, gates.passes, gates.placer, gates.backend, _is_ours)
         self.compiled = module.__dict__.get(COMPILED_CALL)
         self.bypassing: BypassingCall | None = None
         """A call in progress that bypassed the gate. A forward hook will end it."""
+
+    @property
+    def entry(self) -> nn.Module | Method:
+        """What is called: the module, or one of its methods."""
+        return self.method or self.module
+
+    @property
+    def _gates(self) -> Gates:
+        found = self._owner()
+        if found is None:  # another thread has dropped the model meanwhile
+            raise gone()
+        return found
 
     def install(self) -> None:
         module = self.module
@@ -194,7 +209,7 @@ class Gate(Around):
     def _own_forward(self) -> OwnForward | None:
         """Where to onload the groups if hooks of diffusers may skip the module. Users' hooks may need the weights at once."""
         module = self.module
-        if "_diffusers_hook" not in module.__dict__ or self.entry is not module or self.compiled or not self.groups:
+        if "_diffusers_hook" not in module.__dict__ or self.method is not None or self.compiled or not self.groups:
             return None
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         return own_forward(module) if all(hook in _OURS for hook in hooks) else None
@@ -311,7 +326,7 @@ class MethodGate(InnerGate):
 
     def __init__(self, gates: Gates, method: Method) -> None:
         super().__init__(gates, method.module, is_root=False)
-        self.entry = method
+        self.method = method
         self.name = method.name
         self.compiled = method.module.__dict__.get(method.name)
 
@@ -415,16 +430,19 @@ def _is_ours(hook: Any) -> bool:
     return any(hook is ours for ours in _OURS)
 
 
-_offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_offloaded: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Gates]] = weakref.WeakKeyDictionary()
 
 
 def is_offloaded(module: nn.Module) -> bool:
     """Whether the module is, or is a part of, an offloaded module."""
-    return module in _offloaded
+    gates = _offloaded.get(module)
+    return gates is not None and gates() is not None
 
 
 class Gates:
     """All gates of one offloaded module, and the parts that their calls share. An engine owns it."""
+
+    _top = Weak[nn.Module]()
 
     def __init__(
         self, top: nn.Module, config: OffloadConfig, passes: Passes, backward: Backward, placer: Placer
@@ -440,10 +458,11 @@ class Gates:
         """Lets forwards of the root share passes, if an option asks for that."""
         self.records_graphs = False
         """Whether a forward has recorded a graph. A checkpoint may then call modules inside of groups alone."""
-        self._gates: dict[nn.Module, Gate] = {}
-        self._inner: dict[nn.Module, InnerGate] = {}
+        self._gates: weakref.WeakKeyDictionary[nn.Module, Gate] = weakref.WeakKeyDictionary()
+        self._inner: weakref.WeakKeyDictionary[nn.Module, InnerGate] = weakref.WeakKeyDictionary()
         self._methods: dict[Method, MethodGate] = {}
-        self._modules: set[nn.Module] = set()
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        weakref.finalize(self, _uninstall_left, self._gates, self._inner, self._methods).atexit = False
 
     @property
     def root(self) -> Gate:
@@ -455,9 +474,9 @@ class Gates:
         return tuple(self._gates)
 
     @property
-    def groups_of(self) -> dict[nn.Module, tuple[Group, ...]]:
+    def groups_of(self) -> Mapping[nn.Module, tuple[Group, ...]]:
         """For each module with a gate, the groups that its calls need."""
-        found: dict[nn.Module, tuple[Group, ...]] = {}
+        found: weakref.WeakKeyDictionary[nn.Module, tuple[Group, ...]] = weakref.WeakKeyDictionary()
         for gate in self._all:
             found[gate.module] = (*found.get(gate.module, ()), *gate.groups, *gate.tables)
         return found
@@ -465,11 +484,12 @@ class Gates:
     @property
     def _all(self) -> tuple[Gate, ...]:
         """All gates, the root's last."""
-        return (*self._methods.values(), *self._inner.values(), *reversed(self._gates.values()))
+        methods = [gate for method, gate in self._methods.items() if method.owner() is not None]
+        return (*methods, *self._inner.values(), *reversed([*self._gates.values()]))
 
     def share(self, passes: SharedPasses, refresh: Callable[[], None]) -> None:
         """Let forwards of the root share passes, before gates are installed."""
-        self.sharing = Sharing(self._top, passes, self.backend, _is_ours, self._why_not_shared, refresh)
+        self.sharing = Sharing(self._top, passes, self.backend, _is_ours, weakly(self._why_not_shared), refresh)
 
     def _why_not_shared(self) -> str | None:
         if self.records_graphs:
@@ -511,7 +531,9 @@ class Gates:
         for child in self._top.children():
             if not isinstance(child, NEVER_CALLED):
                 needs.setdefault(child, [])  # calls of a part of the model (`vae.decode`) are passes too
-        self._gates = {} if root_gate is None else {self._top: root_gate}
+        self._gates.clear()
+        if root_gate is not None:
+            self._gates[self._top] = root_gate
         for module, found in needs.items():
             gate = self._gates[module] if module in self._gates else self._new_gate(module)
             gate.tables = tuple(group for group in found if group.is_table)
@@ -523,9 +545,9 @@ class Gates:
             self.sharing.alone = partial(Gate.__call__, self.root)
         self._install_inner_gates()
         self._install_method_gates(of_methods)
-        _offloaded.difference_update(self._modules)
-        self._modules = {*self._top.modules()}
-        _offloaded.update(self._modules)
+        self._leave_modules()
+        self._modules.update(self._top.modules())
+        _offloaded.update(dict.fromkeys(self._modules, weakref.ref(self)))
 
     def _new_gate(self, module: nn.Module) -> Gate:
         is_root = module is self._top
@@ -533,7 +555,7 @@ class Gates:
 
     def _install_inner_gates(self) -> None:
         """A checkpoint may repeat any module's call. Without gradients only modules outside of blocks are called alone."""
-        self._inner = {}
+        self._inner.clear()
         needs: dict[nn.Module, dict[Group, None]] = {}
         blocks = {block for each in self._top.modules() if isinstance(each, NEVER_CALLED) for block in each.children()}
         for module, gate in self._gates.items():
@@ -553,7 +575,7 @@ class Gates:
     def _install_method_gates(self, needs: Mapping[Method, Sequence[Group]]) -> None:
         """Graphs that a module compiles for itself call methods too, and contain no gate."""
         inside = {*_modules_inside(self._top, {}), self._top}
-        self._methods = {}
+        self._methods.clear()
         for method, found in needs.items():
             if method.module in inside:
                 gate = self._methods[method] = MethodGate(self, method)
@@ -567,8 +589,15 @@ class Gates:
 
     def clear(self) -> None:
         """Forget all gates and groups."""
-        _offloaded.difference_update(self._modules)
-        self._gates, self._inner, self._methods, self._modules = {}, {}, {}, set()
+        self._leave_modules()
+        self._gates.clear()
+        self._inner.clear()
+        self._methods.clear()
+
+    def _leave_modules(self) -> None:
+        for module in self._modules:
+            _offloaded.pop(module, None)
+        self._modules.clear()
 
     # ---------------------------------------------------------------- inputs and outputs
 
@@ -599,6 +628,13 @@ class Gates:
             return tensor.clone() if is_inside else tensor
 
         return map_tensors(output, apart, enters_dataclasses=True) if spans else output
+
+
+def _uninstall_left(*gates: Mapping[Any, Gate]) -> None:
+    """The model is gone: parts of it that are still there become modules as any other."""
+    for gate in [gate for each in gates for gate in each.values()]:
+        if Gate.module.of(gate) is not None:
+            gate.uninstall()
 
 
 def _in_turn(groups: Sequence[Group]) -> tuple[Group, ...]:

@@ -24,6 +24,10 @@ class Member(Protocol):
     """The reentrant lock that a pass holds."""
 
     @property
+    def is_gone(self) -> bool:
+        """Whether the model is gone."""
+
+    @property
     def runs_here(self) -> bool:
         """Whether this thread is in the middle of a call of the model."""
 
@@ -79,7 +83,7 @@ def _sharing(engine: Member) -> list[tuple[str, Member]]:
     mine = {id(tensor): name for name, tensor in _tensors_of(engine.root)}
     found = []
     for other in _engines:
-        if other is not engine:
+        if other is not engine and not other.is_gone:
             for _, tensor in _tensors_of(other.root):
                 if id(tensor) in mine:
                     found.append((mine[id(tensor)], other))

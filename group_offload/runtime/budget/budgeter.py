@@ -18,12 +18,9 @@ from dataclasses import replace
 from functools import cache
 from statistics import median_low
 
-from torch import nn
-
 from ...base.ram import available_ram, locked, ram_in_use
 from ...base.tuning import tuning
 from ...errors import ConfigError
-from ...partition import Method
 from ...plan.budgets import Auto, Budget, auto_ram, describe_bytes
 from ...plan.placement import (
     Budgets,
@@ -325,7 +322,7 @@ class Budgeter:
 
     def note_times(self, kind: Kind, by_group: dict[Group, float], rest: float, total: float) -> None:
         """Note the seconds of compute in a pass of this kind: those of each group, the rest, and those of the whole pass."""
-        if total and isinstance(kind.top, (nn.Module, Method)):  # the CPU has no clock of its own
+        if total and not isinstance(kind.top, str):  # the CPU has no clock of its own
             self._passes.append((kind, total))
         is_known = bool(self._timed) and len(next(reversed(self._timed.values()))) >= NUM_TIMED
         # Compute between groups (attention, at leaf level) is spread over the groups.

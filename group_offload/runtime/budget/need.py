@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...base.device import Backend
 from ...base.torch_internals import tree_leaves
@@ -27,6 +29,7 @@ class Kind:
     """A kind of passes: all of them need the same memory, and take the same time."""
 
     top: Hashable
+    """What the pass begins at: a weak reference to the module, or the method."""
     shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     with_grad: bool
 
@@ -34,7 +37,7 @@ class Kind:
     def of(cls, top: Hashable, args: Any, kwargs: Any) -> Kind:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-        return cls(top, shapes, torch.is_grad_enabled())
+        return cls(weakref.ref(top) if isinstance(top, nn.Module) else top, shapes, torch.is_grad_enabled())
 
     def growth_from(self, other: Kind) -> float | None:
         """The factor by which the input that has grown most is larger than that of `other`; None if they cannot be compared."""

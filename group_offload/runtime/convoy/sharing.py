@@ -32,6 +32,7 @@ from ...base.device import Backend
 from ...base.pagemap import Detection, detection
 from ...base.torch_internals import has_global_hooks, set_eval_frame
 from ...base.tuning import tuning
+from ...base.weak import Weak
 from .ahead import Ahead, in_company, is_in_company
 from .arguments import Arguments, are_equal, is_plain
 from .caller import Caller
@@ -64,6 +65,8 @@ class Verdict(Enum):
 
 class Sharing:
     """Lets forwards of one module share passes. Thread-safe."""
+
+    _root = Weak[nn.Module]()
 
     def __init__(
         self,
