@@ -5,6 +5,7 @@ The steps of a forward stand in passes.py.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -152,7 +153,7 @@ class Engine:
         self._backward = Backward(self._passes, backend)
         self._gates = Gates(root, config, self._passes, self._backward, self._placer)
         if isinstance(self._passes, SharedPasses):
-            self._gates.share(self._passes, weakly(self.refresh))
+            self._gates.share(self._passes, weakref.WeakMethod(self.refresh))
         self.lock = self._passes.lock
         """The lock that a pass holds for its length."""
 

@@ -141,22 +141,24 @@ class Gate(Around):
             torch._dynamo.skip_frame("group_offload onloads weights between the calls in this frame")
             return self.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         # Compilers and selective checkpoints that watch this thread must not see the engine's own Python.
-        passes = self._gates.passes
-        compiler = set_eval_frame(None)
-        modes = selective.hide()
-        try:
-            if passes.runs_elsewhere:
-                passes.wait_for_turn(self.module)
-            with passes.lock:  # not acquire() and try: Ctrl-C may come between the two
-                if not passes.is_removed:
-                    try:
-                        return self._run(compiler, modes, args, kwargs)
-                    finally:
-                        passes.settle(self.module)
-        finally:
-            selective.show(modes)
-            set_eval_frame(compiler)
-        # The module was given back while this call waited for its turn.
+        gates = self._owner()  # it stays for the length of the call
+        if gates is not None:
+            passes = gates.passes
+            compiler = set_eval_frame(None)
+            modes = selective.hide()
+            try:
+                if passes.runs_elsewhere:
+                    passes.wait_for_turn(self.module)
+                with passes.lock:  # not acquire() and try: Ctrl-C may come between the two
+                    if not passes.is_removed:
+                        try:
+                            return self._run(compiler, modes, args, kwargs)
+                        finally:
+                            passes.settle(self.module)
+            finally:
+                selective.show(modes)
+                set_eval_frame(compiler)
+        # The module was given back while this call waited for its turn, or before.
         is_left = self.module.__dict__.get(COMPILED_CALL) is self
         return self._enclosed(*args, **kwargs) if is_left else self.module(*args, **kwargs)
 
@@ -280,7 +282,8 @@ class SharedGate(Gate):
     """Encloses the root's call where forwards may share passes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        sharing = self._gates.sharing
+        gates = self._owner()
+        sharing = None if gates is None else gates.sharing
         if (
             sharing is None
             or torch.compiler.is_dynamo_compiling()
@@ -304,7 +307,9 @@ class InnerGate(Gate):
         call = self._enclosed
         if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors()):
             return call(*args, **kwargs)
-        gates = self._gates
+        gates = self._owner()
+        if gates is None:
+            return super().__call__(*args, **kwargs)
         if gates.records_graphs and torch.is_grad_enabled():
             is_inside = gates.backward.is_ours(hooks_in_force())
         else:
@@ -346,7 +351,8 @@ class MethodGate(InnerGate):
             return self._enclosed(*args, **kwargs)
         values = (*args, *kwargs.values())
         lists = (value if isinstance(value, (list, tuple)) else (value,) for value in values)
-        if self._gates.passes.is_removed or not any(isinstance(each, torch.Tensor) for each in chain(*lists)):
+        gates = self._owner()
+        if gates is None or gates.passes.is_removed or not any(isinstance(each, torch.Tensor) for each in chain(*lists)):
             return self._enclosed(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 
@@ -462,7 +468,10 @@ class Gates:
         self._inner: weakref.WeakKeyDictionary[nn.Module, InnerGate] = weakref.WeakKeyDictionary()
         self._methods: dict[Method, MethodGate] = {}
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        weakref.finalize(self, _uninstall_left, self._gates, self._inner, self._methods).atexit = False
+
+    def __del__(self) -> None:
+        """The model is gone, or was given back. Parts of it that are still there become modules as any other."""
+        self.uninstall()
 
     @property
     def root(self) -> Gate:
@@ -487,7 +496,7 @@ class Gates:
         methods = [gate for method, gate in self._methods.items() if method.owner() is not None]
         return (*methods, *self._inner.values(), *reversed([*self._gates.values()]))
 
-    def share(self, passes: SharedPasses, refresh: Callable[[], None]) -> None:
+    def share(self, passes: SharedPasses, refresh: Callable[[], Callable[[], None] | None]) -> None:
         """Let forwards of the root share passes, before gates are installed."""
         self.sharing = Sharing(self._top, passes, self.backend, _is_ours, weakly(self._why_not_shared), refresh)
 
@@ -628,13 +637,6 @@ class Gates:
             return tensor.clone() if is_inside else tensor
 
         return map_tensors(output, apart, enters_dataclasses=True) if spans else output
-
-
-def _uninstall_left(*gates: Mapping[Any, Gate]) -> None:
-    """The model is gone: parts of it that are still there become modules as any other."""
-    for gate in [gate for each in gates for gate in each.values()]:
-        if Gate.module.of(gate) is not None:
-            gate.uninstall()
 
 
 def _in_turn(groups: Sequence[Group]) -> tuple[Group, ...]:

@@ -49,6 +49,8 @@ class Repeater:
     """Calls one gate's module. The gate owns it."""
 
     _module = Weak[nn.Module]()
+    _passes = Weak[Passes]()
+    _placer = Weak[Placer]()
 
     def __init__(
         self, module: nn.Module, passes: Passes, placer: Placer, backend: Backend, is_ours: Callable[[Any], bool]

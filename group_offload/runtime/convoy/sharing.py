@@ -75,12 +75,12 @@ class Sharing:
         backend: Backend,
         is_ours: Callable[[Any], bool],
         why_not: Callable[[], str | None],
-        refresh: Callable[[], None],
+        refresh: Callable[[], Callable[[], None] | None],
     ) -> None:
         """
         Args:
             is_ours: Whether a hook of a module belongs to the engine.
-            refresh: Function that commits edits of weights since the last pass.
+            refresh: Reference to the function that commits edits of weights since the last pass.
             why_not: Function that says why no forward may share a pass now.
         """
         self._root = root
@@ -182,7 +182,9 @@ class Sharing:
         if is_right:
             with self.turns:
                 is_right = not self.passes.were_touched()
-                self._refresh()  # it commits edits that the system tells of
+                refresh = self._refresh()
+                if refresh is not None:  # else offloading has ended meanwhile
+                    refresh()  # it commits edits that the system tells of
         is_right = is_right and steps.edits == self._edits()
         is_right = is_right and steps.caller is not None and steps.caller.is_like(Caller(self._backend))
         is_right = is_right and steps.state is not None and (steps.state is state or steps.state.holds())
