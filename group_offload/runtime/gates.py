@@ -352,7 +352,11 @@ class MethodGate(InnerGate):
         values = (*args, *kwargs.values())
         lists = (value if isinstance(value, (list, tuple)) else (value,) for value in values)
         gates = self._owner()
-        if gates is None or gates.passes.is_removed or not any(isinstance(each, torch.Tensor) for each in chain(*lists)):
+        if (
+            gates is None
+            or gates.passes.is_removed
+            or not any(isinstance(each, torch.Tensor) for each in chain(*lists))
+        ):
             return self._enclosed(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 

@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from ..base.device import Backend, Stream
+from ..base.system import forked_free
 from ..base.torch_internals import current_transform
 from ..base.tuning import tuning
 from ..base.weak import Weak
@@ -144,7 +145,18 @@ class Passes:
         join(self)
 
     def _new_lock(self) -> Any:
-        return threading.RLock()
+        return forked_free(threading.RLock())
+
+    def enter_child(self) -> None:
+        """Forget what threads of the parent are at, in a forked child. See [Note: Interrupts]: the weights tell the rest."""
+        self._transfer.reset_after_fork()
+        self._files.ahead.reset_after_fork()
+        if self.lock._is_owned():
+            return  # this thread has forked in the middle of a pass
+        self._calls, self._thread = [], 0
+        self.tasks.clear()
+        if self._state is not State.CLEAN:
+            self._state = State.UNKNOWN
 
     def set_groups(self, groups: tuple[Group, ...], needs: Callable[[nn.Module | Method], Sequence[Group]]) -> None:
         """Take over the groups that the module was cut into.

@@ -18,7 +18,7 @@ import torch
 
 from ..base.layout import BlobLayout
 from ..base.publish import boot, folder_lock, mark_in_use, publish, temporary_name
-from ..base.system import NEW_FILE, on_fork, open_to_read, user
+from ..base.system import NEW_FILE, forked_free, on_fork, open_to_read, user
 from ..errors import GroupFileError
 from .manifest import Manifest, ManifestEntry, publish_manifest, tidy_manifests, tidy_temporary_files
 from .safetensors_file import content_of, data_pieces, encode_header, file_holds, printable_id
@@ -27,7 +27,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 logger = logging.getLogger("group_offload")
 
-_lock = threading.RLock()
+_lock = forked_free(threading.RLock())
 _users: dict[Path, weakref.WeakSet[object]] = {}
 """The blobs of this process that rest in each group file, and the folders whose model has each manifest."""
 _written_here: set[Path] = set()

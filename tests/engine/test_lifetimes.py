@@ -13,12 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from group_offload import OffloadHandle, StateError, apply_group_offloading, remove_group_offloading
-
 from ..support.inside import engine_of
 from ..support.models import Model, inputs, make
 from ..support.on_device import forward
-from ..support.rigs import LEVELS, offload_to, run
+from ..support.rigs import offload_to
 from ..support.simulated import SimulatedDevice, use_simulated_device
 
 
@@ -39,7 +37,9 @@ def _lora(model: nn.Module, x: Any, call: Callable[..., Any]) -> None:
     model.blocks[1].adapter = nn.Linear(4, 4)
     with torch.enable_grad():
         output = model(x)
-        (output[0] if isinstance(output, tuple) else output).square().mean().backward() if output.requires_grad else None
+        (
+            output[0] if isinstance(output, tuple) else output
+        ).square().mean().backward() if output.requires_grad else None
 
 
 USES: dict[str, Callable[..., Any]] = {

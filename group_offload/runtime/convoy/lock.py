@@ -162,6 +162,9 @@ class TurnLock:
     def __exit__(self, *args: object) -> None:
         self.release()
 
+    def _at_fork_reinit(self) -> None:
+        self.__init__(self._switch)  # type: ignore[misc]
+
     def _is_owned(self) -> bool:
         return self._owner == threading.get_ident() and not self._is_busy
 

@@ -21,6 +21,7 @@ import time
 from typing import Any
 
 from ...base.device import Stream
+from ...base.system import forked_free
 from ...base.weak import weakly
 from ...errors import StateError
 from ..budget.need import Kind
@@ -48,7 +49,7 @@ class SharedPasses(Passes):
     """The fewest forwards that ran out of device memory in one pass."""
 
     def _new_lock(self) -> Any:
-        self._turns = TurnLock(weakly(self._switch))
+        self._turns = forked_free(TurnLock(weakly(self._switch)))
         return self._turns
 
     @property

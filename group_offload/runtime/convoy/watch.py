@@ -100,7 +100,19 @@ class Survey:
     nothing to do while the state is looked at again, so the data is flat, for loops in C code.
     """
 
-    __slots__ = ("_contents", "_inside", "_modules", "_names", "_num_names", "_sizes", "_tables", "_top", "_types", "_watched", "structure")
+    __slots__ = (
+        "_contents",
+        "_inside",
+        "_modules",
+        "_names",
+        "_num_names",
+        "_sizes",
+        "_tables",
+        "_top",
+        "_types",
+        "_watched",
+        "structure",
+    )
 
     def __init__(self, modules: list[nn.Module]) -> None:
         top, self._modules = modules[0], modules[1:]
