@@ -20,7 +20,7 @@ from ..base.release import releases_held, wait_for_releases
 from ..base.saved import is_first_of_two_runs
 from ..base.weak import Weak, weakly
 from ..config import OffloadConfig
-from ..errors import StateError
+from ..errors import ModuleError, StateError
 from ..partition import PlacesOfFsdp, left_to_fsdp
 from ..plan.planner import Plan
 from ..stores.folder import Folder
@@ -73,6 +73,8 @@ class Engine:
         """The parts of earlier groups whose blobs are to be closed. An interrupt may leave some for the next cut."""
         self.counters = Counters()
         self._refs: tuple[TensorRef, ...] = ()
+        self._known: frozenset[str] = frozenset()
+        """The names of the tensors that the module was cut with."""
         backend = config.backend
         backend.avoid_fragments(is_shared=config.process_group is not None and config.share is not False)
         path = config.offload_to_disk_path
@@ -227,14 +229,7 @@ class Engine:
             if self._gates.sharing is not None:
                 self._gates.sharing.close()
             self._gates.clear()
-            self._changes.clear()
-            self._probe.stopwatch.clear()
-            self.recorder.clear()
-            # Mapped files are dropped now, and not by Python's collector later: until then they count as RAM in use.
-            self.groups, self._refs, self._left = (), (), {}
-            self._passes.set_groups((), weakly(self._gates.needs))
-            self._lookahead.reset((), wraps=False)
-            self._placer.clear()
+            self._forget_groups()
             self._backward.close()
             self.transfer.close()
             if self.sharing is not None:
@@ -355,9 +350,35 @@ class Engine:
                     f"{name} of {self._passes.name} is group-offloaded as a part of another module. Call "
                     f"remove_group_offloading() on that one before its parts are used here, or put a copy there."
                 )
+        self._refuse_meta()
         turns.check(self._passes)
         self.counters.rebuilds += 1
         self._build()
+
+    def _refuse_meta(self) -> None:
+        """Name a weight that the module had when it was cut last, and that was given up since. If all were, their memory goes."""
+        now = dict([*self.root.named_parameters(), *self.root.named_buffers()])
+        lost = [name for name, tensor in now.items() if tensor.is_meta and name in self._known]
+        if lost and all(tensor.is_meta for tensor in now.values()):
+            self._forget_groups()
+            self._gates.install(())
+        if lost:
+            raise ModuleError(
+                f"{lost[0]} of {self._passes.name} was moved to the meta device after the model was offloaded, which gave its "
+                f"values up. To use the model, load the model again."
+            )
+
+    def _forget_groups(self) -> None:
+        """Mapped files are dropped now, and not by Python's collector later: until then they count as RAM in use."""
+        self._lookahead.abandon()
+        self._memory.release()
+        self._changes.clear()
+        self._probe.stopwatch.clear()
+        self.recorder.clear()
+        self.groups, self._refs, self._left = (), (), {}
+        self._passes.set_groups((), weakly(self._gates.needs))
+        self._lookahead.reset((), wraps=False)
+        self._placer.clear()
 
     def _build(self, casts: Mapping[int, torch.dtype] = MappingProxyType({})) -> None:
         """Cut the module into groups, for the first time or because it has changed."""
@@ -387,6 +408,7 @@ class Engine:
         self._passes.set_groups(moving, weakly(self._gates.needs))
         parts = [part for group in self.groups for part in group.parts]
         self._refs = tuple(ref for part in parts for ref in part.refs)
+        self._known = frozenset(ref.fqn for ref in self._refs)
         with torch.no_grad():
             for tensor in (*self.root.parameters(), *self.root.buffers()):
                 if is_lazy(tensor) and tensor.data.device != self._passes.device:

@@ -335,7 +335,11 @@ def add_user(path: Path, user: object) -> None:
 def remove_user(path: Path, user: object) -> None:
     """End what `add_user` began. The file stays."""
     with _lock:
-        _users.get(path, weakref.WeakSet()).discard(user)
+        users = _users.get(path, weakref.WeakSet())
+        users.discard(user)
+        for each in [path, *_users] if not users else ():
+            if not _users.get(each, True):
+                del _users[each]
 
 
 def delete_if_unused(path: Path) -> None:

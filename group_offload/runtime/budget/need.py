@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from ...base.device import Backend
+from ...base.recent import Recent
 from ...base.torch_internals import tree_leaves
 
-_NUM_KINDS = 64
-"""The number of kinds whose need is remembered. The one that came up least lately is forgotten first."""
 _NUM_RECENT = 7
 """The number of passes before one whose need is kept free with its own: two sizes of inputs may take turns."""
 _TRIED_AGAIN = 8
@@ -63,7 +62,7 @@ class Needs:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._known: dict[Kind, int] = {}
+        self._known: Recent[Kind, int] = Recent()
         self._recent: deque[Kind] = deque(maxlen=_NUM_RECENT)
         self._more = 0
         """What passes were refused, beyond what was measured."""
@@ -106,7 +105,7 @@ class Needs:
             self._measuring = kind, beside
             self._backend.reset_peak()
         elif kind in self._known:
-            self._known[kind] = self._known.pop(kind)  # the kind that came last is forgotten last
+            self._known[kind] = self._known[kind]  # the kind that came last is forgotten last
 
     def end(self, *, completed: bool) -> tuple[int, int] | None:
         """The pass is over. Returns the need and the peak of all memory, if the pass was the first of its kind."""
@@ -120,8 +119,6 @@ class Needs:
             return None
         peak = self._backend.peak_reserved_bytes()
         self._known[kind] = max(0, peak - beside)
-        while len(self._known) > _NUM_KINDS:
-            del self._known[next(iter(self._known))]
         return self._known[kind], peak
 
     def add(self, num_bytes: int) -> None:
