@@ -14,6 +14,7 @@ from torch import nn
 
 from .base import timeline
 from .base.text import html_table, printable, table
+from .base.weak import Weak
 from .config import OffloadConfig
 from .errors import StateError
 from .plan.budgets import describe_bytes
@@ -124,8 +125,12 @@ class OffloadHandle:
     `print(handle)` shows the groups as a table.
     """
 
+    module = Weak[nn.Module]()
+    """The offloaded module, which the handle does not keep alive."""
+
     def __init__(self, module: nn.Module, engine: Engine) -> None:
         self.module = module
+        self._name = type(module).__name__
         self._engine: Engine | None = engine
         self.owners: list[Callable[[], Any]] = []
         """Leads to those who asked for the handle. See [Note: Owners]."""
@@ -215,7 +220,7 @@ class OffloadHandle:
             counters = engine.counters
             shared = SharedForwards(counters.passes, counters.shared, counters.bytes_spared)
             return OffloadPlan(
-                type(self.module).__name__,
+                self._name,
                 engine.current_plan(),
                 device_has_memory=has_memory,
                 shared=shared if engine.config.share_passes else None,
@@ -298,10 +303,9 @@ class OffloadHandle:
         return self._engine
 
     def __repr__(self) -> str:
-        name = type(self.module).__name__
         if self._engine is None:
-            return f"<OffloadHandle of {name}: removed>"
-        return f"<OffloadHandle of {name}: {len(self._engine.groups)} groups>"
+            return f"<OffloadHandle of {self._name}: removed>"
+        return f"<OffloadHandle of {self._name}: {len(self._engine.groups)} groups>"
 
     def __str__(self) -> str:
         if self._engine is None:
@@ -320,7 +324,7 @@ class OffloadHandle:
         rows += [(g.group_id, str(g.num_tensors), describe_bytes(g.num_bytes), g.where) for g in self.groups]
         total = describe_bytes(sum(group.num_bytes for group in self.groups))
         summary = (
-            f"{type(self.module).__name__}: {total} in {len(rows) - 1} groups, onloaded to {self.config.onload_device} "
+            f"{self._name}: {total} in {len(rows) - 1} groups, onloaded to {self.config.onload_device} "
             f"through slots of {describe_bytes(self._live.slot_bytes)} in all."
         )
         return rows, summary

@@ -8,6 +8,7 @@ two groups share, modules whose blocks lie deeper than their children.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,6 +21,7 @@ from .base.forward_source import children_read, methods_of, parts_used
 from .base.layout import overlapping
 from .base.torch_internals import TENSOR_PARALLEL, places_of_fsdp
 from .base.tuning import tuning
+from .base.weak import gone
 from .config import OffloadConfig, OffloadType
 from .errors import ConfigError, ModuleError
 from .weights import ParamSlot, TensorRef, plain_tensors
@@ -54,12 +56,20 @@ NEVER_CALLED = (
 """Containers: the module around them reads or calls their contents."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Method:
     """A method of a module, beside its forward, that computes with weights of the module or below it."""
 
-    module: nn.Module
+    owner: weakref.ref[nn.Module]
+    """The module, which an engine does not keep alive."""
     name: str
+
+    @property
+    def module(self) -> nn.Module:
+        found = self.owner()
+        if found is None:
+            raise gone()
+        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -280,7 +290,7 @@ def _open_for_parts_used(modules: dict[str, nn.Module], units: list[_Unit]) -> N
             else:
                 gated = []
                 for unit in (*read.values(), *within.values()):
-                    unit.methods[Method(module, name)] = None
+                    unit.methods[Method(weakref.ref(module), name)] = None
             for unit, opener in (*gated, *((unit, part) for part, unit in called.items())):
                 if opener not in unit.modules:
                     unit.modules.append(opener)
@@ -409,7 +419,7 @@ def left_to_fsdp(root: nn.Module, before: PlacesOfFsdp) -> PlacesOfFsdp:
     Raises:
         ModuleError: FSDP2 shares out a frozen weight.
     """
-    found: dict[nn.Module, frozenset[str]] = {}
+    found: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
     places = [*places_of_fsdp()]
     names = {module: path for path, module in root.named_modules()} if places else {}
     for owner, name, is_trained in places:

@@ -16,16 +16,17 @@ from torch import nn
 
 from .base.layout import span_bytes
 from .base.torch_internals import is_traceable_wrapper_subclass
+from .base.weak import Weak
 from .errors import ModuleError
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class ParamSlot:
-    """`owner._parameters[name]` or `owner._buffers[name]`."""
+    """`owner._parameters[name]` or `owner._buffers[name]`. It does not keep the owner alive."""
 
-    owner: nn.Module
-    name: str
-    is_buffer: bool
+    owner = Weak[nn.Module]()
+
+    def __init__(self, owner: nn.Module, name: str, is_buffer: bool) -> None:
+        self.owner, self.name, self.is_buffer = owner, name, is_buffer
 
     @property
     def table(self) -> dict[str, torch.Tensor | None]:

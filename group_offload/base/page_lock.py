@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from .device import Backend
-from .system import IS_WINDOWS, ram_of_machine
+from .system import IS_WINDOWS, forked_free, ram_of_machine
 
 logger = logging.getLogger("group_offload")
 
@@ -60,7 +60,7 @@ class LockLimit:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._guard = threading.Lock()  # memory is locked by threads of the pool
+        self._guard = forked_free(threading.RLock())  # memory is locked by threads of the pool
         self._num_left = careful_bytes()
         self._num_locked = self._num_by_driver = self._num_refused = 0
         self._in_place = self._by_driver = True

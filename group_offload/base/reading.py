@@ -9,7 +9,7 @@ import threading
 from functools import partial
 
 from .pool import num_threads, run_all
-from .system import open_past_cache, read_at
+from .system import forked_free, open_past_cache, read_at
 
 logger = logging.getLogger("group_offload")
 
@@ -101,7 +101,7 @@ def refuses_direct(error: OSError) -> bool:
 
 _said: set[int] = set()
 """The error codes that were logged."""
-_said_lock = threading.RLock()
+_said_lock = forked_free(threading.RLock())
 
 
 def warn_no_direct_io(code: int) -> None:

@@ -13,10 +13,11 @@ import select
 import stat
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -53,6 +54,25 @@ def on_fork(*, before: Callable[[], None] | None = None, after_in_child: Callabl
     calls = {"before": before, "after_in_child": after_in_child}
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(**{when: call for when, call in calls.items() if call is not None})
+
+
+L = TypeVar("L")
+_locks: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def forked_free(lock: L) -> L:
+    """A reentrant lock that is free in a forked child, unless the thread that forks has it: no other thread is there."""
+    _locks.add(lock)
+    return lock
+
+
+def _free_locks() -> None:
+    for lock in [*_locks]:
+        if not lock._is_owned():
+            lock._at_fork_reinit()
+
+
+on_fork(after_in_child=_free_locks)  # first: what others do in the child may take these locks
 
 
 def num_cores() -> int:

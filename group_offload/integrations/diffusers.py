@@ -30,6 +30,7 @@ from torch import nn
 from ..api import apply_group_offloading, handle_of, offload, remove_group_offloading
 from ..base.compiled import is_compiled
 from ..base.text import did_you_mean
+from ..base.weak import Weak
 from ..config import ModelOptions, OffloadConfig, OffloadOptions, OffloadType, takes_options
 from ..errors import ConfigError, GroupOffloadError, ModuleError, StateError
 from ..handle import Listener, OffloadHandle, add_listener
@@ -471,6 +472,7 @@ def _mark(handle: OffloadHandle) -> None:
             module.__dict__["_diffusers_hook"] = registry
         if not isinstance(registry, _marked_registry_class()):
             registry.__class__ = _marked_registry_class()
+            registry._module_ref = registry.__dict__.pop("_module_ref")
         registry.hooks[HOOK_NAME] = _marker_class()(config)
         _forget_children(registry)
 
@@ -488,9 +490,12 @@ def _forget_children(registry: Any) -> None:
 def _unmark(registry: Any) -> None:
     registry.hooks.pop(HOOK_NAME, None)
     _forget_children(registry)
+    module = registry._module_ref
     registry.__class__ = _hooks_module().HookRegistry
+    registry.__dict__.pop("_weak__module_ref")
+    registry._module_ref = module
     if registry.__dict__.pop("was_made_for_marker", False) and not registry.hooks:
-        del registry._module_ref.__dict__["_diffusers_hook"]
+        del module.__dict__["_diffusers_hook"]
 
 
 def _as_diffusers_config(handle: OffloadHandle) -> Any:
@@ -507,7 +512,7 @@ def _as_diffusers_config(handle: OffloadHandle) -> Any:
         block_modules=None if config.block_modules is None else list(config.block_modules),
         exclude_kwargs=list(config.exclude_kwargs),
     )
-    found.group_offload_handle = handle
+    found.group_offload_handle = weakref.ref(handle)
     return found
 
 
@@ -533,6 +538,7 @@ def _marked_registry_class() -> type:
         """A hook registry with a marker beside its chain of hooks."""
 
         was_made_for_marker = False
+        _module_ref = Weak[nn.Module]()  # the module has the registry
 
         def remove_hook(self, name: str, recurse: bool = True) -> None:
             if name in self.hooks and name == HOOK_NAME:
@@ -541,7 +547,9 @@ def _marked_registry_class() -> type:
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             # A copy of an offloaded module, or a module that is read back from a pickle, is not offloaded.
-            state = {name: value for name, value in self.__dict__.items() if name != "was_made_for_marker"}
+            own = ("was_made_for_marker", "_weak__module_ref")
+            state = {name: value for name, value in self.__dict__.items() if name not in own}
+            state["_module_ref"] = self._module_ref
             state["hooks"] = {name: hook for name, hook in self.hooks.items() if name != HOOK_NAME}
             return _new_registry, (), state
 
@@ -647,7 +655,7 @@ def _install_seam() -> None:
         return
 
     def apply(module: nn.Module, config: Any) -> None:
-        handle: OffloadHandle | None = getattr(config, "group_offload_handle", None)
+        handle: OffloadHandle | None = getattr(config, "group_offload_handle", lambda: None)()
         if handle is not None and handle.is_active:
             _mark(handle)  # first: diffusers has taken the markers away, and `refresh` may raise (a disk is full)
             try:

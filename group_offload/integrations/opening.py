@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from ..api import handle_of, offload, remove_group_offloading
+from ..base.system import forked_free
 from ..config import ModelOptions, OffloadConfig, OffloadOptions
 from ..errors import ConfigError, GroupFileError
 from ..owners import add_owner
@@ -241,9 +242,9 @@ def _open(
     return load(casts, nullcontext()), casts
 
 
-_loading = threading.RLock()
+_loading = forked_free(threading.RLock())
 """Held while the methods of the libraries are watched."""
-_lock = threading.RLock()
+_lock = forked_free(threading.RLock())
 _num_loading = 0
 _before: str | None = None
 _ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"

@@ -234,7 +234,7 @@ class Backward:
             return
         if any(isinstance(each, torch.Tensor) and each.requires_grad for each in tree_leaves(output)):
             raise StateError(
-                f"{type(self._passes.root).__name__} is group-offloaded and was called with gradients enabled where "
+                f"{self._passes.name} is group-offloaded and was called with gradients enabled where "
                 f"saved-tensor hooks are forbidden (torch.autograd.graph.disable_saved_tensors_hooks). Backward gets offloaded "
                 f"weights through these hooks. Call the module outside of that context, or inside of torch.no_grad()."
             )
@@ -269,7 +269,7 @@ class Backward:
         with self._locked():
             if not self.join(current_graph_task_id()):
                 raise StateError(
-                    f"A backward inside of a forward of {type(passes.root).__name__} needs weights that bitsandbytes keeps out "
+                    f"A backward inside of a forward of {passes.name} needs weights that bitsandbytes keeps out "
                     f"of autograd's sight. Call backward() after the forward."
                 )
             groups = [passes.group_of(part) for part in parts]
@@ -473,7 +473,7 @@ class Backward:
                     self.leave(task, completed=False)
             if self._tasks and time.monotonic() > deadline:
                 raise StateError(
-                    f"A pass of {type(self._passes.root).__name__} has waited {patience:.0f} s for a backward of it in "
+                    f"A pass of {self._passes.name} has waited {patience:.0f} s for a backward of it in "
                     f"another thread. Let no backward wait for a thread that calls the module."
                 )
             if self._tasks:
@@ -484,7 +484,7 @@ class Backward:
         patience = tuning().backward_patience_seconds
         if not self._passes.lock.acquire(timeout=patience):
             raise StateError(
-                f"backward() waited {patience:.0f} s for a forward of {type(self._passes.root).__name__} in another "
+                f"backward() waited {patience:.0f} s for a forward of {self._passes.name} in another "
                 f"thread. If that forward waits for this backward, call torch.autograd.grad() after it instead."
             )
         try:

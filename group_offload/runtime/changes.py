@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress, repeat
@@ -35,7 +36,6 @@ class Seen:
     tables: tuple[dict[str, Any], ...]
     members: tuple[tuple[Any, ...], ...]
     """The values of each table; None for a parameter that FSDP2 exchanges."""
-    names: dict[str, Any]
     call: Any
     left: frozenset[str] = frozenset()
     """The names of parameters that FSDP2 exchanges."""
@@ -43,7 +43,7 @@ class Seen:
     @classmethod
     def of(cls, module: nn.Module, left: frozenset[str] = frozenset()) -> Seen:
         if isinstance(module, torch.jit.ScriptModule):  # torch forbids changes of its tables
-            return cls(children=(), tables=(), members=(), names={}, call=None)
+            return cls(children=(), tables=(), members=(), call=module.__dict__.get(COMPILED_CALL))
         tables = _tables(module.__dict__)
         members = [tuple(table.values()) for table in tables]
         if left:  # nothing here keeps alive what FSDP2 has replaced since
@@ -52,7 +52,6 @@ class Seen:
             children=tuple(child for child in module._modules.values() if child is not None),
             tables=tables,
             members=tuple(members),
-            names=module.__dict__,
             call=module.__dict__.get(COMPILED_CALL),
             left=left,
         )
@@ -68,7 +67,7 @@ class Watch:
         self,
         top: nn.Module,
         groups_of: Mapping[nn.Module, Sequence[Group]],
-        seen: dict[nn.Module, Seen],
+        seen: Mapping[nn.Module, Seen],
         *,
         is_cut_by_calls: bool,
     ) -> None:
@@ -114,9 +113,10 @@ class Watch:
         self._lazy = [member for member in (*self._members, *self._members_beside) if is_lazy(member)]
         adapters = adapter_layers()
         self._adapted: list[Any] = [module for module in inside if isinstance(module, adapters)]
-        called = [seen[module] for module in inside if is_cut_by_calls or module in groups_of]
-        self._names = [each.names for each in called]
-        self._calls = [each.call for each in called]
+        self._call = seen[top].call
+        called = [each for each in inside if each is not top and (is_cut_by_calls or each in groups_of)]
+        self._names = [each.__dict__ for each in called]
+        self._calls = [seen[each].call for each in called]
         self.scope = set(scope)
         self._groups = tuple(scope)
         self._parts = [part for group in scope for part in group.parts]
@@ -129,12 +129,17 @@ class Watch:
         self._wrapped = [part for part in self._parts if any(ref.path for ref in part.refs)]
         self.expect_tensors()
 
-    def has_same_modules(self) -> bool:
+    def has_same_modules(self, top: nn.Module) -> bool:
+        """
+        Args:
+            top: The module that the watch was made for. Its own table of names would keep alive the engine, and so the watch.
+        """
         # Modules are not looked at, only their tables: the device has nothing to do meanwhile, and all of this memory has left
         # the processor's caches since the last pass. See `Changes.recover`.
         touch(self._empty, self._filled, self._members)
         return (
-            not any(self._empty)
+            top.__dict__.get(COMPILED_CALL) is self._call
+            and not any(self._empty)
             and list(map(len, self._filled)) == self._sizes
             and all(map(is_, chain.from_iterable(map(_values, self._filled)), self._members))
             and all(map(is_lazy, self._lazy))
@@ -182,8 +187,8 @@ class Changes:
         self._publish = publish
         self._groups: tuple[Group, ...] = ()
         self._groups_of: Mapping[nn.Module, Sequence[Group]] = {}
-        self._seen: dict[nn.Module, Seen] = {}
-        self._watches: dict[nn.Module, Watch] = {}
+        self._seen: weakref.WeakKeyDictionary[nn.Module, Seen] = weakref.WeakKeyDictionary()
+        self._watches: weakref.WeakKeyDictionary[nn.Module, Watch] = weakref.WeakKeyDictionary()
         self._checks_all_calls = False
         self._late: dict[Store, None] = {}
         """The stores whose edits are committed before their first use in the pass in progress."""
@@ -208,8 +213,10 @@ class Changes:
             left: Parameters that FSDP2 exchanges, which is no change.
             checks_all_calls: Whether a compiled call counts as a change on every module, not only on those with gates.
         """
-        self._groups, self._groups_of, self._watches = tuple(groups), groups_of, {}
-        self._seen = {module: Seen.of(module, left.get(module, frozenset())) for module in root.modules()}
+        self._groups, self._groups_of = tuple(groups), groups_of
+        self._watches.clear()
+        self._seen.clear()
+        self._seen.update((module, Seen.of(module, left.get(module, frozenset()))) for module in root.modules())
         self._checks_all_calls = checks_all_calls
         self._is_known = True
 
@@ -220,7 +227,9 @@ class Changes:
     def clear(self) -> None:
         """Forget the module and its groups."""
         self.invalidate()
-        self._groups, self._groups_of, self._seen, self._watches = (), {}, {}, {}
+        self._groups, self._groups_of = (), {}
+        self._seen.clear()
+        self._watches.clear()
 
     def recover(self) -> None:
         """Look again after a pass that failed.
@@ -229,12 +238,12 @@ class Changes:
         (`module._parameters = {...}`) may be what it failed for: the new weights are at rest where torch looks for them.
         """
         self.end_pass()
-        self._watches = {}
+        self._watches.clear()
         self._is_known = self._is_known and self._has_same_tables()
 
     def _has_same_tables(self) -> bool:
-        seen = (each for each in self._seen.values() if each.tables)
-        return all(all(map(is_, _tables(each.names), each.tables)) for each in seen)
+        seen = ((module, each.tables) for module, each in self._seen.items() if each.tables)
+        return all(all(map(is_, _tables(module.__dict__), tables)) for module, tables in seen)
 
     def notice(self, top: nn.Module, *, all_edits: bool) -> set[Group] | None:
         """Commit changes of the weights under `top` since they were left at rest.
@@ -255,7 +264,7 @@ class Changes:
         if watch is None:
             watch = Watch(top, self._groups_of, self._seen, is_cut_by_calls=self._checks_all_calls)
             self._watches[top] = watch
-        if not watch.has_same_modules():
+        if not watch.has_same_modules(top):
             return None
         if not watch.has_same_tensors():
             if any(group.was_moved() for group in watch.scope):

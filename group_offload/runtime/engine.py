@@ -5,6 +5,7 @@ The steps of a forward stand in passes.py.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -17,8 +18,9 @@ from torch.nn.parameter import is_lazy
 
 from ..base.release import releases_held, wait_for_releases
 from ..base.saved import is_first_of_two_runs
+from ..base.weak import Weak, weakly
 from ..config import OffloadConfig
-from ..errors import StateError
+from ..errors import ModuleError, StateError
 from ..partition import PlacesOfFsdp, left_to_fsdp
 from ..plan.planner import Plan
 from ..stores.folder import Folder
@@ -56,6 +58,8 @@ _MOST_REBUILDS = 3
 class Engine:
     """The runtime of one offloaded module. Thread-safe: passes of several threads take turns."""
 
+    root = Weak[nn.Module]()
+
     def __init__(self, root: nn.Module, config: OffloadConfig) -> None:
         """Assemble the parts. Only `start` touches the module itself.
 
@@ -69,6 +73,8 @@ class Engine:
         """The parts of earlier groups whose blobs are to be closed. An interrupt may leave some for the next cut."""
         self.counters = Counters()
         self._refs: tuple[TensorRef, ...] = ()
+        self._known: frozenset[str] = frozenset()
+        """The names of the tensors that the module was cut with."""
         backend = config.backend
         backend.avoid_fragments(is_shared=config.process_group is not None and config.share is not False)
         path = config.offload_to_disk_path
@@ -111,7 +117,7 @@ class Engine:
             tight=is_tight,
         )
         self._files = CachedFiles(backend, self.transfer.last_copies.synchronize, may_lock=may_lock_files)
-        self._changes = Changes(self.transfer, self._publish_manifest)
+        self._changes = Changes(self.transfer, weakly(self._publish_manifest))
         self._lookahead = LookAhead(
             self._memory,
             self.transfer,
@@ -131,7 +137,7 @@ class Engine:
             self._probe.stopwatch,
             self.counters,
             self._packer,
-            partial(self._publish_manifest, is_edit=False),
+            partial(weakly(self._publish_manifest), is_edit=False),
             is_tight=is_tight,
         )
         self._passes = (SharedPasses if config.share_passes else Passes)(
@@ -145,12 +151,12 @@ class Engine:
             self._changes,
             self._probe,
             self.counters,
-            self._prepare,
+            weakly(self._prepare),
         )
         self._backward = Backward(self._passes, backend)
         self._gates = Gates(root, config, self._passes, self._backward, self._placer)
         if isinstance(self._passes, SharedPasses):
-            self._gates.share(self._passes, self.refresh)
+            self._gates.share(self._passes, weakref.WeakMethod(self.refresh))
         self.lock = self._passes.lock
         """The lock that a pass holds for its length."""
 
@@ -224,14 +230,7 @@ class Engine:
             if self._gates.sharing is not None:
                 self._gates.sharing.close()
             self._gates.clear()
-            self._changes.clear()
-            self._probe.stopwatch.clear()
-            self.recorder.clear()
-            # Mapped files are dropped now, and not by Python's collector later: until then they count as RAM in use.
-            self.groups, self._refs, self._left = (), (), {}
-            self._passes.set_groups((), self._gates.needs)
-            self._lookahead.reset((), wraps=False)
-            self._placer.clear()
+            self._forget_groups()
             self._backward.close()
             self.transfer.close()
             if self.sharing is not None:
@@ -356,7 +355,7 @@ class Engine:
             scope = self._changes.notice(top, all_edits=True)
             if scope is not None:
                 return scope
-        raise StateError(f"{type(self.root).__name__} was changed by another thread while a pass began.")
+        raise StateError(f"{self._passes.name} was changed by another thread while a pass began.")
 
     # ---------------------------------------------------------------- cutting
 
@@ -364,12 +363,38 @@ class Engine:
         for name, module in self.root.named_modules():
             if not self._gates.covers(module) and is_offloaded(module):
                 raise StateError(
-                    f"{name} of {type(self.root).__name__} is group-offloaded as a part of another module. Call "
+                    f"{name} of {self._passes.name} is group-offloaded as a part of another module. Call "
                     f"remove_group_offloading() on that one before its parts are used here, or put a copy there."
                 )
+        self._refuse_meta()
         turns.check(self._passes)
         self.counters.rebuilds += 1
         self._build()
+
+    def _refuse_meta(self) -> None:
+        """Name a weight that the module had when it was cut last, and that was given up since. If all were, their memory goes."""
+        now = dict([*self.root.named_parameters(), *self.root.named_buffers()])
+        lost = [name for name, tensor in now.items() if tensor.is_meta and name in self._known]
+        if lost and all(tensor.is_meta for tensor in now.values()):
+            self._forget_groups()
+            self._gates.install(())
+        if lost:
+            raise ModuleError(
+                f"{lost[0]} of {self._passes.name} was moved to the meta device after the model was offloaded, which gave its "
+                f"values up. To use the model, load the model again."
+            )
+
+    def _forget_groups(self) -> None:
+        """Mapped files are dropped now, and not by Python's collector later: until then they count as RAM in use."""
+        self._lookahead.abandon()
+        self._memory.release()
+        self._changes.clear()
+        self._probe.stopwatch.clear()
+        self.recorder.clear()
+        self.groups, self._refs, self._left = (), (), {}
+        self._passes.set_groups((), weakly(self._gates.needs))
+        self._lookahead.reset((), wraps=False)
+        self._placer.clear()
 
     def _build(self, casts: Mapping[int, torch.dtype] = MappingProxyType({})) -> None:
         """Cut the module into groups, for the first time or because it has changed."""
@@ -396,9 +421,10 @@ class Engine:
         self._replaced |= dict.fromkeys(part for group in before for part in group.parts)
         self.groups = groups
         moving = tuple(group for group in self.groups if not group.is_table)
-        self._passes.set_groups(moving, self._gates.needs)
+        self._passes.set_groups(moving, weakly(self._gates.needs))
         parts = [part for group in self.groups for part in group.parts]
         self._refs = tuple(ref for part in parts for ref in part.refs)
+        self._known = frozenset(ref.fqn for ref in self._refs)
         with torch.no_grad():
             for tensor in (*self.root.parameters(), *self.root.buffers()):
                 if is_lazy(tensor) and tensor.data.device != self._passes.device:

@@ -46,6 +46,7 @@ from ..base.torch_internals import (
     num_autograd_nodes,
     set_eval_frame,
 )
+from ..base.weak import Weak, gone, weakly
 from ..config import OffloadConfig
 from ..partition import NEVER_CALLED, Method, holds_tensors
 from .backward import Backward
@@ -75,20 +76,34 @@ class BypassingCall:
 class Gate(Around):
     """Encloses one module's call: onloads the groups that the call needs before it, and releases them after it."""
 
+    module = Weak[nn.Module]()
+    method: Method | None = None
+    """The method that is called; None for the module itself."""
+
     def __init__(self, gates: Gates, module: nn.Module, *, is_root: bool) -> None:
         self.module = module
-        self.entry: nn.Module | Method = module
-        """What is called: the module, or one of its methods."""
         self.is_root = is_root
         self.groups: tuple[Group, ...] = ()
         """The groups that the call needs. The group that is needed longest comes first."""
         self.tables: tuple[Group, ...] = ()
         """The table of an embedding that stays where it rests."""
-        self._gates = gates
+        self._owner = weakref.ref(gates)
         self._repeater = Repeater(module, gates.passes, gates.placer, gates.backend, _is_ours)
         self.compiled = module.__dict__.get(COMPILED_CALL)
         self.bypassing: BypassingCall | None = None
         """A call in progress that bypassed the gate. A forward hook will end it."""
+
+    @property
+    def entry(self) -> nn.Module | Method:
+        """What is called: the module, or one of its methods."""
+        return self.method or self.module
+
+    @property
+    def _gates(self) -> Gates:
+        found = self._owner()
+        if found is None:  # another thread has dropped the model meanwhile
+            raise gone()
+        return found
 
     def install(self) -> None:
         module = self.module
@@ -126,22 +141,24 @@ class Gate(Around):
             torch._dynamo.skip_frame("group_offload onloads weights between the calls in this frame")
             return self.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         # Compilers and selective checkpoints that watch this thread must not see the engine's own Python.
-        passes = self._gates.passes
-        compiler = set_eval_frame(None)
-        modes = selective.hide()
-        try:
-            if passes.runs_elsewhere:
-                passes.wait_for_turn(self.module)
-            with passes.lock:  # not acquire() and try: Ctrl-C may come between the two
-                if not passes.is_removed:
-                    try:
-                        return self._run(compiler, modes, args, kwargs)
-                    finally:
-                        passes.settle(self.module)
-        finally:
-            selective.show(modes)
-            set_eval_frame(compiler)
-        # The module was given back while this call waited for its turn.
+        gates = self._owner()  # it stays for the length of the call
+        if gates is not None:
+            passes = gates.passes
+            compiler = set_eval_frame(None)
+            modes = selective.hide()
+            try:
+                if passes.runs_elsewhere:
+                    passes.wait_for_turn(self.module)
+                with passes.lock:  # not acquire() and try: Ctrl-C may come between the two
+                    if not passes.is_removed:
+                        try:
+                            return self._run(compiler, modes, args, kwargs)
+                        finally:
+                            passes.settle(self.module)
+            finally:
+                selective.show(modes)
+                set_eval_frame(compiler)
+        # The module was given back while this call waited for its turn, or before.
         is_left = self.module.__dict__.get(COMPILED_CALL) is self
         return self._enclosed(*args, **kwargs) if is_left else self.module(*args, **kwargs)
 
@@ -194,7 +211,7 @@ class Gate(Around):
     def _own_forward(self) -> OwnForward | None:
         """Where to onload the groups if hooks of diffusers may skip the module. Users' hooks may need the weights at once."""
         module = self.module
-        if "_diffusers_hook" not in module.__dict__ or self.entry is not module or self.compiled or not self.groups:
+        if "_diffusers_hook" not in module.__dict__ or self.method is not None or self.compiled or not self.groups:
             return None
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         return own_forward(module) if all(hook in _OURS for hook in hooks) else None
@@ -265,7 +282,8 @@ class SharedGate(Gate):
     """Encloses the root's call where forwards may share passes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        sharing = self._gates.sharing
+        gates = self._owner()
+        sharing = None if gates is None else gates.sharing
         if (
             sharing is None
             or torch.compiler.is_dynamo_compiling()
@@ -289,7 +307,9 @@ class InnerGate(Gate):
         call = self._enclosed
         if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors()):
             return call(*args, **kwargs)
-        gates = self._gates
+        gates = self._owner()
+        if gates is None:
+            return super().__call__(*args, **kwargs)
         if gates.records_graphs and torch.is_grad_enabled():
             is_inside = gates.backward.is_ours(hooks_in_force())
         else:
@@ -311,7 +331,7 @@ class MethodGate(InnerGate):
 
     def __init__(self, gates: Gates, method: Method) -> None:
         super().__init__(gates, method.module, is_root=False)
-        self.entry = method
+        self.method = method
         self.name = method.name
         self.compiled = method.module.__dict__.get(method.name)
 
@@ -331,7 +351,12 @@ class MethodGate(InnerGate):
             return self._enclosed(*args, **kwargs)
         values = (*args, *kwargs.values())
         lists = (value if isinstance(value, (list, tuple)) else (value,) for value in values)
-        if self._gates.passes.is_removed or not any(isinstance(each, torch.Tensor) for each in chain(*lists)):
+        gates = self._owner()
+        if (
+            gates is None
+            or gates.passes.is_removed
+            or not any(isinstance(each, torch.Tensor) for each in chain(*lists))
+        ):
             return self._enclosed(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 
@@ -415,16 +440,19 @@ def _is_ours(hook: Any) -> bool:
     return any(hook is ours for ours in _OURS)
 
 
-_offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_offloaded: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Gates]] = weakref.WeakKeyDictionary()
 
 
 def is_offloaded(module: nn.Module) -> bool:
     """Whether the module is, or is a part of, an offloaded module."""
-    return module in _offloaded
+    gates = _offloaded.get(module)
+    return gates is not None and gates() is not None
 
 
 class Gates:
     """All gates of one offloaded module, and the parts that their calls share. An engine owns it."""
+
+    _top = Weak[nn.Module]()
 
     def __init__(
         self, top: nn.Module, config: OffloadConfig, passes: Passes, backward: Backward, placer: Placer
@@ -440,10 +468,14 @@ class Gates:
         """Lets forwards of the root share passes, if an option asks for that."""
         self.records_graphs = False
         """Whether a forward has recorded a graph. A checkpoint may then call modules inside of groups alone."""
-        self._gates: dict[nn.Module, Gate] = {}
-        self._inner: dict[nn.Module, InnerGate] = {}
+        self._gates: weakref.WeakKeyDictionary[nn.Module, Gate] = weakref.WeakKeyDictionary()
+        self._inner: weakref.WeakKeyDictionary[nn.Module, InnerGate] = weakref.WeakKeyDictionary()
         self._methods: dict[Method, MethodGate] = {}
-        self._modules: set[nn.Module] = set()
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def __del__(self) -> None:
+        """The model is gone, or was given back. Parts of it that are still there become modules as any other."""
+        self.uninstall()
 
     @property
     def root(self) -> Gate:
@@ -455,9 +487,9 @@ class Gates:
         return tuple(self._gates)
 
     @property
-    def groups_of(self) -> dict[nn.Module, tuple[Group, ...]]:
+    def groups_of(self) -> Mapping[nn.Module, tuple[Group, ...]]:
         """For each module with a gate, the groups that its calls need."""
-        found: dict[nn.Module, tuple[Group, ...]] = {}
+        found: weakref.WeakKeyDictionary[nn.Module, tuple[Group, ...]] = weakref.WeakKeyDictionary()
         for gate in self._all:
             found[gate.module] = (*found.get(gate.module, ()), *gate.groups, *gate.tables)
         return found
@@ -465,11 +497,12 @@ class Gates:
     @property
     def _all(self) -> tuple[Gate, ...]:
         """All gates, the root's last."""
-        return (*self._methods.values(), *self._inner.values(), *reversed(self._gates.values()))
+        methods = [gate for method, gate in self._methods.items() if method.owner() is not None]
+        return (*methods, *self._inner.values(), *reversed([*self._gates.values()]))
 
-    def share(self, passes: SharedPasses, refresh: Callable[[], None]) -> None:
+    def share(self, passes: SharedPasses, refresh: Callable[[], Callable[[], None] | None]) -> None:
         """Let forwards of the root share passes, before gates are installed."""
-        self.sharing = Sharing(self._top, passes, self.backend, _is_ours, self._why_not_shared, refresh)
+        self.sharing = Sharing(self._top, passes, self.backend, _is_ours, weakly(self._why_not_shared), refresh)
 
     def _why_not_shared(self) -> str | None:
         if self.records_graphs:
@@ -511,7 +544,9 @@ class Gates:
         for child in self._top.children():
             if not isinstance(child, NEVER_CALLED):
                 needs.setdefault(child, [])  # calls of a part of the model (`vae.decode`) are passes too
-        self._gates = {} if root_gate is None else {self._top: root_gate}
+        self._gates.clear()
+        if root_gate is not None:
+            self._gates[self._top] = root_gate
         for module, found in needs.items():
             gate = self._gates[module] if module in self._gates else self._new_gate(module)
             gate.tables = tuple(group for group in found if group.is_table)
@@ -523,9 +558,9 @@ class Gates:
             self.sharing.alone = partial(Gate.__call__, self.root)
         self._install_inner_gates()
         self._install_method_gates(of_methods)
-        _offloaded.difference_update(self._modules)
-        self._modules = {*self._top.modules()}
-        _offloaded.update(self._modules)
+        self._leave_modules()
+        self._modules.update(self._top.modules())
+        _offloaded.update(dict.fromkeys(self._modules, weakref.ref(self)))
 
     def _new_gate(self, module: nn.Module) -> Gate:
         is_root = module is self._top
@@ -533,7 +568,7 @@ class Gates:
 
     def _install_inner_gates(self) -> None:
         """A checkpoint may repeat any module's call. Without gradients only modules outside of blocks are called alone."""
-        self._inner = {}
+        self._inner.clear()
         needs: dict[nn.Module, dict[Group, None]] = {}
         blocks = {block for each in self._top.modules() if isinstance(each, NEVER_CALLED) for block in each.children()}
         for module, gate in self._gates.items():
@@ -553,7 +588,7 @@ class Gates:
     def _install_method_gates(self, needs: Mapping[Method, Sequence[Group]]) -> None:
         """Graphs that a module compiles for itself call methods too, and contain no gate."""
         inside = {*_modules_inside(self._top, {}), self._top}
-        self._methods = {}
+        self._methods.clear()
         for method, found in needs.items():
             if method.module in inside:
                 gate = self._methods[method] = MethodGate(self, method)
@@ -567,8 +602,15 @@ class Gates:
 
     def clear(self) -> None:
         """Forget all gates and groups."""
-        _offloaded.difference_update(self._modules)
-        self._gates, self._inner, self._methods, self._modules = {}, {}, {}, set()
+        self._leave_modules()
+        self._gates.clear()
+        self._inner.clear()
+        self._methods.clear()
+
+    def _leave_modules(self) -> None:
+        for module in self._modules:
+            _offloaded.pop(module, None)
+        self._modules.clear()
 
     # ---------------------------------------------------------------- inputs and outputs
 

@@ -337,6 +337,12 @@ class DeviceMemory:
             if not slot.is_aliased:
                 self._backend.free(slot.memory)
 
+    def __del__(self) -> None:
+        """Part groups from slots, which know each other: with the model all of its memory goes, and not with a collection."""
+        for slot in self.slots:
+            for group in slot.groups:
+                group.slot = None
+
     @property
     def slots(self) -> list[Slot[Group]]:
         if self._lease is None:

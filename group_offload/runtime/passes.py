@@ -20,6 +20,7 @@ over the weights of a pass is a pass too: see [Note: Backward].
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
@@ -30,8 +31,10 @@ import torch
 from torch import nn
 
 from ..base.device import Backend, Stream
+from ..base.system import forked_free
 from ..base.torch_internals import current_transform
 from ..base.tuning import tuning
+from ..base.weak import Weak
 from ..errors import GroupFileError, StateError
 from ..partition import Method
 from .budget.need import Kind
@@ -53,7 +56,7 @@ from .threads import where_it_waits
 from .turns import join
 
 _BACKWARD = "backward"
-"""The name of backward passes in their `Kind`, beside the root."""
+"""The name of backward passes in their `Kind`."""
 
 
 class State(Enum):
@@ -75,6 +78,9 @@ class Passes:
     Order of calls: `set_groups` whenever the module was cut; then `begin_call` ... `end_call`, nested as modules are, or
     `begin_backward`, any of `acquire` and `release`, and `end_backward`.
     """
+
+    root = Weak[nn.Module]()
+    """The offloaded module. An engine keeps no module alive: see [Note: Lifetimes]."""
 
     def __init__(
         self,
@@ -99,6 +105,7 @@ class Passes:
             StateError: Models that share weights with this one cannot take turns with it.
         """
         self.root = root
+        self.name = type(root).__name__
         self._backend = backend
         self._memory = memory
         self._transfer = transfer
@@ -138,7 +145,18 @@ class Passes:
         join(self)
 
     def _new_lock(self) -> Any:
-        return threading.RLock()
+        return forked_free(threading.RLock())
+
+    def enter_child(self) -> None:
+        """Forget what threads of the parent are at, in a forked child. See [Note: Interrupts]: the weights tell the rest."""
+        self._transfer.reset_after_fork()
+        self._files.ahead.reset_after_fork()
+        if self.lock._is_owned():
+            return  # this thread has forked in the middle of a pass
+        self._calls, self._thread = [], 0
+        self.tasks.clear()
+        if self._state is not State.CLEAN:
+            self._state = State.UNKNOWN
 
     def set_groups(self, groups: tuple[Group, ...], needs: Callable[[nn.Module | Method], Sequence[Group]]) -> None:
         """Take over the groups that the module was cut into.
@@ -152,6 +170,11 @@ class Passes:
         self._detect_edits = all(group.detects_edits for group in groups)
 
     # ---------------------------------------------------------------- where a pass is
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the module is gone. A graph may still need its weights."""
+        return Passes.root.of(self) is None
 
     @property
     def is_running(self) -> bool:
@@ -239,7 +262,7 @@ class Passes:
     def _refuse_interrupted(self) -> None:
         if self._state is State.UNKNOWN:
             raise StateError(
-                f"A forward of {type(self.root).__name__} goes on after it was interrupted. Let it end, and call it again."
+                f"A forward of {self.name} goes on after it was interrupted. Let it end, and call it again."
             )
 
     def end_call(self, call: Call) -> None:
@@ -270,7 +293,7 @@ class Passes:
     def _refuse_capture(self) -> None:
         if self._backend.is_capturing():
             raise StateError(
-                f"{type(self.root).__name__} is group-offloaded and was called while a CUDA graph is captured: a replay would "
+                f"{self.name} is group-offloaded and was called while a CUDA graph is captured: a replay would "
                 f"read device memory that holds other weights by then. Capture a module that is not offloaded, or call "
                 f"remove() before. torch.compile without mode='reduce-overhead' captures no graphs."
             )
@@ -281,12 +304,12 @@ class Passes:
         top, entry = call.module, call.entry
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise StateError(
-                f"{type(self.root).__name__} is group-offloaded and was called by torch.jit.trace: what is recorded would use "
+                f"{self.name} is group-offloaded and was called by torch.jit.trace: what is recorded would use "
                 f"weights where they are in this forward alone. Call remove() before."
             )
         if current_transform() is not None:
             raise StateError(
-                f"{type(self.root).__name__} is group-offloaded: its weights cannot be brought inside of a transform of "
+                f"{self.name} is group-offloaded: its weights cannot be brought inside of a transform of "
                 f"torch.func (grad, vmap, jvp). Use torch.autograd.grad or torch.autograd.functional, which work, or call "
                 f"remove() before."
             )
@@ -304,10 +327,10 @@ class Passes:
             if self.succession.is_repeated and not self._placer.has_budget:
                 self._memory.hold(self._stint, self.succession.most_slot_bytes)
         self._placer.replan(kind)  # before slots are taken: a new plan changes their sizes
-        self._files.before_pass(type(self.root).__name__)
+        self._files.before_pass(self.name)
         self._placer.make_room(kind, begins_stint=self.succession is not None and self.succession.is_first_of_stint)
         self._memory.take()
-        self._placer.begin_pass(kind, entry)
+        self._placer.begin_pass(kind, kind.top)
         self._probe.begin_forward(
             self.number,
             type(call.module).__name__,
@@ -317,7 +340,7 @@ class Passes:
             is_timed=self._placer.is_timed(kind),
         )
         self._teaches = True
-        self._lookahead.begin(entry, scope, is_last=self._heir is not None)
+        self._lookahead.begin(kind.top, scope, is_last=self._heir is not None)
 
     def begin_clean(self) -> None:
         """Clear away a pass that was interrupted. The module then owns its slots until `_end` or `stay_clean`."""
@@ -574,7 +597,7 @@ class Passes:
         found = self._group_of.get(part)
         if found is None:
             raise StateError(
-                f"Backward needs weights of {type(self.root).__name__} that are not offloaded any more: it was cut into groups "
+                f"Backward needs weights of {self.name} that are not offloaded any more: it was cut into groups "
                 f"again between forward and backward, because modules were changed, or others require gradients now. Do that "
                 f"after backward()."
             )
@@ -590,14 +613,14 @@ class Passes:
         # The next forward commits changes made since the last one. Backward follows the graph, and keeps the groups.
         self.begin_clean()
         self._thread = threading.get_ident()
-        kind = Kind((_BACKWARD, self.root), (), with_grad=True)
+        kind = Kind(_BACKWARD, (), with_grad=True)
         self._placer.check_files()
-        self._files.before_pass(type(self.root).__name__)
+        self._files.before_pass(self.name)
         self._placer.make_room(kind, begins_stint=False)
         self._memory.take()
         self._placer.begin_pass(kind, None)
         stream = self._backend.current_stream()
-        self._probe.begin_backward(self.number, type(self.root).__name__, stream, self._transfer.stream)
+        self._probe.begin_backward(self.number, self.name, stream, self._transfer.stream)
         self._teaches = True
         self._lookahead.begin(kind.top, set(self._groups), guess=forward[::-1])
         self._state = State.OPEN
@@ -673,14 +696,14 @@ class Passes:
         try:
             while not self.lock.acquire(timeout=tuning().turn_patience_seconds):
                 top = None if self.kind is None else self.kind.top
-                top = top.module if isinstance(top, Method) else top
+                top = top.owner() if isinstance(top, Method) else top() if isinstance(top, weakref.ref) else top
                 # A call of the whole module is separate work, whose turn will come. A call of a part may belong to the pass.
                 parts = top.modules() if self.is_running and isinstance(top, nn.Module) and module is not top else ()
                 is_inside = any(module is part for part in parts)
                 now = where_it_waits(self._thread) if is_inside else None
                 if now is not None and now is before:
                     raise StateError(
-                        f"{type(module).__name__}, of {type(self.root).__name__}, is called in another thread than a forward "
+                        f"{type(module).__name__}, of {self.name}, is called in another thread than a forward "
                         f"that is in progress and waits for a thread: each would wait for the other. Call the parts of an "
                         f"offloaded module in the thread of its forward."
                     )

@@ -11,6 +11,7 @@ until compute has got there. So weights that wait for their turn do not add to t
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -88,7 +89,8 @@ class Placer:
             publish: Function that is called once weights were packed into other files than before.
             is_tight: Whether memory of weights that wait for their turn counts most: at leaf level, without `record_stream`.
         """
-        self._root = root
+        self._top = weakref.ref(root)
+        self._name = type(root).__name__
         self._config = config
         self._backend = config.backend
         self._memory = memory
@@ -304,7 +306,7 @@ class Placer:
         smaller = "" if self._config.is_leaf_level else ", or pass offload_type='leaf_level'"
         if self._backend.has_streams:
             return ConfigError(
-                f"vram_budget={describe_bytes(vram)} is too small for {type(self._root).__name__}: its device buffers alone "
+                f"vram_budget={describe_bytes(vram)} is too small for {self._name}: its device buffers alone "
                 f"need {describe_bytes(least, round_up=True)}, plus activations. Raise it{smaller}."
             )
         if not is_first or not isinstance(self._config.ram_budget, int):
@@ -312,7 +314,7 @@ class Placer:
         budget = self._config.ram_budget
         missing = int((least - vram) / (1 - HOST_ACTIVATIONS_SHARE)) + 1
         return ConfigError(
-            f"ram_budget is {describe_bytes(budget)}, and the weights of {type(self._root).__name__} take turns in "
+            f"ram_budget is {describe_bytes(budget)}, and the weights of {self._name} take turns in "
             f"{describe_bytes(least, round_up=True)} of it. Give it "
             f"{describe_bytes(budget + missing, round_up=True)} at least{smaller}."
         )
@@ -359,7 +361,7 @@ class Placer:
             return
         logger.info(
             "Plan for %s: %s stay on %s, each step sends %s, which takes %.3g s%s.",
-            type(self._root).__name__,
+            self._name,
             describe_bytes(stays),
             self._backend.device,
             describe_bytes(sent),
@@ -386,7 +388,7 @@ class Placer:
         gain = self._budgeter.gain_from_packing(self._packer.expected_bytes)
         if gain is None or gain < _MIN_PACKING_GAIN:
             return
-        logger.info("%s is packed: that is to save %.0f%% of a pass.", type(self._root).__name__, 100 * gain)
+        logger.info("%s is packed: that is to save %.0f%% of a pass.", self._name, 100 * gain)
         self._lookahead.abandon()
         self._stopwatch.clear()
         self._memory.release()
@@ -481,7 +483,7 @@ class Placer:
         # A budget's plan counts on as much as a ring would take.
         self._memory.most_pooled_bytes = self._memory.ring_sizes.get(0) if self.has_budget else None
         if top is None:
-            self._memory.window_bytes = self._window(self._root)
+            self._memory.window_bytes = self._window(self._top)
             self._weighed = Weighing()
         elif self._memory.is_just_in_time:
             self._memory.window_bytes = self._window(top)
@@ -512,7 +514,7 @@ class Placer:
         if measured is not None and isinstance(self._vram, int) and measured[1] > self._vram:
             logger.warning(
                 "%s: peak VRAM was %s, over vram_budget=%s (activations: %s).%s",
-                type(self._root).__name__,
+                self._name,
                 describe_bytes(measured[1], digits=4),
                 describe_bytes(self._vram, digits=4),
                 describe_bytes(measured[0], digits=4),
@@ -601,7 +603,7 @@ class Placer:
             The error with advice added.
         """
         self._memory.arena.answer()
-        name, given = type(self._root).__name__, self._memory.staying.num_bytes + self._memory.others_resident_bytes
+        name, given = self._name, self._memory.staying.num_bytes + self._memory.others_resident_bytes
         if not self.has_budget or not given:
             return torch.OutOfMemoryError(
                 f"{error} No resident weights of {name} left to evict. Use smaller inputs, attention slicing, or "

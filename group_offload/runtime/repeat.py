@@ -32,6 +32,7 @@ from torch import nn
 from ..base import selective
 from ..base.device import Backend
 from ..base.torch_internals import TorchDispatchMode, set_eval_frame
+from ..base.weak import Weak
 from .convoy.watch import Survey, survey
 from .passes import Passes
 from .placer import Placer
@@ -46,6 +47,10 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.
 
 class Repeater:
     """Calls one gate's module. The gate owns it."""
+
+    _module = Weak[nn.Module]()
+    _passes = Weak[Passes]()
+    _placer = Weak[Placer]()
 
     def __init__(
         self, module: nn.Module, passes: Passes, placer: Placer, backend: Backend, is_ours: Callable[[Any], bool]

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from ..base.system import forked_free, on_fork
 from ..errors import StateError
 
 
@@ -23,12 +24,19 @@ class Member(Protocol):
     lock: Any
     """The reentrant lock that a pass holds."""
 
+    def enter_child(self) -> None:
+        """See `_enter_child`."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the model is gone."""
+
     @property
     def runs_here(self) -> bool:
         """Whether this thread is in the middle of a call of the model."""
 
 
-_lock = threading.RLock()
+_lock = forked_free(threading.RLock())
 _engines: weakref.WeakSet[Member] = weakref.WeakSet()
 
 
@@ -79,7 +87,7 @@ def _sharing(engine: Member) -> list[tuple[str, Member]]:
     mine = {id(tensor): name for name, tensor in _tensors_of(engine.root)}
     found = []
     for other in _engines:
-        if other is not engine:
+        if other is not engine and not other.is_gone:
             for _, tensor in _tensors_of(other.root):
                 if id(tensor) in mine:
                     found.append((mine[id(tensor)], other))
@@ -94,3 +102,12 @@ def _shared(engine: Member, others: list[tuple[str, Member]]) -> str:
 
 def _tensors_of(module: nn.Module) -> list[tuple[str, object]]:
     return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _enter_child() -> None:
+    """A fork has one thread. A model that another thread was running begins again from its weights."""
+    for engine in [*_engines]:
+        engine.enter_child()
+
+
+on_fork(after_in_child=_enter_child)

@@ -9,14 +9,14 @@ from contextlib import suppress
 from typing import ClassVar
 
 from ..base.reading import open_direct
-from ..base.system import max_descriptors
+from ..base.system import forked_free, max_descriptors
 from ..base.tuning import tuning
 
 
 class KeptDescriptors:
     """The descriptors of one file: they stay open, unless too many of other files do."""
 
-    lock = threading.RLock()
+    lock = forked_free(threading.RLock())
     """Guards all of them. A finalizer may call `close` of another one in a thread that holds the lock."""
     _all: ClassVar[weakref.WeakSet[KeptDescriptors]] = weakref.WeakSet()
     """The open ones are counted anew each time: an interrupt could leave a stored count wrong."""

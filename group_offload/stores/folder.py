@@ -19,7 +19,7 @@ import torch
 from ..base.layout import BlobLayout
 from ..base.ownership import ForeignFileError, Owners
 from ..base.publish import boot, folder_lock, mark_in_use, publish, temporary_name
-from ..base.system import NEW_FILE, on_fork
+from ..base.system import NEW_FILE, forked_free, on_fork
 from ..errors import GroupFileError
 from .manifest import Manifest, ManifestEntry, publish_manifest, tidy_manifests, tidy_temporary_files
 from .safetensors_file import content_of, data_pieces, encode_header, file_holds, printable_id
@@ -28,7 +28,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 logger = logging.getLogger("group_offload")
 
-_lock = threading.RLock()
+_lock = forked_free(threading.RLock())
 _users: dict[Path, weakref.WeakSet[object]] = {}
 """The blobs of this process that rest in each group file, and the folders whose model has each manifest."""
 _written_here: dict[Path, tuple[int, int]] = {}
@@ -345,7 +345,11 @@ def add_user(path: Path, user: object) -> None:
 def remove_user(path: Path, user: object) -> None:
     """End what `add_user` began. The file stays."""
     with _lock:
-        _users.get(path, weakref.WeakSet()).discard(user)
+        users = _users.get(path, weakref.WeakSet())
+        users.discard(user)
+        for each in [path, *_users] if not users else ():
+            if not _users.get(each, True):
+                del _users[each]
 
 
 def delete_if_unused(path: Path) -> None:

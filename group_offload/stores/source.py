@@ -53,7 +53,7 @@ from ..base.page_lock import PageLock
 from ..base.pagemap import PAGE
 from ..base.ram import locked
 from ..base.reading import BLOCK, read_around, read_part, refuses_direct, warn_no_direct_io
-from ..base.system import TO_READ, advise, open_to_read
+from ..base.system import TO_READ, advise, forked_free, open_to_read
 from ..base.tuning import tuning
 from ..errors import GroupFileError
 from .descriptors import KeptDescriptors
@@ -134,7 +134,7 @@ class SourceFile:
         """The blobs whose bytes lie in this file."""
         self.is_adrift = False
         """Whether the file cannot be reached to check it, so that bytes that are read have to be hashed."""
-        self._looking = threading.RLock()
+        self._looking = forked_free(threading.RLock())
         """Held by the thread that hashes the bytes again. Other threads wait for the result."""
         self._fds = KeptDescriptors(fd)
         self._close_fds = weakref.finalize(self, self._fds.close)

@@ -315,3 +315,45 @@ rig.check()
         place,
     )
     assert done.returncode == 0, (done.returncode, done.stderr[-2500:])
+
+
+@pytest.mark.parametrize(("tier", "shares"), [("ram", False), ("groups", False), ("ram", True)])
+def test_a_child_that_is_forked_while_another_thread_is_in_a_forward(tier: str, shares: bool, tmp_path: Path) -> None:
+    """Its lock belongs to a thread that the child lacks."""
+    done = run_python(
+        _FORKS
+        + f"""
+import os, signal, sys, threading
+import torch
+from pathlib import Path
+from tests.support.models import Model, inputs, make
+from tests.support.rigs import offload_to, run
+tier, root = sys.argv[1], Path(sys.argv[2])
+model, reference = make(Model), make(Model)
+handle = offload_to(root / "groups" if tier == "groups" else None, model, "block_level", share_passes={shares})
+run(model, inputs())
+begun, may_end = threading.Event(), threading.Event()
+def wait(*_):
+    if threading.current_thread() is not threading.main_thread():
+        begun.set()
+        may_end.wait()
+model.blocks[1].register_forward_pre_hook(wait)
+thread = threading.Thread(target=run, args=(model, inputs()))
+thread.start()
+begun.wait()
+def compute():
+    signal.alarm(20)
+    for _ in range(2):
+        assert torch.equal(run(model, inputs()), run(reference, inputs()))
+    handle.remove()
+    assert torch.equal(run(model, inputs()), run(reference, inputs()))
+child = in_child(compute)
+wait_for(child)
+may_end.set()
+thread.join()
+assert torch.equal(run(model, inputs()), run(reference, inputs()))
+""",
+        tier,
+        tmp_path,
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr[-3000:])

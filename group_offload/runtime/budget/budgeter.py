@@ -18,12 +18,10 @@ from dataclasses import replace
 from functools import cache
 from statistics import median_low
 
-from torch import nn
-
 from ...base.ram import available_ram, locked, ram_in_use
+from ...base.recent import MOST, Recent
 from ...base.tuning import tuning
 from ...errors import ConfigError
-from ...partition import Method
 from ...plan.budgets import Auto, Budget, auto_ram, describe_bytes
 from ...plan.placement import (
     Budgets,
@@ -49,8 +47,6 @@ TIMED_EVERY = 32
 """Later on one pass in this many is measured, and more often at first: the 4th, 8th, 16th, 32nd, 64th, 96th."""
 NUM_TIMED_KINDS = 8
 """The number of kinds whose times are remembered."""
-NUM_COUNTED_KINDS = 64
-"""The number of kinds whose passes are counted: each new one is timed, which costs the host time."""
 _STEPS = 64
 """All weights are this many steps of room on the device: a change below one step makes no new plan."""
 
@@ -90,9 +86,9 @@ class Budgeter:
         self.plan: Plan | None = None
         self.groups: tuple[Group, ...] = ()
         """The groups that the plan places."""
-        self._num_passes: dict[Kind, int] = {}
+        self._num_passes: Recent[Kind, int] = Recent()
         """How many passes each kind had, of the last kinds."""
-        self._timed: dict[Kind, deque[dict[str, float]]] = {}
+        self._timed: Recent[Kind, deque[dict[str, float]]] = Recent(NUM_TIMED_KINDS)
         """Seconds by group in the last timed passes of each kind. The kind that was timed last comes last."""
         self._seconds: dict[str, float] = {}
         """The seconds that each group computes in a pass, by its id, as far as they are known."""
@@ -124,7 +120,9 @@ class Budgeter:
         self.groups = tuple(group for group in groups if group.num_bytes and not group.height)
         self._order = tuple(order)
         self.ram_bytes, self._staging_bytes = ram_bytes, staging_bytes
-        self._num_passes, self._timed, self._seconds = {}, {}, {}
+        self._num_passes.clear()
+        self._timed.clear()
+        self._seconds = {}
         self._passes.clear()
         self._planned_seconds = 0.0
         self._num_learnt = 0
@@ -305,10 +303,11 @@ class Budgeter:
 
     def is_timed(self, kind: Kind) -> bool:
         """Whether compute is to be measured in the pass of this kind that begins."""
-        number = self._num_passes.pop(kind, 0) + 1
-        self._num_passes[kind] = number
-        if len(self._num_passes) > NUM_COUNTED_KINDS:
-            del self._num_passes[next(iter(self._num_passes))]
+        known, number = self._num_passes, self._num_passes.get(kind)
+        if number is None:
+            # To measure costs the host time. If each pass is of a new kind (texts of all lengths), kinds are measured as one.
+            number = next(iter(known.values())) if len(known) == MOST else 0
+        known[kind] = number = number + 1
         return number <= NUM_TIMED or number % min(TIMED_EVERY, 1 << (number.bit_length() - 1)) == 0
 
     def clear(self) -> None:
@@ -325,7 +324,7 @@ class Budgeter:
 
     def note_times(self, kind: Kind, by_group: dict[Group, float], rest: float, total: float) -> None:
         """Note the seconds of compute in a pass of this kind: those of each group, the rest, and those of the whole pass."""
-        if total and isinstance(kind.top, (nn.Module, Method)):  # the CPU has no clock of its own
+        if total and not isinstance(kind.top, str):  # the CPU has no clock of its own
             self._passes.append((kind, total))
         is_known = bool(self._timed) and len(next(reversed(self._timed.values()))) >= NUM_TIMED
         # Compute between groups (attention, at leaf level) is spread over the groups.
@@ -334,8 +333,6 @@ class Budgeter:
         last = self._timed.pop(kind, None) or deque(maxlen=NUM_TIMED)
         last.append({group.group_id: seconds * factor for group, seconds in by_group.items()})
         self._timed[kind] = last  # the kind timed last comes last
-        while len(self._timed) > NUM_TIMED_KINDS:
-            del self._timed[next(iter(self._timed))]
         for name in last[-1]:
             # The faster one of two counts: the module's first pass warms up.
             self._seconds[name] = median_low(seconds[name] for seconds in last if name in seconds)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...base.device import Backend
+from ...base.recent import Recent
 from ...base.torch_internals import tree_leaves
 
-_NUM_KINDS = 64
-"""The number of kinds whose need is remembered. The one that came up least lately is forgotten first."""
 _NUM_RECENT = 7
 """The number of passes before one whose need is kept free with its own: two sizes of inputs may take turns."""
 _TRIED_AGAIN = 8
@@ -27,6 +28,7 @@ class Kind:
     """A kind of passes: all of them need the same memory, and take the same time."""
 
     top: Hashable
+    """What the pass begins at: a weak reference to the module, or the method."""
     shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     with_grad: bool
 
@@ -34,7 +36,7 @@ class Kind:
     def of(cls, top: Hashable, args: Any, kwargs: Any) -> Kind:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-        return cls(top, shapes, torch.is_grad_enabled())
+        return cls(weakref.ref(top) if isinstance(top, nn.Module) else top, shapes, torch.is_grad_enabled())
 
     def growth_from(self, other: Kind) -> float | None:
         """The factor by which the input that has grown most is larger than that of `other`; None if they cannot be compared."""
@@ -60,7 +62,7 @@ class Needs:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._known: dict[Kind, int] = {}
+        self._known: Recent[Kind, int] = Recent()
         self._recent: deque[Kind] = deque(maxlen=_NUM_RECENT)
         self._more = 0
         """What passes were refused, beyond what was measured."""
@@ -108,7 +110,7 @@ class Needs:
             self._measuring = kind, beside
             self._backend.reset_peak()
         elif kind in self._known:
-            self._known[kind] = self._known.pop(kind)  # the kind that came last is forgotten last
+            self._known[kind] = self._known[kind]  # the kind that came last is forgotten last
 
     def end(self, *, completed: bool) -> tuple[int, int] | None:
         """The pass is over. Returns the need and the peak of all memory, if the pass was the first of its kind."""
@@ -122,8 +124,6 @@ class Needs:
             return None
         peak = self._backend.peak_reserved_bytes()
         self._known[kind] = max(0, peak - beside)
-        while len(self._known) > _NUM_KINDS:
-            del self._known[next(iter(self._known))]
         return self._known[kind], peak
 
     def add(self, num_bytes: int) -> None:

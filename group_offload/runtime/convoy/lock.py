@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
+from ...base.recent import Recent
 from ...base.tuning import tuning
 
 TIMEOUT_MAX = threading.TIMEOUT_MAX
@@ -106,7 +107,7 @@ class TurnLock:
         self._here: dict[int, Traveller] = {}
         self._convoy: Convoy | None = None
         self._number = 0
-        self._recent: dict[int, int] = {}
+        self._recent: Recent[int, int] = Recent()
         """The number of the convoy that each calling thread came along with last."""
 
     # ---------------------------------------------------------------- as a lock
@@ -161,6 +162,9 @@ class TurnLock:
 
     def __exit__(self, *args: object) -> None:
         self.release()
+
+    def _at_fork_reinit(self) -> None:
+        self.__init__(self._switch)  # type: ignore[misc]
 
     def _is_owned(self) -> bool:
         return self._owner == threading.get_ident() and not self._is_busy
@@ -376,7 +380,8 @@ class TurnLock:
         here = self._expected
         if convoy.size < convoy.most:
             here &= convoy.callers  # nobody waits again for those who have not come
-        self._recent = {thread: self._recent[thread] for thread in here}
+        for thread in self._recent.keys() - here:
+            del self._recent[thread]
         self._changed.notify_all()
 
     def _remove(self, traveller: Traveller) -> None:

@@ -21,6 +21,8 @@ import time
 from typing import Any
 
 from ...base.device import Stream
+from ...base.system import forked_free
+from ...base.weak import weakly
 from ...errors import StateError
 from ..budget.need import Kind
 from ..calls import Call
@@ -47,7 +49,7 @@ class SharedPasses(Passes):
     """The fewest forwards that ran out of device memory in one pass."""
 
     def _new_lock(self) -> Any:
-        self._turns = TurnLock(self._switch)
+        self._turns = forked_free(TurnLock(weakly(self._switch)))
         return self._turns
 
     @property
@@ -160,7 +162,7 @@ class SharedPasses(Passes):
             self._state = State.UNKNOWN
         if convoy.has_begun and self._state is State.UNKNOWN:
             raise Broken(
-                f"A forward of {type(self.root).__name__} shares its pass with one of another thread that was interrupted. "
+                f"A forward of {self.name} shares its pass with one of another thread that was interrupted. "
                 f"Call it again."
             )
 

@@ -31,7 +31,9 @@ from torch import nn
 from ...base.device import Backend
 from ...base.pagemap import Detection, detection
 from ...base.torch_internals import has_global_hooks, set_eval_frame
+from ...base.recent import Recent
 from ...base.tuning import tuning
+from ...base.weak import Weak
 from .ahead import Ahead, in_company, is_in_company
 from .arguments import Arguments, are_equal, is_plain
 from .caller import Caller
@@ -65,6 +67,8 @@ class Verdict(Enum):
 class Sharing:
     """Lets forwards of one module share passes. Thread-safe."""
 
+    _root = Weak[nn.Module]()
+
     def __init__(
         self,
         root: nn.Module,
@@ -72,12 +76,12 @@ class Sharing:
         backend: Backend,
         is_ours: Callable[[Any], bool],
         why_not: Callable[[], str | None],
-        refresh: Callable[[], None],
+        refresh: Callable[[], Callable[[], None] | None],
     ) -> None:
         """
         Args:
             is_ours: Whether a hook of a module belongs to the engine.
-            refresh: Function that commits edits of weights since the last pass.
+            refresh: Reference to the function that commits edits of weights since the last pass.
             why_not: Function that says why no forward may share a pass now.
         """
         self._root = root
@@ -89,14 +93,14 @@ class Sharing:
         self._edits = passes.edits
         self._local = threading.local()
         self._lock = threading.Lock()
-        self._verdicts: dict[Hashable, Verdict] = {}
+        self._verdicts: Recent[Hashable, Verdict] = Recent(_MOST_KINDS)
         self._state: Survey | None = None
         """What the last call found."""
         self._structure = 0
         """The modules that the verdicts are about."""
-        self._findings: dict[Hashable, int] = {}
+        self._findings: Recent[Hashable, int] = Recent(_MOST_KINDS)
         """For each kind, how often in a row a call was found to change something."""
-        self._said: set[str] = set()
+        self._said: Recent[str, None] = Recent()
         self.alone: Callable[..., Any] = lambda *args, **kwargs: None
         """A call of the module that shares a pass only if its thread is a traveller's."""
         self.helpers = Helpers()
@@ -179,7 +183,9 @@ class Sharing:
         if is_right:
             with self.turns:
                 is_right = not self.passes.were_touched()
-                self._refresh()  # it commits edits that the system tells of
+                refresh = self._refresh()
+                if refresh is not None:  # else offloading has ended meanwhile
+                    refresh()  # it commits edits that the system tells of
         is_right = is_right and steps.edits == self._edits()
         is_right = is_right and steps.caller is not None and steps.caller.is_like(Caller(self._backend))
         is_right = is_right and steps.state is not None and (steps.state is state or steps.state.holds())
@@ -459,9 +465,6 @@ class Sharing:
         return self._verdicts.get(key)
 
     def _judge(self, keys: list[Hashable], verdict: Verdict, finding: str | None) -> None:
-        if len(self._verdicts) >= _MOST_KINDS:
-            self._verdicts.clear()
-            self._findings.clear()
         for key in keys:
             if self._verdicts.get(key) is not Verdict.APART:
                 self._verdicts[key] = verdict
@@ -470,7 +473,7 @@ class Sharing:
 
     def _say(self, reason: str) -> None:
         if reason not in self._said:
-            self._said.add(reason)
+            self._said[reason] = None
             logger.info("Forwards of %s do not share passes: %s.", type(self._root).__name__, reason)
 
 

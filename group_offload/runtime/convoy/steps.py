@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...base.recent import Recent
 from ...base.tensors import map_tensors
 from .ahead import Ahead, drop
 from .announced import Step, announced
@@ -41,9 +42,9 @@ class Steps:
         """The state of the thread that they ran in place of."""
         self.announced: Step | None = None
         """The step in progress, if its calls were announced."""
-        self.misses: dict[Hashable, int] = {}
+        self.misses: Recent[Hashable, int] = Recent()
         """For calls of such kinds, how often in a row one came that was foreseen wrongly, or has to go alone."""
-        self.most: dict[Hashable, int] = {}
+        self.most: Recent[Hashable, int] = Recent()
         """How many of them are foreseen, if two misses in a row have shown that not all should be."""
         self._dropper: Any = None
 

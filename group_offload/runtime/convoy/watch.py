@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import weakref
 from collections.abc import Callable
 from itertools import chain, compress
 from operator import attrgetter, is_, is_not
@@ -34,6 +35,7 @@ _APART = frozenset(
     }
 )
 """Attributes of modules that change for other reasons, or that `survey` looks at."""
+_TO_ENGINE = ("_group_offload_handle", COMPILED_CALL)
 _OWN = frozenset(nn.Module().__dict__) | _APART
 """Attributes whose contents are looked at elsewhere: what every module has, and ours."""
 _TABLES = ("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks")
@@ -98,21 +100,37 @@ class Survey:
     nothing to do while the state is looked at again, so the data is flat, for loops in C code.
     """
 
-    __slots__ = ("_contents", "_inside", "_modules", "_sizes", "_tables", "_types", "_watched", "structure")
+    __slots__ = (
+        "_contents",
+        "_inside",
+        "_modules",
+        "_names",
+        "_num_names",
+        "_sizes",
+        "_tables",
+        "_top",
+        "_types",
+        "_watched",
+        "structure",
+    )
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        self._modules = modules
+        top, self._modules = modules[0], modules[1:]
+        self._top = weakref.ref(top)
+        """The module that was looked at. Its attributes lead to the engine, and so to this."""
         self._types = [*map(type, modules)]
         attributes = [module.__dict__ for module in modules]
+        self._names = [name for name in attributes[0] if name not in _TO_ENGINE]
+        self._num_names = len(attributes[0])
         self.structure = hash((*map(id, modules), *self._types, *(id(each.get("processor")) for each in attributes)))
         """Tells which modules there are, and how they process attention."""
         self._tables: list[dict[Any, Any]] = [
-            *attributes,
+            *attributes[1:],
             *(each[name] for name in _TABLES for each in attributes),
             *(each["_diffusers_hook"].hooks for each in attributes if each.get("_diffusers_hook") is not None),
         ]
         self._sizes = [*map(len, self._tables)]
-        self._contents = [*chain.from_iterable(map(_values, self._tables))]
+        self._contents = self._contents_now(top)
         self._watched = [
             value
             for each in attributes
@@ -134,17 +152,24 @@ class Survey:
 
     def holds(self) -> bool:
         """Whether the state is still the same."""
+        top = self._top()
+        if top is None:
+            return False
         touch(self._modules, self._tables, self._contents)
         return (
-            all(map(is_, map(type, self._modules), self._types))
+            all(map(is_, map(type, [top, *self._modules]), self._types))
+            and len(top.__dict__) == self._num_names
             and all(map(is_, map(_attributes, self._modules), self._tables))
             and [*map(len, self._tables)] == self._sizes
-            and self._has_same_contents()
+            and self._has_same_contents(top)
             and Inside(self._watched) == self._inside
         )
 
-    def _has_same_contents(self) -> bool:
-        now = [*chain.from_iterable(map(_values, self._tables))]
+    def _contents_now(self, top: nn.Module) -> list[Any]:
+        return [*chain.from_iterable(map(_values, self._tables)), *map(top.__dict__.get, self._names)]
+
+    def _has_same_contents(self, top: nn.Module) -> bool:
+        now = self._contents_now(top)
         if len(now) != len(self._contents):  # another thread was faster
             return False
         if all(map(is_, now, self._contents)):

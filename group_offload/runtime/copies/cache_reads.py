@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from ...base.pool import Task, num_threads, on_pool
 from ...base.ram import available_ram
-from ...base.system import on_fork
 from ...base.tuning import tuning
 from ...errors import GroupFileError
 from ...stores.files import FileBlob
@@ -17,8 +15,6 @@ from ...stores.source import SourceFile
 
 _RESERVE_BYTES = 1 << 30
 """RAM that is left free."""
-
-_all: weakref.WeakSet[CacheReads] = weakref.WeakSet()
 
 
 class CacheReads:
@@ -28,7 +24,6 @@ class CacheReads:
     """
 
     def __init__(self) -> None:
-        _all.add(self)
         self._steps: deque[tuple[SourceFile, int, int]] = deque()
         """What is to be read: a file, the first byte, and how many."""
         self._tasks: list[Task[None]] = []
@@ -78,11 +73,3 @@ def _read(steps: deque[tuple[SourceFile, int, int]], is_idle: Callable[[], bool]
         while is_idle():
             source, position, num_bytes = steps.popleft()
             source.bring_to_cache(buffer[:num_bytes], position)
-
-
-def _reset_all() -> None:
-    for reads in [*_all]:
-        reads.reset_after_fork()
-
-
-on_fork(after_in_child=_reset_all)

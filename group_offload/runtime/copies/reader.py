@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -35,7 +34,7 @@ from ...base.layout import memory_of
 from ...base.mapping import flat_view, map_anonymous
 from ...base.pool import Task, begin_all, finish_all, num_copy_threads, num_threads, on_pool
 from ...base.reading import BLOCK, MIN_BYTES_PER_THREAD, blocks_around
-from ...base.system import on_fork
+from ...base.system import forked_free
 from ...base.tuning import tuning
 from ...errors import GroupFileError
 from ...stores.moves import Read
@@ -47,22 +46,13 @@ from .staging import Staging
 _POLL_SECONDS = 2e-4
 
 
-_readers: weakref.WeakSet[Reader] = weakref.WeakSet()
-
-
-def _reset_all() -> None:
-    for reader in [*_readers]:
-        reader.reset_after_fork()
-
-
 class Reader:
     """Brings bytes of files to slots of one device. Jobs come from one thread at a time."""
 
     def __init__(self, backend: Backend, recorder: Recorder) -> None:
-        _readers.add(self)
         self._backend = backend
         self._recorder = recorder
-        self._lock = threading.RLock()
+        self._lock = forked_free(threading.RLock())
         """Guards everything below and all jobs. A lock that is written in C: Ctrl-C does not leave it taken."""
         self._is_retired = False
         """Whether another reader has taken the place of this one."""
@@ -193,7 +183,6 @@ class Reader:
 
     def reset_after_fork(self) -> None:
         """Start from nothing in a child process, which has none of the parent's threads: forget what they had to do."""
-        self._lock = threading.RLock()
         for job in [*self._submitted, *self._announced]:
             job.error = GroupFileError("This process was forked while weights were read. Call the model again.")
             job.landing = None
@@ -498,6 +487,3 @@ def _naming(*reads: Read) -> Iterator[None]:
     except GroupFileError as error:
         names = ", ".join(map(repr, dict.fromkeys(read.label for read in reads)))
         raise GroupFileError(f"Group {names} cannot be onloaded. {error}") from error
-
-
-on_fork(after_in_child=_reset_all)

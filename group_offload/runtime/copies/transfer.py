@@ -338,6 +338,10 @@ class Transfer:
         """Give up the copies that were not enqueued yet, and return once nothing is read."""
         self._reader.cancel_pending()
 
+    def reset_after_fork(self) -> None:
+        """See `Reader.reset_after_fork`."""
+        self._reader.reset_after_fork()
+
     def recover(self, *, is_whole: bool) -> None:
         """Give up the copies that were not enqueued yet, and return once no copy is on its way.
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import Enum
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...base.device import plain_empty
 from ...base.layout import as_bytes, span_bytes
@@ -45,7 +47,7 @@ class Group:
 
     def __init__(self, spec: GroupSpec, height: int, parts: Sequence[Part]) -> None:
         self.group_id = spec.group_id
-        self.modules = spec.modules
+        self._modules = [*map(weakref.ref, spec.modules)]
         self.methods = spec.methods
         self.is_table = spec.is_table
         """Whether rows are gathered where the weight rests. Such a group is never acquired."""
@@ -69,7 +71,7 @@ class Group:
         self._index_of = {id(tensor): index for index, tensor in enumerate(self._tensors)}
         self._places = [(part, index) for part in self.parts for index in range(len(part.refs))]
         self._beside = [(part, i) for part, i in self._places if part.refs[i].path and not part.refs[i].is_wrapped]
-        self._owner_of_buffer = {i: ref.places[0].owner for i, ref in enumerate(refs) if ref.is_buffer}
+        self._buffers = {i: ref.places[0] for i, ref in enumerate(refs) if ref.is_buffer}
         self._tracks_version = [tracks_version(tensor) for tensor in self._tensors]
         self._tracked = [t for t, tracks in zip(self._tensors, self._tracks_version, strict=True) if tracks]
         self._wrapped = wrapped_holders(refs)
@@ -87,6 +89,11 @@ class Group:
         """By index, values that a forward assigned and that do not fit the blob. Kept until the next pass begins."""
         self._needs_commit = False
         """Whether tensors were changed and their blobs do not have the edits yet."""
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules that need the group when they are called."""
+        return tuple(module for each in self._modules if (module := each()) is not None)
 
     @property
     def is_in_file(self) -> bool:
@@ -466,7 +473,7 @@ class Group:
         """The tensors that the forward may have left with other values than it found."""
         # Kernels of batch norm, and codebooks that are updated through `.data`, do not raise the version.
         silent = {
-            index for index, owner in self._owner_of_buffer.items() if owner.training or not self._tracks_version[index]
+            index for index, place in self._buffers.items() if place.owner.training or not self._tracks_version[index]
         }
         tensors = self._in_use()
         if self._is_untouched(tensors):

@@ -11,6 +11,7 @@ from typing import Any, Generic
 import torch
 
 from ...base.device import Backend, Event, Stream
+from ...base.system import forked_free
 from ...plan.ring import Geometry
 from .berths import Berths
 from .slot import Slot, T
@@ -175,7 +176,7 @@ class Arena:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._lock = threading.RLock()
+        self._lock = forked_free(threading.RLock())
         self._last: weakref.ref[Lease[Any]] | None = None
         self._owner: Stream | None = None
         self._idle = backend.new_event()
@@ -410,7 +411,7 @@ class Arena:
 
 
 _arenas: weakref.WeakValueDictionary[Backend, Arena] = weakref.WeakValueDictionary()
-_arenas_lock = threading.RLock()
+_arenas_lock = forked_free(threading.RLock())
 
 
 def arena_for(backend: Backend) -> Arena:

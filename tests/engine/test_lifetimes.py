@@ -1,0 +1,261 @@
+"""When memory comes back: reference counting alone frees a model that is removed or dropped, with all that it took."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import tracemalloc
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from group_offload import ModuleError, StateError, apply_group_offloading, enable_group_offload
+from group_offload.runtime.measure.recorder import Recorder
+
+from ..support.inside import engine_of
+from ..support.models import Model, inputs, make
+from ..support.on_device import forward
+from ..support.rigs import offload_to, run
+from ..support.simulated import SimulatedDevice, use_simulated_device
+
+
+@contextmanager
+def counted() -> Iterator[None]:
+    """Python's collector finds no cycle inside of this."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _lora(model: nn.Module, x: Any, call: Callable[..., Any]) -> None:
+    """An adapter that is trained over frozen weights."""
+    model.requires_grad_(False)
+    model.blocks[1].adapter = nn.Linear(4, 4)
+    with torch.enable_grad():
+        output = model(x)
+        (
+            output[0] if isinstance(output, tuple) else output
+        ).square().mean().backward() if output.requires_grad else None
+
+
+USES: dict[str, Callable[..., Any]] = {
+    "never called": lambda model, x, call: None,
+    "called": lambda model, x, call: [call(model, x) for _ in range(2)],
+    "part called": lambda model, x, call: [call(model, x), model.blocks[0]],
+    "with a graph": _lora,
+    "with hooks": lambda model, x, call: [
+        [part.register_forward_hook(lambda *_: None) for part in model.modules()],
+        call(model, x),
+    ],
+    "compiled": lambda model, x, call: [
+        [block.compile(backend="eager") for block in model.blocks],
+        call(model, x),
+    ],
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ram": {},
+    "file": {},
+    "leaves": {"level": "leaf_level"},
+    "just in time": {"record_stream": True},
+    "budget": {"vram_budget": 1 << 20},
+    "shared passes": {"share_passes": True},
+}
+
+
+def alive(*references: weakref.ref[Any]) -> list[bool]:
+    return [each() is not None for each in references]
+
+
+def never_offloaded(use: str) -> list[bool]:
+    """What stays of a model that was never offloaded: torch's compiled calls are cycles."""
+    with counted():
+        model = make(Model)
+        USES[use](model, inputs(), lambda model, x: run(model, x))
+        gone = [weakref.ref(each) for each in (model, model.gain, model.blocks[0])]
+        del model
+        return alive(*gone)
+
+
+@pytest.mark.parametrize("is_removed", [True, False], ids=["removed", "dropped"])
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_memory_comes_back_at_once(options: str, use: str, is_removed: bool, tmp_path: Path) -> None:
+    expected = never_offloaded(use)
+    with use_simulated_device(SimulatedDevice(0, "random")) as device, counted():
+        model = make(Model)
+        handle = offload_to(tmp_path if options == "file" else None, model, **OPTIONS[options])
+        USES[use](model, inputs(), lambda model, x: forward(device, model, x))
+        engine = weakref.ref(engine_of(handle))
+        gone = [weakref.ref(each) for each in (model, model.gain, model.blocks[0])]
+        if is_removed:
+            handle.remove()
+            device.synchronize()
+            assert not device.memory.now and not device.pinned_bytes
+        del model, handle
+        device.synchronize()
+        assert alive(*gone) == expected and engine() is None
+        assert not device.memory.now
+        assert not device.pinned_bytes or any(expected)
+
+
+@pytest.mark.parametrize("is_called", [False, True])
+@pytest.mark.parametrize("name", ["text_encoder", "transformer", "vae"])
+def test_a_component_that_a_pipeline_gives_up(name: str, is_called: bool) -> None:
+    from ..support import tiny_models
+
+    def given_up(offloads: bool) -> list[bool]:
+        pipe = tiny_models.flux_pipeline()
+        if offloads:
+            enable_group_offload(pipe, onload_device="cpu")
+        if is_called:
+            tiny_models.run(pipe)
+        model = getattr(pipe, name)
+        gone = [weakref.ref(each) for each in (model, next(model.parameters()))]
+        del model
+        setattr(pipe, name, None)
+        return alive(*gone)
+
+    with counted():
+        assert given_up(True) == given_up(False)
+
+
+def test_a_pipeline_that_is_dropped() -> None:
+    from ..support import tiny_models
+
+    def dropped(offloads: bool) -> list[bool]:
+        pipe = tiny_models.flux_pipeline()
+        if offloads:
+            enable_group_offload(pipe, onload_device="cpu")
+        tiny_models.run(pipe)
+        gone = [weakref.ref(each) for each in (pipe.transformer, pipe.vae, pipe.text_encoder, pipe.text_encoder_2)]
+        del pipe
+        return alive(*gone)
+
+    with counted():
+        assert dropped(True) == dropped(False)
+
+
+def test_a_part_that_outlives_its_model() -> None:
+    model, reference = make(Model), make(Model)
+    apply_group_offloading(model, "cpu")
+    run(model, inputs())
+    block = model.blocks[1]
+    del model
+    assert torch.equal(run(block, inputs()), run(reference.blocks[1], inputs()))
+    assert "_compiled_call_impl" not in block.__dict__ and not block._forward_pre_hooks
+    handle = apply_group_offloading(block, "cpu")
+    assert torch.equal(run(block, inputs()), run(reference.blocks[1], inputs()))
+    del block
+    with pytest.raises(StateError, match="Keep a reference to the model"):
+        _ = handle.module
+
+
+def test_backward_after_the_model_was_dropped() -> None:
+    gradients = []
+    for offloads in (False, True):
+        model, x = make(Model).requires_grad_(False), inputs().requires_grad_()
+        if offloads:
+            apply_group_offloading(model, "cpu")
+        loss = model(x).square().mean()
+        del model
+        loss.backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("where", ["whole", "part"])
+def test_weights_that_are_given_up_on_the_meta_device(where: str) -> None:
+    model = make(Model)
+    with use_simulated_device(SimulatedDevice(0, "random")) as device, counted():
+        handle = apply_group_offloading(model, "cpu")
+        forward(device, model, inputs())
+        device.synchronize()
+        before = device.pinned_bytes
+        (model if where == "whole" else model.blocks[1]).to("meta")
+        for _ in range(2):
+            with pytest.raises(ModuleError, match="was moved to the meta device .* load the model again"):
+                forward(device, model, inputs())
+        device.synchronize()
+        assert device.pinned_bytes == (before if where == "part" else 0)
+        handle.remove()
+        device.synchronize()
+        assert not device.pinned_bytes and not device.memory.now and model.blocks[1].up.weight.is_meta
+
+
+def entries(value: Any, seen: set[int]) -> int:
+    """How much is in the tables of the package's objects that `value` leads to."""
+    if id(value) in seen or isinstance(value, (nn.Module, torch.Tensor, type)):
+        return 0
+    seen.add(id(value))
+    if isinstance(value, (dict, weakref.WeakKeyDictionary)):
+        return len(value) + sum(entries(each, seen) for each in [*value.values(), *value])
+    if isinstance(value, (list, tuple, set, frozenset, deque, weakref.WeakSet)):
+        return len(value) + sum(entries(each, seen) for each in [*value])
+    if type(value).__module__.startswith("group_offload"):
+        names = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+        own = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in names)]
+        return sum(entries(each, seen) for each in own)
+    return 0
+
+
+def of_process() -> int:
+    """The same for the tables of the package's files."""
+    files = [module for name, module in [*sys.modules.items()] if name.startswith("group_offload")]
+    seen: set[int] = set()
+    return sum(entries(each, seen) for module in files for each in [*vars(module).values()] if not isinstance(each, type(sys)))
+
+
+def test_tables_do_not_grow_with_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text encoder, or `generate()`, has a new shape in each call."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)).eval()
+    handle = apply_group_offloading(model, "cpu")
+    x, found, traced, timed = torch.ones(10_000, 1), [], [], [0]
+    new_trace = Recorder._new_trace
+
+    def counting(recorder: Recorder) -> Any:
+        timed[0] += 1
+        return new_trace(recorder)
+
+    monkeypatch.setattr(Recorder, "_new_trace", counting)
+    tracemalloc.start()
+    try:
+        with torch.no_grad():
+            for number in range(1, 10_001):
+                model(x[:number])
+                if number in (2_000, 10_000):
+                    gc.collect()
+                    found.append(entries(engine_of(handle), set()) + of_process())
+                    traced.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert found[1] < found[0] * 1.1 and traced[1] < traced[0] + 100_000, (found, traced)
+    assert timed[0] < 1_500  # to measure costs the host time
+
+
+def test_tables_do_not_grow_with_threads_and_models() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)).eval()
+    handle = apply_group_offloading(model, "cpu", share_passes=True)
+    found = []
+    for number in range(1, 121):
+        other = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)).eval()
+        apply_group_offloading(other, "cpu")
+        threads = [threading.Thread(target=run, args=(each, torch.ones(1, 1))) for each in (model, other)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        del other, threads, thread
+        if number in (40, 120):
+            found.append(entries(engine_of(handle), set()) + of_process())
+    assert found[1] < found[0] * 1.1, found
