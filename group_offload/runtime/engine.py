@@ -356,7 +356,7 @@ class Engine:
         self._build()
 
     def _refuse_meta(self) -> None:
-        """Name a weight that the module had when it was cut last, and that was given up since. If all were, their memory goes."""
+        """Name a weight that was given up since the module was cut. If all of them were, their memory goes."""
         now = dict([*self.root.named_parameters(), *self.root.named_buffers()])
         lost = [name for name, tensor in now.items() if tensor.is_meta and name in self._known]
         if lost and all(tensor.is_meta for tensor in now.values()):
