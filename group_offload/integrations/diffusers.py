@@ -404,7 +404,9 @@ class _Markers(Listener):
     def applying(self, module: nn.Module) -> None:
         for name, part in module.named_modules():
             registry = part.__dict__.get("_diffusers_hook")
-            if registry is not None and registry.get_hook(HOOK_NAME) is not None:
+            if registry is not None and type(registry) is _marked_registry_class() and not is_offloaded(part):
+                _unmark(registry)  # the model that it was a part of is gone
+            elif registry is not None and registry.get_hook(HOOK_NAME) is not None:
                 raise StateError(
                     f"Cannot apply group offloading to {type(module).__name__}: {name or 'it'} is offloaded by diffusers' own "
                     f"group offloading, which cannot be switched off. Load the model again, and call patch_diffusers() or "

@@ -372,7 +372,7 @@ class Engine:
         self._build()
 
     def _refuse_meta(self) -> None:
-        """Name a weight that the module had when it was cut last, and that was given up since. If all were, their memory goes."""
+        """Name a weight that was given up since the module was cut. If all of them were, their memory goes."""
         now = dict([*self.root.named_parameters(), *self.root.named_buffers()])
         lost = [name for name, tensor in now.items() if tensor.is_meta and name in self._known]
         if lost and all(tensor.is_meta for tensor in now.values()):
@@ -381,7 +381,8 @@ class Engine:
         if lost:
             raise ModuleError(
                 f"{lost[0]} of {self._passes.name} was moved to the meta device after the model was offloaded, which gave its "
-                f"values up. To use the model, load the model again."
+                f"values up. To use the model, load the model again. If accelerate has taken the weights (cpu_offload), take its "
+                f"hooks off: accelerate.hooks.remove_hook_from_module(model, recurse=True)."
             )
 
     def _forget_groups(self) -> None:

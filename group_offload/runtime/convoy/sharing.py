@@ -30,8 +30,8 @@ from torch import nn
 
 from ...base.device import Backend
 from ...base.pagemap import Detection, detection
-from ...base.torch_internals import has_global_hooks, set_eval_frame
 from ...base.recent import Recent
+from ...base.torch_internals import has_global_hooks, set_eval_frame
 from ...base.tuning import tuning
 from ...base.weak import Weak
 from .ahead import Ahead, in_company, is_in_company
