@@ -101,10 +101,6 @@ class Manifest:
         readable = re.sub(r"[^A-Za-z0-9_]", "_", self.model_class)[:64]
         return f"manifest_{readable}_{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(entry.num_bytes for entry in self.entries)
-
     def encode(self) -> bytes:
         """The bytes of the file."""
         groups = [asdict(entry) | {"group_id": printable_id(entry.group_id)} for entry in self.entries]
