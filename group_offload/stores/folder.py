@@ -148,9 +148,9 @@ class Folder:
             ) from error
         if num_bytes > free + present:  # files that are present may turn out to be ours
             raise GroupFileError(
-                f"{self.path} has {free:,} bytes free, and the group files take {num_bytes:,}. Free some room (group files that no "
-                f"program uses can be deleted), or pass another folder as offload_to_disk_path. The weights were left where they "
-                f"are."
+                f"{self.path} has {free:,} bytes free, and the group files take {num_bytes:,}. Free some room (group files that "
+                f"no program uses can be deleted), or pass another folder as offload_to_disk_path. The weights were left "
+                f"where they were."
             )
 
     def find_or_write(
