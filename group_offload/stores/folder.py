@@ -148,7 +148,7 @@ class Folder:
             ) from error
         if num_bytes > free + present:  # files that are present may turn out to be ours
             raise GroupFileError(
-                f"{self.path} has {free:,} bytes free, and the group files take {num_bytes:,}. Free some room (group files in it "
+                f"{self.path} has {free:,} bytes free, and the group files take {num_bytes:,}. Free some room (group files "
                 f"that no program uses can be deleted), or pass another folder as offload_to_disk_path. The weights were left "
                 f"where they are."
             )
@@ -238,7 +238,7 @@ class Folder:
         if published is not None:
             path, lock = published.path, published.lock
             add_user(path, self)
-            if published.stamp is not None:
+            if published.stamp is not None and (published.is_new or path in _written_here):
                 _note_written(path, published.stamp)
         self._manifest, self._manifest_lock = path, lock
         if before is not None and before != path:

@@ -101,10 +101,6 @@ class Manifest:
         readable = re.sub(r"[^A-Za-z0-9_]", "_", self.model_class)[:64]
         return f"manifest_{readable}_{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(entry.num_bytes for entry in self.entries)
-
     def encode(self) -> bytes:
         """The bytes of the file."""
         groups = [asdict(entry) | {"group_id": printable_id(entry.group_id)} for entry in self.entries]
@@ -161,8 +157,10 @@ class PublishedManifest:
     """A manifest that is in the folder."""
 
     path: Path
+    is_new: bool = False
+    """Whether no file had its name before."""
     stamp: os.stat_result | None = None
-    """What `fstat` says of the file, if it was written now and no file had its name before."""
+    """What `fstat` says of the file, if it was written now."""
     lock: object = None
     """Holds the lock on a manifest of edited weights for as long as this object lives."""
 
@@ -202,10 +200,9 @@ def publish_manifest(folder: Path, manifest: Manifest, owners: Owners) -> Publis
         return None
     try:
         stamp = None
-        if is_new:
-            with suppress(OSError):  # without it, the manifest is never deleted
-                stamp = os.fstat(fd)
-        return PublishedManifest(path, stamp, _lock_of(fd) if manifest.edited_in else None)
+        with suppress(OSError):  # without it, the manifest is never deleted
+            stamp = os.fstat(fd)
+        return PublishedManifest(path, is_new, stamp, _lock_of(fd) if manifest.edited_in else None)
     finally:
         os.close(fd)
 
