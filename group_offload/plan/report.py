@@ -12,6 +12,7 @@ from .placement import Placement, PlannedGroup
 from .planner import Plan
 
 _GIB = 1 << 30
+_ALL_IN_RAM = "All weights are in RAM: a forward waits for none."
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +50,12 @@ class OffloadPlan:
     def verdict(self) -> str:
         """What bounds a forward, how far from that limit it is, and how much time more memory would save."""
         if self.details is None:
-            return "There are no weights that take turns."
+            return "There are no weights that take turns." if self.device_has_memory else _ALL_IN_RAM
         if self.device_has_memory:
             return " ".join([self.details.verdict(), *_gains(self.details)])
         p = self.details.prediction
         if not p.drive_bytes:
-            return "All weights are in RAM: a forward waits for none."
+            return _ALL_IN_RAM
         gain = self.details.gain_from(device_bytes=_GIB)
         return (
             f"{p.bound.capitalize()} bounds a forward: reading takes {p.drive_seconds:.4g} s. One GiB more of RAM would save "

@@ -271,7 +271,7 @@ def test_on_the_cpu(tier: str, tmp_path: Path) -> None:
     assert facts["bytes_by_place"]["file" if tier == "file" else "ram"] == sum(g.num_bytes for g in handle.groups)
     assert [memory["name"] for memory in page.facts["memories"]] == ["RAM of this process"]
     if tier == "file":
-        assert "Reading files took" in page.words
+        assert "compute waited for weights from files" in page.words
     handle.remove()
 
 
@@ -315,6 +315,8 @@ def test_where_the_page_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         handle.report("nowhere/run.html")
     with pytest.raises(GroupFileError, match="it is a folder"):
         handle.report(tmp_path)
+    with pytest.raises(GroupFileError, match=r"a path cannot contain the character"):
+        handle.report("a\0b")
     before = Path("run.html").read_bytes()
 
     def full(fd: int) -> None:
