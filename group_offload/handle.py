@@ -12,13 +12,14 @@ from typing import Any
 from torch import nn
 
 from .base import timeline
+from .base.publish import check_path
 from .base.text import table
 from .config import OffloadConfig
 from .errors import StateError
 from .plan.budgets import describe_bytes
 from .plan.report import OffloadPlan, SharedForwards
 from .report.facts import ReportFacts
-from .report.page import check_path, write_page
+from .report.page import write_page
 from .run_report import Run, facts_of, memory_of, wait_for_work
 from .runtime.engine import Engine, follow_one_another
 from .runtime.gates import HANDLE, Gate
@@ -220,13 +221,14 @@ class OffloadHandle:
 
         Raises:
             StateError: a trace is being recorded already.
-            OSError: the file cannot be written.
+            GroupFileError: the file cannot be written. It is looked at before the block runs.
 
         Example:
             >>> with handle.trace("step.json"):
             ...     model(x)
         """
-        engine = self._live
+        engine, path = self._live, Path(path)
+        check_path(path)
         with engine.lock:
             engine.recorder.begin_all()
         try:
@@ -235,7 +237,7 @@ class OffloadHandle:
             with engine.lock:
                 engine.transfer.wait_until_enqueued()
                 trace = engine.recorder.end_all()
-        timeline.write(Path(path), trace)
+            timeline.write(path, trace)  # also if the block raised: then it is most wanted
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write one HTML page of this run, and return its path. The page needs no network and no other file.

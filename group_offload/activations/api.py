@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..base import timeline
+from ..base.publish import check_path
 from ..errors import ModuleError, StateError
 from .config import ActivationConfig, Group, Skip, as_device, as_groups
 from .gates import GROUP, RootGate
@@ -97,7 +98,7 @@ class ActivationOffloadHandle:
 
         Raises:
             StateError: a trace is being recorded already, or offloading was removed.
-            OSError: the file cannot be written.
+            GroupFileError: the file cannot be written. It is looked at before the block runs.
 
         Example:
             >>> with handle.trace("step.json"):
@@ -105,13 +106,14 @@ class ActivationOffloadHandle:
         """
         if self._gate is None:
             raise StateError(f"Activation offloading of {type(self.module).__name__} was removed.")
-        session = self._gate.session
+        session, path = self._gate.session, Path(path)
+        check_path(path)
         session.begin_trace(type(self.module).__name__)
         try:
             yield
         finally:
             traces = session.end_trace()
-        timeline.write(Path(path), *traces)
+            timeline.write(path, *traces)  # also if the block raised: then it is most wanted
 
     def remove(self) -> None:
         """Take the hooks off the module. Calling it again does nothing.

@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
+from ..base.publish import check_path
 from ..base.terminal import add_row, new_console, new_table, say
 from ..base.tuning import tuning
 from ..errors import ConfigError
@@ -49,7 +50,7 @@ from ..report.facts import (
     plan_as_dict,
     predicted_pass,
 )
-from ..report.page import check_path, write_page, write_text
+from ..report.page import write_page, write_text
 from . import bench
 from .arguments import find_checkpoint, named_dtype, path_of
 from .outline import Outline, OutlinedGroup, absent_parts, outline

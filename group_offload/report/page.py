@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..base.publish import publish_anew
+from ..base.publish import check_path, publish_anew
 from ..base.text import printable
 from ..base.timeline import COMPUTE, Slice, side_by_side
 from ..errors import GroupFileError
@@ -62,17 +62,6 @@ def write_text(path: Path, text: str) -> None:
             os.close(publish_anew(path.resolve() if path.is_symlink() else path, content))
     except (OSError, RuntimeError) as error:  # links in a circle
         raise GroupFileError(f"Cannot write {path}: {getattr(error, 'strerror', None) or error}.") from error
-
-
-def check_path(path: Path) -> None:
-    """
-    Raises:
-        GroupFileError: no file can have this path, because its folder does not exist or it is a folder itself.
-    """
-    if not path.parent.is_dir():
-        raise GroupFileError(f"Cannot write {path}: {path.parent} is not a folder.")
-    if path.is_dir():
-        raise GroupFileError(f"Cannot write {path}: it is a folder. Give the name of a file in it.")
 
 
 def render(facts: ReportFacts) -> str:

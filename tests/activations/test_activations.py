@@ -11,6 +11,7 @@ import time
 import tracemalloc
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -190,8 +191,11 @@ def test_a_trace_has_the_file_in_it(tmp_path: Path) -> None:
     handle = offload(model, host_budget_bytes=6_000, disk_path=tmp_path)
     train(model, plain, num_steps=1)
     before = handle.stats()
-    with handle.trace(tmp_path / "trace.json"):
+    with pytest.raises(GroupFileError, match="not a folder"), handle.trace(tmp_path / "nowhere" / "trace.json"):
+        pytest.fail("the block ran")
+    with suppress(KeyError), handle.trace(tmp_path / "trace.json"):  # the file is written nevertheless
         train(model, plain, num_steps=1)
+        raise KeyError
     after = handle.stats()
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
