@@ -243,7 +243,7 @@ class OffloadHandle:
         """Write one HTML page of this run, and return its path. The page needs no network and no other file.
 
         The page shows where each group rests, the last passes that were recorded as a timeline, memory against the budgets,
-        what bounds a pass, and what one GiB more would save. Nothing has to be switched on before: passes whose compute is
+        what bounds a pass, and what more memory would save. Nothing has to be switched on before: passes whose compute is
         measured are recorded (the first three, then fewer and fewer). Inside of `with handle.trace(...)` all are. For the
         models of a pipeline on one page see `write_report`. The file is written whole or not at all; a file of that name is
         replaced. The call waits for the device.

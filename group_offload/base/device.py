@@ -574,7 +574,7 @@ def _with_index(device: torch.device) -> torch.device:
     runtime = getattr(torch, device.type, None)
     if device.type in ("meta", "mps") or runtime is None or not hasattr(runtime, "is_available"):
         raise DeviceError(
-            f"Cannot onload to {str(device)!r}: not a device that can compute. Use 'cuda', 'xpu' or 'cpu'."
+            f"Cannot onload to {str(device)!r}: group_offload has no backend for it. Use 'cuda', 'xpu' or 'cpu'."
         )
     if not runtime.is_available():
         raise DeviceError(

@@ -11,7 +11,6 @@ from .budgets import describe_bytes
 from .placement import Placement, PlannedGroup
 from .planner import Plan
 
-_GIB = 1 << 30
 _ALL_IN_RAM = "All weights are in RAM: a forward waits for none."
 
 
@@ -56,10 +55,11 @@ class OffloadPlan:
         p = self.details.prediction
         if not p.drive_bytes:
             return _ALL_IN_RAM
-        gain = self.details.gain_from(device_bytes=_GIB)
+        more = self.details.more_bytes
+        gain = self.details.gain_from(device_bytes=more)
         return (
-            f"{p.bound.capitalize()} bounds a forward: reading takes {p.drive_seconds:.4g} s. One GiB more of RAM would save "
-            f"{gain:.3g} s."
+            f"{p.bound.capitalize()} bounds a forward: reading takes {p.drive_seconds:.4g} s. "
+            f"{describe_bytes(more, round_up=True)} more of RAM would save {gain:.3g} s."
         )
 
     def __str__(self) -> str:
@@ -132,8 +132,9 @@ _WHERE = {
 
 
 def _gains(plan: Plan) -> Iterator[str]:
-    budgets = plan.problem.budgets
+    budgets, more = plan.problem.budgets, plan.more_bytes
+    size = describe_bytes(more, round_up=True)
     if budgets.device_bytes is not None:
-        yield f"One GiB more of VRAM would save {plan.gain_from(device_bytes=_GIB):.3g} s."
+        yield f"{size} more of VRAM would save {plan.gain_from(device_bytes=more):.3g} s."
     if budgets.ram_bytes is not None:
-        yield f"One GiB more of RAM would save {plan.gain_from(ram_bytes=_GIB):.3g} s."
+        yield f"{size} more of RAM would save {plan.gain_from(ram_bytes=more):.3g} s."

@@ -176,7 +176,10 @@ def _model_section(index: int, model: ModelFacts, memories: Sequence[MemoryFacts
     yield '<div class="card">'
     for number, sentence in enumerate(model.sentences):
         yield f"<p{'' if number else ' class=headline'}>{_safe(sentence)}</p>"
-    yield from (f"<p>One GiB more of {_safe(gain.memory)} {_safe(gain.sentence)}.</p>" for gain in model.gains)
+    yield from (
+        f"<p>{describe_bytes(gain.num_bytes, round_up=True)} more of {_safe(gain.memory)} {_safe(gain.sentence)}.</p>"
+        for gain in model.gains
+    )
     tiles = "".join(_tiles(model))
     yield f'<div class="tiles">{tiles}</div></div>' if tiles else "</div>"
     yield from _memory_cards(memories)

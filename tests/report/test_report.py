@@ -29,7 +29,7 @@ from group_offload.base.timeline import COMPUTE, COPIES, DECODE, READS, STALLS, 
 from group_offload.plan.pass_model import foresee, simulate
 from group_offload.plan.placement import Budgets, Placement, PlannedGroup, Problem, Speeds
 from group_offload.plan.planner import make_plan
-from group_offload.report.facts import GIB, GroupFacts, ModelFacts, PassFacts, Place, ReportFacts
+from group_offload.report.facts import GroupFacts, ModelFacts, PassFacts, Place, ReportFacts
 from group_offload.report.page import write_page
 from group_offload.run_report import memory_of
 from group_offload.runtime.measure.recorder import NUM_RECORDED, SENT_AHEAD
@@ -112,8 +112,8 @@ def test_numbers_are_those_of_the_run(device: CountingDevice, tmp_path: Path) ->
     )
     assert facts["plan"]["measured_seconds"] == pytest.approx(took)
     assert facts["gains"] == {
-        "VRAM": plan.details.gain_from(device_bytes=GIB),
-        "RAM": plan.details.gain_from(ram_bytes=GIB),
+        "VRAM": plan.details.gain_from(device_bytes=1 << 30),
+        "RAM": plan.details.gain_from(ram_bytes=1 << 30),
     }
     assert plan.details.verdict() in page.words and plan.details.headline() in page.words
     # Where groups rest.
