@@ -503,6 +503,30 @@ def test_statistics_of_leaves(tier: str, tmp_path: Path) -> None:
     assert sum(stats.bytes_onloaded.values()) == (blob_bytes(model) if tier == "file" else 0)
 
 
+def test_weights_in_ram_are_used_in_place_on_the_cpu() -> None:
+    """Also those that a hook casts for each call: what it casts back is let go again, and the weight reads its place."""
+    hooks = pytest.importorskip("diffusers.hooks")
+
+    def cast() -> nn.Sequential:
+        torch.manual_seed(0)
+        made = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU()) for _ in range(3)))
+        hooks.apply_layerwise_casting(made, torch.bfloat16, torch.float32, skip_modules_pattern=())
+        return made
+
+    model, reference = cast(), cast()
+    handle = offload_to(None, model, "leaf_level")
+    at_rest = [tensor.data_ptr() for tensor in model.parameters()]
+    used = []
+    model[2][1].register_forward_hook(lambda *_: used.extend(tensor.data_ptr() for tensor in model[0].parameters()))
+    for number in range(3):
+        assert torch.equal(run(model, inputs(number)), run(reference, inputs(number)))
+        assert [tensor.data_ptr() for tensor in model.parameters()] == at_rest
+    assert used == 3 * at_rest[:2]
+    stats = handle.stats()
+    assert (stats.copies, stats.onloads, stats.peak_device_bytes, stats.rebuilds) == (0, 0, 0, 0)
+    handle.remove()
+
+
 def test_blocks_per_group_and_peak(tmp_path: Path) -> None:
     model = make(Model)
     peaks = []

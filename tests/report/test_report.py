@@ -462,14 +462,13 @@ def test_a_foreseen_pass_is_the_predicted_one(seed: int) -> None:
             assert each.end <= computes[each.name].start + 1e-9 or each.start >= computes[each.name].end - 1e-9
 
 
-def test_more_ram_gains_what_it_holds() -> None:
-    """Without a budget, one GiB is added to what rests in RAM: not RAM for all."""
-    groups = tuple(
-        PlannedGroup(name=f"g{n}", num_bytes=1 << 30, compute_seconds=0.0, is_in_file=True) for n in range(8)
-    )
+@pytest.mark.parametrize("size", [1 << 30, 5 << 28])
+def test_more_ram_gains_what_it_holds(size: int) -> None:
+    """Without a budget, one GiB, or one group, is added to what rests in RAM: not RAM for all."""
+    groups = tuple(PlannedGroup(name=f"g{n}", num_bytes=size, compute_seconds=0.0, is_in_file=True) for n in range(8))
     none = Budgets(device_bytes=None, ram_bytes=None)
     problem = Problem(groups=groups, order=tuple(range(8)), speeds=Speeds(h2d=50e9, drive=2e9), budgets=none)
     placements = (Placement.RAM,) * 2 + (Placement.FILE,) * 6
     plan = replace(make_plan(problem), placements=placements, prediction=simulate(problem, placements))
-    assert plan.gain_from(ram_bytes=1 << 30) == pytest.approx((1 << 30) / 2e9, rel=0.05)
-    assert 0 < plan.gain_from(device_bytes=1 << 30) < 2 * (1 << 30) / 2e9
+    assert plan.gain_from(ram_bytes=plan.more_bytes) == pytest.approx(size / 2e9, rel=0.05)
+    assert 0 < plan.gain_from(device_bytes=plan.more_bytes) < 2 * size / 2e9
