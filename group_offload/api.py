@@ -23,9 +23,11 @@ from .runtime.slots.arena import arenas
 def apply_group_offloading(module: nn.Module, options: ModelOptions, given: frozenset[str]) -> OffloadHandle:
     """Keep the weights of `module` in RAM or in files, and onload them group by group while it runs.
 
-    Names, order and meaning of the arguments are those of `diffusers.hooks.apply_group_offloading` (0.42.1). Outputs are
-    bit-identical to those of the module on the device. Between forwards every weight is a CPU tensor with its true value,
-    which may be edited, replaced, saved or loaded; the next forward computes with the value that the weight has then.
+    Names, order and meaning of the arguments are those of `diffusers.hooks.apply_group_offloading` (0.42.1), but for
+    `record_stream` and `low_cpu_mem_usage`, which say below what they do here. Outputs are bit-identical to those of the
+    module on the device, as long as its kernels find memory for their workspaces. Between forwards every weight is a CPU
+    tensor with its true value, which may be edited, replaced, saved or loaded; the next forward computes with the value that
+    the weight has then.
 
     Backward onloads weights again as it needs them. Parameters that require gradients stay on the device while the module is
     trained, if they are less than half of its bytes (a LoRA); else `backward()` raises StateError.

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from .base import timeline
+from .base.publish import check_path
 from .base.text import html_table, printable, table
 from .base.weak import Weak
 from .config import OffloadConfig
@@ -20,7 +21,7 @@ from .errors import StateError
 from .plan.budgets import describe_bytes
 from .plan.report import OffloadPlan, SharedForwards
 from .report.facts import ReportFacts
-from .report.page import check_path, value_text, write_page
+from .report.page import value_text, write_page
 from .run_report import Run, facts_of, memory_of, wait_for_work
 from .runtime.engine import Engine, follow_one_another
 from .runtime.gates import HANDLE, Gate
@@ -238,13 +239,14 @@ class OffloadHandle:
 
         Raises:
             StateError: a trace is being recorded already.
-            OSError: the file cannot be written.
+            GroupFileError: the file cannot be written. It is looked at before the block runs.
 
         Example:
             >>> with handle.trace("step.json"):
             ...     model(x)
         """
-        engine = self._live
+        engine, path = self._live, Path(path)
+        check_path(path)
         with engine.lock:
             engine.recorder.begin_all()
         try:
@@ -253,13 +255,13 @@ class OffloadHandle:
             with engine.lock:
                 engine.transfer.wait_until_enqueued()
                 trace = engine.recorder.end_all()
-        timeline.write(Path(path), trace)
+            timeline.write(path, trace)  # also if the block raised: then it is most wanted
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write one HTML page of this run, and return its path. The page needs no network and no other file.
 
         The page shows where each group rests, the last passes that were recorded as a timeline, memory against the budgets,
-        what bounds a pass, and what one GiB more would save. Nothing has to be switched on before: passes whose compute is
+        what bounds a pass, and what more memory would save. Nothing has to be switched on before: passes whose compute is
         measured are recorded (the first three, then fewer and fewer). Inside of `with handle.trace(...)` all are. For the
         models of a pipeline on one page see `write_report`. The file is written whole or not at all; a file of that name is
         replaced. The call waits for the device.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -135,12 +135,11 @@ def _group(group: Group, *, is_staying: bool, is_packed: bool) -> GroupFacts:
 
 def _recorded(engine: Engine) -> list[PassFacts]:
     found = []
-    in_files = {group.group_id for group in engine.groups if group.is_in_file}
     for each in engine.recorder.passes:
         part = "" if each.top == type(engine.root).__name__ else f" ({each.top})"
         took, slices = each.slices()
         if not engine.config.backend.has_streams:
-            slices = [*_on_cpu(slices, in_files)]
+            slices = [*_on_cpu(slices)]
         found.append(
             PassFacts(
                 title=f"{each.what} {each.number}{part}",
@@ -153,20 +152,21 @@ def _recorded(engine: Engine) -> list[PassFacts]:
     return found
 
 
-def _on_cpu(slices: Iterable[Slice], in_files: Collection[str]) -> Iterator[Slice]:
-    """There is no link: compute waits while a group is read, and other weights are computed with where they are."""
+def _on_cpu(slices: Iterable[Slice]) -> Iterator[Slice]:
+    """There is no link: compute waits while a group is read into a buffer."""
     for each in slices:
-        if each.lane == COPIES and each.name.partition(" and ")[0] in in_files:
-            yield replace(each, lane=STALLS)
-        elif each.lane not in (COPIES, STALLS):
-            yield each
+        if each.lane != STALLS:
+            yield replace(each, lane=STALLS) if each.lane == COPIES else each
 
 
 def _what_was_busy(one: PassFacts, outer: frozenset[str], *, has_link: bool) -> str:
     drive, link, compute, waited = (one.busy_seconds(lane, outer) for lane in (READS, COPIES, COMPUTE, STALLS))
     part = waited / one.seconds if one.seconds else 0.0
     if not has_link:
-        return f"Reading files took {part:.0%} of {one.title}: {seconds(waited)} of {seconds(one.seconds)}."
+        return (
+            f"In {one.title}, which took {seconds(one.seconds)}, compute waited for weights from files {seconds(waited)} "
+            f"({part:.0%} of it): the drive or the page cache was busy for {seconds(drive)}, the rest is copies to buffers."
+        )
     read = f"the drive or the page cache {seconds(drive)}, " if drive else ""
     return (
         f"In {one.title}, which took {seconds(one.seconds)}, {read}the link was busy for {seconds(link)} and compute for "

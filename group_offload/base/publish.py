@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 
+from ..errors import GroupFileError
 from . import system
 from .layout import memory_of
 from .ownership import Owners
@@ -369,3 +370,19 @@ def sync_folder(folder: Path) -> None:
 def _write_all(fd: int, data: memoryview) -> None:
     while data:
         data = data[os.write(fd, data[:_CHUNK_BYTES]) :]
+
+
+def check_path(path: Path) -> None:
+    """
+    Raises:
+        GroupFileError: no file can be written there: its folder does not exist or is read-only, it is a folder itself, or it is
+            no path.
+    """
+    if "\0" in str(path):
+        raise GroupFileError(f"Cannot write {str(path)!r}: a path cannot contain the character \\0.")
+    if not path.parent.is_dir():
+        raise GroupFileError(f"Cannot write {path}: {path.parent} is not a folder.")
+    if path.is_dir():
+        raise GroupFileError(f"Cannot write {path}: it is a folder. Give the name of a file in it.")
+    if not path.exists() and not os.access(path.parent, os.W_OK):
+        raise GroupFileError(f"Cannot write {path}: no files can be created in {path.parent}.")

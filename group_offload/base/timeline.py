@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from ..errors import GroupFileError
 from .device import Backend, Event, Stream
 
 T = TypeVar("T", bound="Timeline")
@@ -182,10 +183,13 @@ def write(path: Path, *timelines: Timeline) -> None:
     """Wait for the devices, and write a trace of what the timelines collected.
 
     Raises:
-        OSError: the file cannot be written.
+        GroupFileError: the file cannot be written.
     """
     events = [event for process, timeline in enumerate(timelines, 1) for event in timeline.events(process)]
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    try:
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    except OSError as error:
+        raise GroupFileError(f"Cannot write {path}: {error.strerror}.") from error
 
 
 def side_by_side(slices: Iterable[Slice]) -> list[list[Slice]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
+from ..base.publish import check_path
 from ..base.terminal import add_row, new_console, new_table, say
 from ..base.tuning import tuning
 from ..errors import ConfigError
@@ -48,12 +49,11 @@ from ..report.facts import (
     plan_as_dict,
     predicted_pass,
 )
-from ..report.page import check_path, write_page
+from ..report.page import write_page
 from . import bench
 from .arguments import find_checkpoint, named_dtype, path_of
 from .outline import Outline, OutlinedGroup, absent_parts, outline
 
-_GIB = 1 << 30
 _PROCESS_RAM = "1.5GiB"
 _MAX_SECONDS = 1e6
 """A pass that is said to take longer is a mistake."""
@@ -183,7 +183,7 @@ class _Component:
     """Whether the compute time of a pass was given."""
     ram_share: int | None
     gain_from_vram: float | None
-    """Seconds that a pass would be faster with 1 GiB more; None without a budget."""
+    """Seconds that a pass would be faster with `Plan.more_bytes` more; None without a budget."""
     gain_from_ram: float | None
 
 
@@ -230,9 +230,10 @@ def _source(arguments: argparse.Namespace, path: Path) -> _Source:
     """The speeds that were given, else measured here before, else assumed. No device is asked."""
     measured = recorded()
     link = next((found for found in measured if not found.device.startswith("CPU ")), None)
+    device = None if link is None else link.device
     where = filesystem_of(path)
     drive = next((found for found in measured if found.filesystem == where and found.drive is not None), None)
-    unpack = next((found.unpack for found in measured if found.unpack is not None), None)
+    unpack = next((found.unpack for found in measured if found.device == device and found.unpack is not None), None)
     h2d_given, drive_given = _speed(arguments.h2d, "--h2d"), _speed(arguments.drive, "--drive")
     h2d = h2d_given or (link.h2d if link is not None else ASSUMED_H2D)
     read = drive_given or (drive.drive if drive is not None and drive.drive is not None else ASSUMED_DRIVE)
@@ -252,7 +253,7 @@ def _speed(text: str | None, name: str) -> int | None:
 def _components(models: Mapping[str, Outline], asked: _Asked, speeds: Speeds) -> list[_Component]:
     uses = {name: asked.num_steps if name.startswith(DENOISERS) else 1 for name in models}
     shares = _shares(models, uses, asked, 0)
-    more_shares = _shares(models, uses, asked, _GIB)
+    shares_of: dict[int, dict[str, int | None]] = {}
     found = []
     # If the device's budget is too small, the error is about the model that needs most of it.
     for name, model in sorted(models.items(), key=lambda item: _turn_bytes(item[1]), reverse=True):
@@ -262,8 +263,9 @@ def _components(models: Mapping[str, Outline], asked: _Asked, speeds: Speeds) ->
         plan = make_plan(problem)
         gain_from_vram = gain_from_ram = None
         if asked.vram is not None:
-            gain_from_vram = plan.gain_from(device_bytes=_GIB)
-        share, more = shares[name], more_shares[name]
+            gain_from_vram = plan.gain_from(device_bytes=plan.more_bytes)
+        extra = plan.more_bytes
+        share, more = shares[name], shares_of.setdefault(extra, _shares(models, uses, asked, extra))[name]
         if share is not None and more is not None:
             gain_from_ram = plan.gain_from(ram_bytes=more - share)
         found.append(
@@ -385,7 +387,7 @@ def _show(console: Console, component: _Component, asked: _Asked, dtype: str | N
         step = plan.prediction.step_seconds
         if gain is not None and step:
             what = f"makes a pass {gain:.3g} s ({gain / step:.0%}) faster" if gain > step / 1000 else "changes nothing"
-            say(console, f"1 GiB more {name} {what}.")
+            say(console, f"{describe_bytes(plan.more_bytes, round_up=True)} more {name} {what}.")
     console.print()
 
 
@@ -483,8 +485,8 @@ def _component_as_json(component: _Component) -> dict[str, Any]:
         "drive_seconds": prediction.drive_seconds,
         "bound": prediction.bound if prediction.step_seconds else None,
         "verdict": plan.verdict(),
-        "gain_from_gib_of_vram": component.gain_from_vram,
-        "gain_from_gib_of_ram": component.gain_from_ram,
+        "gain_from_vram": component.gain_from_vram,
+        "gain_from_ram": component.gain_from_ram,
         "groups": [
             {"name": group.name, "num_bytes": group.num_bytes, "place": placed.get(group.name)}
             for group in component.outline.groups
@@ -510,7 +512,9 @@ def _model_facts(component: _Component, asked: _Asked) -> ModelFacts:
     plan, model = component.plan, component.outline
     step = plan.prediction.step_seconds
     placed = {group.name: PLACES[at] for group, at in zip(plan.problem.groups, plan.placements, strict=True)}
-    vram = plan.gain_from(device_bytes=_GIB) if component.gain_from_vram is None else component.gain_from_vram
+    vram = (
+        plan.gain_from(device_bytes=plan.more_bytes) if component.gain_from_vram is None else component.gain_from_vram
+    )
     gains = {"VRAM": vram, "RAM": component.gain_from_ram or 0.0}
     sentences = [plan.headline(), plan.verdict()]
     if component.uses > 1:
@@ -530,7 +534,11 @@ def _model_facts(component: _Component, asked: _Asked) -> ModelFacts:
         ],
         passes=[predicted_pass(plan)] if step else [],
         sentences=sentences,
-        gains=[GainFacts(memory=name, seconds=gain, step_seconds=step) for name, gain in gains.items()] if step else [],
+        gains=[
+            GainFacts(memory=name, num_bytes=plan.more_bytes, seconds=gain, step_seconds=step)
+            for name, gain in gains.items()
+            if step
+        ],
         plan=plan_as_dict(plan),
         stats=None,
     )

@@ -88,6 +88,11 @@ class Plan:
             return f"A pass takes {1 - took / limit:.0%} less than {part} was expected to take."
         return f"{part[0].upper()}{part[1:]} bounds a pass."
 
+    @property
+    def more_bytes(self) -> int:
+        """The memory that gains are told for: 1 GiB, or one more group where the largest takes more than that."""
+        return max(1 << 30, *(group.num_bytes for group in self.problem.groups))
+
     def gain_from(self, *, device_bytes: int = 0, ram_bytes: int = 0) -> float:
         """Seconds by which a pass would be faster if the budgets were larger by so much.
 

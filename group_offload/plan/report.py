@@ -12,7 +12,7 @@ from .budgets import describe_bytes
 from .placement import Placement, PlannedGroup
 from .planner import Plan
 
-_GIB = 1 << 30
+_ALL_IN_RAM = "All weights are in RAM; nothing to load."
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +53,17 @@ class OffloadPlan:
     def verdict(self) -> str:
         """What bounds a forward, how far from that limit it is, and how much time more memory would save."""
         if self.details is None:
-            return "There are no weights that take turns."
+            return "There are no weights that take turns." if self.device_has_memory else _ALL_IN_RAM
         if self.device_has_memory:
             return " ".join([self.details.verdict(), *_gains(self.details)])
         p = self.details.prediction
         if not p.drive_bytes:
-            return "All weights are in RAM; nothing to load."
-        gain = self.details.gain_from(device_bytes=_GIB)
+            return _ALL_IN_RAM
+        more = self.details.more_bytes
+        gain = self.details.gain_from(device_bytes=more)
         return (
-            f"{p.bound.capitalize()} bounds a forward: reading takes {p.drive_seconds:.4g} s. One GiB more of RAM would save "
-            f"{gain:.3g} s."
+            f"{p.bound.capitalize()} bounds a forward: reading takes {p.drive_seconds:.4g} s. "
+            f"{describe_bytes(more, round_up=True)} more of RAM would save {gain:.3g} s."
         )
 
     def __str__(self) -> str:
@@ -152,8 +153,9 @@ _WHERE = {
 
 
 def _gains(plan: Plan) -> Iterator[str]:
-    budgets = plan.problem.budgets
+    budgets, more = plan.problem.budgets, plan.more_bytes
+    size = describe_bytes(more, round_up=True)
     if budgets.device_bytes is not None:
-        yield f"One GiB more of VRAM would save {plan.gain_from(device_bytes=_GIB):.3g} s."
+        yield f"{size} more of VRAM would save {plan.gain_from(device_bytes=more):.3g} s."
     if budgets.ram_bytes is not None:
-        yield f"One GiB more of RAM would save {plan.gain_from(ram_bytes=_GIB):.3g} s."
+        yield f"{size} more of RAM would save {plan.gain_from(ram_bytes=more):.3g} s."

@@ -12,7 +12,6 @@ from ..plan.pass_model import foresee
 from ..plan.placement import Placement
 from ..plan.planner import Plan
 
-GIB = 1 << 30
 LANES = {
     READS: "drive",
     COPIES: "link",
@@ -82,9 +81,10 @@ class PassFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GainFacts:
-    """What one GiB more of a memory would save in each pass."""
+    """What more of a memory would save in each pass: 1 GiB, or one more group."""
 
     memory: str
+    num_bytes: int
     seconds: float
     step_seconds: float
 
@@ -172,10 +172,13 @@ def predicted_pass(plan: Plan) -> PassFacts:
 
 
 def gains_of(plan: Plan) -> list[GainFacts]:
-    """What one GiB more would save. Nothing is said if a pass takes no time that is known."""
+    """What more memory would save. Nothing is said if a pass takes no time that is known."""
     step = plan.prediction.step_seconds
-    gains = {"VRAM": plan.gain_from(device_bytes=GIB), "RAM": plan.gain_from(ram_bytes=GIB)}
-    return [GainFacts(memory=name, seconds=gain, step_seconds=step) for name, gain in gains.items()] if step else []
+    more = plan.more_bytes
+    gains = {"VRAM": plan.gain_from(device_bytes=more), "RAM": plan.gain_from(ram_bytes=more)}
+    return [
+        GainFacts(memory=name, num_bytes=more, seconds=gain, step_seconds=step) for name, gain in gains.items() if step
+    ]
 
 
 def plan_as_dict(plan: Plan) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..base.publish import publish_anew
+from ..base.publish import check_path, publish_anew
 from ..base.text import html_table, printable
 from ..base.timeline import COMPUTE, Slice, side_by_side
 from ..errors import GroupFileError
@@ -63,17 +63,6 @@ def write_text(path: Path, text: str) -> None:
             os.close(publish_anew(path.resolve() if path.is_symlink() else path, content))
     except (OSError, RuntimeError) as error:  # links in a circle
         raise GroupFileError(f"Cannot write {path}: {getattr(error, 'strerror', None) or error}.") from error
-
-
-def check_path(path: Path) -> None:
-    """
-    Raises:
-        GroupFileError: no file can have this path, because its folder does not exist or it is a folder itself.
-    """
-    if not path.parent.is_dir():
-        raise GroupFileError(f"Cannot write {path}: {path.parent} is not a folder.")
-    if path.is_dir():
-        raise GroupFileError(f"Cannot write {path}: it is a folder. Give the name of a file in it.")
 
 
 def render(facts: ReportFacts) -> str:
@@ -188,7 +177,10 @@ def _model_section(index: int, model: ModelFacts, memories: Sequence[MemoryFacts
     yield '<div class="card">'
     for number, sentence in enumerate(model.sentences):
         yield f"<p{'' if number else ' class=headline'}>{_safe(sentence)}</p>"
-    yield from (f"<p>One GiB more of {_safe(gain.memory)} {_safe(gain.sentence)}.</p>" for gain in model.gains)
+    yield from (
+        f"<p>{describe_bytes(gain.num_bytes, round_up=True)} more of {_safe(gain.memory)} {_safe(gain.sentence)}.</p>"
+        for gain in model.gains
+    )
     tiles = "".join(_tiles(model))
     yield f'<div class="tiles">{tiles}</div></div>' if tiles else "</div>"
     yield from _memory_cards(memories)

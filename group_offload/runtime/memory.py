@@ -103,7 +103,7 @@ class DeviceMemory:
         Rings are for all groups but those that stay as they are. Residents that are on the device already stay there.
         """
         self._residents = residents
-        streamed = [group for group in groups if group not in residents]
+        streamed = [group for group in groups if group not in residents and not group.is_in_place]
         self._largest = {}
         for group in streamed:
             self._largest[group.height] = max(group.num_bytes, self._largest.get(group.height, 0))
@@ -127,7 +127,7 @@ class DeviceMemory:
 
     def hold(self, groups: Iterable[Group], limit: int) -> None:
         """Make room in the ring for all of these groups, which many passes need, if slots take no more than `limit` then."""
-        wanted = sum(group.num_bytes for group in groups if not group.height)
+        wanted = sum(group.num_bytes for group in groups if not group.height and not group.is_in_place)
         around = self.outer_bytes + self._berth_bytes
         if self.is_just_in_time or not self.ring_sizes.get(0, 0) < wanted <= limit - around:
             return
@@ -463,7 +463,9 @@ class DeviceMemory:
     def unbind(self, group: Group) -> None:
         """Bind a group to its place at rest again, with the forward's changes."""
         self.bound.pop(group, None)
-        self._counters.brought_back += group.offload(self._transfer)
+        num_changed = group.offload(self._transfer)
+        self._counters.changed += num_changed
+        self._counters.brought_back += num_changed
         if not group.is_current:
             self.drop(group)
 

@@ -506,6 +506,12 @@ class Passes:
             self._changes.settle(group, binds=binds)
             if group.slot is not None and not group.is_current:
                 self._memory.drop(group)
+        if group.is_in_place:
+            if binds and group.residence is Residence.AT_REST:
+                group.onload()
+            group.holds += 1
+            self._probe.begins(group, self._backend.current_stream())
+            return
         was_ahead = self._lookahead.is_on_its_way(group)
         if group.slot is None:
             self._counters.stalls += 1
@@ -552,6 +558,11 @@ class Passes:
     def release(self, group: Group, stream: Stream) -> None:
         """End one use of the group: the work enqueued on `stream` so far is the last of that use."""
         group.holds -= 1
+        if group.is_in_place:
+            self._probe.ends(group, stream)
+            if not group.holds and group.is_bound:
+                self._counters.changed += group.offload(self._transfer)
+            return
         slot = group.slot
         assert slot is not None
         if slot.last_stream is not None and slot.last_stream != stream:

@@ -559,7 +559,7 @@ def plan(run: Terminal, *arguments: object) -> dict[str, Any]:
 KEYS = {
     "name", "model_class", "passes", "num_bytes", "num_cast", "ram_share_bytes", "bytes_by_place", "slot_bytes", "outer_bytes",
     "device_bytes", "ram_bytes", "is_compute_known", "step_seconds", "stall_seconds", "h2d_seconds", "drive_seconds", "bound",
-    "verdict", "gain_from_gib_of_vram", "gain_from_gib_of_ram", "groups",
+    "verdict", "gain_from_vram", "gain_from_ram", "groups",
 }  # fmt: skip
 
 
@@ -608,7 +608,7 @@ def test_plan_as_json(model: Path, run: Terminal) -> None:
     assert part["ram_bytes"] == places["ram"] <= part["ram_share_bytes"] < 4.5 * GIB
     assert part["is_compute_known"] and part["bound"] == "drive"
     assert part["step_seconds"] >= part["drive_seconds"] == places["file"] / 2e9 > part["h2d_seconds"]
-    assert part["gain_from_gib_of_vram"] > 0 and part["gain_from_gib_of_ram"] > 0
+    assert part["gain_from_vram"] > 0 and part["gain_from_ram"] > 0
 
 
 def test_plan_for_people(model: Path, run: Terminal) -> None:
@@ -676,7 +676,7 @@ def test_plan_of_a_pipeline(pipeline: Path, run: Terminal) -> None:
     assert 0 < encoder["ram_share_bytes"] < encoder["num_bytes"] and encoder["bytes_by_place"]["file"] > 0
     assert denoiser["ram_share_bytes"] + encoder["ram_share_bytes"] < 12.5 * GIB
     assert denoiser["is_compute_known"] and not encoder["is_compute_known"]
-    assert denoiser["gain_from_gib_of_ram"] == 0 and encoder["gain_from_gib_of_ram"] > 0
+    assert denoiser["gain_from_ram"] == 0 and encoder["gain_from_ram"] > 0
     said = run("plan", *arguments, "--steps", "7")
     assert "transformer Model" in said and "7 passes" in said and "text_encoder T5EncoderModel" in said
     assert "One image or video" in said and "taken as nothing for text_encoder" in said
@@ -760,7 +760,7 @@ def test_page(pipeline: Path, tmp_path: Path, run: Terminal) -> None:
         ]
         assert places["pass"] == component["outer_bytes"] and sum(places.values()) == component["num_bytes"]
         assert found["plan"]["predicted_seconds"] == component["step_seconds"] and found["stats"] is None
-        gains = [component["gain_from_gib_of_vram"], component["gain_from_gib_of_ram"]]
+        gains = [component["gain_from_vram"], component["gain_from_ram"]]
         assert [found["gains"]["VRAM"], found["gains"]["RAM"]] == gains
         assert component["verdict"] in page.words
         [one] = found["passes"]
@@ -796,11 +796,12 @@ def test_what_is_written_to_may_be_no_file(tmp_path: Path, run: Terminal) -> Non
 
 
 def test_speeds_that_were_measured(model: Path, run: Terminal) -> None:
-    """The link's of any accelerator; the drive's of this file system alone."""
+    """The link's of any accelerator, and unpacking of the same one; the drive's of this file system alone."""
     here, unpacking = speeds.filesystem_of(model), {"unpack": 400e9, "unpack_source": "assumed"}
     assert plan(run, model)["speeds"]["h2d_source"] == "assumed"
     speeds.record(replace(SPEEDS, device="CPU x", h2d=3_000_000_000, drive=1_000_000_000, filesystem="elsewhere"))
     assert plan(run, model)["speeds"]["drive_source"] == plan(run, model)["speeds"]["h2d_source"] == "assumed"
+    speeds.record(replace(SPEEDS, device="RTX 4060", h2d=12_000_000_000, drive=None, unpack=1))
     speeds.record(replace(SPEEDS, device="H200", h2d=55_000_000_000, drive=None))
     assert plan(run, model)["speeds"] == {
         "h2d": 55e9,

@@ -68,8 +68,8 @@ def check(
         after = handle.stats()
         assert after.passes - before.passes == 1  # through the root's gate
         # What came from a file stays good in its slot: the root's own is brought again only if the slots were given up.
-        kept = 1 if number and handle.groups[0].tier == "file" else 0
-        assert after.onloads - before.onloads == onloads - kept
+        is_read = handle.groups[0].tier == "file"
+        assert after.onloads - before.onloads == (onloads - bool(number) if is_read else 0)
         compiled.append(backend.frame_count)
         for name, value in model.state_dict().items():
             assert torch.equal(value, weights[name])

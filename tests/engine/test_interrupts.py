@@ -485,7 +485,7 @@ def test_an_interrupt_while_memory_is_leased(monkeypatch: pytest.MonkeyPatch) ->
             handle.remove()
 
 
-def test_a_forward_that_goes_on_after_an_interrupt_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_that_goes_on_after_an_interrupt_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody knows what it would compute with."""
 
     class GoesOn(Model):
@@ -498,7 +498,7 @@ def test_a_forward_that_goes_on_after_an_interrupt_is_refused(monkeypatch: pytes
             return x
 
     model, reference = make(GoesOn), make(GoesOn)
-    handle = offload_to(None, model)
+    handle = offload_to(tmp_path, model)
     check(model, reference, inputs())
     with monkeypatch.context() as patch:
         raises_once(LookAhead, "was_released", patch)

@@ -59,13 +59,13 @@ def test_vae_without_its_forward(
 
 
 @pytest.mark.parametrize("name", ["kl", "sd_kl", "wan_kl"])
-def test_decoding_alone_does_not_onload_the_encoder(name: str, device: torch.device) -> None:
+def test_decoding_alone_does_not_onload_the_encoder(name: str, device: torch.device, tmp_path: Path) -> None:
     make, inputs = tiny.MODELS[name]
     reference, model = make().to(device), make()
     with torch.no_grad():
         latents = reference.encode(inputs()["sample"]).latent_dist.mean
         expected = reference.decode(latents).sample
-        handle = apply_group_offloading(model, device)
+        handle = apply_group_offloading(model, device, offload_to_disk_path=tmp_path)
         assert torch.equal(model.decode(latents).sample, expected)
     decoder = sum(t.numel() * t.element_size() for t in model.decoder.parameters())
     total = sum(t.numel() * t.element_size() for t in model.parameters())

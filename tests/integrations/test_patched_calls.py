@@ -38,7 +38,7 @@ def test_patched_pipeline_without_arguments(
     handles = pipe.enable_group_offload()
     assert all(isinstance(handle, OffloadHandle) for handle in handles.values())
     assert torch.equal(tiny.run(pipe), resident_outputs[kind])
-    assert all(handle.stats().onloads for handle in handles.values())
+    assert all(handle.stats().passes for handle in handles.values())
     pipe.disable_group_offload()
     assert not any(handle.is_active for handle in handles.values())
     assert torch.equal(tiny.run(pipe.to(tiny.device())), resident_outputs[kind])
@@ -83,7 +83,7 @@ def test_patched_model_without_arguments(
     assert isinstance(handle, OffloadHandle)
     assert handle.config.onload_device == device
     assert torch.equal(tiny.call(model, inputs()), resident_calls[name])
-    assert handle.stats().onloads > 0
+    assert handle.stats().passes > 0
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_name_imported_before_patching(options: dict[str, Any], patched: None)
     assert isinstance(handle, OffloadHandle)
     assert diffusers.hooks.apply_group_offloading is imported_before_patching
     assert torch.equal(tiny.call(model, tiny.flux_inputs()), expected)
-    assert handle.stats().onloads > 0
+    assert handle.stats().passes > 0
 
 
 def test_patched_signatures_accept_no_arguments(patched: None) -> None:
@@ -179,7 +179,7 @@ def test_what_is_offloaded_stays_so_after_unpatching(
     finally:
         unpatch_diffusers()
     assert torch.equal(tiny.run(pipe), resident_outputs["flux"])
-    assert handles["transformer"].stats().onloads > 0
+    assert handles["transformer"].stats().passes > 0
     stock._maybe_remove_and_reapply_group_offloading(pipe.transformer)  # as LoRA loading does
     assert torch.equal(tiny.run(pipe), resident_outputs["flux"])
     assert handles["transformer"].is_active
@@ -240,6 +240,8 @@ def test_compile_repeated_blocks(tier: str, level: str, is_first: bool, device: 
     for _ in range(3):
         before = handle.stats().onloads
         assert torch.equal(tiny.call(model, tiny.flux_inputs()), expected)
-        assert handle.stats().onloads >= before + len(model.transformer_blocks) + len(model.single_transformer_blocks)
+        num_blocks = len(model.transformer_blocks) + len(model.single_transformer_blocks)
+        is_in_place = device.type == "cpu" and handle.groups[0].tier == "ram"
+        assert is_in_place or handle.stats().onloads >= before + num_blocks
     assert counter.frame_count == num_graphs
     torch._dynamo.reset()

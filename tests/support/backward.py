@@ -113,7 +113,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def offloaded(
     model: nn.Module, device: str, folder: Path, seed: int = 0, **options: Any
 ) -> Iterator[tuple[nn.Module, OffloadHandle, Put, Put]]:
-    """The model, offloaded: how a tensor gets to the device, and how it comes back."""
+    """The model, offloaded: how a tensor gets to the device, and how it comes back.
+
+    On the CPU it is in files, unless options say otherwise: weights in RAM are used in place there, and nothing moves.
+    """
     with ExitStack() as stack:
         put: Put = torch.clone
         get: Put = torch.clone
@@ -127,7 +130,7 @@ def offloaded(
             os.utime(folder / "model.safetensors", (1e9, 1e9))
             model.load_state_dict(load_file(folder / "model.safetensors"), assign=True)
             options["offload_device"] = "disk"
-        if options.pop("in_files", False):
+        if options.pop("in_files", device == "cpu" and "offload_device" not in options):
             options["offload_to_disk_path"] = folder
         handle = apply_group_offloading(model, "cpu", **options)
         if simulated is not None:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from group_offload import OffloadHandle, apply_group_offloading
+from group_offload.api import handle_of
 
 from .asserts import assert_at_rest, assert_same, plain_tensors
 from .models import Model, make
@@ -38,14 +39,18 @@ _KEEPING = {
 class OnloadedOnly(TorchDispatchMode):
     """Fails when a kernel reads a weight where it rests.
 
-    On the CPU such a read would give the right value; on an accelerator it would be a crash or a wrong result.
+    On the CPU such a read would give the right value; on an accelerator it would be a crash or a wrong result. Weights in RAM
+    are used in place on the CPU: only those in files are watched there.
     """
 
     supports_higher_order_operators = True  # flex attention
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        tensors = [(name, tensor) for name, tensor in plain_tensors(module) if tensor.numel()]
+        handle = handle_of(module)
+        groups = () if handle is None else handle._live.groups
+        in_place = {id(ref.tensor) for g in groups if g.is_in_place for part in g.parts for ref in part.refs}
+        tensors = [(name, t) for name, t in plain_tensors(module) if t.numel() and id(t) not in in_place]
         self._at_rest = {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors}
         self._held = [tensor.untyped_storage() for _, tensor in tensors]  # so that no address is used again
 

@@ -32,6 +32,12 @@ from ..support.training import (
 )
 
 
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_bits_in_place(step: Step, tmp_path: Path) -> None:
+    stats = check(step, "cpu", tmp_path, in_files=False)
+    assert (stats.copies, stats.onloads, stats.backward_passes, stats.peak_device_bytes) == (0, 0, 0, 0)
+
+
 @pytest.mark.parametrize("device", ["cpu", "random"])
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_bits(step: Step, device: str, tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def test_a_weight_in_a_graph_of_its_own(tmp_path: Path) -> None:
         return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
     expected = gradients(make())
-    with offloaded(make(), "cpu", tmp_path) as (model, handle, put, _):
+    with offloaded(make(), "cpu", tmp_path, in_files=True) as (model, handle, put, _):
         assert_same_bits(gradients(model), expected)
         before = term(model)
         loss = model(data(0, put)).square().mean()

@@ -117,7 +117,7 @@ class Budgeter:
             ram_bytes: RAM for weights; None for no limit.
         """
         self.plan = self._for = self._rests = None
-        self.groups = tuple(group for group in groups if group.num_bytes and not group.height)
+        self.groups = tuple(g for g in groups if g.num_bytes and not g.height and not g.is_in_place)
         self._order = tuple(order)
         self.ram_bytes, self._staging_bytes = ram_bytes, staging_bytes
         self._num_passes.clear()

@@ -260,7 +260,7 @@ class Sharing:
         ahead: list[Ahead] = []
         keys = [call.key for call in calls]
         before, caller = RandomStates(self._backend.device), Caller(self._backend)
-        brought_back = self.passes.counters.brought_back
+        changed = self.passes.counters.changed
         try:
             output = self._run(calls, boarded, ahead, args, kwargs)
         except (torch.OutOfMemoryError, Broken) as error:
@@ -288,7 +288,7 @@ class Sharing:
         if ahead:
             self.passes.counters.predicted += len(ahead)
             finding = None if calls[0].are_unchanged(args, kwargs) else "it changes its inputs"
-            if self.passes.counters.brought_back != brought_back:
+            if self.passes.counters.changed != changed:
                 finding = "it changes its weights or buffers"
             if finding is not None:
                 self._judge(keys, Verdict.APART, finding)
@@ -354,14 +354,14 @@ class Sharing:
         try:
             with self.turns:
                 watch = Watch(self._root, self._backend.device)
-                brought_back = self.passes.counters.brought_back
+                changed = self.passes.counters.changed
                 self.passes.watch = watch
                 try:
                     output = self.alone(*args, **kwargs)
                 finally:
                     self.passes.watch = None
                 finding = watch.end()
-                if finding is None and self.passes.counters.brought_back != brought_back:
+                if finding is None and self.passes.counters.changed != changed:
                     finding = "it changes its weights or buffers"
             if finding is None and not now.are_unchanged(args, kwargs):
                 finding = "it changes its inputs"

@@ -114,7 +114,12 @@ def build_groups(
             if not isinstance(part.blob, CheckpointBlob):
                 places = {i: origins[id(ref.tensor)] for i, ref in enumerate(part.refs) if id(ref.tensor) in origins}
                 part.blob.origin = Origin(places) if places else None
-        return tuple(Group(plan.spec, height, plan.parts) for plan, height in zip(plans, cut.heights, strict=True))
+        # Ranks that share groups bring each other their shares, on the CPU too.
+        in_place = not config.backend.has_streams and config.process_group is None
+        return tuple(
+            Group(plan.spec, height, plan.parts, may_compute_at_rest=in_place)
+            for plan, height in zip(plans, cut.heights, strict=True)
+        )
     except BaseException:
         with ExitStack() as undo:  # which goes on with the others if one part cannot be undone
             for part in made:

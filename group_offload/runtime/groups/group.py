@@ -35,7 +35,7 @@ class Residence(Enum):
     AT_REST = 1
     """Views of the blob on its tier."""
     ONLOADED = 2
-    """Views of a slot."""
+    """Views of a slot, or in use where they rest (`Group.is_in_place`)."""
 
 
 class Group:
@@ -45,7 +45,11 @@ class Group:
     were there before are not laid out, or written to a file, again.
     """
 
-    def __init__(self, spec: GroupSpec, height: int, parts: Sequence[Part]) -> None:
+    def __init__(self, spec: GroupSpec, height: int, parts: Sequence[Part], *, may_compute_at_rest: bool) -> None:
+        """
+        Args:
+            may_compute_at_rest: Whether modules may compute with weights in RAM where they are: on the CPU.
+        """
         self.group_id = spec.group_id
         self._modules = [*map(weakref.ref, spec.modules)]
         self.methods = spec.methods
@@ -53,6 +57,8 @@ class Group:
         """Whether rows are gathered where the weight rests. Such a group is never acquired."""
         self.height = height
         self.parts = tuple(parts)
+        self.is_in_place = may_compute_at_rest and not self.is_in_file
+        """Whether the group is used where it rests. It never has a slot, and its bytes never move."""
         self.num_bytes = 0
         for part in self.parts:
             part.offset = self.num_bytes
@@ -156,14 +162,17 @@ class Group:
         self._rest_forms, self._bound_forms = Forms(self._rest_views), Forms(self._rest_views)
 
     def onload(self, *, is_watched: bool = False) -> None:
-        """Bind the tensors to the slot, which has the blobs from when its ready event is reached.
+        """Bind the tensors to the slot, which has the blobs from when its ready event is reached, or use them in place.
 
         Args:
             is_watched: Whether a graph is recorded, which may keep views of the tensors for a while.
         """
-        assert self.slot is not None
         slot = self.slot
-        bound = self._views_in(slot.alias_once(self.offset, self.num_bytes)) if is_watched else self._views_of(slot)
+        if slot is None:
+            assert self.is_in_place
+            bound = self._fit(self._rest_views)
+        else:
+            bound = self._views_in(slot.alias_once(self.offset, self.num_bytes)) if is_watched else self._views_of(slot)
         if self._recast:
             bound = [self._recast.get(index, view) for index, view in enumerate(bound)]
         self.residence = (
@@ -180,10 +189,9 @@ class Group:
         """Bind the tensors to their memory at rest again. Values that the forward changed are copied back first.
 
         Returns:
-            The number of tensors that were copied back.
+            The number of tensors that the forward changed.
         """
         slot = self.slot
-        assert slot is not None
         num_changed = 0
         for index in self._changed():
             tensor = self._in_use()[index]
@@ -197,8 +205,14 @@ class Group:
                 self._recast[index] = tensor.detach()
                 continue
             self._recast.pop(index, None)  # of an earlier call in the pass
-            value = plain_empty(span_bytes(tensor), torch.device("cpu"))
-            transfer.fetch(value, as_bytes(tensor), slot.last_use())
+            if slot is None:
+                if same_memory(tensor, self._bound[index]):
+                    num_changed += 1  # at rest
+                    continue
+                value = as_bytes(tensor)
+            else:
+                value = plain_empty(span_bytes(tensor), torch.device("cpu"))
+                transfer.fetch(value, as_bytes(tensor), slot.last_use())
             part.blob.check()  # writing to a weight that rests in a file that was cut off would be a SIGBUS
             with torch.inference_mode(False), torch.no_grad():
                 if not torch.equal(value, as_bytes(rest)):
@@ -206,7 +220,7 @@ class Group:
                     part.may_pack = False  # the next forward changes it again
                     part.drop_packed()
                     num_changed += 1
-        if not torch.is_inference_mode_enabled():
+        if slot is not None and not torch.is_inference_mode_enabled():
             # Other blobs are about to overwrite the slot, also views of these weights that autograd saved past our hooks.
             # With another version of the weights a backward over such a view raises, and is not silently wrong.
             self.increment_versions()
@@ -221,9 +235,11 @@ class Group:
 
         Values that a forward changed are copied back if the whole group was onloaded.
         """
-        if self.residence is Residence.ONLOADED and self.slot is not None and len(self._bound) == len(self._tensors):
+        has_bytes = self.slot is not None or self.is_in_place
+        if self.residence is Residence.ONLOADED and has_bytes and len(self._bound) == len(self._tensors):
             with suppress(Exception):
-                self.slot.note_use(transfer.compute_stream)
+                if self.slot is not None:
+                    self.slot.note_use(transfer.compute_stream)
                 self.offload(transfer)
         if self.residence is Residence.ONLOADED:
             self._bound = []

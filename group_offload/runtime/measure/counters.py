@@ -22,7 +22,10 @@ class Counters:
     """Bytes that were not sent again, because forwards shared a pass."""
     onloads: int = 0
     stalls: int = 0
+    changed: int = 0
+    """Tensors that forwards have changed."""
     brought_back: int = 0
+    """Those of them that were copied back from the device."""
     rebuilds: int = 0
     device_bytes: int = 0
     pooled_bytes: int = 0

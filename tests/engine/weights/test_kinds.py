@@ -29,7 +29,7 @@ def test_module_of_every_kind(kind: str, folder: Path | None, offload: Offload) 
         brought.append((after.onloads - before.onloads, num_bytes))
     stats = handle.stats()
     assert stats.passes == 3 and stats.rebuilds == 0 and stats.tensors_brought_back == 0
-    assert brought[0][0] >= 1 and brought[1] == brought[2]
+    assert bool(brought[0][0]) == (folder is not None) and brought[1] == brought[2]
     if folder is None:
         assert brought[0] == brought[1]
     else:  # what came from files is brought again unless it was in a slot all the time
@@ -49,8 +49,7 @@ def test_module_of_every_kind_is_given_back(kind: str, offload_either: Offload) 
 
 def test_list_as_root_whose_elements_are_called(offload: Offload) -> None:
     model, reference = pair(nn.ModuleList(Block() for _ in range(3)).eval())
-    handle = offload(model)
+    offload(model)
     for block, twin in zip(model, reference, strict=True):
         assert_same(run_onloaded(model, inputs(), call=block), run(twin, inputs()))
-    assert handle.stats().onloads >= 3
     assert_at_rest(model, reference)

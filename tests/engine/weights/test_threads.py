@@ -77,7 +77,7 @@ def test_a_forward_that_works_in_threads_of_its_own_lets_others_wait(
         handle = offload_to(None, model)
         first = pool.submit(run_onloaded, model, x)
         assert began.wait(60)
-        second = pool.submit(run_onloaded, model.blocks[0] if calls_a_part else model, x)
+        second = pool.submit(run_onloaded, model, x, call=model.blocks[0] if calls_a_part else model)
         for found, expected in zip((first, second), wanted, strict=True):
             assert_same(found.result(), expected)
     handle.remove()
