@@ -365,8 +365,8 @@ class Engine:
         if lost:
             raise ModuleError(
                 f"{lost[0]} of {self._passes.name} was moved to the meta device after the model was offloaded, which gave its "
-                f"values up. To use the model, load the model again. If accelerate has taken the weights (cpu_offload), take its "
-                f"hooks off: accelerate.hooks.remove_hook_from_module(model, recurse=True)."
+                f"values up. To use the model, load the model again. If accelerate has taken the weights (cpu_offload), take "
+                f"its hooks off: accelerate.hooks.remove_hook_from_module(model, recurse=True)."
             )
 
     def _forget_groups(self) -> None:
