@@ -338,7 +338,7 @@ def wait(*_):
         begun.set()
         may_end.wait()
 model.blocks[1].register_forward_pre_hook(wait)
-thread = threading.Thread(target=run, args=(model, inputs()))
+thread = threading.Thread(target=run, args=(model, inputs()), daemon=True)
 thread.start()
 begun.wait()
 def compute():
