@@ -26,7 +26,6 @@ from group_offload import ConfigError, DeviceError, ModuleError, StateError
 from group_offload.activations import activation_offloading, apply_activation_offloading, no_activation_offloading
 from group_offload.activations.config import ActivationConfig
 from group_offload.activations.offloader import DeviceOffloader
-from group_offload.activations.streams import CopyStreams
 from group_offload.base.saved import hooks_in_force
 
 from ..support.activations import DEVICES, Call, Calls, check, offload, on, random_training
@@ -292,6 +291,7 @@ VIEWS: dict[str, Callable[..., torch.Tensor]] = {
     "indices": lambda x, w: (x @ w).max(-1).values[:, None] * x,
     "a view of the weight": lambda x, w: (x @ w.t()) @ w.view(DIM, DIM).diagonal().diag(),
     "empty": lambda x, w: torch.cat([x @ w, torch.sin(x[:0])]),
+    "changed where nothing was saved": lambda x, w: (lambda y: (lambda z: (y.add_(5), z.sin())[1])(y + 1))(x @ w),
     "double": lambda x, w: torch.sin((x @ w).double()).float(),
 }
 
@@ -432,18 +432,6 @@ def test_in_place_changes_are_errors_as_without(spoil: Any, min_bytes: int) -> N
             offload(model, keep_last=0, min_bytes=min_bytes)
         with pytest.raises(expected, match="has been modified by an inplace operation"):
             gradients(model, x)
-
-
-def test_in_place_changes_that_are_allowed() -> None:
-    """Adding saves nothing, so its operands may change."""
-
-    def change_nothing_that_counts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        y = x @ w
-        z = y + 1
-        y.add_(5)
-        return z.sin()
-
-    check_gradients(Calls(change_nothing_that_counts, change_nothing_that_counts))
 
 
 class ChangedByBackward(torch.autograd.Function):
@@ -617,8 +605,6 @@ def test_copies_of_the_module_are_not_offloaded() -> None:
 
 
 def test_the_with_form() -> None:
-    expected = train(make(), plain)
-
     def inside(model: nn.Module, put: Put) -> torch.Tensor:
         with activation_offloading(model, device="cpu", min_bytes=0) as handle:
             loss = model(data(0, put)).square().mean()
@@ -626,12 +612,7 @@ def test_the_with_form() -> None:
         loss.backward()
         return loss.detach()
 
-    def around(model: nn.Module, put: Put) -> torch.Tensor:
-        with activation_offloading(model, device="cpu", min_bytes=0):
-            return plain(model, put)
-
-    for step in (inside, around):
-        assert_same_bits(train(make(), step), expected)
+    assert_same_bits(train(make(), inside), train(make(), plain))
     model = make()
     handle = offload(model)
     with activation_offloading(model, device="cpu", min_bytes=0) as inner:
@@ -744,40 +725,3 @@ def test_an_interrupt_leaves_no_hooks_behind(clean_up: str) -> None:
         assert hooks_in_force() is None
     assert_same_bits(train(model, plain), train(make(), plain))
     assert hooks_in_force() is None
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-@pytest.mark.parametrize("device", ["cpu", "random"])
-def test_an_interrupt_of_the_work_on_activations(
-    device: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody can tell what is where: graphs from before refuse, and what is under way is waited for."""
-    model = make()
-    with on(device, model) as (put, get):
-        handle = offload(model)
-        assert handle._gate is not None
-        loss = model(data(0, put)).square().mean()
-        earlier = handle._gate.session._offloader
-        assert earlier is not None
-        drained: list[CopyStreams] = []
-        drain, copy_back = CopyStreams.drain, CopyStreams.copy_back
-
-        def copy_back_in_part(*args: Any) -> Any:
-            copy_back(*args)
-            raise error
-
-        def drain_and_note(streams: CopyStreams) -> None:
-            drained.append(streams)
-            drain(streams)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(CopyStreams, "copy_back", copy_back_in_part)
-            patch.setattr(CopyStreams, "drain", drain_and_note)
-            with pytest.raises(error):
-                loss.backward(retain_graph=True)
-        assert drained == [earlier._streams]
-        with pytest.raises(StateError, match="Call the forward again"):
-            loss.backward()
-        model.zero_grad()
-        assert_same_bits(train(model, plain, put), train(make(), plain), get)
-        assert handle._gate.session._offloader is not earlier

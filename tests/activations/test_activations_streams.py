@@ -233,18 +233,21 @@ def test_removed_at_once() -> None:
             device.synchronize()
 
 
-def test_what_an_interrupt_lost_takes_no_ram(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pool goes, though graphs whose saved bytes are lost are still held."""
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_interrupt_of_the_work_on_activations(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can tell what is where: what is under way is waited for, all host memory goes, and graphs from before refuse."""
     with simulated() as (device, model, x, expected):
         held = [model(x).sum() for _ in range(2)]
         assert device.pinned_bytes > 0
+        copy_back = streams.CopyStreams.copy_back
 
-        def interrupt(*args: Any) -> None:
-            raise KeyboardInterrupt
+        def copy_back_and_raise(*args: Any) -> None:
+            copy_back(*args)
+            raise error
 
         with monkeypatch.context() as patch:
-            patch.setattr(streams.CopyStreams, "copy_back", interrupt)
-            with pytest.raises(KeyboardInterrupt):
+            patch.setattr(streams.CopyStreams, "copy_back", copy_back_and_raise)
+            with pytest.raises(error):
                 held[0].backward(retain_graph=True)
         gc.collect()  # the traceback
         assert device.pinned_bytes == 0
