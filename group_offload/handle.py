@@ -284,7 +284,7 @@ class OffloadHandle:
 
         Each weight gets separate memory again, on the device where it was, so all of them need room there. Group files stay
         for the next time. The RAM of weights that go to a device is given back by other threads, which may take a second
-        longer. Repeated calls do nothing.
+        longer. Repeated calls do nothing, and of a module that is gone nothing is left to restore.
 
         Raises:
             StateError: a forward or backward of the module is in progress.
@@ -292,9 +292,12 @@ class OffloadHandle:
         """
         if self._engine is None:
             return
+        module = OffloadHandle.module.of(self)
         self._engine.remove()
         self._engine = None
-        self.module.__dict__.pop(HANDLE, None)
+        if module is None:
+            return
+        module.__dict__.pop(HANDLE, None)
         for listener in listeners:
             listener.removed(self)
 

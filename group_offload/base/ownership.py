@@ -6,7 +6,8 @@ believed only if no other user can have written it, and none can write to it:
 
 - It is a regular file, under its own name: links are not followed.
 - It belongs to root or to the user of this process, and nobody else may write to it.
-- Others may not write to its folder, or may not replace files there (the sticky bit).
+- Others may not write to its folder, or may not replace files there (the sticky bit). In a folder where they may, a folder that
+  belongs to the user alone is used (`own_folder`).
 
 A network file system may give new files another owner, and a file system without modes lets everybody write. `learn` finds that
 out from a file that this process has just made.
@@ -48,9 +49,34 @@ class Owners:
         Raises:
             ForeignFileError: others can replace files in the folder, or lead its name elsewhere.
         """
-        found, name = os.stat(path), os.lstat(path)
-        if found.st_mode & self._others & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
-            raise ForeignFileError(f"every user can replace files in it (its mode is {stat.S_IMODE(found.st_mode):o})")
+        self._check_link(path)
+        if self.is_open_to_all(path):
+            raise ForeignFileError("every user can replace files in it")
+
+    def is_open_to_all(self, path: Path) -> bool:
+        """Whether every user can replace files in a folder."""
+        mode = os.stat(path).st_mode
+        return bool(mode & self._others & stat.S_IWOTH) and not mode & stat.S_ISVTX
+
+    def own_folder(self, path: Path) -> Path:
+        """A folder for this user alone, in one that is open to all. It is made if it is not there.
+
+        Raises:
+            ForeignFileError: another user has taken its name, or could write to it.
+        """
+        self._check_link(path)
+        own = path / f"group_offload_{user()}"
+        own.mkdir(0o700, exist_ok=True)
+        try:
+            self.check(os.lstat(own))  # the mode of a link lets everybody write
+        except ForeignFileError as error:
+            raise ForeignFileError(
+                f"every user can replace files in it, and {own.name} there can't be used: {error}"
+            ) from None
+        return own
+
+    def _check_link(self, path: Path) -> None:
+        name = os.lstat(path)
         if stat.S_ISLNK(name.st_mode) and name.st_uid not in self._users:
             raise ForeignFileError(f"it is a link of another user (uid {name.st_uid})")
 

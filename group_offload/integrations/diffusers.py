@@ -217,11 +217,13 @@ def plan_pipeline(pipeline: Any, options: PipelineOptions, given: Collection[str
     for name, model in models.items():
         if _is_given_up(model):
             continue
-        is_excluded, model_options = name in excluded, _options_for(options, special.get(name, {}))
+        handle, model_options = handle_of(model), _options_for(options, special.get(name, {}))
+        # Options of the last call are for models that are not offloaded yet.
+        is_excluded = name in excluded and (handle is None or "exclude_modules" in given)
         shared = shared_handle(
-            handle_of(model),
+            handle,
             model_options,
-            special.get(name, {}).keys(),
+            special.get(name, {}).keys() if "model_options" in given else (),
             given_for_all=set(given) - {"exclude_modules", "model_options"},
             owner=pipeline,
             name=name,

@@ -95,8 +95,9 @@ def from_pretrained(model_class: Any, pretrained_model_name_or_path: str | os.Pa
         options: Every option of `apply_group_offloading`, or for a pipeline of `enable_group_offload`, by name. All others
             are for the library's loader: `dtype` (or `torch_dtype`; for pipelines a dict too), `revision`, `cache_dir`,
             `variant`, `subfolder`, `token`, ..., and components of a pipeline. Components keep their weights as they are;
-            components that are group-offloaded already stay offloaded as they are. `low_cpu_mem_usage` is the option of
-            offloading; the libraries' own option of that name cannot be given, as loading always takes little memory.
+            components that are group-offloaded already are shared, as by `enable_group_offload`. `low_cpu_mem_usage` is the
+            option of offloading; the libraries' own option of that name cannot be given, as loading always takes little
+            memory.
 
     Returns:
         The result of `model_class.from_pretrained`: the model, or the pipeline with all its models offloaded.
@@ -104,6 +105,7 @@ def from_pretrained(model_class: Any, pretrained_model_name_or_path: str | os.Pa
     Raises:
         ConfigError: an option is not understood, or contradicts another one, or `model_class` loads nothing.
         ModuleError, DeviceError, GroupFileError: as raised by `apply_group_offloading`.
+        StateError: a component of the pipeline is offloaded with other options already.
         OSError and others: errors of the library, if there is no such checkpoint for example.
 
     Example:

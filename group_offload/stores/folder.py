@@ -109,7 +109,7 @@ class Folder:
         write the same files then, which is a waste and no harm.
         """
         with suppress(OSError):  # `prepare` raises an error that says what is wrong
-            self._make()
+            self._enter()
         with folder_lock(self.path):
             yield
 
@@ -123,7 +123,7 @@ class Folder:
             GroupFileError: the folder cannot be made or written to, or has too little room.
         """
         try:
-            self._make()
+            self._enter()
             present = sum(_size_of(file) for file in self.path.glob("group_*.safetensors"))
             try:
                 self._write_probe()
@@ -138,8 +138,8 @@ class Folder:
             free = shutil.disk_usage(self.path).free
         except ForeignFileError as error:
             raise GroupFileError(
-                f"Cannot keep group files in {self.path}: {error}. Pass a folder of your own as offload_to_disk_path, such as "
-                f"{self.path / 'mine'}, or take that right away: chmod o-w {self.path}. The weights were left where they are."
+                f"Cannot keep group files in {self.path}: {error}. Pass a folder of your own as offload_to_disk_path. The "
+                f"weights were left where they are."
             ) from error
         except OSError as error:
             raise GroupFileError(
@@ -266,6 +266,17 @@ class Folder:
     def _give_up(self, manifest: Path) -> None:
         remove_user(manifest, self)
         delete_if_unused(manifest)
+
+    def _enter(self) -> None:
+        """Make the folder. Where every user can replace files, a folder in it is used that belongs to this user alone."""
+        self._make()
+        if self.owners.is_open_to_all(self.path):
+            with suppress(OSError):  # it may be read-only
+                self._write_probe()  # its file system may have no modes
+        if self.owners.is_open_to_all(self.path):
+            own = self.owners.own_folder(self.path)
+            logger.info("Every user can replace files in %s. Group files go to %s.", self.path, own)
+            self.path = own
 
     def _make(self) -> None:
         self.path.mkdir(0o755, parents=True, exist_ok=True)  # whatever the umask, not for everybody to write to

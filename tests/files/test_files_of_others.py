@@ -123,21 +123,43 @@ def test_files_that_others_can_write_to(tmp_path: Path) -> None:
     assert again[0].path != files[0].path and again[1].path == files[1].path
 
 
-def test_a_folder_that_others_can_write_to(tmp_path: Path) -> None:
-    """They can replace files there, unless it is sticky. Nothing is written."""
+def test_a_folder_that_others_can_write_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They can replace files there, unless it is sticky. A folder in it is used that is this user's alone."""
+    caplog.set_level("INFO")
     groups = tmp_path / "groups"
     groups.mkdir()
-    groups.chmod(0o777)
-    with pytest.raises(
-        GroupFileError, match=r"every user can replace files in it .*777.*Pass a folder of your own.*chmod o-w"
-    ):
-        set_up(groups)
-    assert not names(groups)
-    assert_holds(set_up(groups / "mine"))
     groups.chmod(0o1777)
     files = set_up(groups)
+    assert files[0].path.parent == groups
     groups.chmod(0o777)
     assert Folder(groups, "Model").open_if(files[0].path, lambda fd: True) is None
+    before = names(groups)
+    for _ in range(2):
+        files = set_up(groups)
+        assert_holds(files)
+        (own,) = names(groups) - before
+        assert {file.path.parent for file in files} == {groups / own}
+        assert stat.S_IMODE((groups / own).stat().st_mode) == 0o700
+    assert caplog.text.count(f"Every user can replace files in {groups}. Group files go to {groups / own}.") == 2
+    (groups / own).chmod(0o770)
+    with pytest.raises(
+        GroupFileError, match=rf"every user can replace.*{own} there can't be used: others can write to it"
+    ):
+        set_up(groups)
+    (groups / own).chmod(0o700)
+    (groups / own).rename(groups / "elsewhere")
+    (groups / own).symlink_to(groups / "elsewhere")
+    with pytest.raises(GroupFileError, match=rf"{own} there can't be used.*Pass a folder of your own"):
+        set_up(groups)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_another_user_took_the_name_of_our_folder(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    own = set_up(tmp_path)[0].path.parent
+    os.chown(own, 12345, 12345)
+    with pytest.raises(GroupFileError, match=r"can't be used: it belongs to another user \(uid 12345\)"):
+        set_up(tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")

@@ -160,6 +160,7 @@ def test_a_pipeline_that_did_not_ask_undoes_nothing(kind: Kind, device: torch.de
 
 @pytest.mark.parametrize("how", ["dropped", "without the model"])
 def test_a_pipeline_that_is_gone_keeps_nothing_offloaded(how: str, kind: Kind, device: torch.device) -> None:
+    """The error about other options names the one call that restores all of its models."""
     first = kind.make()
     enable_group_offload(first, onload_device=device)
     second = kind.other(first)
@@ -170,6 +171,8 @@ def test_a_pipeline_that_is_gone_keeps_nothing_offloaded(how: str, kind: Kind, d
         assert ref() is None
     else:
         first.vae = None
+    with pytest.raises(StateError, match=r"^vae .* call disable_group_offload\(pipe\) first"):
+        enable_group_offload(second, model_options={"vae": LEAVES})
     disable_group_offload(second)
     assert handle_of(second.vae) is None
 
@@ -259,6 +262,24 @@ def test_the_next_call_offloads_what_is_new(change: str, kind: Kind, enable: Any
     assert handles["transformer"] is first["transformer"] and handles["vae"].config.offload_type == "leaf_level"
     assert torch.equal(kind.run(pipe), kind.expected(device))
     assert enable(pipe, exclude_modules=None).keys() == models_of(pipe).keys()
+
+
+@pytest.mark.parametrize("options", [{"exclude_modules": "vae"}, {"model_options": {"vae": LEAVES}}], ids=str)
+@by_whom
+def test_options_of_the_last_call_do_not_count_for_what_is_offloaded(
+    options: dict[str, Any], by: str, kind: Kind, enable: Any, device: torch.device
+) -> None:
+    pipe, other = kind.make(), kind.make()
+    enable(pipe, onload_device=device, **options)
+    if by == "this pipeline":
+        pipe.vae = kind.make().vae
+        handle = apply_group_offloading(pipe.vae, device)
+    else:
+        handle = enable(other, onload_device=device)["vae"]
+        pipe.vae = other.vae
+    assert enable(pipe)["vae"] is handle
+    disable_group_offload(other)
+    assert torch.equal(kind.run(pipe), kind.expected(device))
 
 
 def test_a_model_that_was_added_and_left_on_the_cpu_is_named_once(
