@@ -217,8 +217,7 @@ class Engine:
                     "remove() was called in the middle of a forward or backward of the module. Call it afterwards."
                 )
             self._passes.begin_clean()
-            self._lookahead.abandon()
-            self._memory.release()
+            self._release()
             self._changes.invalidate()  # the next forward then offloads weights again that were moved out
             self._give_up_blobs()
             self._close_replaced({part for group in self.groups for part in group.parts})
@@ -376,6 +375,7 @@ class Engine:
         now = dict([*self.root.named_parameters(), *self.root.named_buffers()])
         lost = [name for name, tensor in now.items() if tensor.is_meta and name in self._known]
         if lost and all(tensor.is_meta for tensor in now.values()):
+            self._release()
             self._forget_groups()
             self._gates.install(())
         if lost:
@@ -385,10 +385,13 @@ class Engine:
                 f"its hooks off: accelerate.hooks.remove_hook_from_module(model, recurse=True)."
             )
 
-    def _forget_groups(self) -> None:
-        """Mapped files are dropped now, and not by Python's collector later: until then they count as RAM in use."""
+    def _release(self) -> None:
+        """Give up all device memory. What is on its way arrives before."""
         self._lookahead.abandon()
         self._memory.release()
+
+    def _forget_groups(self) -> None:
+        """Mapped files are dropped now, and not by Python's collector later: until then they count as RAM in use."""
         self._changes.clear()
         self._probe.stopwatch.clear()
         self.recorder.clear()

@@ -339,6 +339,8 @@ class DeviceMemory:
 
     def __del__(self) -> None:
         """Part groups from slots, which know each other: with the model all of its memory goes, and not with a collection."""
+        if not hasattr(self, "next_bytes"):
+            return  # an interrupt came in the middle of the constructor
         for slot in self.slots:
             for group in slot.groups:
                 group.slot = None

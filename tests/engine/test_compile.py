@@ -342,7 +342,9 @@ def test_a_model_compiled_late_that_records_graphs(folder: Path | None) -> None:
     model.compile(backend="eager")
     for number in range(3):
         assert torch.equal(gradient(model, number), gradient(resident, number))
-        assert handle.stats().passes == handle.stats().backward_passes == number + 1
+        assert handle.stats().passes == number + 1
+        # In place backward needs nothing.
+        assert handle.stats().backward_passes == (0 if folder is None else number + 1)
     handle.remove()
 
 
@@ -370,8 +372,8 @@ def test_aot_autograd(folder: Path | None) -> None:
         with torch.inference_mode():
             assert_same(model(inputs(number)), expected[number])
     assert handle.stats().passes == 6
-    # Four blocks in each pass. What the root holds stays good in its slot if it came from a file.
-    assert handle.stats().onloads == 6 * 4 + (6 if folder is None else 1)
+    # Four blocks in each pass, and once what the root holds, which stays good in its slot. In RAM nothing moves.
+    assert handle.stats().onloads == (0 if folder is None else 6 * 4 + 1)
 
 
 def test_forward_while_another_thread_compiles(folder: Path | None) -> None:

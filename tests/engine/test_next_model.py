@@ -244,7 +244,7 @@ def cached(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def wait_for_cache_reads() -> None:
-    for reads in [*cache_reads._all]:
+    for reads in [each for each in gc.get_objects() if isinstance(each, cache_reads.CacheReads)]:
         for task in reads._tasks:
             task.wait()
 

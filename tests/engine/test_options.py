@@ -529,7 +529,7 @@ def test_statistics_of_leaves(tier: str, tmp_path: Path) -> None:
     stats = handle.stats()
     lines = str(stats).splitlines()
     assert len(lines) == 2 + len(fields(stats)) and re.search(
-        r"^peak_device_bytes +\d.*iB \(\d+ B\)$", str(stats), re.MULTILINE
+        r"^(host|peak_device)_bytes +\d.*iB \(\d+ B\)$", str(stats), re.MULTILINE
     )
     assert all(f"<td>{field.name}</td>" in stats._repr_html_() for field in fields(stats))
     assert stats.peak_device_bytes <= sum(heights) + blob_bytes(model.norm)

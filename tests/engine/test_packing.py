@@ -296,7 +296,7 @@ def test_a_set_up_that_fails_leaves_the_model_as_it_was(
     assert not device.pinned_bytes
 
 
-@pytest.mark.parametrize(("source", "options"), [("ram", {}), ("file", {}), ("file", {"ram_budget": "1GiB"})], ids=str)
+@pytest.mark.parametrize(("source", "options"), [("ram", {}), ("file", {}), ("file", {"ram_budget": "4GiB"})], ids=str)
 def test_the_next_blob_is_read_while_one_is_packed(
     source: str, options: dict[str, Any], device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -224,5 +224,5 @@ def test_methods_that_compute_with_weights_of_modules_that_nobody_calls(
 
 
 def test_other_classes_that_say_no_are_refused(patched: None) -> None:
-    with pytest.raises(ModuleError, match=r"Leave it out with exclude_modules"):
+    with pytest.raises(ModuleError, match=r"Pass its component name in exclude_modules"):
         ModelMixin.enable_group_offload(type("Other", (nn.Linear,), {"_supports_group_offloading": False})(2, 2))

@@ -156,7 +156,8 @@ def forward_of(model: nn.Module) -> None:
 
 
 def test_before_any_pass(device: CountingDevice, tmp_path: Path) -> None:
-    handle = offload(timed_model(device))
+    model = timed_model(device)
+    handle = offload(model)
     page = Page(handle.report(tmp_path / "run.html"))
     assert "No pass has run yet. The timeline is what the plan foresees." in page.words
     [only] = page.facts["models"][0]["passes"]

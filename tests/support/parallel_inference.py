@@ -118,7 +118,8 @@ def tensors_parallel(order: str, level: str, folder: Path | None) -> None:
     for each in (expected, model):
         each.requires_grad_(False)
     assert_same(gradients(model), gradients(expected))
-    assert handle.stats().backward_passes == 1
+    # Weights in RAM are used in place on the CPU: backward needs nothing then.
+    assert handle.stats().backward_passes == int(folder is not None or tiny.device().type != "cpu")
     handle.remove()
     assert_same(outputs(model.to(tiny.device())), wanted)
 

@@ -30,6 +30,8 @@ PORTABLE_OS = {
     "O_WRONLY",
     "PathLike",
     "SEEK_SET",
+    "W_OK",
+    "access",
     "close",
     "cpu_count",
     "devnull",
