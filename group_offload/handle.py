@@ -294,9 +294,11 @@ class OffloadHandle:
             return
         self._engine.remove()
         self._engine = None
-        self.module.__dict__.pop(HANDLE, None)
-        for listener in listeners:
-            listener.removed(self)
+        module = OffloadHandle.module.of(self)
+        if module is not None:  # the handle may outlive the model
+            module.__dict__.pop(HANDLE, None)
+            for listener in listeners:
+                listener.removed(self)
 
     @property
     def _live(self) -> Engine:
