@@ -295,11 +295,10 @@ class OffloadHandle:
         module = OffloadHandle.module.of(self)
         self._engine.remove()
         self._engine = None
-        if module is None:
-            return
-        module.__dict__.pop(HANDLE, None)
-        for listener in listeners:
-            listener.removed(self)
+        if module is not None:  # the handle may outlive the model
+            module.__dict__.pop(HANDLE, None)
+            for listener in listeners:
+                listener.removed(self)
 
     @property
     def _live(self) -> Engine:

@@ -222,7 +222,10 @@ class Backward:
         # From torch 2.15 on selective checkpoints show what they keep to a user's hooks, or warn that they do not. These are
         # no user's: the checkpoint has to look below them, as it does for its own.
         pack._checkpoint_internal, pack._user_hooks = True, below  # type: ignore[attr-defined]
-        return saved_tensors_hooks(pack, unwatched(_unpack))
+        unpack = unwatched(_unpack)
+        if below is not None:  # a checkpoint calls modules again, whose gates are there as long as the model is
+            unpack.root = self._passes.root  # type: ignore[attr-defined]
+        return saved_tensors_hooks(pack, unpack)
 
     def check_graph(self, output: Any) -> None:
         """Refuse a graph that was recorded where saved-tensor hooks are forbidden: its backward would find other weights.

@@ -472,10 +472,16 @@ class Gates:
         self._inner: weakref.WeakKeyDictionary[nn.Module, InnerGate] = weakref.WeakKeyDictionary()
         self._methods: dict[Method, MethodGate] = {}
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._end = weakref.ref(top, weakly(self._leave))
+
+    def _leave(self, top: object = None) -> None:
+        """The model is gone. Parts of it that are still there become modules as any other, also if a handle is kept."""
+        self.uninstall()
+        self.clear()
+        self.passes.is_removed = True
 
     def __del__(self) -> None:
-        """The model is gone, or was given back. Parts of it that are still there become modules as any other."""
-        self.uninstall()
+        self._leave()  # Python's collector calls nobody about what it frees together
 
     @property
     def root(self) -> Gate:

@@ -22,11 +22,13 @@ from torch import nn
 from group_offload import ModuleError, StateError, apply_group_offloading, enable_group_offload
 from group_offload.runtime.measure.recorder import Recorder
 
+from ..support import training
 from ..support.inside import engine_of
 from ..support.models import Model, inputs, make
 from ..support.on_device import forward
 from ..support.rigs import offload_to, run
 from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.training import CHECKPOINTS
 
 
 @contextmanager
@@ -154,9 +156,10 @@ def test_a_pipeline_that_is_dropped() -> None:
         assert all(map(operator.le, dropped(True), dropped(False)))
 
 
-def test_a_part_that_outlives_its_model() -> None:
+@pytest.mark.parametrize("keeps_handle", [False, True])
+def test_a_part_that_outlives_its_model(keeps_handle: bool) -> None:
     model, reference = make(Model), make(Model)
-    apply_group_offloading(model, "cpu")
+    kept = [apply_group_offloading(model, "cpu")][: int(keeps_handle)]
     run(model, inputs())
     block = model.blocks[1]
     del model
@@ -164,6 +167,9 @@ def test_a_part_that_outlives_its_model() -> None:
     assert "_compiled_call_impl" not in block.__dict__ and not block._forward_pre_hooks
     handle = apply_group_offloading(block, "cpu")
     assert torch.equal(run(block, inputs()), run(reference.blocks[1], inputs()))
+    for each in kept:
+        each.remove()
+        assert torch.equal(run(block, inputs()), run(reference.blocks[1], inputs()))
     del block
     with pytest.raises(StateError, match="Keep a reference to the model"):
         _ = handle.module
@@ -179,6 +185,28 @@ def test_backward_after_the_model_was_dropped() -> None:
         del model
         loss.backward()
         gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("run_block", CHECKPOINTS[1:])
+def test_a_checkpoint_calls_blocks_of_a_model_that_was_dropped(run_block: Any) -> None:
+    gradients, gone = [], []
+    for offloads in (False, True):
+        with use_simulated_device(SimulatedDevice(0, "random")) as device, counted():
+            model = training.make(run_block=run_block).requires_grad_(False)
+            put = device.put if offloads else torch.clone
+            if offloads:
+                apply_group_offloading(model, "cpu")
+            x = put(torch.ones(2, training.DIM)).requires_grad_()
+            with device.running():
+                loss = model(x).square().mean()
+                gone.append(weakref.ref(model))
+                del model
+                loss.backward()
+            device.synchronize()
+            gradients.append(device.get(x.grad) if offloads else x.grad)
+            del loss
+            assert not alive(gone[-1])[0]
     assert torch.equal(*gradients)
 
 
