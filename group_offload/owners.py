@@ -18,6 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection
 from dataclasses import replace
+from enum import Enum
 from typing import Any
 
 from torch import nn
@@ -25,6 +26,7 @@ from torch import nn
 from .config import ModelOptions, OffloadConfig
 from .errors import StateError
 from .handle import OffloadHandle
+from .plan.budgets import describe_bytes
 
 
 def add_owner(handle: OffloadHandle, owner: Any) -> None:
@@ -125,6 +127,10 @@ def _shown(config: OffloadConfig, option: str) -> str:
     if option == "offload_device":
         return repr("disk" if config.rests_in_files else "cpu")
     value = getattr(config, option)
+    if isinstance(value, Enum):
+        value = value.value
+    elif option in ("vram_budget", "ram_budget") and value is not None:
+        value = describe_bytes(value)
     return repr(value if value is None or isinstance(value, int) else str(value))
 
 

@@ -232,6 +232,14 @@ def test_applying_twice(first: str, second: str, device: torch.device, patched: 
     assert torch.equal(tiny.run(pipe.to(device)), tiny.run(tiny.flux_pipeline().to(device)))
 
 
+@pytest.mark.parametrize(("given", "shown"), [("1GiB", "1 GiB"), ("auto", "auto")])
+def test_a_budget_is_shown_as_it_is_given(given: str, shown: str, device: torch.device) -> None:
+    model = tiny.clip()
+    apply_group_offloading(model, device, ram_budget=given)
+    with pytest.raises(StateError, match=rf"offloaded, with ram_budget='{shown}'\. To keep"):
+        apply_group_offloading(model, ram_budget="2GiB")
+
+
 def test_a_part_that_is_offloaded_is_named(kind: Kind, enable: Any, device: torch.device) -> None:
     pipe = kind.make()
     block = pipe.transformer.transformer_blocks[0]
