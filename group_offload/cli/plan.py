@@ -253,7 +253,6 @@ def _speed(text: str | None, name: str) -> int | None:
 def _components(models: Mapping[str, Outline], asked: _Asked, speeds: Speeds) -> list[_Component]:
     uses = {name: asked.num_steps if name.startswith(DENOISERS) else 1 for name in models}
     shares = _shares(models, uses, asked, 0)
-    shares_of: dict[int, dict[str, int | None]] = {}
     found = []
     # If the device's budget is too small, the error is about the model that needs most of it.
     for name, model in sorted(models.items(), key=lambda item: _turn_bytes(item[1]), reverse=True):
@@ -264,8 +263,7 @@ def _components(models: Mapping[str, Outline], asked: _Asked, speeds: Speeds) ->
         gain_from_vram = gain_from_ram = None
         if asked.vram is not None:
             gain_from_vram = plan.gain_from(device_bytes=plan.more_bytes)
-        extra = plan.more_bytes
-        share, more = shares[name], shares_of.setdefault(extra, _shares(models, uses, asked, extra))[name]
+        share, more = shares[name], _shares(models, uses, asked, plan.more_bytes)[name]
         if share is not None and more is not None:
             gain_from_ram = plan.gain_from(ram_bytes=more - share)
         found.append(
