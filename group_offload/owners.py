@@ -31,6 +31,7 @@ from .plan.budgets import describe_bytes
 
 def add_owner(handle: OffloadHandle, owner: Any) -> None:
     """Note that a pipeline, or the module itself, asked for this handle. Repeated calls do nothing."""
+    handle.owners = [ref for ref in handle.owners if ref() is not None]
     if any(ref() is owner for ref in handle.owners):
         return
     try:
