@@ -114,9 +114,8 @@ def how_to_undo(owners: Collection[Any], owner: Any, module: nn.Module, name: st
     for each in owners:
         of_pipeline = "disable_group_offload(" + ("pipe)" if each is owner else f") on the {_title(each, owner)}")
         calls[alone if each is module else of_pipeline] = None
-    return " and ".join(calls) or (
-        "disable_group_offload(pipe)" if name else alone
-    )  # pipelines that are gone are no owners
+    # Without owners (their pipelines are gone) any pipeline that has the module may restore it.
+    return " and ".join(calls) or ("disable_group_offload(pipe)" if name else alone)
 
 
 def _title(pipeline: Any, owner: Any) -> str:
