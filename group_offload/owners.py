@@ -31,6 +31,7 @@ from .plan.budgets import describe_bytes
 
 def add_owner(handle: OffloadHandle, owner: Any) -> None:
     """Note that a pipeline, or the module itself, asked for this handle. Repeated calls do nothing."""
+    handle.owners = [ref for ref in handle.owners if ref() is not None]
     if any(ref() is owner for ref in handle.owners):
         return
     try:
@@ -113,9 +114,8 @@ def how_to_undo(owners: Collection[Any], owner: Any, module: nn.Module, name: st
     for each in owners:
         of_pipeline = "disable_group_offload(" + ("pipe)" if each is owner else f") on the {_title(each, owner)}")
         calls[alone if each is module else of_pipeline] = None
-    return " and ".join(calls) or (
-        "disable_group_offload(pipe)" if name else alone
-    )  # pipelines that are gone are no owners
+    # Without owners (their pipelines are gone) any pipeline that has the module may restore it.
+    return " and ".join(calls) or ("disable_group_offload(pipe)" if name else alone)
 
 
 def _title(pipeline: Any, owner: Any) -> str:

@@ -150,6 +150,15 @@ def test_a_copy_of_a_pipeline_is_not_offloaded(make_copy: Callable[[Any], Any], 
     assert handles_of(pipe) == handles
 
 
+def test_pipelines_that_are_gone_take_no_memory(device: torch.device) -> None:
+    pipe = tiny.flux_pipeline()
+    handles = enable_group_offload(pipe, onload_device=device)
+    for _ in range(5):
+        enable_group_offload(diffusers.FluxPipeline(**pipe.components))
+        gc.collect()
+    assert {len(handle.owners) for handle in handles.values()} == {2}
+
+
 def test_a_pipeline_that_did_not_ask_undoes_nothing(kind: Kind, device: torch.device) -> None:
     first = kind.make()
     handles = enable_group_offload(first, onload_device=device)
