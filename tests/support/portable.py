@@ -80,6 +80,7 @@ ABOUT_LINUX = {
     "engine/test_processes.py": "processes that fork",
     "integrations/test_opening.py": "casts that are postponed, because the page map tells which weights are views of files",
     "integrations/test_quantising.py": "models opened in place, as the page map tells which weights are views of files",
+    "files/test_files_of_others.py": "owners and modes of files",
     "files/test_changing_folder.py": "locks of files, and processes of their own",
     "files/test_file_identity.py::test_the_disk_is_a_promise": "weights that rest in their checkpoint",
     "engine/test_changes.py::test_a_swap_an_edit_and_a_new_module": "weights that rest in their checkpoint, as one case",
