@@ -88,15 +88,10 @@ class Gate(Around):
         self.tables: tuple[Group, ...] = ()
         """The table of an embedding that stays where it rests."""
         self._owner = weakref.ref(gates)
-        self._repeater = Repeater(module, gates.passes, gates.placer, gates.backend, _is_ours)
+        self._repeater = Repeater(module, gates.passes, gates.backend, _is_ours)
         self.compiled = module.__dict__.get(COMPILED_CALL)
         self.bypassing: BypassingCall | None = None
         """A call in progress that bypassed the gate. A forward hook will end it."""
-
-    @property
-    def entry(self) -> nn.Module | Method:
-        """What is called: the module, or one of its methods."""
-        return self.method or self.module
 
     @property
     def _gates(self) -> Gates:
@@ -143,18 +138,18 @@ class Gate(Around):
         # Compilers and selective checkpoints that watch this thread must not see the engine's own Python.
         gates = self._owner()  # it stays for the length of the call
         if gates is not None:
-            passes = gates.passes
+            passes, module = gates.passes, self.module
             compiler = set_eval_frame(None)
             modes = selective.hide()
             try:
                 if passes.runs_elsewhere:
-                    passes.wait_for_turn(self.module)
+                    passes.wait_for_turn(module)
                 with passes.lock:  # not acquire() and try: Ctrl-C may come between the two
                     if not passes.is_removed:
                         try:
-                            return self._run(compiler, modes, args, kwargs)
+                            return self._run(gates, module, compiler, modes, args, kwargs)
                         finally:
-                            passes.settle(self.module)
+                            passes.settle(module)
             finally:
                 selective.show(modes)
                 set_eval_frame(compiler)
@@ -167,9 +162,11 @@ class Gate(Around):
         """What the gate stands around."""
         return self.module._call_impl if self.compiled is None else self.compiled
 
-    def _run(self, compiler: Any, modes: Sequence[TorchDispatchMode], args: Any, kwargs: Any) -> Any:
-        gates, backward, passes = self._gates, self._gates.backward, self._gates.passes
-        this = Call(self.module, self.entry, sys._getframe())
+    def _run(
+        self, gates: Gates, module: nn.Module, compiler: Any, modes: Sequence[TorchDispatchMode], args: Any, kwargs: Any
+    ) -> Any:
+        backward, passes = gates.backward, gates.passes
+        this = Call(module, self.method or module, sys._getframe())
         try:
             if self.bypassing is not None:  # it is this thread's, and was interrupted
                 self.leave_bypassed()
@@ -177,19 +174,19 @@ class Gate(Around):
             this.is_deferred = own is not None
             backward.begin_call(self.groups)
             passes.begin_call(this, args, kwargs)
-            args, kwargs = self._inputs(args, kwargs)
+            args, kwargs = self._inputs(gates, args, kwargs)
             call = self._enclosed
             first = num_autograd_nodes()
             for table in self.tables:
                 table.check()
             if self.tables:
                 # Compiled code has the table in its place, so torch's own Python calls the module.
-                compiler, call = None, GatheredRows(self.module, gates.backend).call
+                compiler, call = None, GatheredRows(module, gates.backend).call
             elif self.groups and is_profiler_enabled():
                 call = partial(_call_in_range, call, self.groups[-1].group_id)
             late = nullcontext() if own is None else own.preceded_by(partial(passes.acquire_late, this))
             with backward.hooks() or nullcontext(), late:
-                output = self._repeater.call(call, args, kwargs, compiler, modes)
+                output = self._repeater.call(call, args, kwargs, compiler, modes, has_budget=gates.placer.has_budget)
             if torch.is_grad_enabled():
                 backward.check_graph(output)
                 kept = [group for group in self.groups if group.has_beside]
@@ -205,8 +202,8 @@ class Gate(Around):
         finally:
             passes.end_call(this)
 
-    def _inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return self._gates.move_inputs(args, kwargs)
+    def _inputs(self, gates: Gates, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return gates.move_inputs(args, kwargs)
 
     def _own_forward(self) -> OwnForward | None:
         """Where to onload the groups if hooks of diffusers may skip the module. Users' hooks may need the weights at once."""
@@ -318,8 +315,8 @@ class InnerGate(Gate):
             return call(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 
-    def _inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return (args, kwargs) if self._gates.passes.is_inside_a_call else super()._inputs(args, kwargs)
+    def _inputs(self, gates: Gates, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return (args, kwargs) if gates.passes.is_inside_a_call else super()._inputs(gates, args, kwargs)
 
 
 class MethodGate(InnerGate):

@@ -35,7 +35,6 @@ from ..base.torch_internals import TorchDispatchMode, set_eval_frame
 from ..base.weak import Weak
 from .convoy.watch import Survey, survey
 from .passes import Passes
-from .placer import Placer
 from .slots.arena import arena_for
 
 logger = logging.getLogger("group_offload")
@@ -50,17 +49,14 @@ class Repeater:
 
     _module = Weak[nn.Module]()
     _passes = Weak[Passes]()
-    _placer = Weak[Placer]()
 
-    def __init__(
-        self, module: nn.Module, passes: Passes, placer: Placer, backend: Backend, is_ours: Callable[[Any], bool]
-    ) -> None:
+    def __init__(self, module: nn.Module, passes: Passes, backend: Backend, is_ours: Callable[[Any], bool]) -> None:
         """
         Args:
             is_ours: Whether a hook of the module belongs to the engine.
         """
         self._module = module
-        self._passes, self._placer, self._backend = passes, placer, backend
+        self._passes, self._backend = passes, backend
         self._arena = arena_for(backend)
         self._is_ours = is_ours
         self._before: Survey | None = None
@@ -71,7 +67,14 @@ class Repeater:
         self._has_warned = False
 
     def call(
-        self, call: Callable[..., Any], args: Any, kwargs: Any, compiler: Any, modes: Sequence[TorchDispatchMode]
+        self,
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        compiler: Any,
+        modes: Sequence[TorchDispatchMode],
+        *,
+        has_budget: bool,
     ) -> Any:
         """Call it, and again if the device refuses memory, as long as residents give way.
 
@@ -81,9 +84,9 @@ class Repeater:
         Raises:
             torch.OutOfMemoryError: No resident was left, or the call cannot be repeated.
         """
-        passes = self._passes
-        if torch.is_grad_enabled() or not self._placer.has_budget:
+        if not has_budget or torch.is_grad_enabled():
             return _seen(call, args, kwargs, compiler, modes)
+        passes = self._passes
         given, num_repeats = _Given(args, kwargs, self._backend), 0
         while True:
             refused: torch.OutOfMemoryError | None = None
