@@ -72,7 +72,7 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def needed_part(tensor: torch.Tensor, min_bytes: int) -> tuple[int, int]:
-    """The first and last (exclusive) byte of its storage that move for a tensor. None if it reaches less than `min_bytes`."""
+    """The first and last (exclusive) byte of its storage to move for a tensor: none if it reaches less than `min_bytes`."""
     start, end = extent(tensor)
     if end - start < min_bytes:
         return 0, 0

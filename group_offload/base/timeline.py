@@ -152,8 +152,8 @@ class Timeline:
         assert seconds is not None
         return seconds
 
-    def events(self, process: int) -> list[dict[str, object]]:
-        """Wait for the device, and return all slices as events of one process of a trace."""
+    def events(self) -> list[dict[str, object]]:
+        """Wait for the device, and return all slices as events of a trace."""
         slices = self.slices()
         rows: dict[str, list[Slice]] = {}
         for lane in self._on_host:
@@ -162,32 +162,27 @@ class Timeline:
                 rows[lane if number == 1 else f"{lane} {number}"] = row
         used = {each.lane for each in slices}
         lanes = [*rows, *(lane for lane in self._device_lanes if lane not in (DECODE, GATHERS) or lane in used)]
-        found: list[dict[str, object]] = [
-            {"ph": "M", "pid": process, "name": "process_name", "args": {"name": self._title}}
-        ]
+        found: list[dict[str, object]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": self._title}}]
         for index, lane in enumerate(lanes):
-            where = {"ph": "M", "pid": process, "tid": index}
+            where = {"ph": "M", "pid": 1, "tid": index}
             found.append({**where, "name": "thread_name", "args": {"name": lane}})
             found.append({**where, "name": "thread_sort_index", "args": {"sort_index": index}})
         on_device = [(each.lane, each) for each in slices if each.lane not in self._on_host]
         for lane, each in (*((lane, each) for lane, row in rows.items() for each in row), *on_device):
             micros = {"ts": each.start * 1e6, "dur": (each.end - each.start) * 1e6}
             args = {"bytes": each.num_bytes} if each.num_bytes else {}
-            found.append(
-                {"ph": "X", "pid": process, "tid": lanes.index(lane), "name": each.name, **micros, "args": args}
-            )
+            found.append({"ph": "X", "pid": 1, "tid": lanes.index(lane), "name": each.name, **micros, "args": args})
         return found
 
 
-def write(path: Path, *timelines: Timeline) -> None:
-    """Wait for the devices, and write a trace of what the timelines collected.
+def write(path: Path, timeline: Timeline) -> None:
+    """Wait for the device, and write a trace of what the timeline collected.
 
     Raises:
         GroupFileError: the file cannot be written.
     """
-    events = [event for process, timeline in enumerate(timelines, 1) for event in timeline.events(process)]
     try:
-        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        path.write_text(json.dumps({"traceEvents": timeline.events(), "displayTimeUnit": "ms"}))
     except OSError as error:
         raise GroupFileError(f"Cannot write {path}: {error.strerror}.") from error
 

@@ -5,15 +5,10 @@
 
 from __future__ import annotations
 
-import ast
 import gc
-import inspect
 import random
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,6 +23,7 @@ from ..support.asserts import same_bits
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.training import DIM, plain, retained, stopped_backward, two_by_two
 from ..support.tuning import tune
+from ..support.waits import waits_of
 
 
 def simple(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -264,49 +260,8 @@ def test_an_interrupt_of_the_work_on_activations(error: type[BaseException], mon
 
 # ---------------------------------------------------------------- mutations
 
-MODULES: tuple[ModuleType, ...] = (offloader, host_pool, streams)
 CALLS = {"wait_event", "synchronize", "record", "record_stream", "_wait"}
-
-
-def is_wait(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Call)
-        and isinstance(node.value.func, ast.Attribute)
-        and node.value.func.attr in CALLS
-    )
-
-
-def find_waits() -> list[tuple[Any, str, int]]:
-    """Every statement that only orders work: (class, method, index of the statement)."""
-    found = []
-    for module in MODULES:
-        for node in ast.parse(Path(module.__file__ or "").read_text()).body:
-            if isinstance(node, ast.ClassDef):
-                for method in node.body:
-                    if isinstance(method, ast.FunctionDef):
-                        num_waits = len([n for n in ast.walk(method) if is_wait(n)])
-                        found += [(getattr(module, node.name), method.name, index) for index in range(num_waits)]
-    return found
-
-
-def without_wait(owner: Any, name: str, index: int) -> tuple[Any, str]:
-    """The method `owner.name` without its wait number `index`, and that wait's text."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(owner, name))))
-    wait = [node for node in ast.walk(tree) if is_wait(node)][index]
-
-    class Remove(ast.NodeTransformer):
-        def visit_Expr(self, node: ast.Expr) -> ast.AST:
-            return ast.copy_location(ast.Pass(), node) if node is wait else node
-
-    scope: dict[str, Any] = {}
-    module = inspect.getmodule(owner)
-    assert module is not None
-    exec(compile(ast.fix_missing_locations(Remove().visit(tree)), "<mutant>", "exec"), module.__dict__, scope)
-    return scope[name], ast.unparse(wait)
-
-
-WAITS = find_waits()
+WAITS, without_wait = waits_of((offloader, host_pool, streams), CALLS)
 
 
 def test_there_are_waits_to_remove() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

@@ -6,13 +6,11 @@ streams, options. The same function, on an engine with one wait taken out, has t
 
 from __future__ import annotations
 
-import ast
 import copy
 import gc
 import random
 import sys
 import tempfile
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -65,6 +63,7 @@ from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.speeds import KNOWN_SPEEDS
 from ..support.travellers import interrupt_at_the_end_of_a_call, travel
 from ..support.tuning import tune
+from ..support.waits import waits_of
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -1081,50 +1080,9 @@ NO_ORDER = {("Reader", "_next")}
 SHARED = (convoy_lock, convoy_passes)
 
 
-def find_waits() -> list[tuple[Any, str, int]]:
-    """Every statement of the engine that only orders work: (class, method, index of the statement)."""
-    found = []
-    weights = (engine, passes, placer, packer, lookahead, memory)
-    modules = (*SHARED, copies, *weights, slots, arena, berths, transfer, jobs, room, reader, staging, pinned)
-    for module in modules:
-        for node in ast.parse(Path(module.__file__ or "").read_text()).body:
-            if isinstance(node, ast.ClassDef):
-                for method in node.body:
-                    if isinstance(method, ast.FunctionDef) and (node.name, method.name) not in NO_ORDER:
-                        waits = [n for n in ast.walk(method) if is_wait(n)]
-                        found += [(getattr(module, node.name), method.name, index) for index in range(len(waits))]
-    return found
-
-
-def is_wait(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Call)
-        and isinstance(node.value.func, ast.Attribute)
-        and (node.value.func.attr in CALLS or ast.unparse(node.value) in WAITS_FOR_THREADS)
-    )
-
-
-def without_wait(owner: Any, name: str, index: int) -> tuple[Any, str]:
-    """The method `owner.name` without its wait number `index`, and that wait's text."""
-    import inspect
-
-    tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(owner, name))))
-    wait = [node for node in ast.walk(tree) if is_wait(node)][index]
-    text = ast.unparse(wait)
-
-    class Remove(ast.NodeTransformer):
-        def visit_Expr(self, node: ast.Expr) -> ast.AST:
-            return ast.copy_location(ast.Pass(), node) if node is wait else node
-
-    scope: dict[str, Any] = {}
-    module = inspect.getmodule(owner)
-    assert module is not None
-    exec(compile(ast.fix_missing_locations(Remove().visit(tree)), "<mutant>", "exec"), module.__dict__, scope)
-    return scope[name], text
-
-
-WAITS = find_waits()
+WEIGHTS = (engine, passes, placer, packer, lookahead, memory)
+MODULES = (*SHARED, copies, *WEIGHTS, slots, arena, berths, transfer, jobs, room, reader, staging, pinned)
+WAITS, without_wait = waits_of(MODULES, CALLS, WAITS_FOR_THREADS, NO_ORDER)
 
 
 def test_there_are_waits_to_remove() -> None:
