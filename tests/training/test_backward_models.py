@@ -69,7 +69,8 @@ def test_lora_on_diffusers_models(name: str, level: str, checkpointing: bool) ->
     handle = apply_group_offloading(ours, tiny.device(), offload_type=level)
     assert_same_training(ours, with_lora(name, checkpointing=checkpointing), name)
     stats = handle.stats()
-    is_in_place = handle.config.onload_device.type == "cpu"  # backward needs nothing then
+    # On the CPU, where weights are used in place, backward needs nothing unless a checkpoint calls blocks in it.
+    is_in_place = handle.config.onload_device.type == "cpu" and not checkpointing
     assert stats.backward_passes == (0 if is_in_place else 3) and stats.trainable_bytes > 0
     if handle.config.use_stream and level == "block_level":
         assert_ahead(handle, lambda: train(ours, name))
