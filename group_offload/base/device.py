@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from typing import Any, Protocol
 
@@ -42,6 +43,26 @@ class Stream(Protocol):
         """Work that is enqueued from now on starts after `event`, as last recorded."""
 
 
+class Refused(torch.OutOfMemoryError):
+    """Device memory that was refused: an error that operators written in C++ do not catch as they do the allocator's."""
+
+
+class Refusal(threading.local):
+    """Whom this thread asks when it is refused memory of a device."""
+
+    must_fail: Callable[[], bool] | None = None
+    """Whether to raise `Refused`, so that no operator goes on without the memory."""
+
+    def note(self, num_bytes: int) -> None:
+        """Memory is refused, and the caller is about to hear of it.
+
+        Raises:
+            Refused: it is not to hear of it.
+        """
+        if self.must_fail is not None and self.must_fail():
+            raise Refused(f"Out of device memory: tried to allocate {num_bytes:,} bytes.")
+
+
 class Backend(Protocol):
     """One device. Safe to call from several threads; what it hands out is not.
 
@@ -52,6 +73,7 @@ class Backend(Protocol):
     device: torch.device
     joins_fragments: bool
     """Whether pieces of memory that were freed serve allocations of other sizes, wherever they lie."""
+    refusal: Refusal
     has_streams: bool
     """Whether work is asynchronous. Without streams every call is done when it returns, and events are no-ops."""
 
@@ -117,13 +139,6 @@ class Backend(Protocol):
 
     def generator_state(self) -> object:
         """The state of the device's random generator. Two are equal if nothing was drawn in between."""
-
-    def other_algorithms(self) -> contextlib.AbstractContextManager[object]:
-        """Let operators that were refused memory for the algorithm that they chose first look for one again.
-
-        cuDNN remembers, for each shape and thread, the algorithm that it found memory for: then it has to be asked in another
-        way to choose that of an empty device.
-        """
 
     def free(self, memory: torch.Tensor) -> None:
         """Give memory from `empty` back. Its owner stream, and streams marked by `record_stream`, may still use it."""
@@ -200,6 +215,7 @@ class HostBackend:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+        self.refusal = Refusal()
 
     def current_stream(self) -> Stream:
         return _NO_STREAM
@@ -262,9 +278,6 @@ class HostBackend:
     def generator_state(self) -> object:
         return None
 
-    def other_algorithms(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext()
-
     def free(self, memory: torch.Tensor) -> None:
         pass
 
@@ -303,6 +316,7 @@ class AcceleratorBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.refusal = Refusal()
         self.joins_fragments = False
         if device.type == "cuda":
             _watch_refusals()
@@ -389,9 +403,6 @@ class AcceleratorBackend:
             return self._runtime.get_rng_state(self.device).numpy().tobytes()
         generator = generators[self.device.index]
         return generator.initial_seed(), generator.get_offset()
-
-    def other_algorithms(self) -> contextlib.AbstractContextManager[object]:
-        return _deterministic_cudnn() if self.device.type == "cuda" else contextlib.nullcontext()
 
     def _bytes(self, which: str, when: str) -> int:
         # What memory_allocated() looks up, without all that it sorts before.
@@ -521,17 +532,6 @@ def plain_empty(num_bytes: int, device: torch.device) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
-@contextlib.contextmanager
-def _deterministic_cudnn() -> Iterator[None]:
-    """An algorithm that is not deterministic has no bits to keep. The others are chosen anew, in the same order."""
-    before = torch.backends.cudnn.deterministic
-    torch.backends.cudnn.deterministic = True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.deterministic = before
-
-
 _refused: dict[torch.device, tuple[int, int]] = {}
 """For each CUDA device, how often memory was refused, and the bytes of the last time."""
 
@@ -541,6 +541,8 @@ def _watch_refusals() -> None:
     def note(index: int, num_bytes: int) -> None:
         device = torch.device("cuda", index)
         _refused[device] = _refused.get(device, (0, 0))[0] + 1, num_bytes
+        if device in _backends:
+            _backends[device].refusal.note(num_bytes)
 
     watch_refusals(note)
 

@@ -216,6 +216,7 @@ def watch_refusals(listener: Callable[[int, int], None]) -> bool:
     """Call `listener(device_index, num_bytes)` whenever torch's CUDA allocator cannot have memory, from now on and for ever.
 
     Operators may catch that error: cuDNN then computes a convolution in another way, with other bits, and nobody hears of it.
+    What `listener` raises takes the error's place, and they do not catch that.
 
     Returns:
         Whether this torch tells.

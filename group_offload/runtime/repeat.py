@@ -14,23 +14,22 @@ A call is repeated only if it cannot have changed anything before it failed:
 - nothing else about its modules has changed since a call of the same gate returned before (`survey`). With hooks of others, in
   training mode, or with attributes that hold tensors or cannot be looked into, no call is repeated.
 
-An operator may catch the refusal: cuDNN then computes a convolution by another algorithm, with other bits. The arena hears of
-that, and the call is repeated too. cuDNN remembers the other algorithm, so from then on the module is called with
-`Backend.other_algorithms`.
+An operator may catch the error: cuDNN then computes a convolution by another algorithm, with other bits, and takes that one
+from then on. So where a call may be repeated, `Refused` is raised, which operators do not know. Only when nothing is left to
+give way do they get the error that they catch.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..base import selective
-from ..base.device import Backend
+from ..base.device import Backend, Refused
 from ..base.torch_internals import TorchDispatchMode, set_eval_frame
 from ..base.weak import Weak
 from .convoy.watch import Survey, survey
@@ -63,7 +62,6 @@ class Repeater:
         """The module's state as an earlier call returned."""
         self._is_opaque = False
         """Whether nothing can be told of the module's state. Gates are made anew when the module changes."""
-        self._was_refused_silently = False
         self._has_warned = False
 
     def call(
@@ -86,44 +84,39 @@ class Repeater:
         """
         if not has_budget or torch.is_grad_enabled():
             return _seen(call, args, kwargs, compiler, modes)
-        passes = self._passes
-        given, num_repeats = _Given(args, kwargs, self._backend), 0
+        passes, refusal = self._passes, self._backend.refusal
+        attempt = _Attempt(self, args, kwargs, self._backend, refusal.must_fail)
         while True:
             refused: torch.OutOfMemoryError | None = None
-            output = None
+            refusal.must_fail = attempt.may_repeat
             try:
-                with self._backend.other_algorithms() if self._was_refused_silently else nullcontext():
-                    output = _seen(call, args, kwargs, compiler, modes)
+                output = _seen(call, args, kwargs, compiler, modes)
             except torch.OutOfMemoryError as error:
-                if not (self._arena.has_residents and self._may_repeat(given)) or num_repeats == _MOST_REPEATS:
+                if not attempt.may_repeat_here():
                     raise
                 # The frames of the call hold what it has computed so far.
                 refused = error.with_traceback(None)
                 refused.__context__ = refused.__cause__ = None
+            finally:
+                refusal.must_fail = attempt.around
             if refused is None:
-                if not self._arena.has_refused:
-                    self._look()
-                    return output
-                if not self._repeats_silent(given):
-                    return output
-                output = None
-            elif not passes.give_way(1 << num_repeats):
-                try:
-                    raise refused
-                finally:
-                    del refused  # the error holds this frame
-            num_repeats += 1
+                if self._arena.has_refused and not passes.is_inside_a_call:
+                    self._warn()
+                self._look()
+                return output
+            if not passes.give_way(1 << attempt.num_repeats):
+                if not isinstance(refused, Refused):
+                    try:
+                        raise refused
+                    finally:
+                        del refused  # the error holds this frame
+                attempt.num_repeats = _MOST_REPEATS  # an operator may do without the memory
+            else:
+                attempt.num_repeats += 1
             passes.begin_again()
 
-    def _repeats_silent(self, given: _Given) -> bool:
-        """Whether the call is to be repeated, because an operator in it was refused memory, and went on without."""
-        passes, was_before = self._passes, self._was_refused_silently
-        may_repeat = self._arena.has_residents and not was_before and self._may_repeat(given)
-        if may_repeat and passes.give_way(1):
-            self._was_refused_silently = True
-            return True
-        if passes.is_inside_a_call:  # the gate around it may
-            return False
+    def _warn(self) -> None:
+        """An operator was refused memory, and went on without."""
         self._arena.answer()
         if not self._has_warned:
             self._has_warned = True
@@ -132,11 +125,12 @@ class Repeater:
                 "may have other bits than on an empty device. A smaller vram_budget leaves it more memory.",
                 type(self._module).__name__,
             )
-        return False
 
-    def _may_repeat(self, given: _Given) -> bool:
-        """Whether nothing was changed since the call began."""
-        if self._before is None or not given.is_untouched or self._passes.has_changed_weights:
+    def may_repeat(self, attempt: _Attempt) -> bool:
+        """Whether residents are left, and nothing was changed since the call began."""
+        if not self._arena.has_residents or self._before is None:
+            return False
+        if not attempt.is_untouched or self._passes.has_changed_weights:
             return False
         if self._before.holds():
             return True
@@ -166,15 +160,30 @@ def _seen(call: Callable[..., Any], args: Any, kwargs: Any, compiler: Any, modes
         selective.hide()
 
 
-class _Given:
-    """What a call is given, and the random states, as it begins."""
+class _Attempt:
+    """A call that may have to be repeated: what it is given, and the random states, as it begins."""
 
-    __slots__ = ("_args", "_backend", "_kwargs", "_random", "_versions")
+    __slots__ = ("_args", "_backend", "_kwargs", "_random", "_repeater", "_versions", "around", "num_repeats")
 
-    def __init__(self, args: Any, kwargs: Any, backend: Backend) -> None:
-        self._args, self._kwargs, self._backend = args, kwargs, backend
+    def __init__(
+        self, repeater: Repeater, args: Any, kwargs: Any, backend: Backend, around: Callable[[], bool] | None
+    ) -> None:
+        """
+        Args:
+            around: `may_repeat` of the call around this one.
+        """
+        self._repeater, self._args, self._kwargs, self._backend = repeater, args, kwargs, backend
+        self.around = around
+        self.num_repeats = 0
         self._versions = [*_versions(args), *_versions(kwargs)]
         self._random = self._random_now()
+
+    def may_repeat_here(self) -> bool:
+        return self.num_repeats < _MOST_REPEATS and self._repeater.may_repeat(self)
+
+    def may_repeat(self) -> bool:
+        """Whether the call, or one around it, could be repeated if it failed now."""
+        return self.may_repeat_here() or (self.around is not None and self.around())
 
     @property
     def is_untouched(self) -> bool:

@@ -112,7 +112,7 @@ def test_packed_files_are_read(
 def test_groups_stay_on_the_device_packed(model: nn.Module, x: torch.Tensor, device: torch.device) -> None:
     expected = run(copy.deepcopy(model).to(device), x)
     size = sum(parameter.nbytes for parameter in model.parameters())
-    budget = torch.cuda.memory_allocated() + int(0.9 * size)  # too little for plain weights
+    budget = torch.cuda.memory_allocated() + int(0.9 * size)  # too little for all of them
     handle = apply_group_offloading(model, device, pack=True, vram_budget=budget)
     check(model, x, expected, 8)
     before = handle.stats()
@@ -120,7 +120,7 @@ def test_groups_stay_on_the_device_packed(model: nn.Module, x: torch.Tensor, dev
     after = handle.stats()
     print(handle.plan)
     assert after.resident_bytes and after.bytes_unpacked > before.bytes_unpacked
-    assert sum(after.bytes_onloaded.values()) - sum(before.bytes_onloaded.values()) < size
+    assert sum(after.bytes_onloaded.values()) - sum(before.bytes_onloaded.values()) < 1.8 * after.packed_bytes
     handle.remove()
 
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
 import torch
+
+from group_offload.base.device import Refusal
 
 _MIB = 1 << 20
 
@@ -105,6 +106,7 @@ class Memory:
         self.allocated = Meter()
         self.reserved = self.allocated
         self.num_refused = 0
+        self.refusal = Refusal()
         self.last_refused_bytes = 0
         self._elsewhere = 0  # what other processes and the driver have
         self._lock = threading.Lock()
@@ -142,17 +144,18 @@ class Memory:
         with self._lock:
             self._take_back()
             block = self._find(num_bytes, stream)
-            if block is None:
-                self.num_refused += 1
-                self.last_refused_bytes = num_bytes
-                raise torch.OutOfMemoryError(
-                    f"Out of memory. Tried to allocate {num_bytes} bytes. Of {self.capacity} bytes {self.free_bytes} are free. "
-                    f"{self.allocated.now} bytes are allocated, and {self.reserved.now - self.allocated.now} bytes are "
-                    f"reserved but unallocated."
-                )
-            block.state = State.USED
-            self.allocated.add(block.num_bytes)
-            return block
+            if block is not None:
+                block.state = State.USED
+                self.allocated.add(block.num_bytes)
+                return block
+            self.num_refused += 1
+            self.last_refused_bytes = num_bytes
+        self.refusal.note(num_bytes)
+        raise torch.OutOfMemoryError(
+            f"Out of memory. Tried to allocate {num_bytes} bytes. Of {self.capacity} bytes {self.free_bytes} are free. "
+            f"{self.allocated.now} bytes are allocated, and {self.reserved.now - self.allocated.now} bytes are reserved but "
+            f"unallocated."
+        )
 
     def free(self, block: Block, uses: Sequence[Point] = ()) -> None:
         """Give a block back.
@@ -385,6 +388,10 @@ class OnCard:
     def reset_peak(self) -> None:
         self.card.reset_peak()
 
+    @property
+    def refusal(self) -> Refusal:
+        return self.card.refusal
+
     def refusals(self) -> tuple[int, int]:
         return self.card.num_refused, self.card.last_refused_bytes
 
@@ -394,9 +401,6 @@ class OnCard:
 
     def avoid_fragments(self, *, is_shared: bool) -> None:
         """Whether the card's memory can be joined is for a test to say."""
-
-    def other_algorithms(self) -> AbstractContextManager[object]:
-        return nullcontext()
 
     def generator_state(self) -> object:
         return None

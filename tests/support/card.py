@@ -7,10 +7,9 @@ is a `TimedDevice` with a clock for the host. Sizes are in GiB of the full size.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from group_offload import enable_group_offload
+from group_offload.base.device import Refused
 from group_offload.base.tuning import Tuning
 
 from .allocator import CachingAllocator, Meter
@@ -96,10 +96,8 @@ class _Rig:
     keeps_plans: bool
     """Whether a thread that had to take another algorithm for a shape takes it from then on, as cuDNN's plans are kept."""
     before_phase: Callable[[str, int], None]
-    others: dict[str, set[tuple[float, bool]]]
+    others: dict[str, set[float]]
     """By the name of a kind, the workspaces that were not had in the last call, or that the thread keeps plans without."""
-    looks_again: bool = False
-    """Whether operators are asked in another way, so that no plan is remembered for it."""
 
 
 _rig: _Rig = None  # type: ignore[assignment]
@@ -130,16 +128,14 @@ class Layer(nn.Module):
         return x
 
 
-def _workspace(workspace: Workspace, x: torch.Tensor, others: set[tuple[float, bool]]) -> torch.Tensor | None:
-    plan = workspace.mib, _rig.looks_again
-    if plan not in others:
+def _workspace(workspace: Workspace, x: torch.Tensor, others: set[float]) -> torch.Tensor | None:
+    if workspace.mib not in others:
         try:
-            found = take(workspace.mib, x)
+            return take(workspace.mib, x)
+        except Refused:
+            raise
         except torch.OutOfMemoryError:
-            others.add(plan)
-        else:
-            others.discard((workspace.mib, False))  # what is found in another way is what counts
-            return found
+            others.add(workspace.mib)
     return None
 
 
@@ -263,7 +259,6 @@ def run(
             {},
         )
         patch.setattr(f"{__name__}._rig", rig, raising=False)
-        patch.setattr(device, "other_algorithms", partial(_looking_again, rig))
         if folder is not None:
             for name, model in pipe.components.items():
                 save_file(model.state_dict(), folder / f"{name}.safetensors")
@@ -279,15 +274,6 @@ def run(
         for handle in handles.values():
             handle.remove()
     return found
-
-
-@contextmanager
-def _looking_again(rig: _Rig) -> Iterator[None]:
-    rig.looks_again = True
-    try:
-        yield
-    finally:
-        rig.looks_again = False
 
 
 def _image(
