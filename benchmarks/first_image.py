@@ -114,7 +114,7 @@ def open_pipeline(pipeline: Pipeline, folder: Path) -> Any:
 def _place_ours(pipe: Any, device: torch.device) -> Any:
     from group_offload import enable_group_offload
 
-    return enable_group_offload(pipe, onload_device=device, offload_device="disk")
+    return enable_group_offload(pipe, onload_device=device, offload_device="disk", vram_budget=None)
 
 
 _ENGINES: dict[str, Callable[[Any, torch.device], Any]] = {

@@ -288,7 +288,7 @@ def place(pipe: Any, engine: str, options: Mapping[str, Any], device: torch.devi
     else:
         from group_offload import enable_group_offload
 
-        return dict(enable_group_offload(pipe, onload_device=device, **options))
+        return dict(enable_group_offload(pipe, onload_device=device, **{"vram_budget": None, **options}))
     return {}
 
 

@@ -19,7 +19,7 @@ from .base.pagemap import can_detect_writes
 from .base.text import did_you_mean
 from .errors import ConfigError, DeviceError
 from .packing.codec import can_unpack
-from .plan.budgets import Budget, is_budget, parse_budget, total_ram
+from .plan.budgets import Budget, Default, is_budget, parse_budget, total_ram
 
 
 class OffloadType(str, Enum):
@@ -217,12 +217,17 @@ class OffloadConfig:
             raise ConfigError(
                 "record_stream=True contradicts use_stream=False: pass use_stream=True, or drop record_stream."
             )
-        if options.vram_budget is not None and not backend.has_streams:
+        vram = options.vram_budget
+        if isinstance(vram, Default) and (
+            not backend.has_streams or options.low_cpu_mem_usage or options.process_group
+        ):
+            vram = None
+        if vram is not None and not backend.has_streams:
             raise ConfigError(
                 f"vram_budget needs a GPU, but onload_device is {str(device)!r}. Pass ram_budget instead."
                 f"{' (torch sees no GPU here: this is a CPU build.)' if is_cpu_build() else ''}"
             )
-        if options.vram_budget is not None and options.low_cpu_mem_usage:
+        if vram is not None and options.low_cpu_mem_usage:
             raise ConfigError(
                 "vram_budget can't be combined with low_cpu_mem_usage=True: edits to unpinned weights can't be detected, so "
                 "none can stay on the GPU. Drop one."
@@ -260,7 +265,7 @@ class OffloadConfig:
             was_stream_asked_for=options.use_stream is True,
             rests_in_files=is_disk or path is not None,
             offload_to_disk_path=None if path is None else _as_path(path),
-            vram_budget=parse_budget(options.vram_budget, "vram_budget", backend.total_bytes()),
+            vram_budget=parse_budget(vram, "vram_budget", backend.total_bytes()),
             ram_budget=parse_budget(options.ram_budget, "ram_budget", total_ram()),
             ram_share=ram_share,
             block_modules=None if blocks is None else _as_names(blocks, "block_modules"),

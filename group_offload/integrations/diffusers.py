@@ -19,7 +19,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, wraps
 from types import ModuleType
 from typing import Any
@@ -36,6 +36,7 @@ from ..errors import ConfigError, GroupOffloadError, ModuleError, StateError
 from ..handle import Listener, OffloadHandle, add_listener
 from ..owners import add_owner, how_to_undo, release, shared_handle
 from ..partition import tables_of
+from ..plan.budgets import Default
 from ..runtime.gates import is_offloaded
 from ..runtime.memory import bytes_in_turn
 from .modular import LISTENERS
@@ -50,6 +51,8 @@ _PIPELINE_CLASSES = {
     "diffusers.pipelines.pipeline_utils": "DiffusionPipeline",
     "diffusers.modular_pipelines.modular_pipeline": "ModularPipeline",
 }
+FILL = Default("auto")
+"""What a pipeline takes of the device by itself."""
 _ASKED = "_group_offload_asked"
 """The attribute of a pipeline that says how it was offloaded: an `_Asked`."""
 
@@ -61,8 +64,16 @@ _ASKED = "_group_offload_asked"
 class PipelineOptions(OffloadOptions):
     """The options of `enable_group_offload`."""
 
+    vram_budget: int | str | None = field(default=FILL, kw_only=True)
     exclude_modules: str | Iterable[str] | None = None
     model_options: Mapping[str, Mapping[str, Any]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LeastOptions(PipelineOptions):
+    """Those of diffusers' own call, which takes the least memory by itself."""
+
+    vram_budget: int | str | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +106,8 @@ def enable_group_offload(pipeline: Any, options: PipelineOptions, given: frozens
         exclude_modules: Names of models that are moved to the device as a whole instead.
         model_options: Options of single models that differ: `{"vae": {"offload_type": "leaf_level"}}`. All options of
             `apply_group_offloading` are possible.
-        vram_budget: Device memory for the whole process. Models run one after another, so each may fill it.
+        vram_budget: Device memory for the whole process. Models run one after another, so each may fill it. By default
+            "auto" on an accelerator, unless `low_cpu_mem_usage` or `process_group` is given; None takes the least memory.
         ram_budget: RAM for the whole process. It is shared out by how often a model runs for an image.
 
     Returns:
@@ -110,6 +122,10 @@ def enable_group_offload(pipeline: Any, options: PipelineOptions, given: frozens
     Example:
         >>> handles = enable_group_offload(pipe, offload_to_disk_path="/nvme/offload", exclude_modules="vae")
     """
+    return _enable(pipeline, options, given)
+
+
+def _enable(pipeline: Any, options: PipelineOptions, given: frozenset[str]) -> dict[str, OffloadHandle]:
     asked: _Asked | None = getattr(pipeline, "__dict__", {}).get(_ASKED)
     if asked is not None:
         options = replace(asked.options, **{name: getattr(options, name) for name in given})
@@ -235,7 +251,9 @@ def plan_pipeline(pipeline: Any, options: PipelineOptions, given: Collection[str
         refuse_unsupported(model)
         # The name is in the prefix, so two models of one class have different files in one folder.
         offloaded[name] = PlannedModel(model=model, options=model_options, group_prefix=f"{name}.", shared=shared)
-    common = OffloadConfig.from_options(ModelOptions(onload_device=options.onload_device))
+    common = OffloadConfig.from_options(
+        ModelOptions(onload_device=options.onload_device, vram_budget=options.vram_budget)
+    )
     if options.ram_budget is not None:
         shares = shares_of(
             {name: planned.model for name, planned in offloaded.items() if "ram_budget" not in special.get(name, {})},
@@ -250,7 +268,7 @@ def plan_pipeline(pipeline: Any, options: PipelineOptions, given: Collection[str
     for planned in offloaded.values():
         distinct.setdefault(id(planned.model), planned)  # a model may have two names
     order = list(distinct.values())
-    if options.vram_budget is not None:
+    if common.vram_budget is not None:
         # If the budget is too small, the error is about the model that needs most of it, and names enough for all models.
         order.sort(key=lambda planned: planned.bytes_in_turn, reverse=True)
     return PipelinePlan(
@@ -567,9 +585,9 @@ def patch_diffusers() -> None:
     """Let diffusers' own group offloading run on this engine from now on, wherever it was imported.
 
     `pipe.enable_group_offload(...)`, `model.enable_group_offload(...)` and `diffusers.hooks.apply_group_offloading(...)`
-    then take the arguments and defaults of this package (all can be left out) and return handles;
-    `disable_group_offload()` is added. Modular pipelines get both calls; components that they load later are offloaded as the
-    others were. Repeated calls do nothing. `unpatch_diffusers` undoes this.
+    then take the arguments of this package (all can be left out) and return handles; without a `vram_budget` they take the
+    least device memory. `disable_group_offload()` is added. Modular pipelines get both calls; components that they load later
+    are offloaded as the others were. Repeated calls do nothing. `unpatch_diffusers` undoes this.
 
     Raises:
         ImportError: diffusers is not installed.
@@ -588,7 +606,7 @@ def patch_diffusers() -> None:
         _swap_code(_offloading_module().apply_group_offloading, _apply_trampoline, apply_group_offloading),
         _swap_attribute(ModelMixin, "enable_group_offload", _enable_on_model),
         _swap_attribute(ModelMixin, "disable_group_offload", remove_group_offloading),
-        _swap_attribute(diffusers.DiffusionPipeline, "enable_group_offload", enable_group_offload),
+        _swap_attribute(diffusers.DiffusionPipeline, "enable_group_offload", _enable_on_pipeline),
         _swap_attribute(diffusers.DiffusionPipeline, "disable_group_offload", disable_group_offload),
         *_patch_modular(getattr(diffusers, "ModularPipeline", None)),
     ]
@@ -614,7 +632,7 @@ def _patch_modular(pipelines: type | None) -> Iterator[Callable[[], None]]:
 
         return loads
 
-    yield _swap_attribute(pipelines, "enable_group_offload", enable_group_offload)
+    yield _swap_attribute(pipelines, "enable_group_offload", _enable_on_pipeline)
     yield _swap_attribute(pipelines, "disable_group_offload", disable_group_offload)
     for name in ("load_components", "update_components"):
         yield _swap_attribute(pipelines, name, also_offloads(getattr(pipelines, name)))
@@ -636,6 +654,11 @@ def _apply_trampoline(*args, **kwargs):  # type: ignore[no-untyped-def]
     import group_offload
 
     return group_offload.apply_group_offloading(*args, **kwargs)
+
+
+@takes_options(LeastOptions)
+def _enable_on_pipeline(pipeline: Any, options: PipelineOptions, given: frozenset[str]) -> dict[str, OffloadHandle]:
+    return _enable(pipeline, options, given)
 
 
 @wraps(apply_group_offloading)

@@ -25,6 +25,7 @@ from ..stores.checkpoint import FileMap
 from ..weights import plain_tensors
 from .casts import PostponedCasts, cast_now
 from .diffusers import (
+    FILL,
     PipelineOptions,
     PipelinePlan,
     as_excluded,
@@ -88,6 +89,8 @@ def from_pretrained(model_class: Any, pretrained_model_name_or_path: str | os.Pa
     With a `quantization_config` the library's own quantiser makes one weight after another, each time: save the result with
     `save_pretrained` to open it without quantizing.
 
+    On an accelerator `vram_budget` is "auto" by default, as that of `enable_group_offload` is.
+
     Args:
         model_class: A model class of diffusers or transformers, or a pipeline class of diffusers (`DiffusionPipeline` and
             `AutoPipelineForText2Image` too).
@@ -116,6 +119,8 @@ def from_pretrained(model_class: Any, pretrained_model_name_or_path: str | os.Pa
     common = {name: options.pop(name) for name in _COMMON if name in options}
     for_models = {name: options.pop(name) for name in _FOR_MODELS if name in options}
     for_pipelines = {name: options.pop(name) for name in _FOR_PIPELINES if name in options}
+    given = {*common, *for_pipelines}
+    common.setdefault("vram_budget", FILL)
     _check_class(model_class)
     _check_loader_options(options)
     _name_dtype(model_class, options)
@@ -137,7 +142,7 @@ def from_pretrained(model_class: Any, pretrained_model_name_or_path: str | os.Pa
     elif isinstance(getattr(found, "components", None), Mapping):
         _refuse(for_models, model_class, "is a pipeline: give options of one model in model_options")
         passed = [value for value in options.values() if isinstance(value, nn.Module)]
-        plan = plan_pipeline(found, PipelineOptions(**common, **for_pipelines), {*common, *for_pipelines})
+        plan = plan_pipeline(found, PipelineOptions(**common, **for_pipelines), given)
         _offload_pipeline(found, pretrained_model_name_or_path, casts, plan, passed)
     else:
         raise ConfigError(

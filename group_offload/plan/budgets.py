@@ -43,6 +43,10 @@ Budget = int | Auto
 """Bytes, or as many as there is room for."""
 
 
+class Default(str):
+    """A budget that nobody gave: another option, or a device that cannot have it, comes first."""
+
+
 def parse_budget(value: Any, name: str, total: int) -> Budget | None:
     """Read a budget as users write it.
 

@@ -8,6 +8,7 @@ import pickle
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +17,12 @@ import pytest
 import torch
 
 from group_offload import (
+    ConfigError,
     StateError,
     apply_group_offloading,
     disable_group_offload,
     enable_group_offload,
+    from_pretrained,
     handle_of,
     handles_of,
     patch_diffusers,
@@ -27,9 +30,11 @@ from group_offload import (
     unpatch_diffusers,
 )
 from group_offload.integrations import diffusers as integration
+from group_offload.plan.budgets import AUTO
 
 from ..support import tiny_models as tiny
 from ..support.pipelines import models_of, modular_pipeline, run_modular
+from ..support.simulated import SimulatedDevice, use_simulated_device
 
 LEAVES = {"offload_type": "leaf_level"}
 BLOCKS = {"offload_type": "block_level"}
@@ -373,3 +378,60 @@ def test_moving_a_pipeline_leaves_offloaded_models(kind: Kind, enable: Any, devi
     assert {weight.device.type for model in models_of(pipe).values() for weight in model.parameters()} == {"cpu"}
     assert enable(pipe) == handles
     assert torch.equal(kind.run(pipe), kind.expected(device))
+
+
+# ---------------------------------------------------------------- device memory that nobody gave
+
+
+def _budgets(handles: dict[str, Any]) -> dict[str, Any]:
+    return {name: handle.config.vram_budget for name, handle in handles.items()}
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, AUTO),
+        ({"vram_budget": None}, None),
+        ({"vram_budget": "1GiB"}, 1 << 30),
+        ({"low_cpu_mem_usage": True}, None),
+        ({"ram_budget": "1GiB"}, AUTO),
+    ],
+    ids=str,
+)
+def test_a_pipeline_fills_the_device_by_itself(options: dict[str, Any], wanted: Any, tmp_path: Path) -> None:
+    saved = tmp_path / "pipe"
+    tiny.flux_pipeline().save_pretrained(saved)
+    with use_simulated_device(SimulatedDevice(0, "lazy")):
+        pipe = tiny.flux_pipeline()
+        assert set(_budgets(enable_group_offload(pipe, **options)).values()) == {wanted}
+        disable_group_offload(pipe)
+        opened = from_pretrained(diffusers.FluxPipeline, saved, **options)
+        assert set(_budgets(handles_of(opened)).values()) == {wanted}
+        disable_group_offload(opened)
+        model = from_pretrained(diffusers.FluxTransformer2DModel, saved / "transformer", **options)
+        assert handle_of(model).config.vram_budget == wanted
+        remove_group_offloading(model)
+
+
+def test_who_takes_the_least_memory_by_itself() -> None:
+    with use_simulated_device(SimulatedDevice(0, "lazy")):
+        pipe = tiny.flux_pipeline()
+        given = {"vae": {"low_cpu_mem_usage": True}, "text_encoder": {"vram_budget": None}}
+        budgets = _budgets(enable_group_offload(pipe, model_options=given))
+        assert budgets.pop("vae") is None and budgets.pop("text_encoder") is None and set(budgets.values()) == {AUTO}
+        disable_group_offload(pipe)
+        with pytest.raises(ConfigError, match="vram_budget can't be combined with low_cpu_mem_usage=True"):
+            enable_group_offload(pipe, vram_budget="auto", low_cpu_mem_usage=True)
+        assert apply_group_offloading(pipe.transformer).config.vram_budget is None
+        # What comes later does as the pipeline was asked to.
+        assert set(_budgets(enable_group_offload(pipe, exclude_modules="vae")).values()) == {None, AUTO}
+        disable_group_offload(pipe)
+        remove_group_offloading(pipe.transformer)
+        patch_diffusers()
+        try:
+            assert set(_budgets(pipe.enable_group_offload()).values()) == {None}
+        finally:
+            unpatch_diffusers()
+        disable_group_offload(pipe)
+    assert set(_budgets(enable_group_offload(pipe, onload_device="cpu")).values()) == {None}
+    disable_group_offload(pipe)
