@@ -264,8 +264,7 @@ def run(
                 save_file(model.state_dict(), folder / f"{name}.safetensors")
                 model.load_state_dict(load_file(folder / f"{name}.safetensors"), assign=True)
                 model.requires_grad_(False)
-        if budget is not None:
-            options["vram_budget"] = budget if isinstance(budget, str) else int(budget * GIB)
+        options["vram_budget"] = int(budget * GIB) if isinstance(budget, float | int) else budget
         names = ["text_encoder", "text_encoder_2", *(f"transformer {step}" for step in range(steps)), "vae"]
         handles = enable_group_offload(pipe, onload_device="cpu", **options)
         for size in sizes:

@@ -62,7 +62,7 @@ class PretendPipeline:
         self._seen: dict[str, tuple[int, int]] = {}
 
     def offload(self, **options: Any) -> PretendPipeline:
-        self.handles = enable_group_offload(self, onload_device="cpu", **options)
+        self.handles = enable_group_offload(self, onload_device="cpu", **{"vram_budget": None, **options})
         return self
 
     def call(self, name: str, x: torch.Tensor | None = None) -> Passed:
