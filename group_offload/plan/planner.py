@@ -7,10 +7,10 @@ budget decides of which groups a copy stays on the device: the search takes the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .bound import lower_bound
-from .pass_model import PassModel, Prediction
+from .pass_model import Footprint, PassModel, Prediction, SimulatedPass
 from .placement import Budgets, Placement, PlannedGroup, Problem, check_budgets, ram_bytes_of
 from .rests import share_out_ram
 from .search import Search
@@ -118,9 +118,8 @@ class Plan:
 def make_plan(problem: Problem) -> Plan:
     """The fastest placement within the budgets that the search finds, for the rests of the problem or those of `share_out_ram`.
 
-    Where there are few placements (8 groups that stay or do not, 5 that may stay packed too), it is the best by the model. Of
-    placements within 0.1% of the fastest, the best is the one that sends the fewest bytes, then the one that reads the fewest
-    from the drive, then the one that takes the least device memory.
+    Where there are few placements (8 groups that stay or do not, 5 that may stay packed too), it is the best by the model, but
+    for 0.1%. See [Note: More memory is never slower] (`search`).
 
     Raises:
         ConfigError: a budget that no placement fits. The message names the smallest budget that works.
@@ -131,15 +130,7 @@ def make_plan(problem: Problem) -> Plan:
     model = PassModel(problem)
     search = Search(model)
     best = search.run()
-    return Plan(
-        problem=problem,
-        placements=tuple(best.placements),
-        slot_bytes=best.footprint.slot_bytes + best.footprint.berth_bytes,
-        device_bytes=best.footprint.device_bytes,
-        ram_bytes=ram_bytes_of(problem, model.rests),
-        prediction=model.predict(best.footprint, best.run),
-        num_simulated_uses=search.effort,
-    )
+    return _plan_of(model, best.placements, best.footprint, best.run, search.num_uses)
 
 
 def kept_plan(problem: Problem, before: Plan) -> Plan | None:
@@ -150,26 +141,29 @@ def kept_plan(problem: Problem, before: Plan) -> Plan | None:
     """
     if any(map(PlannedGroup.why_not, problem.groups, before.placements)):
         return None
-    ram_bytes, budget = ram_bytes_of(problem, before.rests), problem.budgets.ram_bytes
-    if problem.rests is None and budget is not None and ram_bytes > budget:
+    budget = problem.budgets.ram_bytes
+    if problem.rests is None and budget is not None and ram_bytes_of(problem, before.rests) > budget:
         return None
     if problem.rests not in (None, before.rests):
         return None
-    problem = replace(problem, rests=before.rests)
-    model = PassModel(problem)
+    model = PassModel(replace(problem, rests=before.rests))
     footprint = model.footprint(before.placements)
     if not model.fits(footprint):
         return None
-    return replace(
-        before,
-        problem=problem,
+    run = model.run(before.placements, footprint)
+    kept = _plan_of(model, before.placements, footprint, run, before.num_simulated_uses)
+    return replace(kept, measured_seconds=before.measured_seconds)
+
+
+def _plan_of(
+    model: PassModel, placements: Sequence[Placement], footprint: Footprint, run: SimulatedPass, num_uses: int
+) -> Plan:
+    return Plan(
+        problem=model.problem,
+        placements=tuple(placements),
         slot_bytes=footprint.slot_bytes + footprint.berth_bytes,
         device_bytes=footprint.device_bytes,
-        ram_bytes=ram_bytes,
-        prediction=model.predict(footprint, model.run(before.placements, footprint)),
+        ram_bytes=ram_bytes_of(model.problem, model.rests),
+        prediction=model.predict(footprint, run),
+        num_simulated_uses=num_uses,
     )
-
-
-def least_seconds(problem: Problem) -> float:
-    """No placement within the budgets makes a pass faster than this. (The fastest may be slower: see `lower_bound`.)"""
-    return lower_bound(PassModel(problem))

@@ -51,15 +51,9 @@ def share_ram(components: Sequence[ComponentLoad], ram_bytes: int) -> tuple[int,
         )
     for uses in sorted({component.uses for component in components}, reverse=True):
         alike = [index for index, component in enumerate(components) if component.uses == uses]
-        room -= _share_evenly(components, shares, alike, room)
+        total = sum(components[index].num_bytes - shares[index] for index in alike)
+        given = min(room, total)
+        for index in alike:
+            shares[index] += (components[index].num_bytes - shares[index]) * given // (total or 1)
+        room -= given  # what rounding leaves goes to nobody, so that no share gets less of a larger budget
     return tuple(shares)
-
-
-def _share_evenly(components: Sequence[ComponentLoad], shares: list[int], alike: Sequence[int], room: int) -> int:
-    """Add `room` to the shares of the components `alike`, and return how many bytes were added."""
-    wanted = [components[index].num_bytes - shares[index] for index in alike]
-    total = sum(wanted)
-    given = [want * min(room, total) // total if total else 0 for want in wanted]
-    for index, num_bytes in zip(alike, given, strict=True):
-        shares[index] += num_bytes
-    return sum(given)

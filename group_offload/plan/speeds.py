@@ -3,23 +3,20 @@
 Measurements are kept in `$XDG_CACHE_HOME/group_offload/speeds.json` (`~/.cache` if that is not set), by device and file
 system. Nothing depends on that file: a file that cannot be read counts as no file, and is written anew.
 
-[Note: How a drive is measured]
-A file of the model is read as the engine reads where RAM is scarce: past the page cache, by the threads of the pool, in
-large pieces. Where direct reads are refused (some network drives), pieces that are not in the page cache are read through
-it, and dropped from it again. Where there is no such file, nothing is measured, and `ASSUMED_DRIVE` stands in.
+A drive is measured by reading a file of the model as the engine reads where RAM is scarce: past the page cache, by the threads
+of the pool, in large pieces. Where there is no such file, or no direct reads, `ASSUMED_DRIVE` stands in until passes have told.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import platform
 import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
@@ -30,12 +27,12 @@ import torch
 
 from ..base.device import Backend
 from ..base.layout import lay_out, memory_of
-from ..base.mapping import cached_bytes, flat_view, map_anonymous, map_page_cache
+from ..base.mapping import flat_view, map_anonymous
 from ..base.page_lock import PageLock
 from ..base.pool import num_threads, run_all
 from ..base.publish import publish_anew
 from ..base.reading import open_direct, read_part, refuses_direct
-from ..base.system import advise, name_of_drive, open_to_read
+from ..base.system import name_of_drive, open_to_read
 from ..errors import DeviceError
 from ..packing.codec import pack, unpack
 
@@ -57,7 +54,6 @@ _PIECE_BYTES = 8 << 20
 _DRIVE_SECONDS = 1.0
 _MAX_SPARSENESS = 1.1
 _VERSION = 3
-_MAX_RECORD_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +69,7 @@ class MachineSpeeds:
     drive: int | None
     """From the drive to RAM; None if it was not measured."""
     problem: str
-    """Why the drive was not measured, or not past the page cache; else empty."""
+    """Why the drive was not measured; else empty."""
     device: str
     filesystem: str
     """The place where it is mounted, and its device id; empty if no drive was to be measured."""
@@ -86,9 +82,8 @@ class MachineSpeeds:
         for speed in (self.h2d, 1 if self.drive is None else self.drive, 1 if self.unpack is None else self.unpack):
             if type(speed) is not int or speed <= 0:
                 raise ValueError(f"a speed is a whole number of bytes per second above 0, not {speed!r:.40}")
-        for text in (self.problem, self.device, self.filesystem, self.measured_at):
-            if not isinstance(text, str):
-                raise ValueError(f"expected a text, not {text!r:.40}")
+        if not all(isinstance(text, str) for text in (self.problem, self.device, self.filesystem, self.measured_at)):
+            raise ValueError("expected texts")
 
 
 def known_speeds(backend: Backend, path: Path | None, *, unpacks: bool = False) -> MachineSpeeds:
@@ -125,7 +120,7 @@ def measure(
     min_drive_bytes: int = MIN_DRIVE_BYTES,
     on_step: Callable[[str], object] = lambda text: None,
 ) -> MachineSpeeds:
-    """Measure the link to the device, and the drive. See [Note: How a drive is measured].
+    """Measure the link to the device, and the drive.
 
     Args:
         path: a file of the model, or its folder. If the file is too small, another safetensors file beside it is read. None:
@@ -180,12 +175,8 @@ def record_file() -> Path | None:
 
 def recorded() -> list[MachineSpeeds]:
     """All measurements that were kept, the newest first; none if the file is missing, damaged, or another version's."""
-    path = record_file()
-    if path is None:
-        return []
     try:
-        with open(open_to_read(path), "rb") as file:  # a FIFO would be waited for
-            content = json.loads(file.read(_MAX_RECORD_BYTES))
+        content = json.loads((record_file() or Path(os.devnull)).read_bytes())
         found = [MachineSpeeds(**entry) for entry in content["speeds"]] if content["version"] == _VERSION else []
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return []
@@ -193,12 +184,9 @@ def recorded() -> list[MachineSpeeds]:
 
 
 def record(speeds: MachineSpeeds) -> bool:
-    """Keep a measurement, in the place of an earlier one of the same device and file system.
+    """Keep a measurement, in the place of an earlier one of the same device and file system. Returns whether that was possible.
 
     Of a measurement without a drive the link's speed is kept: the next measurement may find a file to read.
-
-    Returns:
-        Whether that was possible.
     """
     if speeds.drive is None:
         speeds = replace(speeds, filesystem="", problem="")
@@ -313,29 +301,33 @@ def _locked_memory(backend: Backend, num_bytes: int) -> Iterator[torch.Tensor]:
 
 
 def measure_drive(path: Path, min_bytes: int, max_bytes: int) -> tuple[int | None, str]:
-    """Bytes per second, or None, and what was wrong, if anything. See [Note: How a drive is measured].
+    """Bytes per second, or None and why it could not be measured.
 
     Args:
         path: a file of at least `min_bytes`, or the folder of a model with such a file.
     """
-    chosen = next((file for file in _files_of_the_model(path) if _is_large(file, min_bytes)), None)
+    folder = path if path.is_dir() else path.parent
+    # The last ones are the models of a pipeline.
+    files = (path, *sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*/*.safetensors")))
+    chosen = next((file for file in files if _is_large(file, min_bytes)), None)
     if chosen is None:
         return None, f"{path} has no safetensors file of {min_bytes >> 20} MiB or more, so the drive was not measured."
+    direct = None
     try:
         fd = open_to_read(chosen, follows_links=True)
         try:
-            return _measure_file(fd, chosen, os.fstat(fd).st_size, max_bytes)
+            direct, num_bytes = open_direct(fd), os.fstat(fd).st_size
         finally:
             os.close(fd)
+        if direct is not None:
+            return _read(direct, num_bytes, max_bytes), ""
     except OSError as error:
-        return None, f"Cannot read {chosen} to measure the drive: {error.strerror or error}."
-
-
-def _files_of_the_model(path: Path) -> Iterator[Path]:
-    yield path
-    folder = path if path.is_dir() else path.parent
-    yield from sorted(folder.glob("*.safetensors"))
-    yield from sorted(folder.glob("*/*.safetensors"))  # the models of a pipeline
+        if direct is None or not refuses_direct(error):
+            return None, f"Cannot read {chosen} to measure the drive: {error.strerror or error}."
+    finally:
+        if direct is not None:
+            os.close(direct)
+    return None, f"Direct reads of {chosen} are not possible, so the drive was not measured."
 
 
 def _is_large(path: Path, min_bytes: int) -> bool:
@@ -348,44 +340,8 @@ def _is_large(path: Path, min_bytes: int) -> bool:
     return stat.S_ISREG(status.st_mode) and min_bytes <= status.st_size <= on_drive * _MAX_SPARSENESS
 
 
-def _measure_file(fd: int, path: Path, num_bytes: int, max_bytes: int) -> tuple[int | None, str]:
-    size = min(_PIECE_BYTES, num_bytes)
-    pieces = [(start, size) for start in range(0, num_bytes - size + 1, size)]
-    pieces = pieces[:: -(-num_bytes // max(max_bytes, size))]
-    cold = [piece for piece in pieces if not _is_cached(fd, *piece)]
-    with _buffers(size) as buffers:
-        speed = _speed_past_cache(fd, cold or pieces, buffers)
-        if speed is not None:
-            return speed, ""
-        if not cold:
-            return (
-                None,
-                f"Direct reads of {path} are not possible, and all of it is in RAM: the drive was not measured.",
-            )
-        speed = _read_all(fd, cold, buffers)
-    for start, num in cold:
-        with suppress(OSError):
-            advise(fd, start, num, "DONTNEED")
-    return speed, "Direct reads are not possible there: the drive was measured without."
-
-
-def _speed_past_cache(fd: int, pieces: list[tuple[int, int]], buffers: list[memoryview]) -> int | None:
-    """None if the file system has no direct reads."""
-    direct = open_direct(fd)
-    if direct is None:
-        return None
-    try:
-        return _read_all(direct, pieces, buffers)
-    except OSError as error:
-        if refuses_direct(error):
-            return None
-        raise
-    finally:
-        os.close(direct)
-
-
-def _read_all(fd: int, pieces: Iterable[tuple[int, int]], buffers: list[memoryview]) -> int:
-    """Read pieces, one after another, by the threads of the pool until there are no more or the time is over.
+def _read(fd: int, num_bytes: int, max_bytes: int) -> int:
+    """Read pieces from all of the file, by the threads of the pool, until there are no more or the time is over.
 
     Returns:
         Bytes per second.
@@ -393,35 +349,21 @@ def _read_all(fd: int, pieces: Iterable[tuple[int, int]], buffers: list[memoryvi
     Raises:
         OSError: what the system said.
     """
-    left, lock = iter(list(pieces)), threading.Lock()
+    size = min(_PIECE_BYTES, num_bytes)
+    starts = iter(range(0, num_bytes - size + 1, size * -(-num_bytes // max(max_bytes, size))))
+    memory, lock = flat_view(map_anonymous(num_threads() * size), 0, num_threads() * size), threading.Lock()
+    memory.fill_(1)  # so that the pages are there already
     began = time.perf_counter()
 
     def work(buffer: memoryview) -> int:
         done = 0
         while not done or time.perf_counter() - began < _DRIVE_SECONDS:
             with lock:
-                start, size = next(left, (0, 0))
-            if not size:
+                start = next(starts, None)
+            if start is None:
                 break
-            done += read_part(fd, buffer[:size], start)
+            done += read_part(fd, buffer, start)
         return done
 
-    num_bytes = sum(run_all(partial(work, buffer) for buffer in buffers))
-    return max(1, int(num_bytes / (time.perf_counter() - began)))
-
-
-@contextmanager
-def _buffers(size: int) -> Iterator[list[memoryview]]:
-    """Memory for each thread, aligned to pages, and there already."""
-    memory = flat_view(map_anonymous(num_threads() * size), 0, num_threads() * size)
-    memory.fill_(1)
-    yield [memory_of(part) for part in torch.split(memory, size)]
-
-
-def _is_cached(fd: int, start: int, num_bytes: int) -> bool:
-    """Whether some of it is in the page cache; true too if the system does not tell."""
-    start = start // mmap.PAGESIZE * mmap.PAGESIZE
-    with suppress(OSError):
-        mapped = flat_view(map_page_cache(fd, start, num_bytes), 0, num_bytes)
-        return cached_bytes(mapped.data_ptr(), num_bytes) > 0
-    return True
+    done = sum(run_all(partial(work, memory_of(part)) for part in torch.split(memory, size)))
+    return max(1, int(done / (time.perf_counter() - began)))
