@@ -16,9 +16,10 @@ item at a time and in order of use: the drive reads, the link copies to the devi
 - The link is one copy stream. It begins a use once the use before it has arrived and the slot is free. A use that comes
   from a file arrives no sooner than the drive has read it, and the uses behind it wait, even those that come from RAM.
 - The drive is never further ahead of the link than the staging memory. It reads on while slots are taken.
-- A packed group in RAM needs no slot to be sent, but one of two berths, which are free once the use two before was unpacked. It
-  is unpacked when it has arrived and its slot is free. A group that stays on the device packed takes no time on the link.
-- A packed group in a file is read packed. It needs the reading berth, which is free once the one before was unpacked.
+- A packed group in RAM is sent strip by strip. A strip needs no slot to be sent, but one of the berths, which are free once the
+  strip that many before was unpacked: when it had arrived and its slot was free. So the link is ahead of the slot by as many
+  strips. A group that stays on the device packed takes no time on the link.
+- A packed group in a file is read packed. Its strips need the reading berth, one after another.
 - The device computes nothing else while it unpacks. (It does, but how much slower was not measured.)
 """
 
@@ -182,6 +183,7 @@ class PassModel:
         self.groups = problem.groups
         self.sizes = [group.num_bytes for group in self.groups]
         self.is_packed = [group.packed_bytes > 0 for group in self.groups]
+        self.berths = [group.berth_bytes for group in self.groups]
         self.sent = [group.packed_bytes or group.num_bytes for group in self.groups]
         """What each group takes in RAM, and on the link from there."""
         self.reads_packed = [group.reads_packed and group.packed_bytes > 0 for group in self.groups]
@@ -235,8 +237,8 @@ class PassModel:
             resident += sum([in_ram[index] for index in streamed if placements[index] is kept])
             from_file = [i for i in streamed if self.reads_packed[i] and placements[i] is file]
             packed = [i for i in streamed if is_packed[i] and placements[i] is not file]
-            from_ram = [in_ram[index] for index in packed if placements[index] is not kept]
-            berths = NUM_BERTHS * max(from_ram, default=0) + max([self.read[i] for i in from_file], default=0)
+            from_ram = [self.berths[index] for index in packed if placements[index] is not kept]
+            berths = NUM_BERTHS * max(from_ram, default=0) + max([self.berths[i] for i in from_file], default=0)
             packed += from_file
             unpacked = sum([sizes[index] * sent[index] for index in packed])
         not_resident = sum([sizes[index] for index in streamed if sent[index]])
@@ -329,8 +331,8 @@ class _SentUses:
     """Seconds of compute of the use, and of unpacking the group for it."""
     copies: list[float | None]
     """Seconds that the link needs for the use. None: the group stays on the device packed."""
-    are_packed: list[bool]
-    """Whether the group of the use is unpacked: then the link needs no slot for it, but a berth."""
+    num_strips: list[int]
+    """How many strips the group of the use is sent in: then the link needs berths before its slot. 0: it is not packed."""
     backs: list[int]
     """How many uses earlier the use is that has to be computed before the slot of this one is free."""
     reads: list[_Read | None]
@@ -357,9 +359,9 @@ class _Clocks:
         self._ends = [0.0] * len(sent.groups)
         """When the compute of each use ended. Before the first pass stands one that took no time."""
         self._berths = [0.0] * NUM_BERTHS
-        """When each use that was sent packed from RAM could be unpacked: it had arrived, and its slot was free."""
+        """When each strip that was sent from RAM could be unpacked: it had arrived, and its slot was free."""
         self._reading_berth = 0.0
-        """The same for the last use that was read packed from a file."""
+        """The same for the last strip that was read from a file."""
         self._starts = [0.0] * (sum(read is not None for read in sent.reads) + 1)
         """When the copy of each use that is read from a file began."""
 
@@ -371,8 +373,8 @@ class _Clocks:
         """
         ends, link, compute = self._ends, self._link, self._compute
         stalls, sent = [], self._sent
-        for gap, seconds, copy, is_packed, back, read in zip(
-            sent.gaps, sent.computes, sent.copies, sent.are_packed, sent.backs, sent.reads, strict=True
+        for gap, seconds, copy, num_strips, back, read in zip(
+            sent.gaps, sent.computes, sent.copies, sent.num_strips, sent.backs, sent.reads, strict=True
         ):
             compute += gap
             if copy is None:
@@ -382,20 +384,24 @@ class _Clocks:
                 if moves is not None:
                     moves.append((link, None, compute - seconds, self._drive))
                 continue
-            free = ends[-back]
-            if is_packed:
+            room = free = ends[-back]
+            if num_strips:
                 free = self._berths[-NUM_BERTHS] if read is None else self._reading_berth
             start = free if free > link else link
             link = start + copy
+            num_ahead = NUM_BERTHS if read is None else 1
+            if num_strips > num_ahead:  # the others wait for the slot
+                link = max(link, room + copy * (num_strips - num_ahead) / num_strips)
             if read is not None:
                 link = max(link, self._read(read, start) + read.last_chunk_seconds)
             stall = link - compute if link > compute else 0.0
             stalls.append(stall)
             compute += stall
-            if is_packed and read is None:
-                self._berths.append(max(link, ends[-back]))
-            elif is_packed:
-                self._reading_berth = max(link, ends[-back])
+            if num_strips and read is None:
+                for left in range(min(num_strips, NUM_BERTHS) - 1, -1, -1):
+                    self._berths.append(max(link - left * copy / num_strips, room))
+            elif num_strips:
+                self._reading_berth = max(link, room)
             compute += seconds
             ends.append(compute)
             if moves is not None:
@@ -439,7 +445,7 @@ def _sent_uses(model: PassModel, placements: Sequence[Placement], slot_bytes: in
             else (model.sent[index] if unpacked[index] else sizes[index]) / speeds.h2d
             for index in groups
         ],
-        are_packed=[unpacked[index] for index in groups],
+        num_strips=[-(-model.sent[index] // model.berths[index]) if unpacked[index] else 0 for index in groups],
         backs=model.backs(sent_sizes, Geometry(slot_bytes, largest)),
         reads=[next(reads) if placements[index] is Placement.FILE else None for index in groups],
     )
