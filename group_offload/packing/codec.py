@@ -13,9 +13,10 @@ import xxhash
 
 from ..base.layout import BlobLayout, memory_of
 from ..base.pool import Task, on_pool
+from ..base.tuning import tuning
 from . import operators
-from .layout import MOST_ESCAPES, SPAN_ALIGNMENT, TILE_WEIGHTS, PackedError, PackedLayout, packed_size
-from .spans import choose_spans
+from .layout import SPAN_ALIGNMENT, TILE_BYTES, TILE_WEIGHTS, PackedError, PackedLayout, Span, Strip, packed_size
+from .spans import choose_spans, weights_within
 
 MIN_SAVING = 1 / 16
 """Of the image: what saves less stays plain. Unpacking takes time too."""
@@ -72,33 +73,54 @@ def _pack(
     if hashed is None:
         hashed = on_pool(hash_of, image.cpu())  # the CPU has nothing else to do while a device packs
     there = image.to(device)
-    spans, most_escapes = choose_spans(layout, lambda start, end: operators.count_exponents(there, start, end))
-    largest = packed_size(spans, most_escapes)
-    if largest > layout.num_bytes - int(layout.num_bytes * MIN_SAVING) or most_escapes > MOST_ESCAPES:
+    num_bytes, drafts = layout.num_bytes, list[tuple[torch.Tensor, tuple[Span, ...], int]]()
+    for first, last in _strips_of(num_bytes):
+        part = there[first:last]
+        spans, most_escapes = choose_spans(
+            weights_within(layout, first, last), last - first, partial(operators.count_exponents, part)
+        )
+        drafts.append((part, spans, packed_size(spans, most_escapes)))
+    largest = sum(size for *_, size in drafts)
+    if largest > num_bytes - int(num_bytes * MIN_SAVING) or not drafts:
         return None
     allocated = memory(largest)  # page-locking takes time too
-    draft = PackedLayout(layout.num_bytes, packed_size(spans, 0), spans, 0, "0" * 32)
-    data = torch.zeros(largest, dtype=torch.uint8, device=device)
-    escapes = operators.encode(there, draft, data)
-    num_escapes = sum(each.numel() for each in escapes)
-    size = packed_size(spans, num_escapes)
+    packed = [_pack_strip(*draft) for draft in drafts]
+    hashed.wait()
+    size = sum(data.numel() for _, data in packed)
+    found = PackedLayout(num_bytes, size, tuple(strip for strip, _ in packed), hashed.result())
+    target = allocated()[:size]
+    for (strip, _, place), (_, data) in zip(found.placed, packed, strict=True):
+        target[place : place + strip.packed_bytes].copy_(data)
+    return Packed(found, target)
+
+
+def _strips_of(num_bytes: int) -> list[tuple[int, int]]:
+    """The first and the last byte, exclusive, of each strip of an image: about equally large, and cut where tiles may be."""
+    num_strips = -(-num_bytes // tuning().strip_bytes)
+    step = -(-num_bytes // max(1, num_strips * TILE_BYTES)) * TILE_BYTES
+    return [(first, min(first + step, num_bytes)) for first in range(0, num_bytes, step or 1)]
+
+
+def _pack_strip(image: torch.Tensor, spans: tuple[Span, ...], most_bytes: int) -> tuple[Strip, torch.Tensor]:
+    draft = Strip(spans, 0)
+    data = torch.zeros(most_bytes, dtype=torch.uint8, device=image.device)
+    escapes = operators.encode(image, draft, data)
+    strip = replace(draft, num_escapes=sum(each.numel() for each in escapes))
     end = draft.escapes_at
     for each in escapes:
         data[end : end + each.numel()] = each
         end += each.numel()
-    data = data[:size]
-    found = replace(draft, packed_bytes=size, num_escapes=num_escapes)
-    again = torch.empty_like(there)
-    if can_unpack(device):
-        unpack(data, found, again)
+    data = data[: strip.packed_bytes]
+    again = torch.empty_like(image)
+    if can_unpack(image.device):
+        unpack_strip(data, strip, again)
     else:
-        operators.decode(data, found, again)
-    if not torch.equal(again, there):
+        operators.decode(data, strip, again)
+    if not torch.equal(again, image):
         raise PackedError(
-            f"Weights packed on {device} do not unpack to what they were: it is broken, or its compiler is"
+            f"Weights packed on {image.device} do not unpack to what they were: it is broken, or its compiler is"
         )
-    hashed.wait()
-    return Packed(replace(found, hash=hashed.result()), allocated()[:size].copy_(data))
+    return strip, data
 
 
 def can_unpack(device: torch.device) -> bool:
@@ -116,28 +138,42 @@ def hash_of(image: torch.Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(memory_of(image))
 
 
-def unpack(data: torch.Tensor, layout: PackedLayout, out: torch.Tensor, start: int = 0) -> None:
-    """Write the image, or a part of it, to `out`: enqueued on the current stream of a device, done at return on the CPU.
+def unpack(data: torch.Tensor, layout: PackedLayout, out: torch.Tensor) -> None:
+    """Write the image to `out`: enqueued on the current stream of a device, done at return on the CPU.
 
     Args:
-        data: uint8 [layout.packed_bytes], that `check` has passed. Of a part, only what is `needed` has to be there.
-        out: uint8 [at most layout.plain_bytes] on the same device.
-        start: The byte of the image that `out` begins at, a multiple of 16.
+        data: uint8 [layout.packed_bytes], that `check` has passed.
+        out: uint8 [layout.plain_bytes] on the same device.
 
     Raises:
         PackedError: on the CPU, the codes do not fit the escapes. A device writes something, and nothing outside of `out`.
     """
     _check_sizes(data, layout)
-    if not 0 < out.numel() <= layout.plain_bytes - start or start < 0:
-        raise ValueError(f"out has {out.numel():,} bytes from {start:,} on, and the image has {layout.plain_bytes:,}")
+    if out.numel() != layout.plain_bytes:
+        raise ValueError(f"out has {out.numel():,} bytes, and the image has {layout.plain_bytes:,}")
+    for strip, start, place in layout.placed:
+        unpack_strip(data[place : place + strip.packed_bytes], strip, out[start : start + strip.plain_bytes])
+
+
+def unpack_strip(data: torch.Tensor, strip: Strip, out: torch.Tensor, start: int = 0) -> None:
+    """`unpack` for one strip, or for a part of it.
+
+    Args:
+        data: uint8 [strip.packed_bytes]. Of a part, only what is `needed` has to be there.
+        out: uint8 [at most strip.plain_bytes] on the same device.
+        start: The byte of the strip that `out` begins at, a multiple of 16.
+    """
+    _check_sizes(data, strip)
+    if not 0 < out.numel() <= strip.plain_bytes - start or start < 0:
+        raise ValueError(f"out has {out.numel():,} bytes from {start:,} on, and the strip has {strip.plain_bytes:,}")
     if (data.data_ptr() | out.data_ptr() | start | out.numel()) % SPAN_ALIGNMENT:
         raise ValueError(f"data and out have to begin, and out has to end, at multiples of {SPAN_ALIGNMENT} bytes")
     if out.device.type == "cpu":
-        operators.decode(data, layout, out, start)
+        operators.decode(data, strip, out, start)
         return
     from .kernels import decode  # here, as there is no Triton on many machines
 
-    decode(data, layout, out, start)
+    decode(data, strip, out, start)
 
 
 def check(data: torch.Tensor, layout: PackedLayout) -> None:
@@ -147,18 +183,23 @@ def check(data: torch.Tensor, layout: PackedLayout) -> None:
         PackedError: one is damaged. The message does not name the file.
     """
     _check_sizes(data, layout)
-    rows = layout.rows().view(torch.uint8).flatten()
+    for strip, _, place in layout.placed:
+        _check_tables(data[place : place + strip.packed_bytes], strip)
+
+
+def _check_tables(data: torch.Tensor, strip: Strip) -> None:
+    rows = strip.rows().view(torch.uint8).flatten()
     if not torch.equal(data[: rows.numel()], rows):
         raise PackedError("its table of spans is damaged")
-    found, spans = operators.tile_table(data, layout), layout.spans_of_tiles(data.device)
+    found, spans = operators.tile_table(data, strip), strip.spans_of_tiles(data.device)
     starts, halves = found & 0xFFFFFFFF, found >> 52 & 0xFFF
-    is_packed = torch.tensor([span.bits > 0 for span in layout.spans], device="cpu")[spans]
-    ends = torch.cat([starts[1:], torch.tensor([layout.num_escapes], device="cpu")])
+    is_packed = torch.tensor([span.bits > 0 for span in strip.spans], device="cpu")[spans]
+    ends = torch.cat([starts[1:], torch.tensor([strip.num_escapes], device="cpu")])
     is_right = (halves <= TILE_WEIGHTS // 2) & (halves <= ends - starts) & (ends - starts <= TILE_WEIGHTS * is_packed)
-    if not torch.equal(found, layout.entries(starts, halves)) or not bool(is_right.all()) or bool(starts[:1].any()):
+    if not torch.equal(found, strip.entries(starts, halves)) or not bool(is_right.all()) or bool(starts[:1].any()):
         raise PackedError("its table of tiles is damaged")
 
 
-def _check_sizes(data: torch.Tensor, layout: PackedLayout) -> None:
+def _check_sizes(data: torch.Tensor, layout: PackedLayout | Strip) -> None:
     if data.numel() != layout.packed_bytes:
         raise PackedError(f"it has {data.numel():,} packed bytes, and {layout.packed_bytes:,} were written")

@@ -1,7 +1,7 @@
 """The kernel that unpacks on accelerators, in plain Triton. Import this only where triton is installed.
 
 [Note: One tile, one program]
-A program decodes one tile, so a launch over the table of tiles decodes an image. Half a tile is 128 rows of eight weights,
+A program decodes one tile, so a launch over the table of tiles decodes a strip. Half a tile is 128 rows of eight weights,
 and a thread has a row of each half. The codes of a row are 24 (or 32) bits, a byte in each of 3 (or 4) planes. A thread loads
 these bytes and eight bytes of signs and mantissas, and stores 16 bytes. Neighbouring threads have neighbouring rows, so all of
 these accesses are coalesced. Weights are computed in pairs, which fill a register.
@@ -12,11 +12,11 @@ adds the marks up (each field of the product is the number of marks before it), 
 One prefix sum serves both halves, in 16 bits each, because the table tells how many escapes the first half has. A row that has
 escapes loads the 16 bytes around its first one, and takes exponents out of them as out of the table of exponents: by a shift.
 
-No access depends on the bytes alone: places are clamped to the image and to the packed image, whose sizes the caller gives.
+No access depends on the bytes alone: places are clamped to the strip and to the packed strip, whose sizes the caller gives.
 Places are 64 bits wide.
 
-A part of an image may begin and end in the middle of tiles, at multiples of 16 bytes. A thread stores 16 bytes, so it stores
-them or not. That is another kernel (`IS_PART`): a whole image is decoded without these tests.
+A part of a strip may begin and end in the middle of tiles, at multiples of 16 bytes. A thread stores 16 bytes, so it stores
+them or not. That is another kernel (`IS_PART`): a whole strip is decoded without these tests.
 """
 # mypy: ignore-errors
 
@@ -29,27 +29,27 @@ import torch
 import triton
 import triton.language as tl
 
-from .layout import PackedLayout
+from .layout import Strip
 
 _launching = Lock()
 """Triton compiles at the first launch, and threads that read files launch too."""
 
 
-def decode(data: torch.Tensor, layout: PackedLayout, out: torch.Tensor, start: int = 0) -> None:
-    """Enqueue on the current stream of the device: write the image from byte `start` on to `out`. Nothing is allocated."""
+def decode(data: torch.Tensor, strip: Strip, out: torch.Tensor, start: int = 0) -> None:
+    """Enqueue on the current stream of the device: write the strip from byte `start` on to `out`. Nothing is allocated."""
     end = start + out.numel()
-    first, last = layout.tiles_of(start, end)
+    first, last = strip.tiles_of(start, end)
     sizes = (
-        layout.plain_bytes,
-        len(layout.spans),
-        layout.tiles_at,
-        layout.escapes_at,
-        layout.num_escapes,
+        strip.plain_bytes,
+        len(strip.spans),
+        strip.tiles_at,
+        strip.escapes_at,
+        strip.num_escapes,
         first,
         start,
         end,
     )
-    is_part = out.numel() < layout.plain_bytes
+    is_part = out.numel() < strip.plain_bytes
     if out.device.type == "cpu":  # Triton's interpreter
         _decode[(last - first,)](data, out, *sizes, IS_PART=is_part)
         return
@@ -182,13 +182,13 @@ def _decode_tile(
 def _decode(
     data,
     out,
-    plain_bytes: tl.int64,  # said here, so that no size of an image makes for a kernel of its own
+    plain_bytes: tl.int64,  # said here, so that no size of a strip makes for a kernel of its own
     num_spans: tl.int64,
     tiles_at: tl.int64,
     escapes_at: tl.int64,
     num_escapes: tl.int64,
     first_tile: tl.int64,
-    start: tl.int64,  # the bytes of the image that `out` has
+    start: tl.int64,  # the bytes of the strip that `out` has
     end: tl.int64,
     IS_PART: tl.constexpr,
 ):

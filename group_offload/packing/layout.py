@@ -1,9 +1,13 @@
 """Where everything lies in a packed image. docs/group-files.md has the format, byte by byte.
 
 [Note: A packed image]
-An image is the bytes of a blob. Its *spans* follow one another: those of bf16 weights whose exponents are packed, and *plain*
-ones, which are copied. All of a span is cut into *tiles* of 4096 bytes of the image, and each tile decodes by itself, so one
-launch of one kernel decodes a group, and a table says for each tile which span it is of and where its escapes begin.
+An image is the bytes of a blob. It is cut into *strips*, which follow one another in the packed image too. A strip decodes by
+itself, and takes at most 64 MiB packed: so the device needs little memory beside the slot that an image is decoded into,
+however large the image is.
+
+The *spans* of a strip follow one another: those of bf16 weights whose exponents are packed, and *plain* ones, which are copied.
+All of a span is cut into *tiles* of 4096 bytes of the image, and each tile decodes by itself, so one launch of one kernel
+decodes a strip, and a table says for each tile which span it is of and where its escapes begin.
 
 A packed span holds whole tiles only, so kernels need no mask for it. What is left of a tensor is in the plain span behind it.
 """
@@ -24,7 +28,7 @@ from ..base.layout import ALIGNMENT
 from ..base.strict_json import as_size, as_text, parse
 from ..errors import GroupFileError
 
-VERSION = 1
+VERSION = 2
 TILE_WEIGHTS = 2048
 """Weights that one program decodes. `python -m benchmarks packing --device cuda` measures what another number would bring."""
 TILE_BYTES = 2 * TILE_WEIGHTS
@@ -36,16 +40,16 @@ ENTRY_BYTES = 8
 """Of a tile, in the table of tiles."""
 _NUM_EXPONENTS = {0: 0, 3: 7, 4: 15}
 """By the bits of a code: how many exponents have one. The last code is the escape."""
-_MOST_TILES = (1 << 31) - 1
-MOST_ESCAPES = (1 << 32) - 1
+MAX_STRIP_BYTES = 64 << 20
+"""Of a strip, packed. It bounds the device memory that packing takes: see `NUM_BERTHS` in `plan.placement`."""
 _MOST_SPANS = 1 << 20
 _BEHIND_ESCAPES = TILE_WEIGHTS + 16
-"""A tile of escapes more would fit behind the last one, so that no damage leads out of the image."""
+"""A tile of escapes more would fit behind the last one, so that no damage leads out of the strip."""
 _HASH = re.compile("[0-9a-f]{32}")
 
 
 Runs = tuple[tuple[int, int], ...]
-"""Bytes of a packed image: first and last byte of each run, exclusive."""
+"""Bytes of a packed strip: first and last byte of each run, exclusive."""
 
 
 class PackedError(GroupFileError):
@@ -54,7 +58,7 @@ class PackedError(GroupFileError):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A run of bytes of the image, all packed in one way."""
+    """A run of bytes of a strip, all packed in one way."""
 
     offset: int
     num_bytes: int
@@ -79,17 +83,15 @@ def record_bytes(bits: int) -> int:
 
 
 @dataclass(frozen=True)
-class PackedLayout:
-    """What decoding needs to know, as plain data. It is checked when it is made."""
+class Strip:
+    """What decoding a strip needs to know, as plain data. It is checked when it is made.
 
-    plain_bytes: int
-    """The size of the image: `BlobLayout.num_bytes`."""
-    packed_bytes: int
+    Places are counted from the first byte of the strip, in the image and in the packed image.
+    """
+
     spans: tuple[Span, ...]
-    """In order. Together they are the image."""
+    """In order. Together they are the strip."""
     num_escapes: int
-    hash: str
-    """XXH3 (128 bits, hexadecimal) of the image."""
 
     def __post_init__(self) -> None:
         end = 0
@@ -103,33 +105,35 @@ class PackedLayout:
             if span.offset % SPAN_ALIGNMENT or (span.bits and span.num_bytes % TILE_BYTES):
                 raise PackedError(f"its span at byte {span.offset:,} is not cut as spans are")
             end += span.num_bytes
-        if end != self.plain_bytes or end % SPAN_ALIGNMENT:
-            raise PackedError(f"its spans take {end:,} bytes, and its image has {self.plain_bytes:,}")
-        if len(self.spans) > _MOST_SPANS or self.num_tiles > _MOST_TILES:
-            raise PackedError(f"it has {len(self.spans):,} spans and {self.num_tiles:,} tiles, which cannot be")
-        if not 0 <= self.num_escapes <= min(MOST_ESCAPES, self._num_packed_weights):
+        if not end or end % SPAN_ALIGNMENT:
+            raise PackedError(f"its spans take {end:,} bytes, which is not what a strip has")
+        if not 0 <= self.num_escapes <= sum(span.num_bytes // 2 for span in self.spans if span.bits):
             raise PackedError(f"it has {self.num_escapes:,} escapes, which cannot be")
-        if self.packed_bytes != packed_size(self.spans, self.num_escapes) or self.packed_bytes > self.plain_bytes:
-            raise PackedError(f"it says that it takes {self.packed_bytes:,} bytes, and its spans say something else")
-        if not _HASH.fullmatch(self.hash):
-            raise PackedError("its hash is none")
+        if len(self.spans) > _MOST_SPANS or self.packed_bytes > MAX_STRIP_BYTES:
+            raise PackedError(
+                f"a strip of it has {len(self.spans):,} spans and {self.packed_bytes:,} bytes, which cannot be"
+            )
+
+    @cached_property
+    def plain_bytes(self) -> int:
+        return sum(span.num_bytes for span in self.spans)
+
+    @cached_property
+    def packed_bytes(self) -> int:
+        return packed_size(self.spans, self.num_escapes)
 
     @cached_property
     def num_tiles(self) -> int:
         return sum(span.num_tiles for span in self.spans)
 
-    @cached_property
-    def _num_packed_weights(self) -> int:
-        return sum(span.num_bytes // 2 for span in self.spans if span.bits)
-
     @property
     def tiles_at(self) -> int:
-        """Where the table of tiles begins in the packed image."""
+        """Where the table of tiles begins in the packed strip."""
         return aligned(ROW_BYTES * len(self.spans))
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """Where the bytes of each span begin in the packed image, and where those of the last one end."""
+        """Where the bytes of each span begin in the packed strip, and where those of the last one end."""
         return tuple(_places(self.spans))
 
     @property
@@ -143,7 +147,7 @@ class PackedLayout:
         return tuple(accumulate((span.num_tiles for span in self.spans), initial=0))
 
     def tiles_of(self, start: int, end: int) -> tuple[int, int]:
-        """The tiles that hold bytes `start` to `end` of the image: the number of the first one, and of that behind the last."""
+        """The tiles that hold bytes `start` to `end` of the strip: the number of the first one, and of that behind the last."""
         return self._tile_at(start), self._tile_at(end - 1) + 1
 
     def _tile_at(self, offset: int) -> int:
@@ -151,7 +155,7 @@ class PackedLayout:
         return self.first_tiles[number] + (offset - self.spans[number].offset) // TILE_BYTES
 
     def needed(self, start: int, end: int, escapes_before: Callable[[int], int]) -> Runs:
-        """The bytes of the packed image that bytes `start` to `end` of the image are decoded from.
+        """The bytes of the packed strip that bytes `start` to `end` of the strip are decoded from.
 
         Args:
             escapes_before: How many escapes come before a tile.
@@ -173,7 +177,7 @@ class PackedLayout:
         )
 
     def _place_of(self, tile: int, *, ends: bool = False) -> int:
-        """Where the bytes of a tile begin in the packed image, or end."""
+        """Where the bytes of a tile begin in the packed strip, or end."""
         number = bisect_right(self.first_tiles, tile) - 1
         span, nth = self.spans[number], tile - self.first_tiles[number] + ends
         return self.places[number] + min(
@@ -205,16 +209,52 @@ class PackedLayout:
         numbers = torch.arange(len(self.spans), device=device)
         return torch.repeat_interleave(numbers, counts, output_size=self.num_tiles)
 
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """What decoding an image needs to know, as plain data. It is checked when it is made."""
+
+    plain_bytes: int
+    """The size of the image: `BlobLayout.num_bytes`."""
+    packed_bytes: int
+    strips: tuple[Strip, ...]
+    """In order. Together they are the image."""
+    hash: str
+    """XXH3 (128 bits, hexadecimal) of the image."""
+
+    def __post_init__(self) -> None:
+        plain, packed = sum(s.plain_bytes for s in self.strips), sum(s.packed_bytes for s in self.strips)
+        if plain != self.plain_bytes:
+            raise PackedError(f"its spans take {plain:,} bytes, and its image has {self.plain_bytes:,}")
+        if self.packed_bytes != packed or packed > plain:
+            raise PackedError(f"it says that it takes {self.packed_bytes:,} bytes, and its spans say something else")
+        if not _HASH.fullmatch(self.hash):
+            raise PackedError("its hash is none")
+
+    @cached_property
+    def placed(self) -> tuple[tuple[Strip, int, int], ...]:
+        """Each strip, and where it begins in the image and in the packed image."""
+        starts = accumulate((strip.plain_bytes for strip in self.strips), initial=0)
+        places = accumulate((strip.packed_bytes for strip in self.strips), initial=0)
+        return tuple(zip(self.strips, starts, places, strict=False))
+
+    @cached_property
+    def largest_strip(self) -> int:
+        """The packed bytes of the largest strip."""
+        return max(strip.packed_bytes for strip in self.strips)
+
     def to_json(self) -> str:
-        spans = [[span.num_bytes, span.bits, bytes(span.exponents).hex()] for span in self.spans]
+        strips = [
+            [strip.num_escapes, [[span.num_bytes, span.bits, bytes(span.exponents).hex()] for span in strip.spans]]
+            for strip in self.strips
+        ]
         return json.dumps(
             {
                 "version": VERSION,
                 "plain_bytes": self.plain_bytes,
                 "packed_bytes": self.packed_bytes,
                 "hash": self.hash,
-                "escapes": self.num_escapes,
-                "spans": spans,
+                "strips": strips,
             },
             separators=(",", ":"),
         )
@@ -231,25 +271,35 @@ class PackedLayout:
                 raise PackedError("its layout is not an object")
             if found.get("version") != VERSION:
                 raise PackedError(f"another version packed it: this one reads version {VERSION}")
-            items, spans, end = found.get("spans"), [], 0
-            if not isinstance(items, list):
-                raise PackedError("its layout lists no spans")
-            for item in items:
-                if not isinstance(item, list) or len(item) != 3:
-                    raise PackedError("its layout lists something else than spans")
-                exponents = tuple(bytes.fromhex(as_text(item[2])))
-                spans.append(Span(end, as_size(item[0]), as_size(item[1]), exponents))
-                end += spans[-1].num_bytes
-            sizes = [as_size(found.get(name)) for name in ("plain_bytes", "packed_bytes", "escapes")]
-            return cls(sizes[0], sizes[1], tuple(spans), sizes[2], as_text(found.get("hash")))
+            strips = tuple(map(_strip_of, _list_of(found.get("strips"), "strips")))
+            if not strips:
+                raise PackedError("its layout lists no strips")
+            sizes = [as_size(found.get(name)) for name in ("plain_bytes", "packed_bytes")]
+            return cls(sizes[0], sizes[1], strips, as_text(found.get("hash")))
         except PackedError:
             raise
         except (GroupFileError, ValueError) as error:
             raise PackedError(f"its layout cannot be read: {error}") from error
 
 
+def _strip_of(found: object) -> Strip:
+    num_escapes, listed = _list_of(found, "strips", 2)
+    spans, end = [], 0
+    for item in _list_of(listed, "spans"):
+        num_bytes, bits, exponents = _list_of(item, "spans", 3)
+        spans.append(Span(end, as_size(num_bytes), as_size(bits), tuple(bytes.fromhex(as_text(exponents)))))
+        end += spans[-1].num_bytes
+    return Strip(tuple(spans), as_size(num_escapes))
+
+
+def _list_of(found: object, what: str, length: int | None = None) -> list[object]:
+    if not isinstance(found, list) or len(found) != (len(found) if length is None else length):
+        raise PackedError(f"its layout lists something else than {what}")
+    return found
+
+
 def packed_size(spans: Sequence[Span], num_escapes: int) -> int:
-    """The size of a packed image."""
+    """The size of a packed strip."""
     return _places(spans)[-1] + aligned(num_escapes + _BEHIND_ESCAPES)
 
 

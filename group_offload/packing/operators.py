@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .layout import ENTRY_BYTES, TILE_BYTES, TILE_WEIGHTS, PackedError, PackedLayout, Span, record_bytes
+from .layout import ENTRY_BYTES, TILE_BYTES, TILE_WEIGHTS, PackedError, Span, Strip, record_bytes
 
 _TILES_AT_ONCE = 256
 """On the CPU. With fewer, the time goes into calls."""
@@ -23,7 +23,7 @@ _SPREAD[4] = ((16, 0x0000FFFF0000FFFF), (8, 0x00FF00FF00FF00FF), (4, 0x0F0F0F0F0
 
 
 def count_exponents(image: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    """How often each exponent is there in the bf16 weights between two bytes of the image: int64 [256]."""
+    """How often each exponent is there in the bf16 weights between two bytes of a strip: int64 [256]."""
     counts = torch.zeros(256, dtype=torch.int64, device=image.device)
     step = _num_at_once(image.device) * TILE_BYTES
     for low in range(start, end, step):
@@ -31,18 +31,18 @@ def count_exponents(image: torch.Tensor, start: int, end: int) -> torch.Tensor:
     return counts.cpu()
 
 
-def encode(image: torch.Tensor, layout: PackedLayout, data: torch.Tensor) -> list[torch.Tensor]:
+def encode(image: torch.Tensor, strip: Strip, data: torch.Tensor) -> list[torch.Tensor]:
     """Write the records and the tables into `data`.
 
     Args:
-        layout: without the escapes, whose number is not known yet.
-        data: the packed image as far as the escapes, on the device of the image.
+        strip: without the escapes, whose number is not known yet.
+        data: the packed strip as far as the escapes, on the device of the image.
 
     Returns:
         The escapes, in order.
     """
-    halves = torch.zeros(2, layout.num_tiles, dtype=torch.int64, device=data.device)
-    rows = layout.rows().view(torch.uint8).flatten()
+    halves = torch.zeros(2, strip.num_tiles, dtype=torch.int64, device=data.device)
+    rows = strip.rows().view(torch.uint8).flatten()
     data[: rows.numel()].copy_(rows)
 
     def encode_part(part: _Part) -> torch.Tensor:
@@ -61,24 +61,24 @@ def encode(image: torch.Tensor, layout: PackedLayout, data: torch.Tensor) -> lis
         record[:, split:] = (words >> 8 & 0x80).bitwise_or_(words & 0x7F).view(-1, TILE_WEIGHTS)
         return exponents[is_escape]
 
-    for span, place in _plain_spans(layout):
+    for span, place in _plain_spans(strip):
         data[place : place + span.num_bytes] = image[span.offset : span.offset + span.num_bytes]
-    escapes = [encode_part(part) for part in _parts(layout, image, data)]
+    escapes = [encode_part(part) for part in _parts(strip, image, data)]
     num_each = halves.sum(0)
-    tile_table(data, layout).copy_(layout.entries(num_each.cumsum(0) - num_each, halves[0]))
+    tile_table(data, strip).copy_(strip.entries(num_each.cumsum(0) - num_each, halves[0]))
     return escapes
 
 
-def decode(data: torch.Tensor, layout: PackedLayout, out: torch.Tensor, start: int = 0) -> None:
-    """Write the image from byte `start` on to `out`, as much as finds room there.
+def decode(data: torch.Tensor, strip: Strip, out: torch.Tensor, start: int = 0) -> None:
+    """Write the strip from byte `start` on to `out`, as much as finds room there.
 
     Raises:
         PackedError: the codes do not fit the escapes.
     """
-    escapes = data[layout.escapes_at : layout.escapes_at + layout.num_escapes]
+    escapes = data[strip.escapes_at : strip.escapes_at + strip.num_escapes]
     end = start + out.numel()
-    first, last = layout.tiles_of(start, end)
-    starts = [*((tile_table(data, layout)[first : last + 1] & 0xFFFFFFFF).tolist()), layout.num_escapes]
+    first, last = strip.tiles_of(start, end)
+    starts = [*((tile_table(data, strip)[first : last + 1] & 0xFFFFFFFF).tolist()), strip.num_escapes]
 
     def decode_part(part: _Part) -> None:
         span, record = part.span, part.record
@@ -102,29 +102,29 @@ def decode(data: torch.Tensor, layout: PackedLayout, out: torch.Tensor, start: i
         words.bitwise_or_(rest.bitwise_and_(0x7F)).bitwise_or_(exponents.to(torch.int16) << 7)
         part.weights.view(torch.int16).copy_(words)
 
-    for span, place in _plain_spans(layout):
+    for span, place in _plain_spans(strip):
         low, high = max(span.offset, start), min(span.offset + span.num_bytes, end)
         if low < high:
             out[low - start : high - start] = data[place + low - span.offset : place + high - span.offset]
-    if out.numel() == layout.plain_bytes:
-        for part in _parts(layout, out, data):
+    if out.numel() == strip.plain_bytes:
+        for part in _parts(strip, out, data):
             decode_part(part)
         return
-    for part in _parts(layout, None, data, first, last):
+    for part in _parts(strip, None, data, first, last):
         decode_part(part)
         begin = part.start
         low, high = max(begin, start), min(begin + part.weights.numel(), end)
         out[low - start : high - start] = part.weights[low - begin : high - begin]
 
 
-def tile_table(data: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+def tile_table(data: torch.Tensor, strip: Strip) -> torch.Tensor:
     """The table of tiles, as a view: int64 [tiles]."""
-    return data[layout.tiles_at : layout.tiles_at + layout.num_tiles * ENTRY_BYTES].view(torch.int64)
+    return data[strip.tiles_at : strip.tiles_at + strip.num_tiles * ENTRY_BYTES].view(torch.int64)
 
 
-def escapes_of(entry: int, layout: PackedLayout) -> int:
+def escapes_of(entry: int, strip: Strip) -> int:
     """How many escapes come before a tile, by its entry in the table."""
-    return min(entry & 0xFFFFFFFF, layout.num_escapes)
+    return min(entry & 0xFFFFFFFF, strip.num_escapes)
 
 
 class _Part(NamedTuple):
@@ -134,23 +134,23 @@ class _Part(NamedTuple):
     tile: int
     """The number of the first one in the table."""
     start: int
-    """The byte of the image that they begin at."""
+    """The byte of the strip that they begin at."""
     weights: torch.Tensor
-    """Their bytes of the image."""
+    """Their bytes of the strip."""
     record: torch.Tensor
     """Their records: uint8 [tiles, record_bytes]."""
 
 
 def _parts(
-    layout: PackedLayout, image: torch.Tensor | None, data: torch.Tensor, begin: int = 0, end: int | None = None
+    strip: Strip, image: torch.Tensor | None, data: torch.Tensor, begin: int = 0, end: int | None = None
 ) -> Iterator[_Part]:
     """The packed tiles from number `begin` to `end`, some at a time.
 
     Args:
         image: None: their bytes are in memory of their own.
     """
-    end, at_once = layout.num_tiles if end is None else end, _num_at_once(data.device)
-    for span, place, tile in zip(layout.spans, layout.places, layout.first_tiles, strict=False):
+    end, at_once = strip.num_tiles if end is None else end, _num_at_once(data.device)
+    for span, place, tile in zip(strip.spans, strip.places, strip.first_tiles, strict=False):
         size = record_bytes(span.bits)
         last = min(span.num_tiles, end - tile) if span.bits else 0
         for first in range(max(0, begin - tile), last, at_once):
@@ -163,8 +163,8 @@ def _parts(
             yield _Part(span, tile + first, start, weights, data[there : there + num * size].view(num, size))
 
 
-def _plain_spans(layout: PackedLayout) -> list[tuple[Span, int]]:
-    return [(span, place) for span, place in zip(layout.spans, layout.places, strict=False) if not span.bits]
+def _plain_spans(strip: Strip) -> list[tuple[Span, int]]:
+    return [(span, place) for span, place in zip(strip.spans, strip.places, strict=False) if not span.bits]
 
 
 def _num_at_once(device: torch.device) -> int:

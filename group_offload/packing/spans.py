@@ -1,14 +1,14 @@
-"""Which bytes of an image are packed, and how: decided from how often each exponent is there."""
+"""Which bytes of a strip are packed, and how: decided from how often each exponent is there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
 from ..base.layout import BlobLayout
-from .layout import ENTRY_BYTES, ROW_BYTES, SPAN_ALIGNMENT, TILE_BYTES, Span, record_bytes
+from .layout import ENTRY_BYTES, ROW_BYTES, SPAN_ALIGNMENT, TILE_BYTES, Span, packed_size, record_bytes
 
 _MAX_GAP = 256
 """Between two tensors of one span. Padding is smaller."""
@@ -16,7 +16,7 @@ _MAX_GAP = 256
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Bytes of the image that are bf16 weights, but for gaps of padding."""
+    """Bytes of the strip that are bf16 weights, but for gaps of padding."""
 
     start: int
     end: int
@@ -51,17 +51,21 @@ class _Run:
         return _Run(self.start, other.end, counts, self.num_between + other.num_between + gap)
 
 
-def choose_spans(layout: BlobLayout, count: Callable[[int, int], torch.Tensor]) -> tuple[tuple[Span, ...], int]:
-    """The spans of an image.
+def choose_spans(
+    weights: Iterable[tuple[int, int]], num_bytes: int, count: Callable[[int, int], torch.Tensor]
+) -> tuple[tuple[Span, ...], int]:
+    """The spans of a strip.
 
     Args:
-        count: how often each exponent is there in the bf16 weights between two bytes of the image (int64 [256], on the CPU).
+        weights: the bytes of the strip that hold bf16 weights and nothing else: from `weights_within`.
+        num_bytes: of the strip.
+        count: how often each exponent is there in the bf16 weights between two bytes of the strip (int64 [256], on the CPU).
 
     Returns:
         The spans, and how many escapes they have at most: what is in gaps counts, and what is behind the last tile of a span.
     """
     runs: list[_Run] = []
-    for start, end in _weights_of(layout):
+    for start, end in weights:
         run = _Run(start, end, count(start, end))
         # Exponents of neighbours mostly agree. One table for both then saves a part of a tile, and a span.
         if runs and start - runs[-1].end < _MAX_GAP:
@@ -80,8 +84,11 @@ def choose_spans(layout: BlobLayout, count: Callable[[int, int], torch.Tensor]) 
         spans.append(Span(run.start, run.num_tiles * TILE_BYTES, bits, _most_frequent(run.counts, (1 << bits) - 1)))
         end = run.start + spans[-1].num_bytes
         most_escapes += run.num_others(bits) + run.num_between
-    if layout.num_bytes > end:
-        spans.append(Span(end, layout.num_bytes - end))
+    if num_bytes > end:
+        spans.append(Span(end, num_bytes - end))
+    plain = (Span(0, num_bytes),)
+    if packed_size(spans, most_escapes) > packed_size(plain, 0):
+        return plain, 0
     return tuple(spans), most_escapes
 
 
@@ -91,14 +98,17 @@ def _most_frequent(counts: torch.Tensor, num: int) -> tuple[int, ...]:
     return tuple(sorted(sorted(range(256), key=lambda each: (-counted[each], abs(each - middle)))[:num]))
 
 
-def _weights_of(layout: BlobLayout) -> list[tuple[int, int]]:
-    """The bytes of the image that hold bf16 weights and nothing else, aligned, in order."""
+def weights_within(layout: BlobLayout, first: int, last: int) -> list[tuple[int, int]]:
+    """The bytes of a strip, which is bytes `first` to `last` of the image, that hold bf16 weights and nothing else.
+
+    They begin at multiples of 16, and are in order.
+    """
     found = []
     for extent in layout.extents:
         is_bf16 = all(layout.specs[i].dtype == torch.bfloat16 for i in extent.tensors)
         if is_bf16 and extent.num_bytes >= 2 and extent.offset % 2 == 0:
-            start = -(-extent.offset // SPAN_ALIGNMENT) * SPAN_ALIGNMENT
-            end = extent.offset + extent.num_bytes // 2 * 2
+            start = max(first, -(-extent.offset // SPAN_ALIGNMENT) * SPAN_ALIGNMENT)
+            end = min(last, extent.offset + extent.num_bytes // 2 * 2)
             if start < end:
-                found.append((start, end))
+                found.append((start - first, end - first))
     return sorted(found)

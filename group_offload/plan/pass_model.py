@@ -16,9 +16,10 @@ item at a time and in order of use: the drive reads, the link copies to the devi
 - The link is one copy stream. It begins a use once the use before it has arrived and the slot is free. A use that comes
   from a file arrives no sooner than the drive has read it, and the uses behind it wait, even those that come from RAM.
 - The drive is never further ahead of the link than the staging memory. It reads on while slots are taken.
-- A packed group in RAM needs no slot to be sent, but one of two berths, which are free once the use two before was unpacked. It
-  is unpacked when it has arrived and its slot is free. A group that stays on the device packed takes no time on the link.
-- A packed group in a file is read packed. It needs the reading berth, which is free once the one before was unpacked.
+- A packed group in RAM is sent strip by strip. A strip needs no slot to be sent, but one of the berths, which are free once the
+  strip that many before was unpacked: when it had arrived and its slot was free. So the link is ahead of the slot by as many
+  strips. A group that stays on the device packed takes no time on the link.
+- A packed group in a file is read packed. Its strips need the reading berth, one after another.
 - The device computes nothing else while it unpacks. (It does, but how much slower was not measured.)
 """
 
@@ -165,6 +166,7 @@ class PassModel:
         self._all_bytes = sum(self.sizes)
         self._is_packed = [group.packed_bytes > 0 for group in self.groups]
         self.has_packed = any(self._is_packed)
+        self.berths = [group.berth_bytes for group in self.groups]
         self.sent = [group.packed_bytes or group.num_bytes for group in self.groups]
         """What each group takes in RAM, and on the link from there."""
         self._reads_packed = [group.reads_packed and group.packed_bytes > 0 for group in self.groups]
@@ -218,8 +220,8 @@ class PassModel:
             stay = [index for index in streamed if placements[index] is kept]
             sent_packed = [index for index in from_ram if packed[index]]
             resident += sum([self.sent[index] for index in stay])
-            berths = NUM_BERTHS * max([self.sent[index] for index in sent_packed], default=0)
-            berths += max([self.read[index] for index in read_packed], default=0)
+            berths = NUM_BERTHS * max([self.berths[index] for index in sent_packed], default=0)
+            berths += max([self.berths[index] for index in read_packed], default=0)
             unpacked = sum([sizes[index] * sent[index] for index in (*stay, *sent_packed, *read_packed)])
         on_device = resident + slots + berths
         if not_resident <= slots:
@@ -284,7 +286,8 @@ class PassModel:
             takes = unpack[index]
             copy = (self.sent[index] if takes else num_bytes[index]) / h2d if at is not Placement.PACKED else None
             read = next(reads) if at is Placement.FILE else None
-            sent.append((index, gap, seconds + takes, copy, takes > 0, next(backs), read))
+            num_strips = -(-self.sent[index] // self.berths[index]) if takes else 0
+            sent.append((index, gap, seconds + takes, copy, num_strips, next(backs), read))
             gap = 0.0
         # Residents at the end of a pass are computed before the first use of the next one.
         sent[0] = (sent[0][0], sent[0][1] + gap, *sent[0][2:])
@@ -327,14 +330,14 @@ class _Read:
     """Pairs (i, s): the read ends no sooner than s seconds after the begin of the copy i reads earlier. See `_reads`."""
 
 
-_Use = tuple[int, float, float, "float | None", bool, int, "_Read | None"]
+_Use = tuple[int, float, float, "float | None", int, int, "_Read | None"]
 """A use whose group is sent:
 
 - the group,
 - the seconds of compute of resident groups right before the use,
 - its own seconds of compute, and of unpacking the group for it,
 - the seconds that the link needs for it, or None if the group stays on the device packed,
-- whether the group is unpacked: then the link needs no slot for it, but a berth,
+- how many strips the group is sent in: then the link needs berths before its slot (0: it is not packed),
 - how many uses earlier the use is that has to be computed before the slot of this one is free,
 - the read from a file, or None if the group rests in RAM.
 """
@@ -354,9 +357,9 @@ class _Clocks:
         self._ends = [0.0] * len(sent)
         """When the compute of each use ended. Before the first pass stands one that took no time."""
         self._berths = [0.0] * NUM_BERTHS
-        """When each use that was sent packed from RAM could be unpacked: it had arrived, and its slot was free."""
+        """When each strip that was sent from RAM could be unpacked: it had arrived, and its slot was free."""
         self._reading_berth = 0.0
-        """The same for the last use that was read packed from a file."""
+        """The same for the last strip that was read from a file."""
         self._starts = [0.0] * (sum([use[-1] is not None for use in sent]) + 1)
         """When the copy of each use that is read from a file began."""
 
@@ -368,16 +371,19 @@ class _Clocks:
         """
         ends, starts, drive, link, compute = self._ends, self._starts, self._drive, self._link, self._compute
         stalls = []
-        for _, gap, seconds, copy, is_packed, back, read in self._sent:
+        for _, gap, seconds, copy, num_strips, back, read in self._sent:
             compute += gap
             start, arrived, stall = link, None, 0.0
             if copy is not None:
-                free = ends[-back]
-                if is_packed:
+                room = free = ends[-back]
+                if num_strips:
                     free = self._berths[-NUM_BERTHS] if read is None else self._reading_berth
                 if free > start:
                     start = free
                 link = start + copy
+                num_ahead = NUM_BERTHS if read is None else 1
+                if num_strips > num_ahead:  # the others wait for the slot
+                    link = max(link, room + copy * (num_strips - num_ahead) / num_strips)
                 if read is not None:
                     starts.append(start)
                     drive += read.seconds
@@ -386,12 +392,11 @@ class _Clocks:
                     link = max(link, drive + read.last_chunk_seconds)
                 if link > compute:
                     stall = link - compute
-                if is_packed:
-                    unpacked_from = max(link, ends[-back])
-                    if read is None:
-                        self._berths.append(unpacked_from)
-                    else:
-                        self._reading_berth = unpacked_from
+                if num_strips and read is None:
+                    for left in range(min(num_strips, NUM_BERTHS) - 1, -1, -1):
+                        self._berths.append(max(link - left * copy / num_strips, room))
+                elif num_strips:
+                    self._reading_berth = max(link, room)
                 arrived = link
             stalls.append(stall)
             compute += stall + seconds

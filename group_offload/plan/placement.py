@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from enum import Enum
 from heapq import nlargest
 
+from ..base.tuning import tuning
 from ..errors import ConfigError
 
 ASSUMED_UNPACK = 400_000_000_000
 """Bytes of weights per second where unpacking was not measured: a third of the memory bandwidth of a card with 1.2 TB/s. An
 H200 unpacks 1.65 TB/s, which is a third of its bandwidth (docs/benchmarks/packing.md)."""
-NUM_BERTHS = 2
-"""How many packed groups from RAM may be on their way to the device, or be unpacked there, at once: one is sent while the
-other is unpacked, which takes a small part of that time. One more packed group may be on its way from a file."""
+NUM_BERTHS = 3
+"""How many strips of packed groups from RAM may be on their way to the device, or be unpacked there, at once: one is sent while
+the one before waits for a kernel of compute to make room, and is unpacked. One more strip may be on its way from a file. So
+packing takes no more than 256 MiB of device memory."""
 
 
 class Placement(str, Enum):
@@ -49,6 +51,8 @@ class PlannedGroup:
     """Whether `Placement.DEVICE` and `Placement.PACKED` are possible."""
     packed_bytes: int = 0
     """What is sent of the group, and what it takes on the device, if it is packed. 0: it is not."""
+    strip_bytes: int = 0
+    """The largest strip of the packed bytes: what a berth has to hold. 0: it is not known yet."""
     reads_packed: bool = False
     """Whether a file holds the packed bytes, so that `Placement.FILE` reads these."""
 
@@ -58,6 +62,10 @@ class PlannedGroup:
                 raise ValueError(f"group {self.name!r}: {name}={num_bytes} is negative")
         if not 0 <= self.compute_seconds < math.inf:
             raise ValueError(f"group {self.name!r}: compute_seconds={self.compute_seconds} has to be finite, 0 or more")
+
+    @property
+    def berth_bytes(self) -> int:
+        return self.strip_bytes or min(self.packed_bytes, tuning().strip_bytes)
 
     def why_not(self, placement: Placement) -> str:
         """What stands in the way of a placement, whatever the budgets are; empty if nothing does."""
@@ -163,9 +171,9 @@ def smallest_device_bytes(problem: Problem) -> int:
     slots = sum(nlargest(problem.num_slots, (group.num_bytes for group in problem.groups)))
     may_be_read = problem.budgets.ram_bytes is not None
     rests = problem.rests or [None if may_be_read and group.is_in_file else Placement.RAM for group in problem.groups]
-    sent = [group.packed_bytes for group, at in zip(problem.groups, rests, strict=True) if at is not Placement.FILE]
+    sent = [group.berth_bytes for group, at in zip(problem.groups, rests, strict=True) if at is not Placement.FILE]
     read = [
-        group.packed_bytes
+        group.berth_bytes
         for group, at in zip(problem.groups, rests, strict=True)
         if group.reads_packed and at is not Placement.RAM
     ]

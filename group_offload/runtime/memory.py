@@ -116,8 +116,8 @@ class DeviceMemory:
             if not residents.issuperset(slot.groups):
                 self.free(slot)
         sent = [group for group in streamed if group.packed not in residents]
-        sent_bytes = NUM_BERTHS * max((group.largest_packed(is_read=False) for group in sent), default=0)
-        reading_bytes = max((group.largest_packed(is_read=True) for group in streamed), default=0)
+        sent_bytes = NUM_BERTHS * max((group.largest_strip(is_read=False) for group in sent), default=0)
+        reading_bytes = max((group.largest_strip(is_read=True) for group in streamed), default=0)
         reading_bytes = -(-reading_bytes // ALIGNMENT) * ALIGNMENT
         berth_bytes = sent_bytes + reading_bytes
         if (sizes, berth_bytes, reading_bytes) != (self.ring_sizes, self._berth_bytes, self._reading_bytes):
@@ -163,7 +163,7 @@ class DeviceMemory:
             placed._replace(packed=None)
             if placed.packed is not None
             and placed.on_device is None
-            and placed.packed.num_bytes > room[placed.packed.is_read]
+            and placed.packed.layout.largest_strip > room[placed.packed.is_read]
             else placed
             for placed in blobs
         ]

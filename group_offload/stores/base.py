@@ -143,7 +143,7 @@ class PlacedBlob(NamedTuple):
         """How the blob gets to the slot."""
         if self.packed is None:
             return self.blob.moves(self.at, self.label)
-        return [self.packed.unpack(self.at, self.label, self.on_device)]
+        return self.packed.moves(self.at, self.label, self.on_device)
 
     @property
     def tier(self) -> Tier:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..base.reading import BLOCK
-from ..packing.codec import unpack
-from ..packing.layout import PackedLayout, Runs
+from ..packing.codec import unpack_strip
+from ..packing.layout import Runs, Strip
 from .source import Proof, SourceFile
 
 
@@ -82,29 +82,29 @@ class Read:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unpack:
-    """Packed bytes, which the device unpacks into the slot."""
+    """A strip of packed bytes, which the device unpacks into the slot. See [Note: A packed image]."""
 
     at: int
     """The byte of the slot that the first byte goes to."""
     num_bytes: int
-    layout: PackedLayout
+    strip: Strip
     packed: torch.Tensor | None
-    """The packed bytes, flat uint8, in page-locked memory or on the device. None: they are read from a file."""
+    """The packed bytes of the strip, flat uint8, in page-locked memory or on the device. None: they are read from a file."""
     label: str
     """The name of the group that needs the bytes, for traces."""
     needed_for: Callable[[int, int], Runs]
-    """The packed bytes that a part of the image is unpacked from: see `PackedLayout.needed`."""
+    """The packed bytes that a part of the strip is unpacked from: see `Strip.needed`."""
     is_on_device: bool = False
     """Whether the packed bytes are on the device already."""
     start: int = 0
-    """The first byte of the image that is unpacked."""
+    """The first byte of the strip that is unpacked."""
     needed: Runs = ()
     """The packed bytes that are needed. Empty: all of them."""
 
     @property
     def sent(self) -> Runs:
         """The packed bytes that go to a berth: they are there once the last of these are."""
-        return self.needed or ((0, self.layout.packed_bytes),)
+        return self.needed or ((0, self.strip.packed_bytes),)
 
     @property
     def sent_bytes(self) -> int:
@@ -120,7 +120,7 @@ class Unpack:
 
     def kernel(self, packed: torch.Tensor, target: torch.Tensor) -> None:
         """Unpack on the current stream: see `Backend.transform`."""
-        unpack(packed, self.layout, target, self.start)
+        unpack_strip(packed, self.strip, target, self.start)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 
@@ -36,10 +37,10 @@ from ..base.release import release_later
 from ..base.tuning import tuning
 from ..errors import GroupFileError
 from ..packing.codec import pack
-from ..packing.layout import ENTRY_BYTES, PackedLayout, Runs
+from ..packing.layout import ENTRY_BYTES, PackedLayout, Runs, Strip
 from ..packing.operators import escapes_of, tile_table
 from .folder import add_user, delete_if_unused, never_delete, remove_user
-from .moves import Copy, Read, Unpack
+from .moves import Copy, Move, Read, Unpack
 from .packed_files import PackedFile
 from .source import Piece, Proof, SourceFile
 
@@ -78,15 +79,15 @@ class FileContents:
         for chunk in self.source.chunks(self.position, self.pieces[0].num_bytes):
             proof.update(chunk)
 
-    def escapes_before(self, tile: int, layout: PackedLayout) -> int:
-        """How many escapes come before a tile.
+    def escapes_before(self, tile: int, strip: Strip, place: int) -> int:
+        """How many escapes come before a tile of the strip that begins at byte `place` of the image.
 
         Raises:
             GroupFileError: the file cannot be read.
         """
-        entry, at = bytearray(ENTRY_BYTES), layout.tiles_at + tile * ENTRY_BYTES
+        entry, at = bytearray(ENTRY_BYTES), place + strip.tiles_at + tile * ENTRY_BYTES
         self.source.read_straight(memoryview(entry), self.position + at)
-        return escapes_of(int.from_bytes(entry, "little"), layout)
+        return escapes_of(int.from_bytes(entry, "little"), strip)
 
 
 class _ImageProof(Proof):
@@ -133,8 +134,8 @@ class PackedImage(ABC):
         self.layout = layout
         self.contents = contents
         self._generation = generation
-        self._needed: dict[tuple[int, int], Runs] = {}
-        """What `needed_for` has found. Each pass asks for the same parts."""
+        self._needed: dict[tuple[int, int, int], Runs] = {}
+        """What `_needed_for` has found. Each pass asks for the same parts."""
         self.entry = None if file is None else file.entry
         """What the manifest says of the packed file."""
         self._path = None if file is None else file.path
@@ -169,27 +170,37 @@ class PackedImage(ABC):
         return 0 if self.is_read else self.num_bytes
 
     @abstractmethod
-    def unpack(self, at: int, label: str, on_device: torch.Tensor | None) -> Unpack | Read:
-        """How the blob gets to byte `at` of a slot: see `Blob.moves`.
+    def moves(self, at: int, label: str, on_device: torch.Tensor | None) -> list[Move]:
+        """How the blob gets to byte `at` of a slot, strip by strip: see `Blob.moves`.
 
         Args:
             on_device: The packed bytes in memory of the device, if they are there.
         """
 
-    def needed_for(self, start: int, end: int) -> Runs:
-        """The packed bytes that bytes `start` to `end` of the image are unpacked from.
+    def _unpacks(
+        self, at: int, label: str, packed: torch.Tensor | None, *, is_on_device: bool = False
+    ) -> Iterator[Unpack]:
+        for number, (strip, start, place) in enumerate(self.layout.placed):
+            mine = None if packed is None else packed[place : place + strip.packed_bytes]
+            needed_for = partial(self._needed_for, number)
+            yield Unpack(at + start, strip.plain_bytes, strip, mine, label, needed_for, is_on_device)
+
+    def _needed_for(self, number: int, start: int, end: int) -> Runs:
+        """The packed bytes that bytes `start` to `end` of a strip are unpacked from, by the number of the strip.
 
         Raises:
             GroupFileError: the file cannot be read.
         """
-        found = self._needed.get((start, end))
+        found = self._needed.get((number, start, end))
         if found is None:
-            found = self._needed[start, end] = self.layout.needed(start, end, self._escapes_before)
+            strip, _, place = self.layout.placed[number]
+            escapes_before = partial(self._escapes_before, strip=strip, place=place)
+            found = self._needed[number, start, end] = strip.needed(start, end, escapes_before)
         return found
 
     @abstractmethod
-    def _escapes_before(self, tile: int) -> int:
-        """How many escapes come before a tile."""
+    def _escapes_before(self, tile: int, strip: Strip, place: int) -> int:
+        """How many escapes come before a tile of the strip that begins at byte `place` of the image."""
 
     def close(self) -> None:
         """Give up the memory, or the file."""
@@ -236,14 +247,14 @@ class RamImage(PackedImage):
         self._memory = memory
         self._lock = lock
 
-    def unpack(self, at: int, label: str, on_device: torch.Tensor | None) -> Unpack:
+    def moves(self, at: int, label: str, on_device: torch.Tensor | None) -> list[Move]:
         packed = self._memory if on_device is None else on_device
-        return Unpack(at, self.layout.plain_bytes, self.layout, packed, label, self.needed_for, on_device is not None)
+        return [*self._unpacks(at, label, packed, is_on_device=on_device is not None)]
 
-    def _escapes_before(self, tile: int) -> int:
+    def _escapes_before(self, tile: int, strip: Strip, place: int) -> int:
         if self.contents is not None:  # a page of a file that was cut off must not be touched
-            return self.contents.escapes_before(tile, self.layout)
-        return escapes_of(int(tile_table(self._memory, self.layout)[tile]), self.layout)
+            return self.contents.escapes_before(tile, strip, place)
+        return escapes_of(int(tile_table(self._memory[place:], strip)[tile]), strip)
 
     def copy(self, at: int) -> Copy:
         """How the packed bytes get to byte `at` of a slot."""
@@ -276,17 +287,19 @@ class FileImage(PackedImage):
         self._contents.source.avoid_readahead()
         self._is_verified = is_verified
 
-    def unpack(self, at: int, label: str, on_device: torch.Tensor | None) -> Read:
-        """See `PackedImage.unpack`. The bytes do not stay on the device."""
+    def moves(self, at: int, label: str, on_device: torch.Tensor | None) -> list[Move]:
+        """See `PackedImage.moves`. The bytes do not stay on the device."""
         contents, source = self._contents, self._contents.source
         is_checked = self._is_verified or source.is_adrift or not contents.is_proven
-        unpack = Unpack(at, self.layout.plain_bytes, self.layout, None, label, self.needed_for)
         proof = _ImageProof(contents) if is_checked else None
         # Past the page cache: packed bytes that there is RAM for are in RAM.
-        return Read(0, self.num_bytes, source, contents.position, True, label, proof, unpack)
+        return [
+            Read(0, strip.packed_bytes, source, contents.position + place, True, label, proof, unpack)
+            for (strip, _, place), unpack in zip(self.layout.placed, self._unpacks(at, label, None), strict=True)
+        ]
 
-    def _escapes_before(self, tile: int) -> int:
-        return self._contents.escapes_before(tile, self.layout)
+    def _escapes_before(self, tile: int, strip: Strip, place: int) -> int:
+        return self._contents.escapes_before(tile, strip, place)
 
 
 def is_packable(layout: BlobLayout) -> bool:

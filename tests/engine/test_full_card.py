@@ -41,6 +41,15 @@ def test_no_image_runs_out_of_memory(free: float, budget: float | str, pack: boo
     assert_no_errors(run(free, budget, steps=4, pack=pack, expandable=expandable))
 
 
+def test_packed_images_are_there_where_plain_ones_are() -> None:
+    """One block is half of the model. Packing takes berths for a few strips of it, and not for all of it."""
+    plain, packed = (run(AMPLE, None, sizes=(1, 1), steps=4, pack=pack, is_unet=True) for pack in (False, True))
+    most = max(image.peak_allocated for image in plain) + 0.25
+    assert all(image.packed[-1] and image.peak_allocated <= most for image in packed)
+    for pack in (False, True):
+        assert_whole(run(6, "auto", sizes=(1, 1), steps=4, pack=pack, expandable=True, is_unet=True))
+
+
 @pytest.mark.parametrize("free", [3.1, 3.3, 3.6])
 def test_the_last_model_holds_nothing_that_the_next_one_needs(free: float) -> None:
     """Not until Python's collector runs either: the slots of packed weights are exchanged for those of another model."""

@@ -20,6 +20,7 @@ from torch import nn
 from group_offload import GroupFileError, OffloadHandle, OffloadStats, api
 from group_offload.base.ownership import Owners
 from group_offload.base.release import wait_for_releases
+from group_offload.base.tuning import tuning
 from group_offload.config import ModelOptions
 from group_offload.plan.placement import Placement
 from group_offload.runtime import packer
@@ -120,14 +121,15 @@ def test_packed_bytes_come_from_the_drive(
 
 @pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"use_stream": False}], ids=str)
 def test_device_memory_is_the_formula(options: dict[str, Any], device: SimulatedDevice, tmp_path: Path) -> None:
-    """What plain weights take, and once the largest packed blob."""
+    """What plain weights take, and once the largest strip of a packed blob."""
     resident = routed([600, 600, 900, 600, 600])
     model, handle = offloaded("folder", resident, tmp_path, **options)
     sizes = sorted((g.num_bytes for g in handle.groups if g.packed_bytes), reverse=True)
     rest = sum(g.num_bytes for g in handle.groups) - sum(sizes)
-    packed = max(g.packed_bytes for g in handle.groups)
+    strip = max(group.largest_strip(is_read=True) for group in groups_of(handle))
+    assert strip <= tuning().strip_bytes < max(sizes)
     check(device, model, resident, 3)
-    limit = rest + sum(sizes[: 1 if options.get("use_stream") is False else 2]) + packed
+    limit = rest + sum(sizes[: 1 if options.get("use_stream") is False else 2]) + strip
     assert device.peak_bytes <= limit
     assert handle.stats().peak_device_bytes == device.peak_bytes
     end(device, model, resident, handle)
@@ -349,7 +351,7 @@ def test_a_model_that_runs_is_packed(device: SimulatedDevice, tmp_path: Path, mo
     check(device, model, resident, 2)
     before = settled(handle)
     check(device, model, resident)
-    assert gained(handle, before, "bytes_read") < 0.8 * sum(group.num_bytes for group in handle.groups)
+    assert gained(handle, before, "bytes_read") < 0.9 * sum(group.num_bytes for group in handle.groups)
     assert handle.stats().bytes_unpacked and not handle.stats().packed_bytes
     end(device, model, resident, handle)
 
@@ -668,7 +670,7 @@ def test_with_verify_files_each_read_is_compared(verifies: bool, device: Simulat
     images = [part.packed for group in groups_of(handle) for part in group.parts]
     for image in images:
         assert isinstance(image, FileImage) and image.contents.is_proven
-        assert (image.unpack(0, "", None).proof is not None) is verifies
+        assert all((move.proof is not None) is verifies for move in image.moves(0, "", None))
     end(device, model, resident, handle)
 
 

@@ -945,7 +945,7 @@ def test_the_reading_berth_goes_to_another_model_while_it_is_filled() -> None:
             handle.remove()
 
 
-@pytest.mark.parametrize(("share", "options"), [(0.75, {}), (1.0, {}), (0.75, {"record_stream": True})], ids=str)
+@pytest.mark.parametrize(("share", "options"), [(0.8, {}), (1.0, {}), (0.8, {"record_stream": True})], ids=str)
 def test_packed_weights_stay_on_the_device(share: float, options: dict[str, Any]) -> None:
     """Two models displace one another's groups, packed or not, while these are on their way, or are unpacked."""
     device = SimulatedDevice(0, "lazy")
@@ -954,7 +954,7 @@ def test_packed_weights_stay_on_the_device(share: float, options: dict[str, Any]
     x = torch.randn(2, DIM).bfloat16()
     num_bytes = sum(parameter.nbytes for parameter in models[0].parameters())
     with packing(), use_simulated_device(device), pytest.MonkeyPatch.context() as patch:
-        tune(patch, device_margin_bytes=0)
+        tune(patch, device_margin_bytes=0, strip_bytes=40 << 10)  # two strips: more would not fit the budget packed
         slow = replace(KNOWN_SPEEDS, h2d=2, drive=1)
         patch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: slow)
         budget = int(share * num_bytes)
@@ -1122,7 +1122,7 @@ def scenarios() -> Iterator[partial[Any]]:
     yield partial(test_slots_go_to_another_model_while_copies_to_them_are_on_their_way)
     for options in either:
         yield partial(test_packed_weights_are_on_their_way, options)
-        yield partial(test_packed_weights_stay_on_the_device, 0.75, options)
+        yield partial(test_packed_weights_stay_on_the_device, 0.8, options)
     yield partial(test_packed_weights_stay_on_the_device, 1.0, {})
     yield partial(test_berths_go_to_another_model_while_they_are_unpacked_from)
     for options in either:

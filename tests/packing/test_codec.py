@@ -12,9 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from group_offload import GroupFileError
+from group_offload.base.tuning import Tuning
 from group_offload.packing import operators
-from group_offload.packing.codec import MIN_SAVING, check, hash_of, pack, unpack
-from group_offload.packing.layout import TILE_BYTES, TILE_WEIGHTS, PackedError, PackedLayout, Span
+from group_offload.packing.codec import MIN_SAVING, check, hash_of, pack, unpack, unpack_strip
+from group_offload.packing.layout import (
+    MAX_STRIP_BYTES,
+    TILE_BYTES,
+    TILE_WEIGHTS,
+    PackedError,
+    PackedLayout,
+    Span,
+    packed_size,
+)
 
 from ..support.packing import (
     KINDS,
@@ -28,6 +37,7 @@ from ..support.packing import (
     weights,
     written_by,
 )
+from ..support.tuning import tune
 
 
 def unpacked(data: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
@@ -44,6 +54,34 @@ def test_every_byte_comes_back(given: list[torch.Tensor]) -> None:
     assert packed.layout.hash == hash_of(image)
     assert packed.data.numel() == packed.layout.packed_bytes <= (1 - MIN_SAVING) * packed.layout.plain_bytes
     assert PackedLayout.from_json(packed.layout.to_json()) == packed.layout
+
+
+@given(tensors(), st.integers(4, 200))
+@settings(max_examples=60, deadline=None)
+def test_every_byte_comes_back_in_strips(given: list[torch.Tensor], num_tiles: int) -> None:
+    """A strip decodes by itself, wherever tensors are cut, and takes little more than its own bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        tune(patch, strip_bytes=num_tiles * TILE_BYTES)
+        image, layout = image_of(given)
+        packed = pack(image, layout)
+    if packed is None:  # tiny strips have much besides: what is in all tables, and the bytes behind escapes
+        assert num_tiles < 40
+        return
+    check(packed.data, packed.layout)
+    assert PackedLayout.from_json(packed.layout.to_json()) == packed.layout
+    assert torch.equal(unpacked(packed.data, packed.layout), image)
+    assert len(packed.layout.strips) == -(-image.numel() // (num_tiles * TILE_BYTES))
+    for strip, start, place in packed.layout.placed:
+        assert strip.plain_bytes <= num_tiles * TILE_BYTES
+        assert strip.packed_bytes <= packed_size((Span(0, strip.plain_bytes),), 0)
+        mine = packed.data[place : place + strip.packed_bytes].clone()
+        found = written_by(lambda out, mine=mine, strip=strip: unpack_strip(mine, strip, out), strip.plain_bytes)
+        assert torch.equal(found, image[start : start + strip.plain_bytes])
+
+
+def test_a_strip_takes_no_more_than_it_may() -> None:
+    """Weights that do not pack make the largest one."""
+    assert packed_size((Span(0, Tuning().strip_bytes),), 0) <= MAX_STRIP_BYTES
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,7 +103,7 @@ def test_what_lies_between_weights_in_a_file() -> None:
         image[spec.offset : spec.offset + ternary.nbytes] = ternary.view(torch.uint8)
     packed = pack(image, layout)
     assert packed is not None
-    assert any(span.bits and span.num_bytes > 2 * 5120 for span in packed.layout.spans)
+    assert any(span.bits and span.num_bytes > 2 * 5120 for span in packed.layout.strips[0].spans)
     assert torch.equal(unpacked(packed.data, packed.layout), image)
 
 
@@ -94,7 +132,7 @@ def test_an_edge_of_the_image() -> None:
     spec.view(image).copy_(packable())
     packed = pack(image, layout)
     assert packed is not None
-    assert packed.layout.spans[0] == Span(0, 16)
+    assert packed.layout.strips[0].spans[0] == Span(0, 16)
     assert torch.equal(unpacked(packed.data, packed.layout), image)
 
 
@@ -127,7 +165,7 @@ def test_the_worst_case() -> None:
 )
 def test_how_well_it_packs(kind: str, bits: int, most: float) -> None:
     _, packed = packed_of([weights(kind, 200 * TILE_WEIGHTS)])
-    assert packed.layout.spans[0].bits == bits
+    assert packed.layout.strips[0].spans[0].bits == bits
     assert packed.layout.packed_bytes / packed.layout.plain_bytes < most
 
 
@@ -139,7 +177,8 @@ def test_an_image_of_several_parts() -> None:
     image, packed = packed_of(tensors)
     assert torch.equal(unpacked(packed.data, packed.layout), image)
     check(packed.data, packed.layout)
-    packed.data[packed.layout.places[0] : packed.layout.places[1]] = 0xFF
+    (strip,) = packed.layout.strips
+    packed.data[strip.places[0] : strip.places[1]] = 0xFF
     with pytest.raises(PackedError, match="do not ask for the escapes"):
         unpacked(packed.data, packed.layout)
 
@@ -149,23 +188,25 @@ def test_a_part_needs_a_part_of_the_packed_bytes(length: int) -> None:
     """Each GPU of a host decodes its share: tiles that are cut in the middle, beside spans that are plain."""
     given = [each for kind in ("normal", "wide", "sparse") for each in (weights(kind, 9 * length), torch.randn(33))]
     image, (layout, data) = packed_of(given)
-    assert {span.bits for span in layout.spans} >= {0, 3}
-    for start, end in parts_of(layout):
-        needed = only_needed(data, layout, start, end)
-        found = written_by(lambda out, n=needed, s=start: unpack(n, layout, out, s), end - start)
+    (strip,) = layout.strips
+    assert {span.bits for span in strip.spans} >= {0, 3}
+    for start, end in parts_of(strip):
+        needed = only_needed(data, strip, start, end)
+        found = written_by(lambda out, n=needed, s=start: unpack_strip(n, strip, out, s), end - start)
         assert torch.equal(found, image[start:end]), (start, end)
 
 
 def test_neighbours_that_agree_share_a_table() -> None:
     small = [weights("normal", 1536, seed) for seed in range(9)]
     _, packed = packed_of([*small, packable(), weights("constant", 100_000)])
-    assert [span.bits for span in packed.layout.spans] == [3, 0, 3, 0]
+    assert [span.bits for span in packed.layout.strips[0].spans] == [3, 0, 3, 0]
 
 
 # ------------------------------------------------------------------------------------------------ damage
 
 
 IMAGE, PACKED = packed_of([packable(), torch.randn(1000), weights("wide", 30_000), weights("constant", 3)])
+(STRIP,) = PACKED.layout.strips
 
 
 @given(st.data())
@@ -193,7 +234,7 @@ def test_truncated(size: int) -> None:
 
 @pytest.mark.parametrize(
     ("place", "which"),
-    [(0, "spans"), (40, "spans"), (PACKED.layout.tiles_at, "tiles"), (PACKED.layout.tiles_at + 6, "tiles")],
+    [(0, "spans"), (40, "spans"), (STRIP.tiles_at, "tiles"), (STRIP.tiles_at + 6, "tiles")],
 )
 def test_damaged_tables(place: int, which: str) -> None:
     damaged = PACKED.data.clone()
@@ -213,7 +254,13 @@ def changed(**values: Any) -> str:
     return json.dumps({**json.loads(PACKED.layout.to_json()), **values})
 
 
-SPANS = json.loads(PACKED.layout.to_json())["spans"]
+[[ESCAPES, SPANS]] = json.loads(PACKED.layout.to_json())["strips"]
+
+
+def changed_spans(*spans: Any) -> str:
+    return changed(strips=[[ESCAPES, spans]])
+
+
 BAD_LAYOUTS = {
     "nothing": "",
     "no JSON": "{",
@@ -221,21 +268,26 @@ BAD_LAYOUTS = {
     "a list": "[]",
     "a fraction": changed(hash=0.5),
     "no version": changed(version=None),
-    "no spans": changed(spans=None),
-    "spans that are numbers": changed(spans=[1, 2]),
-    "spans that are short": changed(spans=[[4096, 3]]),
-    "five bits": changed(spans=[[SPANS[0][0], 5, SPANS[0][2]], *SPANS[1:]]),
-    "exponents of another code": changed(spans=[[SPANS[0][0], 4, SPANS[0][2]], *SPANS[1:]]),
-    "exponents in another order": changed(spans=[[SPANS[0][0], 3, "74" + SPANS[0][2][2:-2] + "73"], *SPANS[1:]]),
-    "an exponent twice": changed(spans=[[SPANS[0][0], 3, SPANS[0][2][:2] + SPANS[0][2][:-2]], *SPANS[1:]]),
-    "exponents that are no bytes": changed(spans=[[SPANS[0][0], 3, "xy"], *SPANS[1:]]),
-    "a part of a tile": changed(spans=[[SPANS[0][0] - 16, *SPANS[0][1:]], [16, 0, ""], *SPANS[1:]]),
-    "an empty span": changed(spans=[[0, 0, ""], *SPANS]),
-    "a span that is missing": changed(spans=SPANS[1:]),
-    "a span too many": changed(spans=[*SPANS, SPANS[0]]),
-    "a huge span": changed(spans=[[1 << 62, 0, ""]] * 3),
-    "a negative span": changed(spans=[[-4096, 0, ""], *SPANS]),
-    "more escapes than weights": changed(escapes=1 << 40),
+    "a strip that is too large": changed(plain_bytes=65 << 20, packed_bytes=65 << 20, strips=[[0, [[65 << 20, 0, ""]]]]),
+    "no strips": changed(strips=None),
+    "no strip": changed(strips=[]),
+    "strips that are numbers": changed(strips=[1]),
+    "no spans": changed(strips=[[ESCAPES, None]]),
+    "an empty strip": changed(strips=[[ESCAPES, SPANS], [0, []]]),
+    "spans that are numbers": changed_spans(1, 2),
+    "spans that are short": changed_spans([4096, 3]),
+    "five bits": changed_spans([SPANS[0][0], 5, SPANS[0][2]], *SPANS[1:]),
+    "exponents of another code": changed_spans([SPANS[0][0], 4, SPANS[0][2]], *SPANS[1:]),
+    "exponents in another order": changed_spans([SPANS[0][0], 3, "74" + SPANS[0][2][2:-2] + "73"], *SPANS[1:]),
+    "an exponent twice": changed_spans([SPANS[0][0], 3, SPANS[0][2][:2] + SPANS[0][2][:-2]], *SPANS[1:]),
+    "exponents that are no bytes": changed_spans([SPANS[0][0], 3, "xy"], *SPANS[1:]),
+    "a part of a tile": changed_spans([SPANS[0][0] - 16, *SPANS[0][1:]], [16, 0, ""], *SPANS[1:]),
+    "an empty span": changed_spans([0, 0, ""], *SPANS),
+    "a span that is missing": changed_spans(*SPANS[1:]),
+    "a span too many": changed_spans(*SPANS, SPANS[0]),
+    "a huge span": changed_spans(*[[1 << 62, 0, ""]] * 3),
+    "a negative span": changed_spans([-4096, 0, ""], *SPANS),
+    "more escapes than weights": changed(strips=[[1 << 40, SPANS]]),
     "another size": changed(packed_bytes=4096),
     "a size that is a text": changed(plain_bytes="4096"),
     "no hash": changed(hash=None),
@@ -251,5 +303,5 @@ def test_bad_layouts(text: str) -> None:
 
 
 def test_another_version() -> None:
-    with pytest.raises(PackedError, match="another version packed it: this one reads version 1"):
-        PackedLayout.from_json(changed(version=2))
+    with pytest.raises(PackedError, match="another version packed it: this one reads version 2"):
+        PackedLayout.from_json(changed(version=1))

@@ -50,7 +50,7 @@ SCALED = [
         "min_window_bytes",
         "table_bytes",
     ),
-    *("segment_bytes", "chunk_bytes", "small_chunk_bytes", "max_read_run_bytes", "max_staging_bytes"),
+    *("segment_bytes", "chunk_bytes", "small_chunk_bytes", "max_read_run_bytes", "max_staging_bytes", "strip_bytes"),
 ]
 """The sizes of `Tuning` that are divided too."""
 
@@ -70,6 +70,7 @@ PHASES: dict[str, list[Phase]] = {
     "t5": [(4, 4, 4, 4, 32, 64, 64, 32), (4, 10, 10, 10)],
     "double": [(27, 24, 24, 24, 24, 24, 24), (27, 96, 96), (27, 12, 12)],
     "single": [(27, 108, 108), (27, 108, 27, 27, 27, 27, 27, 27), (27, 108, 27, 135, 27)],
+    "unet": [(27, 320, 320), (27, 108, 320, 320), (27, 320, 640)],
     "rest": [(28, 28)],
 }
 
@@ -162,13 +163,21 @@ class Model(nn.Module):
 class Pipeline:
     model_cpu_offload_seq = "text_encoder->text_encoder_2->transformer->vae"
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_unet: bool = False) -> None:
+        """
+        Args:
+            is_unet: Whether it has the shape of SDXL: blocks of very different sizes, the largest of which is half of the model.
+        """
         self.components = {
             "text_encoder": Model(1, 70, (12, (13.5, 0.0002, "clip"))),
             "text_encoder_2": Model(4, 8, (24, (368, 0.0018, "t5"))),
             "transformer": Model(27, 120, (19, (648, 0.00334, "double")), (38, (270, 0.00289, "single"))),
             "vae": Model(64, 20, (1, (60, 0.04, "vae"))),
         }
+        if is_unet:
+            blocks = [(1, (mib, mib * 5e-6, "unet")) for mib in (20, 190, 1390, 790, 2350, 400, 40)]
+            self.components["text_encoder_2"] = Model(1, 130, (32, (38, 0.0004, "clip")))
+            self.components["transformer"] = Model(20, 60, *blocks)
         for model in self.components.values():
             model.eval()
 
@@ -215,6 +224,7 @@ def run(
     expandable: bool = False,
     folder: Path | None = None,
     workspace_mib: float = 256,
+    is_unet: bool = False,
     keeps_plans: bool = False,
     before_call: Callable[[CachingAllocator, int, str], None] = lambda card, image, name: None,
     **options: Any,
@@ -250,7 +260,7 @@ def run(
         speeds = replace(KNOWN_SPEEDS, h2d=int(LINK))
         patch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **kwargs: speeds)
         stack.enter_context(use_simulated_device(device))  # type: ignore[arg-type]
-        pipe = Pipeline()
+        pipe = Pipeline(is_unet=is_unet)
         rig = _Rig(
             device,
             {**PHASES, "vae": decoding(workspace_mib)},

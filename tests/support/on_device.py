@@ -46,9 +46,10 @@ def from_file(model: nn.Module, path: Path) -> nn.Module:
 
 @contextmanager
 def packing(locked_share: float = 0.5) -> Iterator[None]:
-    """Let small blobs be packed, and what rests in files. With a share of 0 packed bytes are read from a folder."""
+    """Let small blobs be packed, the larger ones in several strips, and what rests in files. With a share of 0 packed bytes are
+    read from a folder."""
     with pytest.MonkeyPatch.context() as patch:
-        tune(patch, min_packed_bytes=4096, locked_share=locked_share)
+        tune(patch, min_packed_bytes=4096, strip_bytes=24 << 10, locked_share=locked_share)
         yield
 
 

@@ -11,8 +11,9 @@ import torch
 from hypothesis import strategies as st
 
 from group_offload.base.layout import BlobLayout, lay_out
+from group_offload.base.tuning import Tuning, tune
 from group_offload.packing.codec import Packed, pack
-from group_offload.packing.layout import SPAN_ALIGNMENT, TILE_BYTES, TILE_WEIGHTS, PackedLayout
+from group_offload.packing.layout import SPAN_ALIGNMENT, TILE_BYTES, TILE_WEIGHTS, Strip
 from group_offload.packing.operators import tile_table
 
 KINDS = (
@@ -110,31 +111,39 @@ def written_by(
     return out
 
 
-def parts_of(layout: PackedLayout) -> Iterator[tuple[int, int]]:
-    """Parts of an image, as first and last byte, exclusive. They begin and end at the ends of tiles, and inside of them."""
+def parts_of(strip: Strip) -> Iterator[tuple[int, int]]:
+    """Parts of a strip, as first and last byte, exclusive. They begin and end at the ends of tiles, and inside of them."""
     random = torch.Generator().manual_seed(1)
-    most = layout.plain_bytes // SPAN_ALIGNMENT
+    most = strip.plain_bytes // SPAN_ALIGNMENT
     yield 0, SPAN_ALIGNMENT
-    yield layout.plain_bytes - SPAN_ALIGNMENT, layout.plain_bytes
-    for span in layout.spans[:4]:
-        yield max(0, span.offset - SPAN_ALIGNMENT), min(layout.plain_bytes, span.offset + TILE_BYTES + SPAN_ALIGNMENT)
+    yield strip.plain_bytes - SPAN_ALIGNMENT, strip.plain_bytes
+    for span in strip.spans[:4]:
+        yield max(0, span.offset - SPAN_ALIGNMENT), min(strip.plain_bytes, span.offset + TILE_BYTES + SPAN_ALIGNMENT)
     for _ in range(12):
         start, end = sorted(torch.randperm(most + 1, generator=random)[:2].tolist())
         yield start * SPAN_ALIGNMENT, end * SPAN_ALIGNMENT
 
 
-def only_needed(data: torch.Tensor, layout: PackedLayout, start: int, end: int) -> torch.Tensor:
+def only_needed(data: torch.Tensor, strip: Strip, start: int, end: int) -> torch.Tensor:
     """Packed bytes of which only those are right that a part is decoded from."""
     found = torch.full_like(data, 0xEE)
-    starts = [*(tile_table(data, layout) & 0xFFFFFFFF).tolist()]
-    for low, high in layout.needed(start, end, starts.__getitem__):
+    starts = [*(tile_table(data, strip) & 0xFFFFFFFF).tolist()]
+    for low, high in strip.needed(start, end, starts.__getitem__):
         assert 0 <= low < high <= len(data)
         found[low:high] = data[low:high]
     return found
 
 
+def in_a_berth(data: torch.Tensor, around: int, device: torch.device | str) -> torch.Tensor:
+    """The same bytes in memory of a device, with others around them."""
+    memory = torch.full((GUARD + data.numel() + GUARD,), around, dtype=torch.uint8, device=device)
+    memory[GUARD : GUARD + data.numel()] = data.to(device)
+    return memory[GUARD : GUARD + data.numel()]
+
+
 def check_kernel(device: torch.device | str, num_tiles: int, num_damages: int) -> None:
-    """Compare the kernel with the CPU, on all kinds of weights and beside other dtypes; then let it decode damaged images.
+    """Compare the kernel with the CPU, on all kinds of weights and beside other dtypes, strip by strip; then let it decode
+    damaged strips.
 
     Args:
         device: "cpu" in Triton's interpreter.
@@ -142,28 +151,39 @@ def check_kernel(device: torch.device | str, num_tiles: int, num_damages: int) -
     """
     from group_offload.packing.kernels import decode
 
+    def decoded(
+        data: torch.Tensor, strip: Strip, start: int = 0, end: int | None = None, around: int = 0
+    ) -> torch.Tensor:
+        there, size = in_a_berth(data, around, device), (strip.plain_bytes if end is None else end) - start
+        return written_by(lambda out: decode(there, strip, out, start), size, device).cpu()
+
+    def check_damaged(data: torch.Tensor, start: int = 0, end: int | None = None) -> None:
+        """What lies around the berth makes no difference."""
+        assert torch.equal(*(decoded(data, strip, start, end, around) for around in (0, 0xFF)))
+
     size = num_tiles * TILE_WEIGHTS
     many = [each for kind in KINDS for each in (weights(kind, TILE_WEIGHTS + 5), torch.randn(77))]
-    images = [[*many, weights("normal", size)], [weights("wide", size + 1), torch.randn(1500)]]
-    for given in images:
+    images = [
+        ([*many, weights("normal", size)], Tuning().strip_bytes),
+        ([weights("wide", size + 1), torch.randn(1500)], Tuning().strip_bytes),
+        ([weights("normal", size), torch.randn(77), weights("cauchy", size)], 20 * TILE_BYTES),
+    ]
+    for given, strip_bytes in images:
+        tune(strip_bytes=strip_bytes)
         image, (layout, data) = packed_of(given)
-        there = data.to(device)
-        found = written_by(
-            lambda out, there=there, layout=layout: decode(there, layout, out), layout.plain_bytes, device
-        )
-        assert torch.equal(found.cpu(), image), layout
-        for start, end in parts_of(layout):
-            needed = only_needed(data, layout, start, end).to(device)
-            found = written_by(
-                lambda out, needed=needed, layout=layout, start=start: decode(needed, layout, out, start),
-                end - start,
-                device,
-            )
-            assert torch.equal(found.cpu(), image[start:end]), (layout, start, end)
+        assert len(layout.strips) == -(-layout.plain_bytes // strip_bytes)
+        for strip, first, place in layout.placed:
+            packed = data[place : place + strip.packed_bytes]
+            assert torch.equal(decoded(packed, strip), image[first : first + strip.plain_bytes]), strip
+            for start, end in parts_of(strip):
+                found = decoded(only_needed(packed, strip, start, end), strip, start, end)
+                assert torch.equal(found, image[first + start : first + end]), (strip, start, end)
+    tune(strip_bytes=Tuning().strip_bytes)
     image, (layout, data) = packed_of([weights("normal", size // 2), torch.randn(700), weights("wide", size // 2)])
-    assert {span.bits for span in layout.spans} == {0, 3, 4}
+    (strip,) = layout.strips
+    assert {span.bits for span in strip.spans} == {0, 3, 4}
     random = torch.Generator().manual_seed(0)
-    tables = torch.tensor([0, 8, 16, 24, 30, 48, *range(layout.tiles_at, layout.tiles_at + 16)])
+    tables = torch.tensor([0, 8, 16, 24, 30, 48, *range(strip.tiles_at, strip.tiles_at + 16)])
     for number in range(num_damages):
         damaged = data.clone()
         bytes_ = torch.randint(256, (8,), generator=random, dtype=torch.uint8)
@@ -171,12 +191,11 @@ def check_kernel(device: torch.device | str, num_tiles: int, num_damages: int) -
             int(tables[number % len(tables)]) if number % 3 else int(torch.randint(len(data) - 8, (), generator=random))
         )
         damaged[place : place + 8] = bytes_ if number % 2 else 0xFF
-        there = damaged.to(device)
-        written_by(lambda out, there=there: decode(there, layout, out), layout.plain_bytes, device)
-    garbage = torch.randint(256, (len(data),), generator=random, dtype=torch.uint8).to(device)
-    written_by(lambda out: decode(garbage, layout, out), layout.plain_bytes, device)
-    for start, end in parts_of(layout):
-        written_by(lambda out, start=start: decode(garbage, layout, out, start), end - start, device)
+        check_damaged(damaged)
+    garbage = torch.randint(256, (len(data),), generator=random, dtype=torch.uint8)
+    check_damaged(garbage)
+    for start, end in parts_of(strip):
+        check_damaged(garbage, start, end)
 
 
 TARGETS: tuple[tuple[str, int | str, int, str], ...] = (

@@ -14,7 +14,7 @@ import torch
 from group_offload import config
 from group_offload.base.layout import memory_of
 from group_offload.base.system import name_of_shared_file, new_shared_file, open_shared_file, started_at
-from group_offload.packing.codec import unpack
+from group_offload.packing.codec import unpack_strip
 from group_offload.runtime import engine
 from group_offload.runtime.sharing.board import BOARD_BYTES, Board, State
 from group_offload.runtime.sharing.courier import Peer
@@ -185,7 +185,7 @@ class PhantomSharing(Sharing):
                 packed = lands.packed if isinstance(each, Unpack) else _all_of(each)
                 assert packed is not None
                 whole = torch.empty(lands.num_bytes, dtype=torch.uint8)
-                unpack(packed, lands.layout, whole)
+                unpack_strip(packed, lands.strip, whole)
                 into.copy_(whole[start - lands.at : end - lands.at])
             elif isinstance(each, Copy):
                 into.copy_(each.memory[each.start + start - each.at :][: end - start])

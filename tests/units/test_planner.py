@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from group_offload.base.timeline import READS
+from group_offload.base.tuning import tuning
 from group_offload.errors import ConfigError
 from group_offload.plan.pass_model import Prediction, foresee, simulate
 from group_offload.plan.placement import (
@@ -383,16 +384,36 @@ def test_what_is_read_is_packed_if_a_file_holds_the_packed_bytes() -> None:
     read = simulate(problem, [F] * 4)
     assert (read.drive_bytes, read.h2d_bytes, read.unpack_bytes) == (200 * MIB, 200 * MIB, 400 * MIB)
     assert (read.step_seconds, read.unpack_seconds) == (pytest.approx(2.0), pytest.approx(0.2))
-    # One berth for what is read, and two for what is sent from RAM.
-    assert smallest_device_bytes(problem) == (2 * 100 + 2 * 50) * MIB
-    assert smallest_device_bytes(within(problem, None, 60 * MIB)) == (2 * 100 + 3 * 50) * MIB
+    # One berth for what is read, and three for what is sent from RAM.
+    assert smallest_device_bytes(problem) == (2 * 100 + 3 * 50) * MIB
+    assert smallest_device_bytes(within(problem, None, 60 * MIB)) == (2 * 100 + 4 * 50) * MIB
     assert smallest_device_bytes(replace(problem, rests=(F,) * 4)) == (2 * 100 + 50) * MIB
     plan = make_plan(within(problem, None, 60 * MIB))
     assert_sound(plan)
     assert sorted(plan.placements) == [F] * 3 + [R]
-    assert plan.slot_bytes == (2 * 100 + 2 * 50 + 50) * MIB and plan.prediction.drive_bytes == 150 * MIB
+    assert plan.slot_bytes == (2 * 100 + 3 * 50 + 50) * MIB and plan.prediction.drive_bytes == 150 * MIB
     slices = [each for each in foresee(problem, [F] * 4) if each.lane == READS]
     assert slices and all(each.num_bytes == 50 * MIB for each in slices)
+
+
+@given(st.lists(st.integers(1, 4 * GIB), min_size=1, max_size=8), st.floats(0.5, 1), st.booleans())
+def test_packing_takes_little_more_device_memory_than_plain(sizes: list[int], ratio: float, is_limited: bool) -> None:
+    """However large the groups are, and wherever they rest."""
+    plain = problem_of(groups_of(sizes))
+    problem = problem_of(packed(plain.groups, ratio, reads_packed=True))
+    if is_limited:
+        problem = within(problem, None, sum(sizes) // 2)
+    assert smallest_device_bytes(problem) <= smallest_device_bytes(plain) + 256 * MIB
+
+
+def test_a_few_strips_of_a_group_are_sent_before_its_slot_is_free() -> None:
+    """In one slot groups of nine strips take turns: three of them are sent while the group before computes."""
+    groups = packed(groups_of([GIB] * 6, 1.0), 0.5)
+    problem = problem_of(groups, speeds=Speeds(h2d=GIB, drive=GIB, unpack=1e15), num_slots=1)
+    assert -(-GIB // 2 // tuning().strip_bytes) == 9
+    assert simulate(problem, [R] * 6).step_seconds == pytest.approx(6 * (1 + 0.5 * 6 / 9), abs=1e-4)
+    small = replace(problem, groups=tuple(replace(group, strip_bytes=GIB // 5) for group in groups))
+    assert simulate(small, [R] * 6).step_seconds == pytest.approx(6.0, abs=1e-4)
 
 
 def test_a_group_that_is_not_packed_cannot_stay_packed() -> None:
@@ -404,7 +425,7 @@ def test_groups_stay_packed_where_they_do_not_fit_as_they_are() -> None:
     """With more room first all of them stay packed, and nothing is sent; then ever more of them stay as they are."""
     groups = packed(groups_of([100 * MIB] * 12, 0.1, in_file=False))
     problem = problem_of(groups, speeds=Speeds(h2d=100 * MIB, drive=MIB, unpack=2000 * MIB))
-    some = make_plan(within(problem, (200 + 140 + 5 * 70) * MIB))
+    some = make_plan(within(problem, (200 + 3 * tuning().strip_bytes // MIB + 5 * 70) * MIB))
     assert set(some.placements) <= {P, R, D} and some.prediction.h2d_bytes <= 7 * 70 * MIB
     all_packed = make_plan(within(problem, (200 + 12 * 70) * MIB))
     assert all_packed.placements == (P,) * 12 and not all_packed.prediction.h2d_bytes
@@ -501,8 +522,8 @@ def device_bytes_of(problem: Problem, places: Sequence[Placement]) -> int:
     slots = sum(nlargest(problem.num_slots, (group.num_bytes for group, place in both if place is not D)))
     resident = sum(group.num_bytes for group, place in both if place is D)
     resident += sum(group.packed_bytes for group, place in both if place is P)
-    berths = 2 * max((group.packed_bytes for group, place in both if place is R), default=0)
-    berths += max((group.packed_bytes for group, place in both if place is F and group.reads_packed), default=0)
+    berths = 3 * max((group.berth_bytes for group, place in both if place is R), default=0)
+    berths += max((group.berth_bytes for group, place in both if place is F and group.reads_packed), default=0)
     return resident + slots + berths
 
 

@@ -235,6 +235,7 @@ class Budgeter:
                 is_in_file=group.is_in_file,
                 may_reside=group.detects_edits,
                 packed_bytes=self._packed_bytes(group),
+                strip_bytes=max(group.largest_strip(is_read=False), group.largest_strip(is_read=True)),
                 reads_packed=self._reads_packed,
             )
             for group in self.groups

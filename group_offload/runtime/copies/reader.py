@@ -6,8 +6,8 @@ page-locked once; a thread of the pool reads the chunk into the frame; then the 
 copy is done the frame is free again. Chunks are read side by side and in any order, and enqueued in the order of their
 jobs: so the drive, the link to the device and compute are all busy at once, and the groups that are needed first come first.
 
-Chunks of packed bytes are copied to the reading berth, one packed image after another, and not to the slot. The last chunk of
-an image is followed by its unpacking: see [Note: The life of a berth].
+Chunks of packed bytes are copied to the reading berth, one strip after another, and not to the slot. The last chunk of a
+strip is followed by its unpacking: see [Note: The life of a berth].
 
 A job may be *announced* before there is a slot for it: it is read as far as there are frames, and sent when it is
 *submitted* with its slot. So the drive, which is slower than the link, works on while compute still needs the slots. A job
@@ -411,7 +411,7 @@ class Reader:
             trace.copied([read.label for read, _ in chunk.pieces()], begun, landing.stream, chunk.num_bytes)
 
     def _send_packed(self, job: ReadJob, chunk: Chunk, memory: torch.Tensor, landing: Landing) -> None:
-        """Copy packed bytes to the reading berth, and unpack each image that is there as a whole by now."""
+        """Copy packed bytes to the reading berth, and unpack each strip that is there as a whole by now."""
         job.begun.popleft()
         try:
             for read, start in chunk.pieces():
@@ -426,7 +426,7 @@ class Reader:
         self.num_copies += 1
         if read.at + read.num_bytes == move.sent[-1][1]:
             landing.wait_for_room()
-            landing.unpack(self._backend, move, berth.memory[: move.layout.packed_bytes], berth, trace)
+            landing.unpack(self._backend, move, berth.memory[: move.strip.packed_bytes], berth, trace)
             self.bytes_unpacked += move.num_bytes
 
     def _end(self, job: ReadJob, error: BaseException | None) -> None:

@@ -122,10 +122,10 @@ class Group:
         """The part of `packed_bytes` that is in RAM."""
         return sum(part.packed.ram_bytes for part in self.parts if part.packed is not None)
 
-    def largest_packed(self, *, is_read: bool) -> int:
-        """The packed bytes of the part that has most, of those that are read from files, or that are in RAM; 0 if none is."""
+    def largest_strip(self, *, is_read: bool) -> int:
+        """What a berth has to hold of the packed bytes that are read from files, or of those in RAM; 0 if there are none."""
         packed = [part.packed for part in self.parts if part.packed is not None and part.packed.is_read is is_read]
-        return max((each.num_bytes for each in packed), default=0)
+        return max((each.layout.largest_strip for each in packed), default=0)
 
     @property
     def detects_edits(self) -> bool:

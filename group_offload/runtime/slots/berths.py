@@ -7,9 +7,10 @@ on the *unpack stream*, and used on the stream that computes. Each event keeps t
 - *arrived* is recorded on the copy stream behind each copy, and the unpack stream waits for it.
 - *unpacked* is recorded on the unpack stream behind the kernel that read the berth. The next copy to the berth waits for it.
 - The slot's *ready* is recorded on the unpack stream too, and its *last use* is what that stream waits for: see [Note: The
-  life of a slot]. So packed bytes cross the link while compute still needs the slot that they will be unpacked into.
+  life of a slot]. So packed bytes cross the link while compute still needs the slot that they will be unpacked into, as far as
+  there are berths: a berth holds one strip ([Note: A packed image]), and a group may have many.
 
-What threads read from files has a berth of its own, the *reading berth*. Those threads enqueue chunk by chunk, one image after
+What threads read from files has a berth of its own, the *reading berth*. Those threads enqueue chunk by chunk, one strip after
 another, while the thread that computes uses the other berths. The reads may be given up between two chunks.
 """
 
@@ -22,7 +23,7 @@ from ...plan.placement import NUM_BERTHS
 
 
 class Berth:
-    """Device memory for the packed bytes of one blob at a time. See [Note: The life of a berth]."""
+    """Device memory for one strip of packed bytes at a time. See [Note: The life of a berth]."""
 
     __slots__ = ("arrived", "memory", "unpacked")
 
