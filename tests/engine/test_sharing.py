@@ -84,7 +84,8 @@ def test_random_schedules(seed: int, laziness: str, options: dict[str, Any]) -> 
     travel(seed, laziness, options)
 
 
-def test_threads_send_each_group_once(device: SimulatedDevice) -> None:
+def test_threads_send_each_group_once(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    tune(monkeypatch, convoy_wait_seconds=2.0)
     model, resident = make(Model, 6), make(Model, 6)
     handle = offload(model, share_passes=True)
     barrier = threading.Barrier(4)

@@ -275,9 +275,10 @@ class TurnLock:
     def regain(self, traveller: Traveller) -> None:
         """Wait for this traveller's turn, unless it is there: an interrupt may have come where it gave way."""
         with self.mutex:
-            if self._owner != traveller.thread:
+            if self._owner == traveller.thread:
+                self._switch(traveller)
+            else:
                 self._wait_for_turn(traveller)
-            self._switch(traveller)
 
     def _wait_for_turn(self, traveller: Traveller) -> None:
         me = threading.get_ident()

@@ -109,9 +109,10 @@ class SharingPolicy:
         turns = self._turns
         if is_on_its_way() or turns._is_owned() or self._backend.is_capturing():
             return self.alone(*args, **kwargs)  # inside of another call, or refused
-        steps, reason = self._steps, self._why_alone()
-        now = Arguments(args, kwargs)
-        if reason is None and now.other is not None:
+        steps, now, reason = self._steps, Arguments(args, kwargs), self._why_not() or _state_of_thread()
+        if self._passes.turns is None:
+            reason = "it shares weights with another offloaded model"
+        if now.other is not None:
             reason = f"an input has a {type(now.other).__name__} in it, which is neither a tensor nor a plain value"
         if reason is not None:
             self._say(reason)
@@ -140,35 +141,37 @@ class SharingPolicy:
     def _made(self, calls: list[Arguments], steps: Steps, args: Any, kwargs: Any) -> Any:
         """Make the first of these calls, and run the others beside it if that is known to be right."""
         room, num_callers = self._passes.most_together, self._turns.announce()
-        if len(calls) > room and self._passes.counters.passes:
-            self._say(f"there is room for {room} in one pass, not for {len(calls)}")
-        calls = calls[:room]
-        may_share = [self._judgement(call.key) for call in calls]
-        if False in may_share:
-            calls, may_share = calls[:1], may_share[:1]
-        if all(may_share):
-            return self._travel(steps, calls, args, kwargs)
-        if may_share[0] is False or room == 1 or max(len(calls), num_callers) == 1:
+        if max(len(calls), num_callers) == 1:
             return self.alone(*args, **kwargs)
-        return self._trial(steps, calls, args, kwargs)
+        reason = self._examined()
+        if reason is None and len(calls) > room and self._passes.counters.passes:
+            self._say(f"there is room for {room} in one pass, not for {len(calls)}")
+        may_share = [self._judgement(call.key) for call in calls[:room]]
+        if False in may_share:
+            del may_share[1:]
+        calls = calls[: len(may_share)]
+        if reason is None and all(may_share):
+            return self._travel(steps, calls, args, kwargs)
+        if reason is None and may_share[0] is None and room > 1 and max(len(calls), num_callers) > 1:
+            return self._trial(steps, calls, args, kwargs)
+        return self.alone(*args, **kwargs)
 
-    def _why_alone(self) -> str | None:
-        """Look at the modules and the thread. Why the call may not share a pass, whatever it is given."""
-        known = self._state
-        if known is None or not known.holds():
-            found = examine(self._root, self._is_ours)
-            if isinstance(found, str):
-                self._state = None
-                return found
-            self._state, self._epoch = found, self._epoch + 1
-            known = found
-        if known.structure != self._structure:  # the modules are others than the trials were about
-            self._structure = known.structure
+    def _examined(self) -> str | None:
+        """Look at the modules. Why forwards may not share passes with them as they are."""
+        if self._state is not None and self._state.holds():
+            return None
+        found = examine(self._root, self._is_ours)
+        self._epoch += 1
+        if isinstance(found, str):
+            self._state = None
+            self._say(found)
+            return found
+        if found.structure != self._structure:  # the modules are others than the trials were about
+            self._structure = found.structure
             self._may_share.clear()
             self._findings.clear()
-        if self._passes.turns is None:
-            return "it shares weights with another offloaded model"
-        return self._why_not() or _state_of_thread()
+        self._state = found
+        return None
 
     @property
     def _steps(self) -> Steps:
@@ -197,7 +200,12 @@ class SharingPolicy:
             refresh = self._refresh()
             if refresh is not None:  # else offloading has ended meanwhile
                 refresh()  # it commits edits that the system tells of
-        return epoch == self._epoch and edits == self._passes.edits() and caller.is_like(Caller(self._backend))
+        return (
+            self._examined() is None
+            and epoch == self._epoch
+            and edits == self._passes.edits()
+            and caller.is_like(Caller(self._backend))
+        )
 
     def _keep(self, steps: Steps, results: Sequence[Result], epoch: int, caller: Caller) -> None:
         """Keep results for the calls that are to come."""
